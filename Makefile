@@ -1,0 +1,50 @@
+# Needs Python >= 3.10, make and a package index; the first target you run builds .venv with the pinned versions.
+#   make test PYTHON=python3.12     another interpreter for the venv
+#   make test-gpu VENV=             no venv, no install: run with PYTHON as it is (it must have torch, pytest, ...)
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+CONSTRAINTS := constraints.txt
+ARGS ?=
+
+ifeq ($(strip $(VENV)),)
+RUN := PYTHONPATH=.:kernels $(PYTHON)
+INSTALLED :=
+else
+RUN := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+endif
+
+.PHONY: demo test test-gpu quality style bench clean
+
+demo: $(INSTALLED)
+	$(RUN) -m sage_processors.cli demo $(ARGS)
+
+# one thread per worker: two workers with two threads each only fight for the same two cores
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not gpu" -n 2 --dist loadfile -q $(ARGS)
+
+test-gpu: $(INSTALLED)
+	$(RUN) -m pytest -m gpu -q $(ARGS)
+
+quality: $(INSTALLED)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+style: $(INSTALLED)
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+
+bench: $(INSTALLED)
+	$(RUN) kernels/benchmarks/bench.py $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info kernels/*.egg-info
+
+# the stamp is written last, so an interrupted install is taken up again
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.10 found: install one or say make PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c $(CONSTRAINTS) -e '.[diffusers,transformers,dev]'
+	touch $@

@@ -1,0 +1,50 @@
+"""Text to image with INT8 attention: any diffusers checkpoint by name or folder; without --model the embedded one.
+
+python examples/text_to_image.py "a red circle on a blue background" --compare
+python examples/text_to_image.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev --steps 28
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+import sage_processors as sp
+from sage_processors.side_by_side import amplification, side_by_side
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompt", nargs="?", default="a red circle on a blue background")
+    parser.add_argument("--model", default="tiny_sd", help="name on the Hub, folder, or embedded: tiny_sd, tiny_flux")
+    parser.add_argument("--recipe", default="qk_int8_pv_bf16")
+    parser.add_argument("--scaling", default="timestep", help="timestep, dynamic, per_token, per_block, per_head")
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--compare", action="store_true", help="also draw with stock attention, print PSNR and SSIM")
+    parser.add_argument("--output", type=Path, default=Path("image.png"))
+    args = parser.parse_args()
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    model = sp.pipelines.path(args.model) if args.model in sp.pipelines.names() else args.model
+    pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=dtype).to(device)
+
+    handle = pipe.set_attn_processor(sp.SageAttnProcessor(recipe=args.recipe, scaling=args.scaling))  # the one line
+    image = sp.quality.generate(pipe, [args.prompt], [args.seed], steps=args.steps)
+    handle.report().print()
+    handle.remove()  # stock attention again
+
+    pipe.image_processor.postprocess(image * 2 - 1)[0].save(args.output)
+    print(f"Picture: {args.output}")
+    if args.compare:
+        stock = sp.quality.generate(pipe, [args.prompt], [args.seed], steps=args.steps)
+        psnr, ssim = sp.metrics.psnr(image, stock).item(), sp.metrics.ssim(image, stock).item()
+        print(f"PSNR {psnr:.2f} dB, SSIM {ssim:.5f} against stock attention")
+        comparison = args.output.with_stem(args.output.stem + "_compare")
+        side_by_side(stock, image, [args.prompt], amplification(stock, image)).save(comparison)
+        print(f"Side by side: {comparison}")
+
+
+if __name__ == "__main__":
+    main()

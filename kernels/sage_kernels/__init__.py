@@ -1,0 +1,18 @@
+"""INT8 attention kernels and their reference. Knows torch and (on a GPU) triton, nothing of Hugging Face."""
+
+from .attention import sage_attention
+from .checks import unsupported
+from .recipe import DEFAULT_RECIPE, RECIPES, SCALINGS, Recipe
+from .state import HeadState, new_head_state
+
+
+__all__ = [
+    "DEFAULT_RECIPE",
+    "RECIPES",
+    "SCALINGS",
+    "HeadState",
+    "Recipe",
+    "new_head_state",
+    "sage_attention",
+    "unsupported",
+]

@@ -1,0 +1,1 @@
+"""All @triton.jit code and its launchers: the only folder that imports triton."""

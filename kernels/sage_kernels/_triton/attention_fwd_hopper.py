@@ -1,0 +1,237 @@
+"""The attention kernel for Hopper (sm_90) in Gluon: one warp copies, two warpgroups of 64 query rows compute.
+
+Same mathematics as attention_fwd.py, for scales that are one number a key tile. What Triton's own pipeliner can't
+give:
+the copy engine runs ahead by NUM_BUFFERS tiles, and P·V of one tile stays in flight under the softmax of the next.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..state import STAT_FIELDS, STAT_Q_AMAX
+
+
+_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
+_STATS = gl.constexpr(STAT_FIELDS)
+_STAT_Q_AMAX = gl.constexpr(STAT_Q_AMAX)
+_LOG2_E = gl.constexpr(1.4426950408889634)
+_LN_2 = gl.constexpr(0.6931471805599453)
+_AMAX_FLOOR = gl.constexpr(1e-30)
+_ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
+_ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
+_SCORE_MASKED = gl.constexpr(-(2**30))
+_ROWS = gl.constexpr(64)  # query rows of one warpgroup
+
+
+@gluon.jit
+def _copy_keys_and_values(keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv, n_tiles,
+                          BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr):  # fmt: skip
+    """The producer: fills the ring of buffers as the consumers free them."""
+    for tile in range(n_tiles):
+        slot = tile % NUM_BUFFERS
+        phase = (tile // NUM_BUFFERS) & 1
+        mbarrier.wait(k_empty.index(slot), phase ^ 1)
+        mbarrier.expect(k_full.index(slot), keys.block_type.nbytes)
+        _load_tile(keys, [k_row + tile * BLOCK_N, 0], k_full.index(slot), k_smem.index(slot))
+        mbarrier.wait(v_empty.index(slot), phase ^ 1)
+        mbarrier.expect(v_full.index(slot), values.block_type.nbytes)
+        _load_tile(values, [b, tile * BLOCK_N, h_kv, 0], v_full.index(slot), v_smem.index(slot))
+
+
+@gluon.jit
+def _softmax_tile(scores, tile_scale, running_max, running_sum):
+    """One key tile of the base-2 online softmax; the max is taken on the integers (three at a time on Hopper)."""
+    new_max = gl.maximum(running_max, gl.max(scores, 1).to(gl.float32) * tile_scale)
+    rescale = gl.exp2(running_max - new_max)
+    p = gl.exp2(scores.to(gl.float32) * tile_scale[:, None] - new_max[:, None])
+    return p, new_max, running_sum * rescale + gl.sum(p, 1), rescale
+
+
+@gluon.jit
+def _mask_tail(scores, first_key, seq_kv, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
+    if first_key + BLOCK_N > seq_kv:
+        valid = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES)) < seq_kv
+        scores = gl.where(valid[None, :], scores, gl.full_like(scores, _SCORE_MASKED))
+    return scores
+
+
+@gluon.jit
+def _consume(
+    q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr, state_width,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, softmax_scale,
+    GROUP_INDEX: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr, SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, PV_DTYPE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: quantise 64 query rows, walk the key tiles, write the output."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
+    )
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+
+    h_kv = h // group
+    kv_head_of_batch = b * (heads // group) + h_kv
+    rows = first_row + GROUP_INDEX * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, IO))
+    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
+    inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
+
+    # quantise Q: [64, WIDTH]
+    q_base = q_ptr + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
+    q = gl.load(q_base + rows.to(gl.int64)[:, None] * stride_qs + channels[None, :], mask=inside, other=0.0).to(
+        gl.float32
+    )
+    x = q
+    if SCALING == "planned":
+        x = q * gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+        stat = stats_ptr + (gl.load(row_ptr) + h_kv) * (_STATS * state_width) + _STAT_Q_AMAX * state_width + channels
+        gl.atomic_max(stat, gl.max(gl.abs(q), 0), mask=channels < HEAD_DIM)
+    amax = gl.max(gl.abs(x), 1)
+    if SCALING == "per_block":
+        amax = gl.full_like(amax, 0.0) + gl.max(amax, 0)
+    if SCALING == "per_head":
+        amax = gl.full_like(amax, 0.0) + gl.load(q_amax_ptr + b * heads + h)
+    amax = gl.maximum(amax, _AMAX_FLOOR)
+    codes = (x * (127.0 / amax)[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+    q_smem.index(GROUP_INDEX).store(codes.to(gl.int8))
+    fence_async_shared()
+    # a NaN in a row must not be laundered into a code: max() dropped it
+    row_scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (softmax_scale * _LOG2_E)
+    row_scale = gl.convert_layout(row_scale, ROW)
+    if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
+        center = gl.load(center_ptr + kv_head_of_batch * WIDTH + channels)
+        shift = gl.convert_layout(gl.sum(q * center[None, :], 1) * softmax_scale, ROW)
+
+    q_codes = q_smem.index(GROUP_INDEX)
+    k_scales = k_scale_ptr + kv_head_of_batch * n_tiles
+    running_max = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
+    running_sum = gl.full([_ROWS], 0.0, gl.float32, ROW)
+    acc = gl.zeros((_ROWS, WIDTH), gl.float32, OUT)
+    zero = gl.zeros((_ROWS, BLOCK_N), gl.int32, SCORES)
+
+    tile_scale = row_scale * gl.load(k_scales)
+    mbarrier.wait(k_full.index(0), 0)
+    scores = warpgroup_mma(q_codes, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+    mbarrier.arrive(k_empty.index(0), count=1)
+    scores = _mask_tail(scores, 0, seq_kv, BLOCK_N, SCORES)
+    p, running_max, running_sum, rescale = _softmax_tile(scores, tile_scale, running_max, running_sum)
+    for tile in range(1, n_tiles):
+        slot = tile % NUM_BUFFERS
+        phase = (tile // NUM_BUFFERS) & 1
+        v_slot = (tile - 1) % NUM_BUFFERS
+        v_phase = ((tile - 1) // NUM_BUFFERS) & 1
+        tile_scale = row_scale * gl.load(k_scales + tile)
+        mbarrier.wait(k_full.index(slot), phase)
+        scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+        mbarrier.wait(v_full.index(v_slot), v_phase)
+        p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
+        acc = warpgroup_mma(p_operand, v_smem.index(v_slot).reshape((BLOCK_N, WIDTH)), acc, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+        mbarrier.arrive(k_empty.index(slot), count=1)
+        scores = _mask_tail(scores, tile * BLOCK_N, seq_kv, BLOCK_N, SCORES)
+        p, running_max, running_sum, rescale = _softmax_tile(scores, tile_scale, running_max, running_sum)
+        # waiting here for the next keys ends a basic block: without it ptxas sinks the exponentials below the wait
+        # for P·V
+        next_slot = (tile + 1) % NUM_BUFFERS
+        mbarrier.wait(k_full.index(next_slot), ((tile + 1) // NUM_BUFFERS) & 1, pred=tile + 1 < n_tiles)
+        acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
+        mbarrier.arrive(v_empty.index(v_slot), count=1)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+    v_slot = (n_tiles - 1) % NUM_BUFFERS
+    mbarrier.wait(v_full.index(v_slot), ((n_tiles - 1) // NUM_BUFFERS) & 1)
+    p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
+    acc = warpgroup_mma(p_operand, v_smem.index(v_slot).reshape((BLOCK_N, WIDTH)), acc, is_async=True)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+
+    # keys beyond the sequence: their V is zero and their P underflows to zero, except where the scale of a row is so
+    # tiny
+    # that even the masked score is near 0; each of them then added the same known number to the sum
+    padding = (n_tiles * BLOCK_N - seq_kv).to(gl.float32)
+    running_sum = running_sum - padding * gl.exp2(gl.full_like(tile_scale, -1073741824.0) * tile_scale - running_max)
+    out = gl.convert_layout(acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None], IO)
+    out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
+    gl.store(out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    if RETURN_LSE:
+        lse = (running_max + gl.log2(running_sum)) * _LN_2 + shift
+        lse_rows = first_row + GROUP_INDEX * _ROWS + gl.arange(0, _ROWS, ROW)
+        gl.store(lse_ptr + (b.to(gl.int64) * seq_q + lse_rows) * heads + h, lse, mask=lse_rows < seq_q)
+
+
+@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "state_width"])
+def attention_fwd_hopper_kernel(
+    q_ptr, keys, k_scale_ptr, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
+    stats_ptr, row_ptr, state_width,
+    stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, softmax_scale,
+    HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
+    SCALING: gl.constexpr, RETURN_LSE: gl.constexpr,
+):  # fmt: skip
+    m_tiles = (seq_q + 2 * _ROWS - 1) // (2 * _ROWS)
+    n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
+    first_row = (gl.program_id(0) % m_tiles) * (2 * _ROWS)
+    head_of_batch = gl.program_id(0) // m_tiles
+    b = head_of_batch // heads
+    h = head_of_batch % heads
+    h_kv = h // group
+    k_row = (b * (heads // group) + h_kv) * n_tiles * BLOCK_N
+    PV_DTYPE: gl.constexpr = values.dtype
+
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH], gl.int8)
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    q_smem = gl.allocate_shared_memory(gl.int8, [2, _ROWS, WIDTH], Q_LAYOUT)
+    k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
+    v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
+    k_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    k_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    v_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    for i in gl.static_range(NUM_BUFFERS):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (_consume, (
+                q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
+                state_width,
+                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, softmax_scale,
+                0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, PV_DTYPE,
+            )),
+            (_consume, (
+                q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
+                state_width,
+                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, softmax_scale,
+                1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, PV_DTYPE,
+            )),
+            (_copy_keys_and_values, (
+                keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv, n_tiles, BLOCK_N,
+                NUM_BUFFERS,
+            )),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
+
+
+_GLUON_DTYPES = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+def describe(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
+    """Descriptor through which the copy engine reads blocks of x, swizzled as the tensor cores want them."""
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)

@@ -1,0 +1,344 @@
+"""The prologue: one launch that smooths, balances and quantises K, and records the statistics of K.
+
+Q is quantised inside the attention kernel; here only its balance is prepared, for heads without a plan.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..reference import ref_center
+from ..state import (
+    COUNT_CALLS,
+    COUNT_DYNAMIC,
+    COUNT_FIELDS,
+    COUNT_KEY_MAX,
+    COUNT_KEY_MIN,
+    COUNT_KEYS,
+    COUNT_OUTSIDE,
+    COUNT_PLAN_KEY_A,
+    COUNT_PLAN_KEY_B,
+    PLAN_CENTER,
+    PLAN_FIELDS,
+    PLAN_K_WEIGHT,
+    PLAN_Q_WEIGHT,
+    STAT_FIELDS,
+    STAT_K_MAX,
+    STAT_K_MIN,
+    HeadState,
+    shape_key,
+)
+from .primitives import (
+    AMAX_FLOOR,
+    CENTER_SAMPLES,
+    CHANNEL_FLOOR,
+    INT8_MAX,
+    dynamic_scale,
+    load_tokens,
+    nan_unless_finite,
+    planned_scale,
+    round_to_int8,
+)
+
+
+_CALLS = tl.constexpr(COUNT_CALLS)
+_DYNAMIC = tl.constexpr(COUNT_DYNAMIC)
+_OUTSIDE = tl.constexpr(COUNT_OUTSIDE)
+_KEYS = tl.constexpr(COUNT_KEYS)
+_KEY_MAX = tl.constexpr(COUNT_KEY_MAX)
+_KEY_MIN = tl.constexpr(COUNT_KEY_MIN)
+_PLAN_KEY_A = tl.constexpr(COUNT_PLAN_KEY_A)
+_PLAN_KEY_B = tl.constexpr(COUNT_PLAN_KEY_B)
+_COUNTS = tl.constexpr(COUNT_FIELDS)
+_CENTER = tl.constexpr(PLAN_CENTER)
+_K_WEIGHT = tl.constexpr(PLAN_K_WEIGHT)
+_Q_WEIGHT = tl.constexpr(PLAN_Q_WEIGHT)
+_PLANS = tl.constexpr(PLAN_FIELDS)
+_STATS = tl.constexpr(STAT_FIELDS)
+_STAT_K_MAX = tl.constexpr(STAT_K_MAX)
+_STAT_K_MIN = tl.constexpr(STAT_K_MIN)
+
+TOKENS_PER_PROGRAM = 512  # amortises the plan, the sampled vectors and the atomics over several tiles
+ROWS_PER_STEP = tl.constexpr(32)  # a tile is walked in slices of this many tokens: few registers, many loads in flight
+
+
+@triton.jit
+def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """The `step`-th slice of the tokens that reference.sample_tokens names, fp32."""
+    i = step * ROWS_PER_STEP + tl.arange(0, ROWS_PER_STEP)
+    tokens = (i * seq // CENTER_SAMPLES + i % tl.maximum(seq // CENTER_SAMPLES, 1)) % seq
+    return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32)
+
+
+@triton.jit
+def _sampled_center(k_base, stride_ks, seq_kv, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    # [ROWS_PER_STEP, WIDTH] summed to [WIDTH]
+    total = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
+        total += _load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH)
+    return tl.sum(total, 0) * (1.0 / CENTER_SAMPLES)
+
+
+@triton.jit
+def _bounded_rms(square_sum, count):
+    """Per-channel root mean square [WIDTH], bounded away from 0 relative to the largest channel."""
+    rms = tl.sqrt_rn(tl.div_rn(tl.sum(square_sum, 0), count))
+    return tl.maximum(tl.maximum(rms, tl.max(rms, 0) * CHANNEL_FLOOR), AMAX_FLOOR)
+
+
+@triton.jit
+def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, center, channels,
+                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """Channel balance b of a head without a plan: sqrt(rms q / rms (k - c)); 1 where the sample is not finite."""
+    q_square = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    k_square = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    is_channel = (channels < HEAD_DIM)[None, :]
+    for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
+        k = _load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH)
+        k = tl.where(is_channel, k - center[None, :], 0.0)
+        k_square += k * k
+        for g in range(group):
+            q = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, step, HEAD_DIM, WIDTH)
+            q_square += q * q
+    samples = tl.zeros([WIDTH], tl.float32) + CENTER_SAMPLES
+    balance = tl.sqrt_rn(tl.div_rn(_bounded_rms(q_square, samples * group), _bounded_rms(k_square, samples)))
+    return tl.where(balance * 0.0 == 0.0, balance, 1.0)
+
+
+@triton.jit
+def _load_slice(k_base, tokens, stride_ks, seq_kv, center, weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                MASKED: tl.constexpr):  # fmt: skip
+    """Keys [ROWS_PER_STEP, WIDTH] in fp32, plain and smoothed and balanced, zero beyond the sequence and the head."""
+    k = load_tokens(k_base, tokens, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED).to(tl.float32)
+    x = (k - center[None, :]) * weight[None, :]
+    if MASKED:
+        x = tl.where((tokens < seq_kv)[:, None], x, 0.0)
+    if HEAD_DIM != WIDTH:
+        x = tl.where((tl.arange(0, WIDTH) < HEAD_DIM)[None, :], x, 0.0)
+    return k, x
+
+
+@triton.jit
+def _count_outside(k_base, first, stride_ks, seq_kv, center, weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                   BLOCK_N: tl.constexpr):  # fmt: skip
+    """How many elements of a tile its plan did not foresee."""
+    count = tl.zeros([], tl.int32)
+    for step in range(BLOCK_N // ROWS_PER_STEP):
+        tokens = first + step * ROWS_PER_STEP + tl.arange(0, ROWS_PER_STEP)
+        _, x = _load_slice(k_base, tokens, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, True)
+        count += tl.sum(tl.sum((tl.abs(x) > INT8_MAX).to(tl.int32), 1), 0)
+    return count
+
+
+@triton.jit
+def _prepare_tile(
+    tile, k_base, stride_ks, seq_kv, center, weight, planned, head_amax, codes_ptr, scale_ptr, k_max, k_min, outside,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale."""
+    first = tile * BLOCK_N
+    slice_rows = tl.arange(0, ROWS_PER_STEP)
+    channels = tl.arange(0, WIDTH)[None, :]
+    reach = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)  # largest |x| seen by each element of a slice
+    for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
+        rows = step * ROWS_PER_STEP + slice_rows
+        k, x = _load_slice(k_base, first + rows, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, MASKED)
+        if SCALING == "per_token":
+            scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
+            tl.store(scale_ptr + rows, scale + nan_unless_finite(x, 1))
+            tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse[:, None]))
+        else:
+            reach = tl.maximum(reach, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
+        if SCALING == "planned":
+            tl.store(
+                codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x)
+            )  # right unless the tile outgrew its plan
+            if MASKED:
+                is_token = (first + rows < seq_kv)[:, None]
+                k_max = tl.maximum(k_max, tl.where(is_token, k, float("-inf")))
+                k_min = tl.minimum(k_min, tl.where(is_token, k, float("inf")))
+            else:
+                k_max = tl.maximum(k_max, k)
+                k_min = tl.minimum(k_min, k)
+    if SCALING != "per_token":
+        amax = tl.max(tl.max(reach, 1), 0)
+        if SCALING == "per_head":
+            amax = head_amax
+        scale, inverse = planned_scale(amax, planned)
+        tl.store(scale_ptr, scale + tl.sum(nan_unless_finite(reach, 1), 0))
+        if (planned == 0) | (amax > INT8_MAX):
+            tl.debug_barrier()  # another thread may have stored this tile's first codes
+            for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
+                rows = step * ROWS_PER_STEP + slice_rows
+                _, x = _load_slice(k_base, first + rows, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, MASKED)
+                tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse))
+        if SCALING == "planned":
+            if (planned > 0) & (amax > INT8_MAX):  # rare: walked again to count
+                outside += _count_outside(k_base, first, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, BLOCK_N)
+    return k_max, k_min, outside
+
+
+@triton.jit(
+    do_not_specialize=["shape_key", "seq_q", "seq_kv", "programs_per_head", "kv_heads", "group", "state_width"]
+)
+def _prepare_keys_kernel(
+    q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+    plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    seq_q, seq_kv, kv_heads, group, programs_per_head,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SCALING: tl.constexpr,
+        SMOOTH: tl.constexpr,
+    STORE_CENTER: tl.constexpr,
+):  # fmt: skip
+    chunk = tl.program_id(0) % programs_per_head
+    head_of_batch = tl.program_id(0) // programs_per_head  # b * H_kv + h
+    b = (head_of_batch // kv_heads).to(tl.int64)
+    h = head_of_batch % kv_heads
+    channels = tl.arange(0, WIDTH)
+    is_channel = channels < HEAD_DIM
+    k_base = k_ptr + b * stride_kb + h.to(tl.int64) * stride_kh
+    n_tiles = tl.cdiv(seq_kv, BLOCK_N)
+    head_offset = head_of_batch.to(tl.int64)
+
+    center = tl.zeros([WIDTH], tl.float32)
+    weight = tl.full([WIDTH], 1.0, tl.float32)
+    planned = tl.zeros([], tl.float32)
+    row = 0
+    if SCALING == "planned":
+        row = tl.load(row_ptr) + h
+        count = counts_ptr + row * _COUNTS
+        planned = tl.load(plan_scale_ptr + row)
+        fits = (tl.load(count + _PLAN_KEY_A) == shape_key) | (tl.load(count + _PLAN_KEY_B) == shape_key)
+        has_plan = fits & (planned > 0)
+        planned = tl.where(has_plan, planned, 0.0)
+        if has_plan:
+            plan = plan_ptr + row * (_PLANS * state_width) + channels
+            center = tl.load(plan + _CENTER * state_width, mask=is_channel, other=0.0)
+            weight = tl.load(plan + _K_WEIGHT * state_width, mask=is_channel, other=0.0)
+            q_weight = tl.load(plan + _Q_WEIGHT * state_width, mask=is_channel, other=0.0)
+        else:
+            if SMOOTH:
+                center = _sampled_center(k_base, stride_ks, seq_kv, HEAD_DIM, WIDTH)
+            q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
+            weight = _sampled_balance(
+                q_base,
+                stride_qs,
+                stride_qh,
+                seq_q,
+                group,
+                k_base,
+                stride_ks,
+                seq_kv,
+                center,
+                channels,
+                HEAD_DIM,
+                WIDTH,
+            )
+            q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
+        if chunk == 0:
+            tl.store(q_weight_ptr + head_offset * WIDTH + channels, q_weight)
+            if b == 0:
+                tl.atomic_add(count + _CALLS, 1)
+                tl.atomic_add(count + _DYNAMIC, (planned == 0.0).to(tl.int32))
+                tl.atomic_max(count + _KEY_MAX, shape_key)
+                tl.atomic_min(count + _KEY_MIN, shape_key)
+    elif SMOOTH:
+        center = _sampled_center(k_base, stride_ks, seq_kv, HEAD_DIM, WIDTH)
+    if STORE_CENTER:
+        if chunk == 0:
+            tl.store(center_ptr + head_offset * WIDTH + channels, center)
+
+    head_amax = planned
+    if SCALING == "per_head":
+        head_amax = tl.load(head_amax_ptr + head_offset)
+    k_max = tl.full([ROWS_PER_STEP, WIDTH], float("-inf"), tl.float32)
+    k_min = tl.full([ROWS_PER_STEP, WIDTH], float("inf"), tl.float32)
+    outside = tl.zeros([], tl.int32)
+    for tile in range(chunk * TILES, tl.minimum(chunk * TILES + TILES, n_tiles)):
+        codes = k_int_ptr + (head_offset * n_tiles + tile) * (BLOCK_N * WIDTH)
+        scales = k_scale_ptr + (head_offset * n_tiles + tile) * (BLOCK_N if SCALING == "per_token" else 1)
+        if tile * BLOCK_N + BLOCK_N <= seq_kv:
+            k_max, k_min, outside = _prepare_tile(
+                tile, k_base, stride_ks, seq_kv, center, weight, planned, head_amax, codes, scales, k_max, k_min,
+                outside,
+                HEAD_DIM, WIDTH, BLOCK_N, SCALING, False,
+            )  # fmt: skip
+        else:
+            k_max, k_min, outside = _prepare_tile(
+                tile, k_base, stride_ks, seq_kv, center, weight, planned, head_amax, codes, scales, k_max, k_min,
+                outside,
+                HEAD_DIM, WIDTH, BLOCK_N, SCALING, True,
+            )  # fmt: skip
+    if SCALING == "planned":
+        stat = stats_ptr + row * (_STATS * state_width) + channels
+        tl.atomic_max(stat + _STAT_K_MAX * state_width, tl.max(k_max, 0), mask=is_channel)
+        tl.atomic_min(stat + _STAT_K_MIN * state_width, tl.min(k_min, 0), mask=is_channel)
+        seen = tl.minimum(seq_kv, (chunk + 1) * TILES * BLOCK_N) - chunk * TILES * BLOCK_N
+        tl.atomic_add(counts_ptr + row * _COUNTS + _KEYS, seen * HEAD_DIM)
+        if outside > 0:
+            tl.atomic_add(counts_ptr + row * _COUNTS + _OUTSIDE, outside)
+
+
+class PreparedKeys(NamedTuple):
+    """What the prologue hands to the attention kernel; None where it does not apply.
+
+    Attributes:
+        codes: int8 [B·H_kv, tiles·block_n, width], zero beyond the sequence and the head.
+        scale: fp32 [B·H_kv, tiles] or, per token, [B·H_kv, tiles·block_n].
+        center: fp32 [B, H_kv, width], the smoothing vector (for the LSE).
+        q_weight: fp32 [B, H_kv, width], 1 / b (planned).
+        q_amax: fp32 [B, H] (per head).
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    center: torch.Tensor | None
+    q_weight: torch.Tensor | None
+    q_amax: torch.Tensor | None
+
+
+def launch_prepare_keys(
+    q, k, *, scaling, smooth_k, state: HeadState | None, return_center, block_n, width
+) -> PreparedKeys:
+    """Quantise K [B, S_kv, H_kv, D] into a padded buffer laid out for the attention kernel.
+
+    Args:
+        scaling: "per_token", "per_block", "per_head", or "planned" with `state`.
+        width: channels of a row of the buffer, a power of two >= D.
+    """
+    batch, seq_kv, kv_heads, head_dim = k.shape
+    n_tiles = triton.cdiv(seq_kv, block_n)
+    planned = scaling == "planned"
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(*shape, dtype=dtype, device=k.device)
+
+    q_amax = k_amax = None
+    if scaling == "per_head":
+        # the yardstick granularity: a reduction over the whole head first, which is what the planned scales avoid
+        keys = k.transpose(1, 2).float()
+        k_amax = (keys - ref_center(keys) if smooth_k else keys).abs().amax((2, 3)).contiguous()
+        q_amax = q.abs().amax((1, 3)).float().contiguous()
+    prepared = PreparedKeys(
+        codes=empty(batch * kv_heads, n_tiles * block_n, width, dtype=torch.int8),
+        scale=empty(batch * kv_heads, n_tiles * (block_n if scaling == "per_token" else 1)),
+        center=empty(batch, kv_heads, width) if return_center else None,
+        q_weight=empty(batch, kv_heads, width) if planned else None,
+        q_amax=q_amax,
+    )
+    tiles = max(1, TOKENS_PER_PROGRAM // block_n)
+    programs = triton.cdiv(n_tiles, tiles)
+    none = prepared.scale  # never read where a pointer does not apply
+    plan, plan_scale, stats, counts, row = state if planned else (none, none, none, none, none)
+    _prepare_keys_kernel[(programs * batch * kv_heads,)](
+        q, k, prepared.codes, prepared.scale, none if prepared.center is None else prepared.center,
+        none if prepared.q_weight is None else prepared.q_weight, none if k_amax is None else k_amax,
+        plan, plan_scale, stats, counts, row, shape_key(batch, q.shape[1], seq_kv) if planned else 0, plan.shape[-1],
+        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
+        q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads, programs,
+        HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, TILES=tiles, SCALING=scaling, SMOOTH=smooth_k,
+        STORE_CENTER=return_center, num_warps=8, maxnreg=128 if planned and k.is_cuda else None,
+    )  # fmt: skip
+    return prepared

@@ -1,0 +1,89 @@
+"""Shared parts of the kernels: INT8 rounding, scales, the online softmax. Shapes are in comments above each tile."""
+
+import triton
+import triton.language as tl
+
+
+# fp32 numbers in [1.5·2^23, 2^24) have a spacing of 1: adding this constant rounds to nearest even, and the integer
+# then
+# sits in the low mantissa bits. Exact for |x| <= 2^22, and the same on every back end and in the interpreter.
+ROUND_MAGIC = tl.constexpr(12582912.0)
+ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
+INT8_MAX = tl.constexpr(127.0)
+AMAX_FLOOR = tl.constexpr(1e-30)
+CHANNEL_FLOOR = tl.constexpr(2.0**-24)
+CENTER_SAMPLES = tl.constexpr(128)
+SCORE_MASKED = tl.constexpr(-(2**30))  # below every score: |q·k| <= 256 · 127^2 < 2^22
+
+
+@triton.jit
+def round_to_int8(x):
+    """Round to nearest even; |x| <= 127 is the caller's duty."""
+    return ((x + ROUND_MAGIC).to(tl.int32, bitcast=True) - ROUND_MAGIC_BITS).to(tl.int8)
+
+
+@triton.jit
+def nan_unless_finite(x, axis: tl.constexpr):
+    """0 where all of x along `axis` is finite, else NaN: max() drops NaN, and a lost NaN becomes a plausible code."""
+    return tl.sum(x * 0.0, axis)
+
+
+@triton.jit
+def dynamic_scale(amax):
+    """Dequantisation scale of a group and its inverse, from the group's amax."""
+    amax = tl.maximum(amax, AMAX_FLOOR)
+    return tl.div_rn(amax, amax * 0.0 + INT8_MAX), tl.div_rn(amax * 0.0 + INT8_MAX, amax)
+
+
+@triton.jit
+def planned_scale(amax, planned):
+    """As `dynamic_scale`, for a group whose scale `planned` is folded into its values already (0: no plan).
+
+    A group with an element beyond ±127 gets the larger scale that it needs: nothing is clipped.
+    """
+    scale, inverse = dynamic_scale(amax)
+    scale = tl.where(planned > 0, planned * tl.maximum(scale, 1.0), scale)
+    inverse = tl.where(planned > 0, tl.minimum(inverse, 1.0), inverse)
+    return scale, inverse
+
+
+@triton.jit
+def load_tokens(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr):
+    """Rows `tokens` of one head in their own dtype, zero beyond the sequence and the head: [len(tokens), WIDTH]."""
+    channels = tl.arange(0, WIDTH)[None, :]
+    pointers = base + tokens.to(tl.int64)[:, None] * stride_token + channels
+    if MASKED:
+        x = tl.load(pointers, mask=(tokens < seq)[:, None] & (channels < HEAD_DIM), other=0.0)
+    elif HEAD_DIM == WIDTH:
+        x = tl.load(pointers)
+    else:
+        x = tl.load(pointers, mask=channels < HEAD_DIM, other=0.0)
+    return x
+
+
+@triton.jit
+def online_softmax_step(scores, row_scale, key_scale, valid, running_max, running_sum,
+                        SCALE_PER_KEY: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """One key tile of the base-2 online softmax.
+
+    scores int32 [BLOCK_M, BLOCK_N]; row_scale [BLOCK_M] holds the Q scale, softmax scale and log2(e);
+    key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY. Returns P fp32, the new max, the new sum and the rescale
+    factor.
+    """
+    if MASKED:
+        scores = tl.where(valid[None, :], scores, SCORE_MASKED)
+    if SCALE_PER_KEY:
+        values = scores.to(tl.float32) * key_scale[None, :]
+        tile_scale = row_scale
+        new_max = tl.maximum(running_max, tl.max(values, 1) * tile_scale)
+    else:
+        # one positive scale for the tile: the max may be taken on the integers, where Hopper compares three at a time
+        values = scores.to(tl.float32)
+        tile_scale = row_scale * key_scale
+        new_max = tl.maximum(running_max, tl.max(scores, 1).to(tl.float32) * tile_scale)
+    # dequantisation folds into the exponent's FMA
+    p = tl.exp2(values * tile_scale[:, None] - new_max[:, None])
+    if MASKED:  # a tiny scale would leave a masked score near 0, not at -inf
+        p = tl.where(valid[None, :], p, 0.0)
+    rescale = tl.exp2(running_max - new_max)
+    return p, new_max, running_sum * rescale + tl.sum(p, 1), rescale

@@ -1,0 +1,57 @@
+"""Tile sizes of the attention kernels by GPU, head width and scaling.
+
+Each row names its evidence; nothing is autotuned at call time.
+"""
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """How one launch of the attention kernel is cut.
+
+    Attributes:
+        block_m, block_n: query rows of a program and keys of a step.
+        num_warps, num_stages: of the Triton kernel; for the Hopper kernel num_stages is its number of K/V buffers.
+        kernel: "pointers" (cp.async), "tma" (the bulk copy engine of sm_90 and later; elsewhere Triton emulates
+            descriptors without cp.async) or "hopper" (the warp-specialised Gluon kernel, sm_90 only).
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    kernel: str
+
+    @property
+    def scale_rows(self) -> int:
+        """Query rows that share a scale where the granularity is a block: in the Hopper kernel, one warpgroup's."""
+        return self.block_m // 2 if self.kernel == "hopper" else self.block_m
+
+
+# (head width, scaling is per token). A scale per key makes a tile heavier than a scale per tile.
+_HOPPER = {
+    (64, False): Tile(128, 128, 4, 3, "hopper"),
+    (128, False): Tile(128, 128, 4, 3, "hopper"),
+    (64, True): Tile(64, 128, 4, 3, "tma"),
+    (128, True): Tile(64, 64, 4, 3, "tma"),
+}
+# Not timed: chosen from registers, spills and loop counts of the compiled kernels (`python tests/codegen.py`).
+_AMPERE = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")}
+_SMALL_SHARED_MEMORY = {64: Tile(128, 64, 4, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers")}  # 99 KB a block
+_BLACKWELL = {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")}  # 4 warps spill at 64
+
+
+def head_width(head_dim: int) -> int:
+    """Channels a tile holds: a power of two, at least 64 (at 32, Triton 3.7 reads out of bounds on sm_90)."""
+    return 64 if head_dim <= 64 else 128
+
+
+def choose_tile(capability: int, width: int, scaling: str) -> Tile:
+    """The tile for a compute capability such as 90 (0: AMD), a head width and a scaling ("planned" included)."""
+    if capability == 90:
+        return _HOPPER[(width, scaling == "per_token")]
+    if capability in (86, 89, 120, 121):
+        return _SMALL_SHARED_MEMORY[width]
+    if 100 <= capability < 120:
+        return _BLACKWELL[width]
+    return _AMPERE[width]

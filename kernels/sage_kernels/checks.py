@@ -1,0 +1,156 @@
+"""Every input check of the ops, and the only place that raises on inputs.
+
+A message says which argument, what it got, what is expected and what to do about it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .recipe import RECIPES, SCALINGS
+from .state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 128
+
+
+def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False, enable_gqa: bool = False):
+    """Why `sage_attention` can't do this call, as a short stable name, or None.
+
+    Looks at shapes, dtypes and flags only: no device sync, traceable by Dynamo. Layout of q, k, v: [B, S, H, D].
+
+    Returns: None or one of "mask", "causal", "dropout", "not_a_tensor", "rank", "dtype", "mixed_dtype", "device",
+        "requires_grad", "head_dim", "value_head_dim", "heads", "shape", "empty".
+    """
+    if attn_mask is not None:
+        return "mask"
+    if is_causal:
+        return "causal"
+    if dropout_p:
+        return "dropout"
+    if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
+        return "not_a_tensor"
+    if not (q.dim() == k.dim() == v.dim() == 4):
+        return "rank"
+    if q.dtype not in DTYPES:
+        return "dtype"
+    if not (q.dtype == k.dtype == v.dtype):
+        return "mixed_dtype"
+    if not (q.device == k.device == v.device) or q.device.type not in ("cpu", "cuda"):
+        return "device"
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "requires_grad"
+    if q.shape[3] != k.shape[3] or not 1 <= q.shape[3] <= MAX_HEAD_DIM:
+        return "head_dim"
+    if v.shape[3] != k.shape[3]:
+        return "value_head_dim"
+    if k.shape[2] != v.shape[2] or k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        return "heads"
+    if q.shape[2] != k.shape[2] and not enable_gqa:
+        return "heads"
+    if not (q.shape[0] == k.shape[0] == v.shape[0]) or k.shape[1] != v.shape[1]:
+        return "shape"
+    if 0 in q.shape or 0 in k.shape:
+        return "empty"
+    return None
+
+
+def check_attention_inputs(q, k, v) -> None:
+    """Raise TypeError, ValueError or NotImplementedError unless q, k, v are inputs that `sage_attention` can take."""
+    named = (("q", q), ("k", k), ("v", v))
+    for name, x in named:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor of shape [B, S, H, D]")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name}: got rank {x.dim()} (shape {tuple(x.shape)}), expected rank 4 [B, S, H, D]; "
+                "for [B, H, S, D] pass x.transpose(1, 2)"
+            )
+    for name, x in named:
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: got dtype {x.dtype}, expected float16, bfloat16 or float32; cast it first")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: got dtype {x.dtype}, expected q's {q.dtype}; cast q, k and v to one dtype")
+        if x.device != q.device:
+            raise ValueError(f"{name}: got device {x.device}, expected q's {q.device}; move q, k and v to one device")
+    if q.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(
+            f"q: got device {q.device}, expected cpu or cuda; use scaled_dot_product_attention there"
+        )
+    batch, seq_kv, kv_heads, head_dim = k.shape
+    if not (q.shape[0] == batch == v.shape[0]):
+        raise ValueError(
+            f"batch: got q {q.shape[0]}, k {batch}, v {v.shape[0]}, expected equal; expand k and v to q's batch"
+        )
+    if v.shape[1] != seq_kv:
+        raise ValueError(f"v: got {v.shape[1]} tokens, expected k's {seq_kv}")
+    if v.shape[2] != kv_heads:
+        raise ValueError(f"v: got {v.shape[2]} heads, expected k's {kv_heads}")
+    if kv_heads == 0 or q.shape[2] % kv_heads:
+        raise ValueError(f"heads: got q {q.shape[2]}, k {kv_heads}, expected k's heads to divide q's")
+    if q.shape[3] != head_dim:
+        raise ValueError(f"head_dim: got q {q.shape[3]}, k {head_dim}, expected equal")
+    if v.shape[3] != head_dim:
+        raise NotImplementedError(
+            f"v: got head_dim {v.shape[3]}, expected k's {head_dim}; use scaled_dot_product_attention"
+        )
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise NotImplementedError(
+            f"head_dim: got {head_dim}, expected 1 to {MAX_HEAD_DIM}; use scaled_dot_product_attention for this layer"
+        )
+    if torch.is_grad_enabled():
+        for name, x in named:
+            if x.requires_grad:
+                raise NotImplementedError(
+                    f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward; "
+                    "wrap the call in torch.no_grad() or use scaled_dot_product_attention for training"
+                )
+
+
+def check_options(recipe, scaling, scale, state) -> None:
+    """Raise unless the options of `sage_attention` are ones it knows."""
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}")
+    if scaling not in SCALINGS:
+        raise ValueError(
+            f"scaling: got {scaling!r}, expected one of {list(SCALINGS)} (state= chooses timestep scaling)"
+        )
+    if scale is not None:
+        if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
+            raise TypeError(
+                f"scale: got {type(scale).__name__}, expected a Python float or None (reading a tensor would sync)"
+            )
+        if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale >= 0):
+            raise ValueError(f"scale: got {scale}, expected a finite number >= 0")
+    if state is not None and not isinstance(state, HeadState):
+        raise TypeError(f"state: got {type(state).__name__}, expected sage_kernels.HeadState or None")
+
+
+def check_state(state: HeadState, kv_heads: int, head_dim: int, device: torch.device) -> None:
+    """Raise unless `state` has the layout of `new_head_state`, wide enough, on the inputs' device.
+
+    That row + kv_heads stays inside is the owner's duty (row lives on the device; reading it would sync).
+    """
+    rows = state.plan.shape[0]
+    width = state.plan.shape[2] if state.plan.dim() == 3 else -1
+    wanted = {
+        "plan": (torch.float32, (rows, PLAN_FIELDS, width)),
+        "plan_scale": (torch.float32, (rows,)),
+        "stats": (torch.float32, (rows, STAT_FIELDS, width)),
+        "counts": (torch.int32, (rows, COUNT_FIELDS)),
+        "row": (torch.int32, ()),
+    }
+    for name, (dtype, shape) in wanted.items():
+        x = getattr(state, name)
+        if x.dtype != dtype or tuple(x.shape) != shape or x.device != device or not x.is_contiguous():
+            raise ValueError(
+                f"state.{name}: got {x.dtype} {tuple(x.shape)} on {x.device}, "
+                f"expected contiguous {dtype} {shape} on {device}"
+            )
+    if rows < kv_heads or width < head_dim:
+        raise ValueError(
+            f"state: got {rows} rows of {width} channels, expected at least {kv_heads} rows of {head_dim} channels"
+        )

@@ -1,0 +1,196 @@
+"""The specification, in plain PyTorch: rounds where the kernels round. Oracle of the tests and the CPU path.
+
+Integer products are formed in fp32, which is exact here: |Σ q·k| <= D·127² < 2^24 for D <= 1040.
+Layouts: inputs [B, S, H, D]; intermediate codes [B, H, S, D]. Maths: kernels/README.md.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, INT8_MAX
+from .state import (
+    COUNT_CALLS,
+    COUNT_DYNAMIC,
+    COUNT_KEY_MAX,
+    COUNT_KEY_MIN,
+    COUNT_KEYS,
+    COUNT_OUTSIDE,
+    COUNT_PLAN_KEY_A,
+    COUNT_PLAN_KEY_B,
+    PLAN_CENTER,
+    PLAN_K_WEIGHT,
+    PLAN_Q_WEIGHT,
+    STAT_K_MAX,
+    STAT_K_MIN,
+    STAT_Q_AMAX,
+    HeadState,
+    shape_key,
+)
+
+
+LOG2_E = math.log2(math.e)
+CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is averaged over
+_SCORES_LIMIT = 1 << 25  # fp32 elements of one score matrix held at a time
+
+
+def pv_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type of P and V: the input's own 16-bit type; bf16 for fp32 inputs, whose range fp16 would lose."""
+    return torch.bfloat16 if dtype == torch.float32 else dtype
+
+
+def sample_tokens(seq: int, device) -> torch.Tensor:
+    """The tokens that the smoothing vector is averaged over: evenly spread, sheared so that image rows don't alias."""
+    i = torch.arange(CENTER_SAMPLES, device=device)
+    return (i * seq // CENTER_SAMPLES + i % max(seq // CENTER_SAMPLES, 1)) % seq
+
+
+def ref_center(k: torch.Tensor) -> torch.Tensor:
+    """Smoothing vector of an unplanned head: the mean of a sample of its keys. k [B, H, S, D] fp32 -> [B, H, 1, D].
+
+    Any vector shared by all keys of a head leaves softmax exact, so a sample serves as well as the full mean
+    and costs no pass over K.
+    """
+    return k[:, :, sample_tokens(k.shape[2], k.device)].mean(2, keepdim=True)
+
+
+def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+    """Channel balance b of an unplanned head from a sample: sqrt(rms q / rms (k - c)) -> [B, H_kv, 1, D].
+
+    Q / b and K·b leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone.
+    """
+    kv_heads = k.shape[1]
+    q = q[:, :, sample_tokens(q.shape[2], q.device)].unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    q_rms = q.square().mean(2, keepdim=True).sqrt()
+    k_rms = (k[:, :, sample_tokens(k.shape[2], k.device)] - center).square().mean(2, keepdim=True).sqrt()
+    q_rms = q_rms.maximum(q_rms.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
+    k_rms = k_rms.maximum(k_rms.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
+    balance = (q_rms / k_rms).sqrt()
+    return torch.where(torch.isfinite(balance), balance, 1.0)
+
+
+def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | None = None):
+    """Symmetric INT8 codes of x [B, H, S, D] (fp32) with one scale per `group` tokens (None: per head).
+
+    planned [B or 1, H, 1, 1]: dequantisation scale folded into x already, 0 for a head without a plan. A planned head
+    keeps its scale unless a group has an element beyond ±127: that group alone gets the larger scale it needs, so
+    nothing is ever clipped.
+
+    Returns: codes [B, H, S, D] fp32 integers in [-127, 127], scale [B, H, S, 1] fp32.
+    """
+    batch, heads, seq, _ = x.shape
+    amax = x.abs().amax(-1)
+    if group is None:
+        amax = amax.amax(-1, keepdim=True).expand(-1, -1, seq)
+    elif group > 1:
+        padded = torch.nn.functional.pad(amax, (0, -seq % group)).unflatten(-1, (-1, group))
+        amax = padded.amax(-1).repeat_interleave(group, -1)[..., :seq]
+    amax = amax.clamp_min(AMAX_FLOOR)[..., None]
+    scale, inverse = amax / INT8_MAX, INT8_MAX / amax
+    if planned is not None:
+        scale = torch.where(planned > 0, planned * scale.clamp_min(1.0), scale)
+        inverse = torch.where(planned > 0, inverse.clamp_max(1.0), inverse)
+    return torch.round(x * inverse), scale
+
+
+def ref_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scaling: str = "per_token",
+    scale: float | None = None,
+    smooth_k: bool = True,
+    state: HeadState | None = None,
+    block_q: int = 128,
+    block_k: int = 128,
+    round_p: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """INT8-QK attention as the kernels compute it. Arguments as `sage_attention`, unchecked.
+
+    Args:
+        block_q, block_k: tokens per scale where the granularity is a block (the kernels' own tile sizes on a GPU).
+        round_p: False keeps P in fp32: the difference is the rounding floor of the test tolerances.
+    Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
+    """
+    batch, seq_q, heads, head_dim = q.shape
+    kv_heads = k.shape[2]
+    scale = head_dim**-0.5 if scale is None else scale
+    qf = q.detach().transpose(1, 2).float()
+    kf = k.detach().transpose(1, 2).float()
+    group_q = {"per_block": block_q, "per_token": 1, "per_head": None}[scaling]
+    group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]
+    planned = None
+    center = ref_center(kf) if smooth_k else torch.zeros_like(kf[:, :, :1])
+    if state is None:
+        x_q, x_k = qf, kf - center
+    else:
+        group_q, group_k = 1, block_k
+        x_q, x_k, center, planned = _apply_plan(qf, kf, center, state)
+        _record(state, qf, kf, x_k, planned)
+    q_int, q_scale = ref_quantize(x_q, group_q)
+    k_int, k_scale = ref_quantize(x_k, group_k, planned)
+    row_scale = q_scale * (scale * LOG2_E)
+
+    p_dtype = pv_dtype(q.dtype)
+    vf = v.detach().transpose(1, 2).to(p_dtype).float()
+    out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
+    repeat = heads // kv_heads
+    rows = max(1, _SCORES_LIMIT // k.shape[1])
+    for b in range(batch):
+        for h in range(heads):
+            kv = h // repeat
+            for start in range(0, seq_q, rows):
+                part = slice(start, start + rows)
+                s = (q_int[b, h, part] @ k_int[b, kv].T) * (row_scale[b, h, part] * k_scale[b, kv].T)
+                top = s.amax(-1, keepdim=True)
+                p = torch.exp2(s - top)
+                total = p.sum(-1, keepdim=True)
+                o = (p.to(p_dtype).float() if round_p else p) @ vf[b, kv] / total
+                out[b, part, h] = o.to(q.dtype)
+                # smoothing lowered every score of the row by q·c: put it back where the LSE is returned
+                shift = (qf[b, h, part] @ center[b, kv].T) * scale
+                lse[b, part, h] = ((top + torch.log2(total)) / LOG2_E + shift)[:, 0]
+    return out, lse
+
+
+def _apply_plan(qf, kf, center, state: HeadState):
+    """Fold each planned head's vectors into q and k [B, H, S, D]; an unplanned head samples its own."""
+    batch, heads, seq_q, head_dim = qf.shape
+    kv_heads, seq_kv = kf.shape[1], kf.shape[2]
+    first = int(state.row)
+    rows = slice(first, first + kv_heads)
+    plan = state.plan[rows, :, :head_dim]
+    key = shape_key(batch, seq_q, seq_kv)
+    counts = state.counts[rows]
+    known = (counts[:, COUNT_PLAN_KEY_A] == key) | (counts[:, COUNT_PLAN_KEY_B] == key)
+    known &= state.plan_scale[rows] > 0
+    on = known[None, :, None, None]
+    balance = ref_balance(qf, kf, center)
+    center = torch.where(on, plan[None, :, None, PLAN_CENTER], center)
+    x_k = (kf - center) * torch.where(on, plan[None, :, None, PLAN_K_WEIGHT], balance)
+    w_q = torch.where(on, plan[None, :, None, PLAN_Q_WEIGHT], 1.0 / balance)
+    planned = torch.where(known, state.plan_scale[rows], 0.0)[None, :, None, None]
+    return qf * w_q.repeat_interleave(heads // kv_heads, 1), x_k, center, planned
+
+
+def _record(state: HeadState, qf, kf, x_k, planned) -> None:
+    """This step's true statistics, in place: what the plan of the next step is made of."""
+    batch, _, seq_q, head_dim = qf.shape
+    kv_heads, seq_kv = kf.shape[1], kf.shape[2]
+    rows = slice(int(state.row), int(state.row) + kv_heads)
+    stats, counts = state.stats[rows, :, :head_dim], state.counts[rows]
+    q_amax = qf.unflatten(1, (kv_heads, -1)).abs().amax((0, 2, 3))
+    stats[:, STAT_Q_AMAX] = torch.maximum(stats[:, STAT_Q_AMAX], q_amax)
+    stats[:, STAT_K_MAX] = torch.maximum(stats[:, STAT_K_MAX], kf.amax((0, 2)))
+    stats[:, STAT_K_MIN] = torch.minimum(stats[:, STAT_K_MIN], kf.amin((0, 2)))
+    counts[:, COUNT_CALLS] += 1
+    counts[:, COUNT_DYNAMIC] += (planned[0, :, 0, 0] == 0).int()
+    counts[:, COUNT_OUTSIDE] += ((x_k.abs() > INT8_MAX) & (planned > 0)).sum((0, 2, 3)).int()
+    counts[:, COUNT_KEYS] += kf[:, 0].numel()
+    key = shape_key(batch, seq_q, seq_kv)
+    counts[:, COUNT_KEY_MAX].clamp_(min=key)
+    counts[:, COUNT_KEY_MIN].clamp_(max=key)

@@ -1,0 +1,71 @@
+"""Append-only access to results.csv: one row per measured number, one place that knows the columns."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import subprocess
+from pathlib import Path
+
+
+COLUMNS = (
+    "date,commit,gpu,torch,triton,suite,case,provider,recipe,batch,heads,kv_heads,seq_q,seq_k,head_dim,causal,"
+    "includes_quantization,metric,unit,median,p20,p80,ratio_vs_cudnn,rel_l2_error"
+).split(",")
+SUITES = ("attention_fwd", "prologue", "decode", "end_to_end", "quality")
+REQUIRED = ("suite", "case", "provider", "metric", "unit", "median")
+
+
+def environment() -> dict[str, str]:
+    """What the row's first columns say of this machine: date, commit, gpu ("cpu" without one), torch, triton."""
+    import torch
+
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = ""
+    here = Path(__file__).resolve().parent
+    git = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
+    )
+    return {
+        "date": datetime.date.today().isoformat(),
+        "commit": git.stdout.strip(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "triton": triton_version,
+    }
+
+
+def append_row(path: str | Path, **fields) -> None:
+    """Append one row; unnamed columns stay empty, the environment's columns are filled in.
+
+    Raises: ValueError for an unknown or missing column, an unknown suite, or a file with other columns.
+    """
+    unknown = sorted(set(fields) - set(COLUMNS))
+    missing = sorted(name for name in REQUIRED if fields.get(name) is None)
+    if unknown or missing:
+        raise ValueError(f"fields: got unknown {unknown} and missing {missing}, expected columns of {COLUMNS}")
+    if fields["suite"] not in SUITES:
+        raise ValueError(f"suite: got {fields['suite']!r}, expected one of {list(SUITES)}")
+    path = Path(path)
+    is_new = not path.exists() or path.stat().st_size == 0
+    if not is_new and read_header(path) != COLUMNS:
+        raise ValueError(f"{path}: got columns {read_header(path)}, expected {COLUMNS}")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        if is_new:
+            writer.writeheader()
+        writer.writerow({**environment(), **fields})
+
+
+def read_header(path: Path) -> list[str]:
+    with path.open(newline="") as file:
+        return next(csv.reader(file))
+
+
+def read_rows(path: str | Path) -> list[dict[str, str]]:
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,75 @@
+"""The tensors through which a timestep-adaptive call reads its planned scales and records its statistics.
+
+One row per (attention call site, key/value head); all sites of a handle share the same tensors, so one vectorised
+update serves a whole model. The kernels read `plan` and `plan_scale`, and write `stats` and `counts` with
+order-independent atomics only (max, min, integer add): results stay bitwise repeatable.
+Who turns statistics into the next plan is not the kernels' business: see sage_processors/scales.py.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+# plan[row, i, channel], fp32: c, b / s and 1 / b
+PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT = range(3)
+PLAN_FIELDS = 3
+# stats[row, i, channel], fp32
+STAT_Q_AMAX, STAT_K_MAX, STAT_K_MIN = range(3)
+STAT_FIELDS = 3
+# counts[row, i], int32
+COUNT_CALLS, COUNT_DYNAMIC, COUNT_OUTSIDE, COUNT_KEYS = range(4)
+COUNT_KEY_MAX, COUNT_KEY_MIN, COUNT_PLAN_KEY_A, COUNT_PLAN_KEY_B = range(4, 8)
+COUNT_FIELDS = 8
+
+KEY_NONE = 0  # no call has this shape key
+_INT32_MAX = 2**31 - 1
+
+
+class HeadState(NamedTuple):
+    """What one attention call site needs of the shared state.
+
+    Attributes:
+        plan: fp32 [R, 3, D_max]: per row and channel the smoothing vector c, the K weight b/s and the Q weight 1/b.
+        plan_scale: fp32 [R]: the INT8 scale s of K; 0 marks a head without a plan (it runs dynamic scaling).
+        stats: fp32 [R, 3, D_max], written: per-channel max |q|, max k, min k of this step.
+        counts: int32 [R, 8], written: calls, dynamic calls, elements of K outside the planned range, elements of K,
+            shape keys.
+        row: int32 0-d tensor: first row of this site; its key/value head h uses row + h.
+    """
+
+    plan: torch.Tensor
+    plan_scale: torch.Tensor
+    stats: torch.Tensor
+    counts: torch.Tensor
+    row: torch.Tensor
+
+
+def shape_key(batch: int, seq_q: int, seq_kv: int) -> int:
+    """A positive int32 that changes with the shape of the call (resolution, prompt length, batch)."""
+    return (batch * 73_856_093 ^ seq_q * 19_349_663 ^ seq_kv * 83_492_791) % (_INT32_MAX - 1) + 1
+
+
+def clear_step(stats: torch.Tensor, counts: torch.Tensor) -> None:
+    """Ready `stats` and the per-step half of `counts` for the next step (the plan keys stay)."""
+    stats[:, STAT_Q_AMAX].zero_()
+    stats[:, STAT_K_MAX].fill_(-torch.inf)
+    stats[:, STAT_K_MIN].fill_(torch.inf)
+    counts[:, :COUNT_KEY_MAX].zero_()
+    counts[:, COUNT_KEY_MAX].fill_(KEY_NONE)
+    counts[:, COUNT_KEY_MIN].fill_(_INT32_MAX)
+
+
+def new_head_state(rows: int, head_dim: int, device: torch.device | str) -> HeadState:
+    """An empty state of `rows` heads: nothing planned, nothing seen."""
+    state = HeadState(
+        plan=torch.zeros(rows, PLAN_FIELDS, head_dim, device=device),
+        plan_scale=torch.zeros(rows, device=device),
+        stats=torch.empty(rows, STAT_FIELDS, head_dim, device=device),
+        counts=torch.zeros(rows, COUNT_FIELDS, dtype=torch.int32, device=device),
+        row=torch.zeros((), dtype=torch.int32, device=device),
+    )
+    clear_step(state.stats, state.counts)
+    return state

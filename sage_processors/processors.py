@@ -1,0 +1,395 @@
+"""Swap the attention op inside any diffusers attention processor, without re-implementing the processor.
+
+A Sage class is a subclass of the processor class whose `__call__` runs the SAME code object with other globals: the
+names `F` (torch.nn.functional) and `dispatch_attention_fn` lead to this module. Projections, norms, RoPE and masks
+stay the model's own. What runs where is decided per call, by shapes, dtypes and flags alone (no device sync, one
+traced branch).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import threading
+import types
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+import sage_kernels
+
+from .config import SageAttnProcessor, UnsupportedAttentionError
+from .rebind import dispatch_attention_fn, rebind, stand_ins
+
+
+logger = logging.getLogger("sage_processors")
+
+# Slots of a processor's event counter. "called" counts calls of the op without a state (a state counts its own calls).
+EVENTS = (
+    "called",
+    # from sage_kernels.unsupported
+    "mask",
+    "causal",
+    "dropout",
+    "not_a_tensor",
+    "rank",
+    "dtype",
+    "mixed_dtype",
+    "device",
+    "requires_grad",
+    "head_dim",
+    "value_head_dim",
+    "heads",
+    "shape",
+    "empty",
+    # ours
+    "short",
+    "block_mask",
+    "function_mode",
+    "backend",
+    "context_parallel",
+    "attention_kwargs",
+    "softmax_scale",
+    "other",
+)
+_EVENT = {name: i for i, name in enumerate(EVENTS)}
+
+_logged: set[tuple[str, str]] = set()
+
+
+class CallSite:
+    """One attention call inside a processor: what is planned for it and what was last seen there.
+
+    Attributes:
+        state: sage_kernels.HeadState or None (scales computed from the inputs).
+        kv_heads, head_dim: layout that `state` was made for.
+        seen_kv_heads, seen_head_dim, elements: of the latest call; elements = numel(Q) + numel(K). Written in forward
+            and never read there: a read would make Dynamo guard on the value, and recompile.
+    """
+
+    def __init__(self, state=None, kv_heads: int = 0, head_dim: int = 0):
+        self.state, self.kv_heads, self.head_dim = state, kv_heads, head_dim
+        self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
+
+
+class _Running(threading.local):
+    """Which processor runs in this thread, and how many attention calls it made so far."""
+
+    def __init__(self):
+        # runs in every thread; with class attributes Dynamo guards on the instance's dict being empty, and recompiles
+        self.processor, self.calls = None, 0
+
+
+_running = _Running()
+
+
+def new_events(device: torch.device | str = "cpu") -> torch.Tensor:
+    """Zeroed int64 [len(EVENTS)] counter."""
+    with torch.inference_mode(False):  # an inference tensor could not be counted up outside of inference_mode
+        return torch.zeros(len(EVENTS), dtype=torch.int64, device=device)
+
+
+def _log_once(layer: str, reason: str) -> None:
+    key = (layer, reason)
+    if key not in _logged:
+        first_of_reason = all(seen != reason for _, seen in _logged)
+        _logged.add(key)
+        # one warning for a reason, details of every further layer only for those who ask
+        logger.log(
+            logging.WARNING if first_of_reason else logging.DEBUG,
+            "layer %s runs exact attention (reason: %s); handle.report() lists all layers",
+            layer,
+            reason,
+        )
+
+
+def _foreign_function_mode() -> bool:
+    """Whether a TorchFunctionMode is active that may want to see scaled_dot_product_attention (PAG, SEG, profilers).
+
+    torch.set_default_device is a function mode too, but has no business with attention.
+    """
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def _reason_against(config, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> str | None:
+    """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
+    if attn_mask is not None:
+        return "mask" if isinstance(attn_mask, torch.Tensor) else "block_mask"
+    if _foreign_function_mode():
+        return "function_mode"
+    if scale is not None and (isinstance(scale, torch.Tensor) or scale < 0):
+        return "softmax_scale"  # reading a tensor would sync
+    reason = sage_kernels.unsupported(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
+    )
+    if reason is None and (query.shape[1] < config.min_tokens or key.shape[1] < config.min_tokens):
+        return "short"
+    return reason
+
+
+def _stay_exact(processor, reason: str) -> None:
+    """Count a call that runs the model's own attention; raise under policy="strict"."""
+    if processor._sage_config.policy == "strict":
+        raise UnsupportedAttentionError(processor._sage_layer, reason)
+    processor._sage_events[_EVENT.get(reason, _EVENT["other"])].add_(1)
+    if not torch.compiler.is_compiling():
+        _log_once(processor._sage_layer, reason)
+
+
+def _attend(query, key, value, scale, enable_gqa, processor, index):
+    """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D]."""
+    config = processor._sage_config
+    site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
+    state = None
+    if site is not None:
+        site.elements = query.numel() + key.numel()
+        site.seen_kv_heads, site.seen_head_dim = key.shape[2], key.shape[3]
+        if site.state is not None and (key.shape[2], key.shape[3]) == (site.kv_heads, site.head_dim):
+            if site.state.plan.device == query.device:
+                state = site.state
+    if state is None:
+        processor._sage_events[0].add_(1)
+    return sage_kernels.sage_attention(
+        query, key, value, recipe=config.recipe, scaling=config.call_scaling, scale=scale, state=state
+    )
+
+
+def _autocast(query, key, value):
+    """What autocast does to the inputs of scaled_dot_product_attention."""
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        return query.to(dtype), key.to(dtype), value.to(dtype)
+    return query, key, value
+
+
+def _next_call():
+    index = _running.calls
+    _running.calls = index + 1
+    return _running.processor, index
+
+
+def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    """Stands in for F.scaled_dot_product_attention inside a Sage class: [B, H, S, D] in and out."""
+    processor, index = _next_call()
+    if processor._sage_config is not None:
+        if query.dim() == key.dim() == value.dim() == 4:
+            q, k, v = _autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+            options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            reason = _reason_against(processor._sage_config, q, k, v, *options)
+        else:
+            reason = "rank"
+        if reason is None:
+            return _attend(q, k, v, scale, enable_gqa, processor, index).transpose(1, 2)
+        _stay_exact(processor, reason)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def _dispatch(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    attention_kwargs=None,
+    *,
+    backend=None,
+    parallel_config=None,
+):
+    """Stands in for diffusers' dispatch_attention_fn inside a Sage class: [B, S, H, D] in and out."""
+    processor, index = _next_call()
+    if processor._sage_config is not None:
+        if parallel_config is not None:
+            reason = "context_parallel"
+        elif attention_kwargs:
+            reason = "attention_kwargs"
+        elif backend != processor._sage_backend:
+            reason = "backend"  # set_attention_backend() after the swap: the user's later word counts
+        else:
+            q, k, v = _autocast(query, key, value)
+            reason = _reason_against(
+                processor._sage_config, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+        if reason is None:
+            return _attend(q, k, v, scale, enable_gqa, processor, index)
+        _stay_exact(processor, reason)
+    return dispatch_attention_fn(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        attention_kwargs,
+        backend=backend,
+        parallel_config=parallel_config,
+    )
+
+
+_STAND_INS = stand_ins(_sdpa, _dispatch)
+
+
+def _rebuild(base, config, layer):
+    """For copy and pickle: a Sage processor of its own, without the state of the handle it came from."""
+    processor = object.__new__(sage_class(base))
+    processor._sage_arm(config, layer)
+    return processor
+
+
+class _SageMethods:
+    """What every Sage class adds to its base. All attributes start with _sage_."""
+
+    _sage_config = None
+    _sage_layer = "stand-alone processor"
+    _sage_sites = ()
+    _sage_events = None
+    _sage_backend = None
+
+    def _sage_arm(self, config, layer, *, device="cpu"):
+        """Swap under `config` (None: behave as the base class), counting from zero, without planned scales."""
+        set_ = functools.partial(object.__setattr__, self)  # nn.Module processors intercept plain assignment
+        set_("_sage_config", config)
+        set_("_sage_layer", layer)
+        set_("_sage_events", new_events(device))
+        set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
+        set_("_sage_backend", getattr(self, "_attention_backend", None))
+
+    def __reduce__(self):
+        state = {k: v for k, v in self.__dict__.items() if not k.startswith("_sage_")}
+        return _rebuild, (type(self)._sage_base, self._sage_config, self._sage_layer), state
+
+
+@functools.cache
+def sage_class(base: type) -> type:
+    """The Sage subclass of a diffusers processor class.
+
+    Instances made by calling it run INT8 attention with scales computed per token. `_sage_calls` is the number of
+    attention calls found in its code; with 0 (no SDPA inside: linear or hand-written attention) it behaves exactly as
+    `base`.
+    Raises: TypeError if `base` has no Python `__call__`.
+    """
+    fn = getattr(base, "__call__", None)  # noqa: B004 (a Python method, not any callable)
+    if not isinstance(base, type) or not isinstance(fn, types.FunctionType):
+        raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
+    inner, calls = rebind(fn, _STAND_INS)
+
+    def __call__(self, *args, **kwargs):
+        outer, outer_calls = _running.processor, _running.calls
+        _running.processor, _running.calls = self, 0
+        try:
+            return inner(self, *args, **kwargs)
+        finally:
+            _running.processor, _running.calls = outer, outer_calls
+
+    # models drop the keyword arguments (RoPE, masks!) that they don't find in this signature
+    __call__.__signature__ = inspect.signature(fn)
+
+    @functools.wraps(base.__init__)
+    def __init__(self, *args, **kwargs):
+        base.__init__(self, *args, **kwargs)
+        self._sage_arm(SageAttnProcessor(scaling="dynamic"), type(self).__name__)
+
+    members = {
+        "__call__": __call__,
+        "__init__": __init__,
+        "_sage_base": base,
+        "_sage_calls": calls,
+        "__doc__": base.__doc__,
+    }
+    cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": __name__})
+    _register_for_layer_skip(cls, base)
+    return cls
+
+
+def _register_for_layer_skip(cls, base) -> None:
+    """diffusers' layer-skip and PAG hooks look processors up by exact class."""
+    try:
+        from diffusers.hooks._helpers import AttentionProcessorRegistry
+    except ImportError:
+        logger.debug(
+            "this diffusers has no AttentionProcessorRegistry: its layer-skip hooks can't meet Sage processors"
+        )
+        return
+    try:
+        metadata = AttentionProcessorRegistry.get(base)
+    except ValueError:
+        return  # the hooks don't know the base class either
+    AttentionProcessorRegistry.register(cls, metadata)
+
+
+def swap(processor, config: SageAttnProcessor, layer: str, *, device="cpu"):
+    """A Sage twin of a live processor, sharing its attributes and parameters."""
+    twin = object.__new__(sage_class(type(processor)))
+    twin.__dict__.update(processor.__dict__)
+    twin._sage_arm(config, layer, device=device)
+    return twin
+
+
+def is_sage(processor) -> bool:
+    """Whether `processor` is an instance of a Sage class."""
+    return isinstance(processor, _SageMethods)
+
+
+def _resolve_alias(cls):
+    """The processor class; deprecated names of diffusers are classes whose `__new__` makes another class's object."""
+    if isinstance(cls, type) and "__call__" not in dir(cls) and "__new__" in vars(cls):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                cls = type(cls())
+            except (TypeError, ValueError, ImportError):
+                return None  # wants arguments or an accelerator: only the name it stands for can be used
+    return cls if isinstance(cls, type) and "__call__" in dir(cls) else None
+
+
+def sage_class_by_name(name: str) -> type:
+    """`Sage<Name>` for the diffusers processor class `<Name>`. Raises AttributeError if diffusers has none."""
+    base_name = name.removeprefix("Sage")
+    import diffusers
+
+    root = Path(diffusers.__file__).parent
+    # Some names are defined in several files; the model's own file has the shortest name (transformer_wan.py).
+    # sage_class() takes the class itself when another one is meant.
+    files = [
+        p
+        for part in ("models", "pipelines")
+        for p in sorted((root / part).rglob("*.py"), key=lambda p: (len(p.name), p.name))
+    ]
+    files.sort(key=lambda p: "autoencoders" in p.parts)
+    if name.startswith("Sage") and base_name:
+        for path in files:
+            if f"\nclass {base_name}" in path.read_text(encoding="utf-8"):
+                module = importlib.import_module(
+                    ".".join(("diffusers", *path.relative_to(root).with_suffix("").parts))
+                )
+                base = _resolve_alias(getattr(module, base_name, None))
+                if base is not None and base.__module__.startswith("diffusers."):
+                    return sage_class(base)
+    raise AttributeError(
+        f"sage_processors has no {name!r}: diffusers {diffusers.__version__} has no class {base_name!r}"
+    )
+
+
+def __getattr__(name: str):
+    if name.startswith("Sage"):
+        return sage_class_by_name(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

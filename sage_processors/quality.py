@@ -1,0 +1,303 @@
+"""Pictures drawn with INT8 attention against stock ones, seed by seed, also with outliers planted in Q and K."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import metrics
+from .config import SageAttnProcessor
+
+
+PSNR_CEILING = (
+    120.0  # dB; identical pictures would make every mean infinite, and fp32 pictures tell nothing apart above
+)
+WARM_UP_SEED = 2**20  # first seed of the unmeasured run, away from the measured ones
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of running INT8 attention that `evaluate` compares.
+
+    Attributes:
+        name: second half of the results' case, `{pipeline}/{name}`.
+        config: the options under test.
+        warm: keep the state from batch to batch and run once unmeasured before; otherwise every batch starts with a
+            fresh state.
+    """
+
+    name: str
+    config: SageAttnProcessor
+    warm: bool = False
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Per-picture distances of one variant to the stock pictures.
+
+    Attributes:
+        name, recipe: of the variant; recipe is empty for a floor row.
+        psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture.
+        int8_calls, fallback_calls: attention calls that ran in INT8, and that ran the model's own attention.
+    """
+
+    name: str
+    recipe: str
+    psnr_db: tuple[float, ...]
+    ssim: tuple[float, ...]
+    int8_calls: int = 0
+    fallback_calls: int = 0
+
+    def rows(self, pipeline: str) -> Iterator[dict]:
+        """Fields of results.csv: median and percentiles over pictures, then mean and worst as metrics of their own."""
+        common = {
+            "suite": "quality",
+            "case": f"{pipeline}/{self.name}",
+            "provider": "sage_kernels" if self.recipe else "torch_sdpa",
+            "recipe": self.recipe,
+            "batch": len(self.psnr_db),
+        }
+        for metric, unit, values in (("psnr_db", "dB", self.psnr_db), ("ssim", "1", self.ssim)):
+            low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(
+                torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+            )
+            digits = 2 if unit == "dB" else 6
+            spread = {"p20": round(low.item(), digits), "p80": round(high.item(), digits)}
+            yield {**common, "metric": metric, "unit": unit, "median": round(middle.item(), digits), **spread}
+            mean = sum(values) / len(values)
+            yield {**common, "metric": f"{metric}_mean", "unit": unit, "median": round(mean, digits)}
+            yield {**common, "metric": f"{metric}_worst", "unit": unit, "median": round(min(values), digits)}
+
+
+def default_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
+    """Every scaling, and timestep scaling also in the run after a first one."""
+    return (
+        Variant("dynamic", SageAttnProcessor(recipe=recipe, scaling="dynamic")),
+        Variant("timestep", SageAttnProcessor(recipe=recipe, scaling="timestep")),
+        Variant("timestep_warm", SageAttnProcessor(recipe=recipe, scaling="timestep"), warm=True),
+        Variant("per_block", SageAttnProcessor(recipe=recipe, scaling="per_block")),
+        Variant("per_head", SageAttnProcessor(recipe=recipe, scaling="per_head")),
+    )
+
+
+def picture_arguments(pipe) -> dict:
+    """Call arguments with which a pipeline draws what it was made for: its VAE's picture size, its tokenizer's length.
+
+    Some pipelines have their published checkpoint's defaults in code (FLUX: 512 text tokens), wrong for a small model.
+    """
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    arguments = {}
+    pixels = getattr(getattr(getattr(pipe, "vae", None), "config", None), "sample_size", None)
+    if isinstance(pixels, int) and {"height", "width"} <= accepted.keys():
+        arguments |= {"height": pixels, "width": pixels}
+    if "max_sequence_length" in accepted:
+        tokenizers = [getattr(pipe, name, None) for name in ("tokenizer_3", "tokenizer_2", "tokenizer")]
+        longest = next((t.model_max_length for t in tokenizers if t is not None), 0)
+        default = accepted["max_sequence_length"].default
+        if 0 < longest < default:
+            arguments["max_sequence_length"] = longest
+    return arguments
+
+
+def generate(pipe, prompts: Sequence[str], seeds: Sequence[int], *, steps: int, on_step: Callable | None = None):
+    """Draw one picture per prompt and seed in one batch.
+
+    Args:
+        pipe: a text-to-image DiffusionPipeline.
+        prompts, seeds: of equal length N; noise comes from the CPU, so a seed means the same noise on every device.
+        steps: denoising steps. on_step: called without arguments after each.
+    Returns: [N, 3, H, W] float32 in [0, 1] on the CPU, not rounded to 8 bits.
+    """
+    if len(prompts) != len(seeds) or not prompts:
+        raise ValueError(
+            f"seeds: got {len(seeds)} for {len(prompts)} prompts, expected one per prompt and at least one"
+        )
+
+    def after_step(pipe, step, timestep, tensors):
+        if on_step is not None:
+            on_step()
+        return tensors
+
+    pictures = pipe(
+        prompt=list(prompts),
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        num_inference_steps=steps,
+        output_type="pt",
+        callback_on_step_end=after_step,
+        **picture_arguments(pipe),
+    ).images
+    return pictures.float().cpu()
+
+
+def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0)) -> Quality:
+    """Distances of pictures [N, 3, H, W] to reference pictures; calls: attention calls in INT8, and exact ones."""
+    psnr_db = metrics.psnr(pictures, reference).clamp(max=PSNR_CEILING)
+    return Quality(name, recipe, tuple(psnr_db.tolist()), tuple(metrics.ssim(pictures, reference).tolist()), *calls)
+
+
+def evaluate(
+    pipe,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    variants: Sequence[Variant] | None = None,
+    *,
+    steps: int = 25,
+    batch: int = 4,
+    on_step: Callable | None = None,
+) -> dict[str, Quality]:
+    """Run stock attention, then every variant, on the same prompts and seeds.
+
+    Args:
+        pipe: a text-to-image DiffusionPipeline with its own attention processors.
+        prompts, seeds: of equal length. variants: default `default_variants()`. steps: denoising steps.
+        batch: pictures per pipeline call; the last call takes what is left.
+        on_step: called without arguments after each denoising step.
+    Returns: {variant name: Quality}, distances to the stock pictures.
+    Raises: ValueError for unequal lengths, batch < 1, or pictures with NaN.
+    """
+    from .apply import apply
+
+    if batch < 1:
+        raise ValueError(f"batch: got {batch}, expected at least 1")
+    variants = default_variants() if variants is None else variants
+
+    batches = [slice(start, start + batch) for start in range(0, len(prompts), batch)]
+
+    def draw(part):
+        return generate(pipe, prompts[part], seeds[part], steps=steps, on_step=on_step)
+
+    stock = torch.cat([draw(part) for part in batches])
+    results = {}
+    for variant in variants:
+        pictures, calls = [], [0, 0]
+        with apply(pipe, variant.config) as handle:
+            if variant.warm:
+                others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
+                generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step)
+            for part in batches:
+                if not variant.warm:
+                    handle.reset()
+                pictures.append(draw(part))
+                if not variant.warm or part is batches[-1]:  # resetting forgets the counts too
+                    report = handle.report()
+                    calls = [calls[0] + report.calls, calls[1] + sum(report.fallbacks.values())]
+        results[variant.name] = compare(variant.name, variant.config.recipe, torch.cat(pictures), stock, calls)
+    return results
+
+
+def floor(pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Callable | None = None) -> Quality:
+    """What the pipeline's own 16-bit rounding costs: stock pictures against the same pipeline in fp32.
+
+    Args: as `evaluate`; pipe must be fp16 or bf16. Its tensors are fp32 meanwhile, and the very same ones afterwards.
+    Returns: Quality named "stock_fp16" or "stock_bf16".
+    Raises: ValueError for a pipeline that is not 16 bit.
+    """
+    if pipe.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"pipe: got {pipe.dtype}, expected float16 or bfloat16; an fp32 pipeline is its own floor")
+    name = "stock_fp16" if pipe.dtype == torch.float16 else "stock_bf16"
+
+    def draw():
+        parts = (slice(start, start + batch) for start in range(0, len(prompts), batch))
+        return torch.cat([generate(pipe, prompts[p], seeds[p], steps=steps, on_step=on_step) for p in parts])
+
+    half = draw()
+    models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
+    tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
+    before = [tensor.data for tensor in tensors]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        full = draw()
+    finally:
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
+    return compare(name, "", half, full)
+
+
+def append_results(path: str | Path, pipeline: str, results: Sequence[Quality], *, device: str) -> None:
+    """Append every result to results.csv; device "cpu" says so even on a machine that has a GPU."""
+    from sage_kernels.results import append_row
+
+    where = {"gpu": "cpu"} if torch.device(device).type == "cpu" else {}
+    for result in results:
+        for row in result.rows(pipeline):
+            append_row(path, **row, **where)
+
+
+@contextmanager
+def inject_outliers(model: torch.nn.Module, a: float = 64.0, pairs: int = 2) -> Iterator[list[str]]:
+    """Plant channel outliers in Q that K undoes, in every attention of a model: the function stays, INT8 gets harder.
+
+    `pairs` channel pairs (2j, 2j+1) of every head, evenly spread, are multiplied by `a` in Q and divided by `a` in K:
+    on the affine weight after the Q and K norms where there is one, else on the rows of the projections. A pair shares
+    its factor, so interleaved rotary embeddings commute. a is a power of two: stock pictures in fp32 and bf16 stay bit
+    identical (in fp16 only down to its subnormals).
+
+    Args:
+        model: a denoiser (UNet or transformer), not in use by another thread; weights are changed in place.
+        a: power of two >= 1, no unit. pairs: >= 1, at most half the head dim.
+    Yields: names of the changed attention modules. Weights are restored bit for bit on leaving.
+    Raises: ValueError (a, pairs, or no attention to change).
+    """
+    if not (math.isfinite(a) and a >= 1 and math.frexp(a)[0] == 0.5):
+        raise ValueError(f"a: got {a}, expected a power of two >= 1, so that multiplying is exact")
+    if pairs < 1:
+        raise ValueError(f"pairs: got {pairs}, expected at least 1")
+    names, factors = [], {}
+    for name, module in model.named_modules():
+        found = list(_scalable(module))
+        if found:
+            names.append(name)
+        for parameter, head_dim, is_query in found:
+            if 2 * pairs > head_dim:
+                raise ValueError(f"pairs: got {pairs}, expected at most {head_dim // 2}, half the head dim of {name}")
+            factors[parameter] = (head_dim, a if is_query else 1.0 / a)
+    if not names:
+        raise ValueError(
+            f"model: found no attention with to_q and to_k in {type(model).__name__}, expected a denoiser"
+        )
+    before = {parameter: parameter.detach().clone() for parameter in factors}
+    try:
+        with torch.no_grad():
+            for parameter, (head_dim, factor) in factors.items():
+                parameter[_outlier_channels(parameter.shape[0], head_dim, pairs)] *= factor
+        yield names
+    finally:
+        with torch.no_grad():
+            for parameter, values in before.items():
+                parameter.copy_(values)
+
+
+def _outlier_channels(channels: int, head_dim: int, pairs: int) -> list[int]:
+    """Both channels of `pairs` evenly spread pairs, in each head of a vector of heads."""
+    first = [2 * (i * (head_dim // 2) // pairs) for i in range(pairs)]
+    return [head + c + i for head in range(0, channels, head_dim) for c in first for i in (0, 1)]
+
+
+def _scalable(module) -> Iterator[tuple[torch.nn.Parameter, int, bool]]:
+    """(parameter whose first dimension is heads x channels, head dim, belongs to Q) of one attention module."""
+    to_q, to_k, heads = (getattr(module, name, None) for name in ("to_q", "to_k", "heads"))
+    if not (isinstance(to_q, torch.nn.Linear) and isinstance(to_k, torch.nn.Linear) and isinstance(heads, int)):
+        return
+    head_dim = to_q.out_features // heads
+    targets = []
+    for norm_name, layer_name, is_query in (
+        ("norm_q", "to_q", True),
+        ("norm_k", "to_k", False),
+        ("norm_added_q", "add_q_proj", True),
+        ("norm_added_k", "add_k_proj", False),
+    ):
+        norm, layer = getattr(module, norm_name, None), getattr(module, layer_name, None)
+        if norm is not None and getattr(norm, "weight", None) is None:
+            return  # a norm without weight would undo a factor put before it
+        targets.append((layer if norm is None else norm, is_query))
+    for target, is_query in targets:
+        for parameter in (getattr(target, "weight", None), getattr(target, "bias", None)):
+            if parameter is not None:
+                yield parameter, head_dim, is_query

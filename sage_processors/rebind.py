@@ -1,0 +1,98 @@
+"""Run a function's own code with another attention op: same code object, other globals.
+
+Why this and not a re-implementation: every attention processor of diffusers calls the module-level names
+`F.scaled_dot_product_attention` or `dispatch_attention_fn` directly, so replacing what these names mean is enough.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from typing import NamedTuple
+
+import torch.nn.functional as F
+
+
+try:
+    from diffusers.models import attention_dispatch
+except ImportError as error:
+    raise ImportError("sage_processors needs diffusers for this: pip install 'sage-processors[diffusers]'") from error
+
+dispatch_attention_fn = attention_dispatch.dispatch_attention_fn
+
+
+class StandIns(NamedTuple):
+    """What code gets to see instead of the module torch.nn.functional and of the two attention functions."""
+
+    functional: types.ModuleType
+    sdpa: types.FunctionType
+    dispatch: types.FunctionType
+
+
+class _Functional(types.ModuleType):
+    """torch.nn.functional with one function replaced; everything else is looked up there when it is used."""
+
+    def __getattr__(self, name):
+        return getattr(F, name)
+
+
+def stand_ins(sdpa, dispatch) -> StandIns:
+    """Stand-ins that call `sdpa` and `dispatch`, which take the arguments of the originals."""
+    functional = _Functional("torch.nn.functional")
+    functional.scaled_dot_product_attention = sdpa
+    return StandIns(functional, sdpa, dispatch)
+
+
+def _stand_in(value, names, ops: StandIns):
+    """What the global `value` is replaced with, or None."""
+    if value is F and "scaled_dot_product_attention" in names:
+        return ops.functional
+    if value is F.scaled_dot_product_attention:
+        return ops.sdpa
+    return ops.dispatch if value is dispatch_attention_fn else None
+
+
+def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
+    """Attention calls in the code of `fn`, globals to replace, helper functions of its module that call attention."""
+    instructions = [i for i in dis.get_instructions(fn.__code__) if isinstance(i.argval, str)]
+    names = {i.argval for i in instructions}
+    calls, replaced, helpers = 0, {}, {}
+    for i in instructions:
+        value = fn.__globals__.get(i.argval) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
+        stand_in = _stand_in(value, names, ops)
+        if stand_in is not None:
+            replaced[i.argval] = stand_in
+            calls += stand_in is not ops.functional
+        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval == "scaled_dot_product_attention":
+            calls += 1
+        elif isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__ and value not in above:
+            inner_calls, inner_replaced, inner_helpers = _scan(value, ops, (*above, fn))
+            if inner_calls:
+                calls += inner_calls
+                replaced |= inner_replaced
+                helpers |= inner_helpers | {i.argval: value}
+    return (calls, replaced, helpers) if replaced else (0, {}, {})
+
+
+def _copy(fn, scope):
+    copy = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy.__kwdefaults__ = fn.__kwdefaults__
+    return copy
+
+
+def rebind(fn, ops: StandIns):
+    """(`fn` with `ops` in place of the attention functions of torch and diffusers, attention calls in its code)."""
+    calls, replaced, helpers = _scan(fn, ops)
+    scope = fn.__globals__ | replaced
+    # Dynamo up to 2.13 resolves the globals of a function through the module of this name, not through its own dict
+    scope.pop("__name__", None)
+    scope.update({name: _copy(helper, scope) for name, helper in helpers.items()})
+    return _copy(fn, scope), calls
+
+
+_LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)
+
+
+def attention_calls(fn) -> int:
+    """Number of attention calls in a Python function's own code; 0 for anything else."""
+    return _scan(fn, _LOOK_ONLY)[0] if isinstance(fn, types.FunctionType) else 0

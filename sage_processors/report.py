@@ -1,0 +1,191 @@
+"""What really ran: one row per attention layer, from the counters on the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .discovery import attention_modules
+from .processors import EVENTS, is_sage
+from .rebind import attention_calls
+
+
+ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
+
+
+@dataclass
+class Report:
+    """Result of `handle.report()`.
+
+    Attributes:
+        rows: one dict per layer, with the keys
+            layer, processor: names.
+            status: "active"; "replaced": someone put another processor there, handle.refresh() swaps again;
+                "not swappable": attention that doesn't go through a processor's SDPA call, it runs as in stock.
+            recipe, scaling: what its INT8 calls ran; None unless active.
+            calls: INT8 calls.
+            dynamic_calls: those of them, per head on average, whose scales came from the call itself.
+            fallbacks: {reason: exact calls}.
+            clipped_fraction: fraction of K's elements outside the planned range; each of them was rescued by a larger
+                scale of its own group of tokens, none was cut off.
+            bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
+                the latest call.
+            note: what else to know.
+        notes: about the handle as a whole.
+    """
+
+    rows: list[dict]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def calls(self) -> int:
+        """All INT8 calls."""
+        return sum(row["calls"] for row in self.rows)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """All exact calls by reason."""
+        total: dict[str, int] = {}
+        for row in self.rows:
+            for reason, count in row["fallbacks"].items():
+                total[reason] = total.get(reason, 0) + count
+        return total
+
+    @property
+    def bytes_saved(self) -> int:
+        """Sum over the layers."""
+        return sum(row["bytes_saved"] for row in self.rows)
+
+    def table(self):
+        """The rows as a rich.table.Table."""
+        from rich.table import Table
+
+        table = Table(title="INT8 attention: what really ran", title_justify="left")
+        for name in ("layer", "status", "recipe", "scaling"):
+            table.add_column(name, overflow="fold")
+        for name in ("calls", "dynamic", "exact", "clipped", "MB saved"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            exact = ", ".join(f"{reason} {count}" for reason, count in row["fallbacks"].items()) or "0"
+            status = row["status"] + (f": {row['note']}" if row["note"] else "")
+            table.add_row(
+                row["layer"],
+                status,
+                row["recipe"] or "-",
+                row["scaling"] or "-",
+                str(row["calls"]),
+                f"{row['dynamic_calls']:.4g}",
+                exact,
+                f"{row['clipped_fraction']:.2g}",
+                f"{row['bytes_saved'] / 1e6:.1f}",
+            )
+        exact = ", ".join(f"{reason} {count}" for reason, count in self.fallbacks.items()) or "0"
+        dynamic = f"{sum(row['dynamic_calls'] for row in self.rows):.4g}"
+        table.add_section()
+        table.add_row("total", "", "", "", str(self.calls), dynamic, exact, "", f"{self.bytes_saved / 1e6:.1f}")
+        return table
+
+    def print(self, console=None) -> None:
+        """Print the table with rich, to `console` or the terminal."""
+        from rich.console import Console
+
+        console = console or Console()
+        console.print(self.table())
+        for note in self.notes:
+            console.print(note, markup=False)
+
+    def __str__(self):
+        from rich.console import Console
+
+        console = Console(width=160, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            self.print(console)
+        return capture.get()
+
+
+def _row(layer, processor, status, note="", **values):
+    empty = {
+        "recipe": None,
+        "scaling": None,
+        "calls": 0,
+        "dynamic_calls": 0.0,
+        "fallbacks": {},
+        "clipped_fraction": 0.0,
+        "bytes_saved": 0,
+    }
+    return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
+
+
+def _counted(layer, summary) -> dict:
+    """The numbers of a swapped layer. `summary`: ScaleState.summary() rows, or []."""
+    sage = layer.sage
+    events = sage._sage_events.tolist()
+    planned = [
+        (site, summary[i]) for site, i in zip(sage._sage_sites, layer.site_indices, strict=False) if i is not None
+    ]
+    scaled_by_call = events[0]
+    calls = [scaled_by_call + sum(row["calls"] for _, row in planned)]
+    elements = [site.elements for site in sage._sage_sites if site.elements]
+    per_call = sum(elements) / len(elements) if elements else 0
+    return {
+        "calls": calls[0],
+        "dynamic_calls": scaled_by_call + sum(row["dynamic_calls"] for _, row in planned),
+        "fallbacks": {name: count for name, count in zip(EVENTS[1:], events[1:], strict=True) if count},
+        "clipped_fraction": max([row["outside"] for _, row in planned], default=0.0),
+        "bytes_saved": int(calls[0] * per_call),  # one byte less per element
+    }
+
+
+def _has_attention(forward) -> bool:
+    code = getattr(forward, "__code__", None)
+    return code is not None and (attention_calls(forward) > 0 or "multi_head_attention_forward" in code.co_names)
+
+
+def _part_rows(part, config) -> list[dict]:
+    summary = part.state.summary() if part.state is not None else []
+    layers = {id(layer.module): layer for layer in part.layers}
+    rows, inside = [], set()
+    for name, module in attention_modules(part.model):
+        label, processor = part._label(name), type(module.processor).__name__
+        inside.add(id(module))
+        layer = layers.get(id(module))
+        if layer is not None:
+            counted = _counted(layer, summary)
+            if module.processor is layer.sage:
+                scaling, note = config.call_scaling, ""
+                if config.scaling == "timestep":
+                    unknown = [i is None for i in layer.site_indices] or [True]
+                    scaling = "timestep" if not all(unknown) else config.call_scaling
+                    mismatch = any(
+                        s.state is not None
+                        and s.seen_head_dim
+                        and (s.seen_kv_heads, s.seen_head_dim) != (s.kv_heads, s.head_dim)
+                        for s in layer.sage._sage_sites
+                    )
+                    if any(unknown) or mismatch:
+                        note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
+                counted |= {"recipe": config.recipe, "scaling": scaling}
+                rows.append(_row(label, processor, ACTIVE, note, **counted))
+            else:
+                note = f"{processor} was put here; handle.refresh() swaps it"
+                rows.append(_row(label, processor, REPLACED, note, **counted))
+        elif not is_sage(module.processor) and attention_calls(type(module.processor).__call__):
+            rows.append(_row(label, processor, REPLACED, f"{processor} is new; handle.refresh() swaps it"))
+        else:
+            rows.append(_row(label, processor, NOT_SWAPPABLE, f"{processor} has no SDPA call"))
+    for name, module in part.model.named_modules():
+        if id(module) not in inside and _has_attention(type(module).forward):
+            note = "attention in forward(), not in a processor"
+            rows.append(_row(part._label(name), type(module).__name__, NOT_SWAPPABLE, note))
+    return rows
+
+
+def build_report(handle) -> Report:
+    """Read the counters of a handle (syncs once per layer and state)."""
+    notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
+    rows = []
+    for part in handle._parts:
+        rows += _part_rows(part, handle.config)
+        if part.state is not None:
+            follows = "the pipeline's scheduler" if part.follows_scheduler else "the timestep argument of the model"
+            notes.append(f"Noise level of {part.name or type(part.model).__name__} follows {follows}.")
+    return Report(rows, notes)

@@ -1,0 +1,242 @@
+"""Timestep-adaptive per-head scales: the state of every attention call site, and how one step plans the next.
+
+Softmax is unchanged when one vector c is subtracted from all keys of a head, and Q·Kᵀ is unchanged when channel d of Q
+is divided by b_d > 0 and channel d of K multiplied by it. Both may therefore come from an EARLIER step without any
+error: a stale c or b only costs INT8 resolution. Only the scale must cover the values of the running step, and a group
+of tokens that does not fit gets its own larger scale inside the kernel (counted here as "outside").
+
+From the per-channel statistics of a step, per head: c = (max k + min k) / 2 (of all shared vectors the one that needs
+the smallest scale), b = sqrt(amax|q| / amax|k - c|), s = margin · max_d sqrt(amax|q_d| · amax|k_d - c_d|) / 127.
+The next step runs K_int = round((k - c)·b/s): one vector per head each, one scale per head, no reduction pass. Q
+needs no
+planned scale: a row of Q lies in the attention kernel's registers, where its own exact scale costs nothing and halves
+Q's error; Q_int = round((q/b) / s_row).
+Derivation and measurements: kernels/README.md.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from sage_kernels import HeadState, new_head_state
+from sage_kernels.recipe import CHANNEL_FLOOR, INT8_MAX
+from sage_kernels.state import (
+    COUNT_CALLS,
+    COUNT_DYNAMIC,
+    COUNT_KEY_MAX,
+    COUNT_KEY_MIN,
+    COUNT_KEYS,
+    COUNT_OUTSIDE,
+    COUNT_PLAN_KEY_A,
+    COUNT_PLAN_KEY_B,
+    PLAN_CENTER,
+    PLAN_K_WEIGHT,
+    PLAN_Q_WEIGHT,
+    STAT_FIELDS,
+    STAT_K_MAX,
+    STAT_K_MIN,
+    STAT_Q_AMAX,
+    clear_step,
+)
+
+
+# A head whose fraction of elements outside the planned range was larger no longer trusts the earlier run's table.
+OUTSIDE_LIMIT = 1e-4
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention call site: a processor of a model, or the n-th attention call inside one.
+
+    Attributes:
+        name: the module's name in the model ("#1" appended for a second call in the same processor).
+        kv_heads: number of key/value heads.
+        head_dim: channels per head.
+    """
+
+    name: str
+    kv_heads: int
+    head_dim: int
+
+
+class ScaleState:
+    """Scales of all call sites of one handle. Lives on the device; nothing but `summary` reads it on the host.
+
+    Args:
+        sites: the call sites, in the order of `head_state`'s index.
+        device: where the model runs.
+        margin: factor on the planned range, >= 1: head-room for what moves from one step to the next.
+        bins: noise levels told apart, uniform in asin(u).
+    Raises: ValueError for no sites, margin < 1 or bins < 1.
+    """
+
+    def __init__(self, sites: list[Site], *, device: torch.device | str, margin: float = 1.1, bins: int = 16):
+        if not sites:
+            raise ValueError("sites: got none, expected at least one attention call site")
+        if not (math.isfinite(margin) and margin >= 1.0):
+            raise ValueError(f"margin: got {margin}, expected a finite number >= 1")
+        if bins < 1:
+            raise ValueError(f"bins: got {bins}, expected at least 1")
+        self.sites = list(sites)
+        self.margin = margin
+        self.bins = bins
+        self._first_rows = [sum(s.kv_heads for s in self.sites[:i]) for i in range(len(self.sites))]
+        self._allocate(torch.device(device))
+
+    def _allocate(self, device: torch.device) -> None:
+        rows = sum(s.kv_heads for s in self.sites)
+        width = max(s.head_dim for s in self.sites)
+        self.device = device
+        shared = new_head_state(rows, width, device)
+        starts = [torch.full((), first, dtype=torch.int32, device=device) for first in self._first_rows]
+        self._head_states = [shared._replace(row=start) for start in starts]
+        self._shared = shared
+        dims = torch.tensor([s.head_dim for s in self.sites for _ in range(s.kv_heads)])
+        self._is_channel = (torch.arange(width) < dims[:, None]).to(device)
+        self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, device=device)
+        self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # 0: never seen
+        self._run = torch.zeros((), dtype=torch.int32, device=device)
+        self._totals = torch.zeros(rows, COUNT_KEY_MAX, dtype=torch.int64, device=device)
+        self.bin = torch.zeros((), dtype=torch.int64, device=device)  # of the running step
+
+    def head_state(self, site_index: int) -> HeadState:
+        """The tensors of one site, for `sage_attention(state=)`; the same objects until `to` moves the state."""
+        return self._head_states[site_index]
+
+    @torch.no_grad()
+    def begin_run(self, u: float | torch.Tensor) -> None:
+        """A denoising run starts at noise level u in [0, 1]: plan its first step from earlier runs, if they saw it."""
+        self._run.add_(1)
+        self._drain()
+        self._plan(*self._from_table(self._bin_of(u)))
+
+    @torch.no_grad()
+    def advance(self, u_finished: float | torch.Tensor, u_next: float | torch.Tensor) -> None:
+        """The step at noise level `u_finished` is done and the next runs at `u_next` (0-d tensors stay on the device).
+
+        Keeps the step's statistics under its noise level, then plans the next step from an earlier run at that level,
+        or else from the step just finished.
+        """
+        stats, counts = self._shared.stats, self._shared.counts
+        q_amax, k_max, k_min = stats.unbind(1)
+        usable = torch.isfinite(torch.where(self._is_channel, q_amax + k_max.abs() + k_min.abs(), 0.0)).all(-1)
+        seen = (counts[:, COUNT_CALLS] > 0) & usable
+        self._remember(self._bin_of(u_finished), seen)
+
+        outside = counts[:, COUNT_OUTSIDE] > OUTSIDE_LIMIT * counts[:, COUNT_KEYS]
+        earlier, earlier_known = self._from_table(self._bin_of(u_next))
+        take_earlier = earlier_known & ~(outside & seen)
+        # the shapes of this step's calls: a plan holds for those only (conditional and unconditional calls may differ)
+        keys = counts[:, [COUNT_KEY_MAX, COUNT_KEY_MIN]]
+        counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1] = torch.where(
+            seen[:, None], keys, counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
+        )
+        source = torch.where(take_earlier[:, None, None], earlier, stats)
+        known = take_earlier | seen
+        self._drain()
+        self._plan(source, known)
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget every scale, table entry and count, in place."""
+        shared = self._shared
+        for tensor in (
+            shared.plan,
+            shared.plan_scale,
+            shared.counts,
+            self._table,
+            self._table_run,
+            self._run,
+            self._totals,
+        ):
+            tensor.zero_()
+        self.bin.zero_()
+        clear_step(shared.stats, shared.counts)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move to `device`, forgetting the scales (they are cheap to learn again and belong to no saved file)."""
+        if torch.device(device) != self.device:
+            self._allocate(torch.device(device))
+
+    def summary(self) -> list[dict]:
+        """Per site: name, calls, dynamic_calls (mean over heads), outside (fraction of K's elements), known. Syncs."""
+        totals = (self._totals + self._shared.counts[:, :COUNT_KEY_MAX]).cpu()
+        known = (self._shared.plan_scale > 0).cpu()
+        rows = []
+        for site, first in zip(self.sites, self._first_rows, strict=True):
+            part = totals[first : first + site.kv_heads].double()
+            rows.append(
+                {
+                    "name": site.name,
+                    "calls": int(part[:, COUNT_CALLS].max()),
+                    "dynamic_calls": float(part[:, COUNT_DYNAMIC].mean()),
+                    "outside": float(part[:, COUNT_OUTSIDE].sum() / part[:, COUNT_KEYS].sum().clamp_min(1)),
+                    "known": bool(known[first : first + site.kv_heads].all()),
+                }
+            )
+        return rows
+
+    def _bin_of(self, u: float | torch.Tensor) -> torch.Tensor:
+        """Bin of noise level u, int64 [1] on the device, without a host sync."""
+        if isinstance(u, torch.Tensor):
+            level = torch.asin(u.detach().to(self.device, torch.float32).clamp(0.0, 1.0)) * (2.0 / math.pi)
+            return (level * self.bins).long().clamp_(0, self.bins - 1).reshape(1)
+        level = math.asin(min(max(float(u), 0.0), 1.0)) * (2.0 / math.pi)
+        return torch.full((1,), min(int(level * self.bins), self.bins - 1), dtype=torch.int64, device=self.device)
+
+    def _from_table(self, bin_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Statistics that an EARLIER run left at this noise level [R, 3, D], and where there are any [R]."""
+        self.bin.copy_(bin_[0])
+        run = self._table_run.index_select(0, bin_)[0]
+        return self._table.index_select(0, bin_)[0], (run > 0) & (run < self._run)
+
+    def _remember(self, bin_: torch.Tensor, seen: torch.Tensor) -> None:
+        """Merge this step's statistics into its bin; a run's first step in a bin replaces what an earlier run left."""
+        stats = self._shared.stats
+        old, run = self._table.index_select(0, bin_)[0], self._table_run.index_select(0, bin_)[0]
+        same_run = (run == self._run)[:, None]
+        merged = torch.empty_like(stats)
+        merged[:, STAT_Q_AMAX] = torch.where(
+            same_run, torch.maximum(old[:, STAT_Q_AMAX], stats[:, STAT_Q_AMAX]), stats[:, STAT_Q_AMAX]
+        )
+        merged[:, STAT_K_MAX] = torch.where(
+            same_run, torch.maximum(old[:, STAT_K_MAX], stats[:, STAT_K_MAX]), stats[:, STAT_K_MAX]
+        )
+        merged[:, STAT_K_MIN] = torch.where(
+            same_run, torch.minimum(old[:, STAT_K_MIN], stats[:, STAT_K_MIN]), stats[:, STAT_K_MIN]
+        )
+        self._table.index_copy_(0, bin_, torch.where(seen[:, None, None], merged, old)[None])
+        self._table_run.index_copy_(0, bin_, torch.where(seen, self._run, run)[None])
+
+    def _drain(self) -> None:
+        """Add the step's counts to the totals and ready the recording tensors for the next step."""
+        self._totals.add_(self._shared.counts[:, :COUNT_KEY_MAX])
+        clear_step(self._shared.stats, self._shared.counts)
+
+    def _plan(self, source: torch.Tensor, known: torch.Tensor) -> None:
+        """Write the plan of every known head from statistics `source` [R, 3, D]; the other heads run dynamic."""
+        channel = self._is_channel
+        q_amax = torch.where(channel, source[:, STAT_Q_AMAX], 0.0)
+        center = torch.where(channel, source[:, STAT_K_MAX] * 0.5 + source[:, STAT_K_MIN] * 0.5, 0.0)
+        k_amax = torch.where(channel, source[:, STAT_K_MAX] * 0.5 - source[:, STAT_K_MIN] * 0.5, 0.0)
+        q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR)
+        k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR)
+        balance = (q_amax / k_amax).sqrt()
+        reach = q_amax.sqrt() * k_amax.sqrt()  # what both |q / b| and |(k - c)·b| reach
+        scale = self.margin * reach.amax(-1, keepdim=True) / INT8_MAX
+        k_weight, q_weight = balance / scale, 1.0 / balance
+        # a head of zeros or of extreme range has no usable balance: it stays unknown and runs dynamic
+        good = (
+            known
+            & torch.isfinite(k_weight).all(-1)
+            & torch.isfinite(q_weight).all(-1)
+            & torch.isfinite(center).all(-1)
+        )
+        good &= (scale[:, 0] > 0) & torch.isfinite(scale[:, 0])
+        plan, plan_scale = self._shared.plan, self._shared.plan_scale
+        for field, value in ((PLAN_CENTER, center), (PLAN_K_WEIGHT, k_weight), (PLAN_Q_WEIGHT, q_weight)):
+            plan[:, field] = torch.where(good[:, None] & channel, value, 0.0)
+        plan_scale.copy_(torch.where(good, scale[:, 0], 0.0))

@@ -1,0 +1,98 @@
+"""README's tables, made from kernels/benchmarks/results.csv: no number there is typed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+
+BEGIN = "<!-- results:begin -->"
+END = "<!-- results:end -->"
+
+
+def results_markdown(rows: Iterable[dict[str, str]]) -> str:
+    """Markdown of the newest row (the last in the file) of every case, GPU, provider, recipe and metric."""
+    rows = list(rows)
+    return "\n\n".join(
+        (
+            "### Picture quality\n\n" + _quality([r for r in rows if r["suite"] == "quality"]),
+            "### Attention forward\n\n" + _attention([r for r in rows if r["suite"] == "attention_fwd"]),
+        )
+    )
+
+
+def replace_section(text: str, markdown: str) -> str:
+    """`text` with what stands between the two markers replaced. Raises: ValueError if a marker is missing."""
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"text: expected {BEGIN} and {END} once each, in this order")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{markdown}\n{END}{after}"
+
+
+def update(readme: str | Path, results: str | Path) -> bool:
+    """Rewrite the section of a README from a results.csv; True if that changed the file."""
+    from sage_kernels.results import read_rows
+
+    readme = Path(readme)
+    old = readme.read_text(encoding="utf-8")
+    new = replace_section(old, results_markdown(read_rows(results)))
+    if new != old:
+        readme.write_text(new, encoding="utf-8")
+    return new != old
+
+
+def _newest(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], dict[str, str]]:
+    return {tuple(row[name] for name in names): row for row in rows}
+
+
+def _quality(rows: list[dict[str, str]]) -> str:
+    if not rows:
+        return "No rows yet: `sage-processors bench quality --pipeline tiny_sd --csv kernels/benchmarks/results.csv`."
+    by_key = _newest(rows, "case", "gpu", "recipe", "metric")
+    lines = []
+    for case, gpu, recipe in dict.fromkeys(key[:3] for key in by_key):
+
+        def value(metric, case=case, gpu=gpu, recipe=recipe):
+            row = by_key.get((case, gpu, recipe, metric))
+            return "–" if row is None else row["median"]
+
+        pictures = next(row["batch"] for key, row in by_key.items() if key[:3] == (case, gpu, recipe))
+        pipeline, _, scaling = case.partition("/")
+        numbers = [value(name) for name in ("psnr_db_mean", "psnr_db_worst", "ssim_mean", "ssim_worst")]
+        lines.append([pipeline, scaling, recipe or "stock", gpu, *numbers, pictures])
+    header = [
+        "pipeline",
+        "scaling",
+        "recipe",
+        "on",
+        "PSNR mean, dB",
+        "PSNR worst, dB",
+        "SSIM mean",
+        "SSIM worst",
+        "pictures",
+    ]
+    return _table(header, lines)
+
+
+def _attention(rows: list[dict[str, str]]) -> str:
+    rows = [row for row in rows if row["metric"] == "throughput"]
+    ours = [row for row in rows if row["provider"] == "sage_kernels"]
+    if not ours:
+        return "No rows yet: `make bench` on a machine with a GPU."
+    cudnn = _newest([row for row in rows if row["provider"] == "torch_sdpa_cudnn"], "case", "gpu")
+    lines = []
+    for (case, gpu, recipe), row in _newest(ours, "case", "gpu", "recipe").items():
+        shape, _, scaling = case.partition("/")  # the bare shape is the default, timestep scaling with a plan
+        other = cudnn.get((shape, gpu))
+        counted = {"True": "yes", "False": "no"}.get(row["includes_quantization"], row["includes_quantization"])
+        speeds = [row["median"], other["median"] if other else "–", row["ratio_vs_cudnn"] or "–"]
+        lines.append([shape, scaling or "timestep", recipe, gpu, counted, *speeds, row["rel_l2_error"] or "–"])
+    header = ["shape", "scaling", "recipe", "on", "quantisation included", "ours, TFLOPS", "cuDNN, TFLOPS"]
+    header += ["ours / cuDNN, same run", "relative L2 error"]
+    return _table(header, lines)
+
+
+def _table(header: list[str], lines: list[list[str]]) -> str:
+    rows = [header, ["---"] * len(header), *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)

@@ -1,0 +1,246 @@
+"""The noise level of the running denoising step, for every scheduler, without a host sync.
+
+The noise level is u = σ/√(α² + σ²) of the noised sample α·x0 + σ·ε: 0 is clean, 1 is pure noise. It does not depend
+on how a scheduler numbers its timesteps, so what was learnt with one sampler serves another. Two sources:
+* a scheduler that a pipeline steps: its class is swapped for a subclass that reports `set_timesteps`,
+  `set_begin_index` and `step`. A class, not instance attributes: those are carried along by deepcopy and would report
+  for the wrong object.
+* a model called without a pipeline: the `timestep` it is given.
+Everything is computed with tensor operations on the device of the timestep tensor; a step with a CUDA timestep never
+syncs.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+
+import torch
+
+
+def _config(scheduler, name, default=None):
+    return getattr(scheduler.config, name, default) if hasattr(scheduler, "config") else default
+
+
+def _from_sigmas(scheduler, sigmas: torch.Tensor) -> torch.Tensor:
+    """Noise level of the `sigmas` a scheduler keeps, whatever it means by them."""
+    sigma_data = _config(scheduler, "sigma_data")
+    if sigma_data:  # EDM preconditioning, consistency models
+        return sigmas / (sigmas**2 + sigma_data**2).sqrt()
+    flow = (
+        _config(scheduler, "use_flow_sigmas", False)
+        or _config(scheduler, "prediction_type") == "flow_prediction"
+        # every variance-exploding scheduler of diffusers derives its sigmas from alphas_cumprod; those without are
+        # flows
+        or getattr(scheduler, "alphas_cumprod", None) is None
+    )
+    if not flow:
+        return sigmas / (1.0 + sigmas**2).sqrt()
+    if _config(scheduler, "invert_sigmas", False):
+        sigmas = 1.0 - sigmas
+    return sigmas / ((1.0 - sigmas) ** 2 + sigmas**2).sqrt()
+
+
+def noise_levels(scheduler) -> torch.Tensor:
+    """Noise level of every entry of `scheduler.timesteps`, after its `set_timesteps`.
+
+    Returns: fp32 [len(timesteps)] in [0, 1], on the device of `timesteps`. A scheduler of unknown kind gets its place
+        in the run, falling from 1: still one level per step, but not shared with other schedulers.
+    """
+    timesteps = torch.as_tensor(scheduler.timesteps)
+    count, device = timesteps.numel(), timesteps.device
+    sigmas, alphas = getattr(scheduler, "sigmas", None), getattr(scheduler, "alphas_cumprod", None)
+    if _config(scheduler, "prediction_type") == "trigflow":
+        levels = timesteps.to(torch.float32).sin()
+    # KDPM2 evaluates between two sigmas every other time, at a fractional timestep
+    elif sigmas is not None and len(sigmas) >= count and getattr(scheduler, "sigmas_interpol", None) is None:
+        levels = _from_sigmas(scheduler, torch.as_tensor(sigmas).to(device, torch.float32)[:count])
+    elif alphas is not None:
+        levels = (1.0 - torch.as_tensor(alphas).to(device, torch.float32)).sqrt()
+        place = timesteps.to(torch.float32).clamp(0, levels.numel() - 1)
+        levels = torch.lerp(levels[place.floor().long()], levels[place.ceil().long()], place.frac())
+    else:
+        levels = 1.0 - torch.arange(count, device=device, dtype=torch.float32) / max(count, 1)
+    return levels.nan_to_num(1.0, 1.0, 0.0).clamp(0.0, 1.0)
+
+
+class Run:
+    """Where one scheduler is in its run, told to listeners as `begin_run(u)` and `advance(u_finished, u_next)`.
+
+    Args:
+        scheduler: has timesteps. Held weakly: the scheduler holds the run.
+    """
+
+    def __init__(self, scheduler):
+        self._scheduler = weakref.ref(scheduler)
+        self.listeners = []
+        self.level = None  # of the running step, fp32 0-d
+        self._timesteps = self._levels = self._places = self._place = None
+
+    def start(self, place: int = 0) -> None:
+        """A run starts with timesteps[place]."""
+        scheduler = self._scheduler()
+        timesteps = getattr(scheduler, "timesteps", None)
+        if timesteps is None or len(timesteps) == 0:
+            return
+        self._timesteps = torch.as_tensor(timesteps).detach()
+        self._levels = noise_levels(scheduler)
+        self._places = torch.arange(self._levels.numel(), device=self._levels.device)
+        place = min(max(int(place), 0), self._levels.numel() - 1)
+        self._place = self._places[place : place + 1]
+        self.level = self._levels[place]
+        for listener in self.listeners:
+            listener.begin_run(self.level)
+
+    def finish_step(self, timestep) -> None:
+        """The scheduler stepped from `timestep` (number or tensor; per-token timesteps count with their largest)."""
+        if self._levels is None:
+            self.start()
+        if self._levels is None:
+            return
+        if isinstance(timestep, torch.Tensor):
+            timestep = timestep.detach()
+            if timestep.numel() == 0:
+                return
+            timestep = timestep.amax() if timestep.numel() > 1 else timestep.reshape(())
+            if timestep.device.type not in ("cpu", self._timesteps.device.type):
+                # bring the table to the timestep: the other way round would wait for the device
+                for name in ("_timesteps", "_levels", "_places", "_place"):
+                    setattr(self, name, getattr(self, name).to(timestep.device))
+        distance = (self._timesteps - timestep).abs()
+        # second-order samplers visit a timestep twice: of equal matches, the one nearest to where the run should be
+        detour = torch.where(distance == distance.min(), (self._places - self._place).abs(), self._places.numel())
+        found = detour.argmin(keepdim=True)
+        self._place = (found + 1).clamp(max=self._places.numel() - 1)
+        # index_select: indexing with a 0-d tensor would read it on the host
+        finished, self.level = (self._levels.index_select(0, i)[0] for i in (found, self._place))
+        for listener in self.listeners:
+            listener.advance(finished, self.level)
+
+
+def _new(base):
+    return base.__new__(base)
+
+
+@functools.cache
+def _tracked_class(base: type) -> type:
+    """A subclass that tells the scheduler's `_sage_run` about the run. Named as its base: diffusers saves it."""
+
+    def run_of(scheduler):
+        return scheduler.__dict__.get("_sage_run")
+
+    def reporting(method, report):
+        @functools.wraps(method)  # pipelines inspect the signatures of set_timesteps and step
+        def call(self, *args, **kwargs):
+            result = method(self, *args, **kwargs)
+            run = run_of(self)
+            if run is not None:
+                report(run, self, args, kwargs)
+            return result
+
+        return call
+
+    def argument(method, name):
+        names = list(inspect.signature(method).parameters)[1:]
+        place = names.index(name) if name in names else len(names)
+        return lambda args, kwargs: kwargs[name] if name in kwargs else args[place] if place < len(args) else None
+
+    members = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_sage_base": base,
+    }
+    timestep_of = argument(base.step, "timestep")
+
+    def stepped(run, scheduler, args, kwargs):
+        timestep = timestep_of(args, kwargs)
+        if timestep is not None:
+            run.finish_step(timestep)
+
+    members["step"] = reporting(base.step, stepped)
+    members["set_timesteps"] = reporting(base.set_timesteps, lambda run, scheduler, args, kwargs: run.start())
+    if hasattr(base, "set_begin_index"):
+        begin_of = argument(base.set_begin_index, "begin_index")
+        members["set_begin_index"] = reporting(
+            base.set_begin_index, lambda run, scheduler, args, kwargs: run.start(begin_of(args, kwargs) or 0)
+        )
+
+    def __reduce_ex__(self, protocol):
+        # a copy or a pickle is a plain scheduler: only the object that was tracked reports
+        state = {name: value for name, value in self.__dict__.items() if name != "_sage_run"}
+        return _new, (base,), state
+
+    members["__reduce_ex__"] = __reduce_ex__
+    return type(base.__name__, (base,), members)
+
+
+def can_track(scheduler) -> bool:
+    """Whether this is a scheduler whose steps can be followed."""
+    return all(callable(getattr(scheduler, name, None)) for name in ("step", "set_timesteps"))
+
+
+def run_of(scheduler) -> Run | None:
+    """The run attached to a tracked scheduler."""
+    return scheduler.__dict__.get("_sage_run") if hasattr(scheduler, "__dict__") else None
+
+
+def track(scheduler, listener) -> Run:
+    """Make `scheduler` tell `listener` (begin_run, advance) about its runs. A run already prepared is told at once."""
+    run = run_of(scheduler)
+    if run is None:
+        run = Run(scheduler)
+        scheduler.__class__ = _tracked_class(type(scheduler))
+        scheduler.__dict__["_sage_run"] = run
+    if not any(known is listener for known in run.listeners):
+        run.listeners.append(listener)
+        run.start()
+    return run
+
+
+def untrack(scheduler, listener) -> None:
+    """Undo `track`; the scheduler gets its own class back when nobody listens any more."""
+    run = run_of(scheduler)
+    if run is None:
+        return
+    run.listeners[:] = [known for known in run.listeners if known is not listener]
+    if not run.listeners:
+        del scheduler.__dict__["_sage_run"]
+        scheduler.__class__ = type(scheduler)._sage_base
+
+
+class TimestepReader:
+    """Noise level from the `timestep` that a model is called with. Device operations only: traceable, no host sync.
+
+    Models are given t in 0..1000, t/1000 or 1 - t/1000. The largest value seen tells the first from the others; a
+    reversed axis is as good an index as a straight one.
+    """
+
+    def __init__(self, forward, device):
+        parameters = list(inspect.signature(forward).parameters)[1:]  # of the unbound method: without self
+        self._name = next((name for name in ("timestep", "timesteps", "t") if name in parameters), None)
+        self._index = None if self._name is None else parameters.index(self._name)
+        self.to(device)
+
+    def to(self, device) -> None:
+        """Start anew on `device`."""
+        with torch.inference_mode(False):
+            self._largest = torch.zeros((), device=device)
+            self.level = torch.ones((), device=device)
+
+    def timestep_of(self, args, kwargs):
+        """The timestep argument of a call of the model, or None."""
+        if self._index is None:
+            return None
+        return kwargs.get(self._name) if self._index >= len(args) else args[self._index]
+
+    def read(self, timestep) -> tuple[torch.Tensor, torch.Tensor]:
+        """(previous level, level of this call), fp32 0-d."""
+        if not isinstance(timestep, torch.Tensor):
+            timestep = torch.full((), float(timestep), device=self.level.device)
+        t = timestep.detach().to(self.level.device, torch.float32).abs().amax()
+        self._largest.copy_(torch.maximum(self._largest, t))
+        previous = self.level.clone()
+        self.level.copy_(torch.where(self._largest > 1.5, t / 1000.0, t).clamp(0.0, 1.0))
+        return previous, self.level

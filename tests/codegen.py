@@ -1,0 +1,154 @@
+"""Compile every kernel of the tile table for GPUs that are not here, and read what came out.
+
+A program of its own: `python tests/codegen.py [target ...]` prints one JSON object a kernel. test_aot.py runs it,
+    because a
+process whose kernels are interpreted can't compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler import compile as triton_compile
+
+from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
+from sage_kernels._triton.prepare_keys import TOKENS_PER_PROGRAM, _prepare_keys_kernel
+from sage_kernels._triton.tiles import choose_tile
+
+
+TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+TARGETS = {f"sm_{cc}": GPUTarget("cuda", cc, 32) for cc in (80, 86, 89, 90, 100, 120)}
+TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
+SCALINGS = ("planned", "per_token")
+WIDTHS = (64, 128)
+MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA")
+INT8_MATRIX = re.compile(r"wgmma\.\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32|v_mfma_i32\S*_i8")
+
+
+def signature(kernel, constants, types):
+    """Types of the parameters and the ones divisible by 16, as at run time: pointers and strides."""
+    kinds, divisible = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            kinds[name] = "constexpr"
+            continue
+        if name in types:
+            kinds[name] = types[name]
+        elif name.endswith("_ptr"):
+            kinds[name] = "*fp32"
+        else:
+            kinds[name] = "i64" if name.startswith("stride") else "fp32" if name == "softmax_scale" else "i32"
+        if kinds[name].startswith("*") or name.startswith("stride"):
+            divisible[(i,)] = [["tt.divisibility", 16]]
+    return kinds, divisible
+
+
+def build(kernel, constants, types, target, **options):
+    kinds, divisible = signature(kernel, constants, types)
+    source = ASTSource
+    if getattr(kernel, "is_gluon", lambda: False)():
+        from triton.experimental.gluon._runtime import GluonASTSource as source
+    return triton_compile(source(kernel, kinds, constants, divisible), target=target, options=options)
+
+
+def main_loops(sass: str) -> list[Counter]:
+    """Instruction counts of the innermost loops that hold matrix instructions."""
+    rows, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"^\s*(\.L_x?_?\w+):", line):
+            labels[label.group(1)] = len(rows)
+        elif instruction := re.match(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P[\dT]+\s+)?([A-Z][\w.]*)(.*)", line):
+            rows.append(instruction.groups())
+    spans = []
+    for end, (op, rest) in enumerate(rows):
+        if op.startswith("BRA") and (jump := re.search(r"`\(([^)]+)\)", rest)):
+            start = labels.get(jump.group(1), len(rows))
+            if start <= end and any(o.split(".")[0] in MATRIX_OPS for o, _ in rows[start : end + 1]):
+                spans.append((start, end))
+    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    return [Counter(op.split(".")[0] for op, _ in rows[start : end + 1]) for start, end in inner]
+
+
+def read(compiled) -> dict:
+    """Registers, spills and matrix instructions of one compiled kernel."""
+    text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
+    facts = {"shared": compiled.metadata.shared, "int8_matrix": bool(INT8_MATRIX.search(text))}
+    if "cubin" in compiled.asm:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage = subprocess.run(
+                [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+            )
+            sass = subprocess.run(
+                [TOOLS / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+            ).stdout
+        facts["registers"] = int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr).group(1))
+        facts["stack"] = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
+        loops = main_loops(sass)
+        facts["loops"] = [
+            {"instructions": sum(c.values()), "spills": c["LDL"] + c["STL"], "matrix": sum(c[op] for op in MATRIX_OPS)}
+            for c in loops
+        ]
+    return facts
+
+
+def attention(name: str, width: int, scaling: str) -> dict:
+    target = TARGETS[name]
+    capability = target.arch if target.backend == "cuda" else 0
+    tile = choose_tile(capability, width, scaling)
+    constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
+    types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "values": "*bf16"}
+    if tile.kernel == "hopper":
+        from triton.experimental.gluon import language as gl
+
+        from sage_kernels._triton.attention_fwd_hopper import attention_fwd_hopper_kernel as kernel
+
+        for argument, kind, block, dtype in (
+            ("keys", "i8", [tile.block_n, width], gl.int8),
+            ("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16),
+        ):
+            types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
+        constants["NUM_BUFFERS"] = tile.num_stages
+        options = {"num_warps": 4}
+    else:
+        kernel = _attention_fwd_kernel
+        if tile.kernel == "tma":
+            types["keys"] = f"tensordesc<i8[{tile.block_n}, {width}]>"
+            types["values"] = f"tensordesc<bf16[1, {tile.block_n}, 1, {width}]>"
+        constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
+        options = {"num_warps": tile.num_warps}
+    return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
+
+
+def prepare(name: str, width: int, scaling: str) -> dict:
+    target = TARGETS[name]
+    tile = choose_tile(target.arch if target.backend == "cuda" else 0, width, scaling)
+    constants = {
+        "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "TILES": TOKENS_PER_PROGRAM // tile.block_n,
+        "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False,
+    }  # fmt: skip
+    types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
+    return {"kernel": "prepare", **read(build(_prepare_keys_kernel, constants, types, target, num_warps=8))}
+
+
+def main() -> None:
+    for name in sys.argv[1:] or TARGETS:
+        for width in WIDTHS:
+            for scaling in SCALINGS:
+                for part in (attention, prepare):
+                    row = {"target": name, "width": width, "scaling": scaling, **part(name, width, scaling)}
+                    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

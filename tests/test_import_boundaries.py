@@ -1,0 +1,240 @@
+"""What may import what: read from the source, and tried in fresh interpreters that lack the optional packages."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+HUGGING_FACE = {"diffusers", "transformers", "accelerate", "huggingface_hub", "tokenizers", "safetensors", "peft"}
+OPTIONAL = ("triton", "torchmetrics", "PIL", "rich", "typer", *sorted(HUGGING_FACE))
+
+
+def fresh(code: str, *, without=(), path=(ROOT, ROOT / "kernels"), cwd=None) -> str:
+    """Output of `code` in a new interpreter in which the packages `without` are not installed."""
+    hide = f"""
+        import sys
+        from importlib.machinery import PathFinder
+        sys.path[:0] = {[str(p) for p in path]!r}
+        find = PathFinder.find_spec
+        def find_spec(name, path=None, target=None):
+            return None if name.partition(".")[0] in {tuple(without)!r} else find(name, path, target)
+        PathFinder.find_spec = find_spec
+        """
+    program = textwrap.dedent(hide) + textwrap.dedent(code)
+    # -I: neither the environment nor this checkout's folder decide what is importable
+    done = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, cwd=cwd, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def imports(file: Path) -> list[tuple[str, bool]]:
+    """(absolute module name, runs when the file is imported) of every import statement of a file."""
+    source_root = ROOT / "kernels" if "kernels" in file.relative_to(ROOT).parts else ROOT
+    package = file.relative_to(source_root).with_suffix("").parts[:-1]
+    found = []
+
+    def visit(node, at_import):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, at_import) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else ()
+                module = ".".join((*base, *([child.module] if child.module else [])))
+                found.append((module, at_import))
+                found.extend((f"{module}.{alias.name}", at_import) for alias in child.names)
+            visit(child, at_import and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    visit(ast.parse(file.read_text(encoding="utf-8")), True)
+    return found
+
+
+def files(*folders: str) -> list[Path]:
+    found = [file for folder in folders for file in sorted((ROOT / folder).rglob("*.py"))]
+    assert found, folders
+    return found
+
+
+def imported(folder_files, *names: str, only_at_import=False) -> list[str]:
+    """`file: module` of every import of one of the modules or of something inside it."""
+    return [
+        f"{file.relative_to(ROOT)}: {module}"
+        for file in folder_files
+        for module, at_import in imports(file)
+        if any(module == name or module.startswith(name + ".") for name in names) and (at_import or not only_at_import)
+    ]
+
+
+def test_imports_finds_every_form(tmp_path):
+    file = ROOT / "kernels" / "sage_kernels" / "_triton" / "attention_fwd.py"
+    found = imports(file)
+    assert ("triton", True) in found and any(m.startswith("sage_kernels._triton.") for m, _ in found)
+    lazy = imports(ROOT / "kernels" / "sage_kernels" / "attention.py")
+    assert any(module.startswith("sage_kernels._triton") and not at_import for module, at_import in lazy)
+
+
+def test_kernels_know_nothing_of_hugging_face():
+    above = ("sage_processors", "examples", "tests", "rich", "typer", "torchmetrics", *HUGGING_FACE)
+    assert imported(files("kernels/sage_kernels"), *above) == []
+
+
+def test_only_the_triton_folder_imports_triton():
+    others = [f for f in files("kernels/sage_kernels", "sage_processors") if "_triton" not in f.parts]
+    assert imported(others, "triton") == []
+
+
+def test_the_triton_folder_is_imported_lazily_and_by_the_ops_alone():
+    inside, outside = [], []
+    for file in files("kernels/sage_kernels", "sage_processors"):
+        (inside if "_triton" in file.parts else outside).append(file)
+    assert imported(outside, "sage_kernels._triton", only_at_import=True) == []
+    assert imported([f for f in outside if f.parts[-2] == "sage_processors"], "sage_kernels._triton") == []
+    assert imported([ROOT / "kernels/sage_kernels/reference.py"], "sage_kernels._triton") == []
+    assert imported(inside, "sage_kernels.reference", "sage_kernels.attention") == []
+
+
+def test_processors_use_the_ops_not_their_insides():
+    assert imported(files("sage_processors"), "sage_kernels.reference", "examples", "tests") == []
+
+
+def test_kernels_is_a_source_root():
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "it would shadow Hugging Face's `kernels`"
+    assert not (ROOT / "tests" / "__init__.py").exists()
+
+
+def test_hugging_face_kernels_wins_over_the_folder(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("get_kernel = 'hugging face'\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.get_kernel)"
+    # the checkout comes first on the path, as in a notebook or with `python -m pytest` in it
+    assert fresh(code, path=(ROOT, ROOT / "kernels")).strip() == "hugging face"
+
+
+def test_no_module_shadows_a_dependency():
+    taken = {"diffusers", "transformers", "triton", "torch", "kernels", "utils"}
+    assert [
+        str(f) for f in files("sage_processors", "kernels") if f.stem in taken or f.parent.name in taken - {"kernels"}
+    ] == []
+
+
+def test_import_needs_torch_alone():
+    code = f"""
+        import sage_processors as sp
+        import sage_kernels
+        import torch
+        sp.SageAttnProcessor(scaling="per_block")
+        q = torch.randn(1, 16, 2, 32)
+        print(tuple(sage_kernels.sage_attention(q, q, q).shape))
+        sp.metrics.sqnr_db(q, q), sp.metrics.rel_l1(q, q)
+        loaded = set({OPTIONAL!r}) & set(sys.modules)
+        assert not loaded, loaded
+        """
+    assert fresh(code, without=OPTIONAL).strip() == "(1, 16, 2, 32)"
+
+
+def test_import_loads_nothing_optional():
+    code = f"""
+        import torch
+        before = set(sys.modules)
+        import sage_processors, sage_kernels
+        print(sorted({{m.partition('.')[0] for m in set(sys.modules) - before}} & set({OPTIONAL!r})))
+        """
+    assert fresh(code).strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("missing", "code"),
+    [
+        ("diffusers", "sp.apply(torch.nn.Linear(1, 1))"),
+        ("diffusers", "sp.SageFluxAttnProcessor"),
+        ("torchmetrics", "sp.metrics.psnr(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))"),
+        ("torchmetrics", "sp.metrics.ssim(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))"),
+    ],
+)
+def test_a_missing_extra_names_the_command(missing, code):
+    program = f"""
+        import torch
+        import sage_processors as sp
+        try:
+            {code}
+        except ImportError as error:
+            print(error)
+        """
+    assert 'pip install "sage-processors[diffusers]"' in fresh(program, without=(missing,)).replace("'", '"')
+
+
+def test_the_command_line_names_the_command():
+    code = """
+        import sage_processors.cli as cli
+        sys.argv, sys.stderr = ["sage-processors", "demo"], sys.stdout
+        try:
+            cli.main()
+        except SystemExit as stop:
+            print(stop.code)
+        """
+    hidden = fresh(code, without=("diffusers",))
+    assert 'pip install "sage-processors[diffusers]"' in hidden and hidden.strip().endswith("1")
+    assert "Traceback" not in hidden
+    no_typer = fresh("try:\n import sage_processors.cli\nexcept ImportError as e: print(e)", without=("typer",))
+    assert "pip install sage-processors" in no_typer and "typer" in no_typer
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of this checkout, built from a copy so that setuptools leaves nothing in the tree."""
+    import shutil
+
+    copy = tmp_path_factory.mktemp("wheel") / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("sage_processors", "kernels", "tests", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(copy / "dist"),
+        ".",
+    ]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next((copy / "dist").glob("*.whl"))
+
+
+def test_wheel_holds_both_packages_and_the_pipelines(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {str(f.relative_to(ROOT)) for f in files("sage_processors")}
+    sources |= {str(f.relative_to(ROOT / "kernels")) for f in files("kernels/sage_kernels")}
+    data = {
+        str(f.relative_to(ROOT))
+        for f in (ROOT / "sage_processors" / "pipelines").rglob("*")
+        if f.is_file() and f.suffix not in (".py", ".pyc")
+    }
+    assert any(name.endswith(".safetensors") for name in data)
+    assert (sources | data) - names == set()
+    outside = {name.partition("/")[0] for name in names} - {"sage_processors", "sage_kernels"}
+    assert all(name.endswith(".dist-info") for name in outside), outside
+    assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_wheel_runs_outside_of_the_checkout(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = """
+        import sage_processors as sp, sage_kernels
+        print(sp.__file__, sage_kernels.__file__, *map(sp.pipelines.path, sp.pipelines.names()))
+        """
+    places = fresh(code, path=(tmp_path / "site",), cwd=tmp_path).split()
+    assert len(places) == 4 and all(place.startswith(str(tmp_path / "site")) for place in places), places

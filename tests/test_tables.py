@@ -1,0 +1,66 @@
+"""README's tables come from results.csv and from nowhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from sage_kernels.results import append_row, read_rows
+from sage_processors.tables import BEGIN, END, replace_section, results_markdown, update
+
+
+ROOT = Path(__file__).resolve().parent.parent
+QUALITY = {"suite": "quality", "provider": "sage_kernels", "recipe": "r", "batch": 32, "unit": "dB", "gpu": "cpu"}
+TIMED = {"suite": "attention_fwd", "provider": "sage_kernels", "recipe": "r", "gpu": "H200", "unit": "TFLOPS"}
+TIMED |= {"case": "D128_N8192_full", "metric": "throughput", "includes_quantization": True}
+
+
+def test_readme_is_what_results_csv_says():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = ROOT / "kernels" / "benchmarks" / "results.csv"
+    assert text == replace_section(text, results_markdown(read_rows(results))), "run `sage-processors bench tables`"
+
+
+def test_quality_table_shows_the_newest_mean_and_worst(tmp_path):
+    path = tmp_path / "results.csv"
+    for metric, values in (
+        ("psnr_db_mean", (50.0, 61.5)),
+        ("psnr_db_worst", (40.0, 58.0)),
+        ("ssim_mean", (0.9, 0.999)),
+    ):
+        for value in values:  # the second is the newer one
+            append_row(path, **QUALITY, case="tiny_sd/timestep", metric=metric, median=value)
+    append_row(path, **QUALITY | {"gpu": "H200"}, case="tiny_sd/timestep", metric="psnr_db_mean", median=55.0)
+    text = results_markdown(read_rows(path))
+    assert "| tiny_sd | timestep | r | cpu | 61.5 | 58.0 | 0.999 | – | 32 |" in text
+    assert "| tiny_sd | timestep | r | H200 | 55.0 | – | – | – | 32 |" in text
+    assert "50.0" not in text and "No rows yet: `make bench`" in text
+
+
+def test_attention_table_sets_cudnn_beside_ours(tmp_path):
+    path = tmp_path / "results.csv"
+    stock = {"provider": "torch_sdpa_cudnn", "recipe": "", "includes_quantization": False}
+    append_row(path, **TIMED | stock, median=620, ratio_vs_cudnn=1.0)
+    append_row(path, **TIMED, median=600, ratio_vs_cudnn=0.97)
+    append_row(path, **TIMED, median=650, ratio_vs_cudnn=1.05, rel_l2_error=0.011)  # newer
+    append_row(path, **TIMED | {"case": "D128_N8192_full/per_block"}, median=640, ratio_vs_cudnn=1.03)
+    append_row(path, **TIMED | {"metric": "time", "unit": "ms"}, median=3)
+    text = results_markdown(read_rows(path))
+    assert "| D128_N8192_full | timestep | r | H200 | yes | 650 | 620 | 1.05 | 0.011 |" in text
+    assert "| D128_N8192_full | per_block | r | H200 | yes | 640 | 620 | 1.03 | – |" in text
+    assert text.count("| D128_N8192_full |") == 2 and "No rows yet: `sage-processors bench quality" in text
+
+
+def test_update_rewrites_between_the_markers_only(tmp_path):
+    readme, path = tmp_path / "README.md", tmp_path / "results.csv"
+    append_row(path, **QUALITY, case="tiny_sd/dynamic", metric="psnr_db_mean", median=61.0)
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    assert update(readme, path) and not update(readme, path)
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{BEGIN}\n### Picture quality") and text.endswith(f"\n{END}\nafter\n")
+    assert "61.0" in text and "old" not in text
+
+
+@pytest.mark.parametrize("text", ["none", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}"])
+def test_missing_markers_raise(text):
+    with pytest.raises(ValueError, match="results:begin.*results:end.* once each"):
+        replace_section(text, "")
