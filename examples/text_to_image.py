@@ -31,14 +31,15 @@ def main() -> None:
     pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=dtype).to(device)
 
     handle = pipe.set_attn_processor(sp.SageAttnProcessor(recipe=args.recipe, scaling=args.scaling))  # the one line
-    image = sp.quality.generate(pipe, [args.prompt], [args.seed], steps=args.steps)
+    options = {"steps": args.steps, **sp.pipelines.call_arguments(args.model)}
+    image = sp.quality.generate(pipe, [args.prompt], [args.seed], **options)
     handle.report().print()
     handle.remove()  # stock attention again
 
     pipe.image_processor.postprocess(image * 2 - 1)[0].save(args.output)
     print(f"Picture: {args.output}")
     if args.compare:
-        stock = sp.quality.generate(pipe, [args.prompt], [args.seed], steps=args.steps)
+        stock = sp.quality.generate(pipe, [args.prompt], [args.seed], **options)
         psnr, ssim = sp.metrics.psnr(image, stock).item(), sp.metrics.ssim(image, stock).item()
         print(f"PSNR {psnr:.2f} dB, SSIM {ssim:.5f} against stock attention")
         comparison = args.output.with_stem(args.output.stem + "_compare")

@@ -43,7 +43,12 @@ def check_images(images: torch.Tensor, shape: torch.Tensor, color: torch.Tensor,
     rest = (~mask).float().sum((1, 2)).clamp(min=1)
     ground = ((nearest == ground_color[:, None, None]) & ~mask).float().sum((1, 2)) / rest
     color_ok = (area > 0.01) & (area < 0.6) & ((ground >= 0.75) | (ground_color < 0))
-    fits = torch.stack([_best_fit(m) for m in mask])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # thousands of small operations: with more threads than free cores they take minutes
+    try:
+        fits = torch.stack([_best_fit(m) for m in mask])
+    finally:
+        torch.set_num_threads(threads)
     shape_ok = (fits.argmax(1) == shape) & (fits.amax(1) >= 0.6)
     return {"color": color_ok.tolist(), "shape": shape_ok.tolist()}
 

@@ -366,7 +366,7 @@ def main() -> None:
     parser.add_argument("--session-minutes", type=float, default=math.inf, help="stop here and leave a checkpoint")
     parser.add_argument("--preview", action="store_true", help="save and check whatever there is when a session stops")
     parser.add_argument("--workdir", type=Path, required=True, help="checkpoints, sample grid and check results")
-    parser.add_argument("--init", type=Path, help="folder of saved pipelines to train further, instead of from scratch")
+    parser.add_argument("--init", type=Path, help="folder of saved pipelines to train further")
     parser.add_argument("--out", type=Path, default=default_out, help="where the pipeline folders are written")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=0, help="train this many steps per stage instead: a smoke test")

@@ -76,11 +76,12 @@ def demo(
 
     prompts = list(prompt) if prompt else _prompts(images)
     seeds = [seed + i for i in range(len(prompts))]
+    arguments = pipelines.call_arguments(pipeline)
     with _steps_bar("stock attention", steps) as tick:
-        stock = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick)
+        stock = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
     with pipe.set_attn_processor(config) as handle:
         with _steps_bar("INT8 attention", steps) as tick:
-            ours = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick)
+            ours = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
         report = handle.report()
     result = quality.compare(scaling, recipe, ours, stock, (report.calls, sum(report.fallbacks.values())))
     side_by_side(stock, ours, prompts, amplification(stock, ours)).save(output)
@@ -132,6 +133,7 @@ def bench_quality(
     batch: Annotated[int, typer.Option(min=1, help="Pictures per pipeline call.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 0,
     recipe: RecipeOption = "qk_int8_pv_bf16",
+    variant: Annotated[list[str] | None, typer.Option(help="Only these, e.g. timestep; may be repeated.")] = None,
     hard: Annotated[bool, typer.Option(help="Also with outliers planted in Q and K.")] = True,
     outlier: Annotated[int, typer.Option(help="Factor of the planted outliers, a power of two.")] = 64,
     pairs: Annotated[int, typer.Option(min=1, help="Outlier channel pairs per head.")] = 2,
@@ -139,16 +141,19 @@ def bench_quality(
     device: DeviceOption = "auto",
 ) -> None:
     """PSNR and SSIM of every scaling against stock attention: per picture, then mean and worst."""
+    from . import quality
+
     _config(recipe, "timestep")
+    known = [known.name for known in quality.default_variants(recipe)]
+    if unknown := sorted(set(variant or ()) - set(known)):
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(known)}", param_hint="--variant")
     if outlier < 1 or outlier & (outlier - 1):
         raise typer.BadParameter(f"{outlier} is not a power of two", param_hint="--outlier")
     if csv is not None and not csv.parent.is_dir():
         raise typer.BadParameter(f"folder {csv.parent} does not exist", param_hint="--csv")
     for name in pipeline:
         pipe = _load_pipeline(name, device)
-        from . import quality
-
-        variants = quality.default_variants(recipe)
+        variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
         prompts, seeds = _prompts(images), [seed + i for i in range(images)]
         size = {"steps": steps, "batch": batch}
         batches = -(-images // batch)

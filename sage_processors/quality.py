@@ -105,13 +105,16 @@ def picture_arguments(pipe) -> dict:
     return arguments
 
 
-def generate(pipe, prompts: Sequence[str], seeds: Sequence[int], *, steps: int, on_step: Callable | None = None):
+def generate(
+    pipe, prompts: Sequence[str], seeds: Sequence[int], *, steps: int, on_step: Callable | None = None, **arguments
+):
     """Draw one picture per prompt and seed in one batch.
 
     Args:
         pipe: a text-to-image DiffusionPipeline.
         prompts, seeds: of equal length N; noise comes from the CPU, so a seed means the same noise on every device.
         steps: denoising steps. on_step: called without arguments after each.
+        arguments: more for the pipeline's call; a text (negative_prompt) is repeated for every prompt.
     Returns: [N, 3, H, W] float32 in [0, 1] on the CPU, not rounded to 8 bits.
     """
     if len(prompts) != len(seeds) or not prompts:
@@ -131,6 +134,7 @@ def generate(pipe, prompts: Sequence[str], seeds: Sequence[int], *, steps: int, 
         output_type="pt",
         callback_on_step_end=after_step,
         **picture_arguments(pipe),
+        **{k: [v] * len(prompts) if isinstance(v, str) else v for k, v in arguments.items()},
     ).images
     return pictures.float().cpu()
 
@@ -202,19 +206,33 @@ def floor(pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Cal
         raise ValueError(f"pipe: got {pipe.dtype}, expected float16 or bfloat16; an fp32 pipeline is its own floor")
     name = "stock_fp16" if pipe.dtype == torch.float16 else "stock_bf16"
 
+    prepare_latents = pipe.prepare_latents
+
+    def same_noise(*args, **kwargs):
+        # a generator draws other numbers in 16 bit: draw them in fp32 and round them
+        wanted = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
+        in_fp32 = [torch.float32 if isinstance(x, torch.dtype) else x for x in args]
+        named = {k: torch.float32 if isinstance(x, torch.dtype) else x for k, x in kwargs.items()}
+        drawn = prepare_latents(*in_fp32, **named)
+        if isinstance(drawn, tuple):  # FLUX: the latents and the ids of their places
+            return drawn[0].to(wanted[0]), *drawn[1:]
+        return drawn.to(wanted[0])
+
     def draw():
         parts = (slice(start, start + batch) for start in range(0, len(prompts), batch))
         return torch.cat([generate(pipe, prompts[p], seeds[p], steps=steps, on_step=on_step) for p in parts])
 
-    half = draw()
     models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
     tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
     before = [tensor.data for tensor in tensors]
+    pipe.prepare_latents = same_noise
     try:
+        half = draw()
         for tensor in tensors:
             tensor.data = tensor.data.float()
         full = draw()
     finally:
+        del pipe.prepare_latents
         for tensor, data in zip(tensors, before, strict=True):
             tensor.data = data
     return compare(name, "", half, full)

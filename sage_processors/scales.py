@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from sage_kernels import HeadState, new_head_state
+from sage_kernels.numerics import padded_head_dim
 from sage_kernels.recipe import CHANNEL_FLOOR, INT8_MAX
 from sage_kernels.state import (
     COUNT_CALLS,
@@ -88,7 +89,7 @@ class ScaleState:
 
     def _allocate(self, device: torch.device) -> None:
         rows = sum(s.kv_heads for s in self.sites)
-        width = max(s.head_dim for s in self.sites)
+        width = padded_head_dim(max(s.head_dim for s in self.sites))
         self.device = device
         shared = new_head_state(rows, width, device)
         starts = [torch.full((), first, dtype=torch.int32, device=device) for first in self._first_rows]

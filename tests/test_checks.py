@@ -54,7 +54,7 @@ BAD_OPTIONS = {
     "scale_tensor": ({"scale": torch.tensor(1.0)}, TypeError, ["scale", "Tensor"]),
     "state_type": ({"state": {}}, TypeError, ["state", "dict"]),
     "state_too_small": ({"state": new_head_state(1, 16, "cpu")}, ValueError, ["state", "1 rows", "2 rows"]),
-    "state_too_narrow": ({"state": new_head_state(2, 8, "cpu")}, ValueError, ["state", "8 channels", "16"]),
+    "state_too_narrow": ({"state": new_head_state(2, 8, "cpu")}, ValueError, ["state", "8 channels", "16 channels"]),
     "state_device": ({"state": new_head_state(2, 16, "meta")}, ValueError, ["state.plan", "meta", "cpu"]),
     "state_dtype": (
         {"state": new_head_state(2, 16, "cpu")._replace(counts=torch.zeros(2, 8))},

@@ -24,7 +24,7 @@ from tiny_data import COLORS, SHAPES
 NAMES = ("tiny_flux", "tiny_sd")
 CLASSES = {"tiny_sd": "StableDiffusionPipeline", "tiny_flux": "FluxPipeline"}
 MAX_BYTES = 24_000_000
-STEPS = 8
+STEPS = 16
 PROMPTS = (("red", "circle", ""), ("yellow", "star", "black"), ("green", "square", "white"))  # "": not said
 
 
@@ -40,10 +40,12 @@ def pipe(request):
 
 
 def size_options(pipe) -> dict:
-    """FluxPipeline draws 256x256 and pads the text to 512 tokens unless told otherwise."""
+    """FluxPipeline draws 256x256 and pads the text to 512 tokens unless told otherwise; guidance helps it."""
     if type(pipe).__name__ == "StableDiffusionPipeline":
         return {}
-    return {"height": 128, "width": 128, "max_sequence_length": pipe.tokenizer_2.model_max_length}
+    size = {"height": 128, "width": 128, "max_sequence_length": pipe.tokenizer_2.model_max_length}
+    guidance = pipelines.call_arguments("tiny_flux")
+    return {**size, **guidance, "negative_prompt": [guidance["negative_prompt"]] * len(PROMPTS)}
 
 
 def test_names_and_path_find_the_folders():

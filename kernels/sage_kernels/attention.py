@@ -40,8 +40,8 @@ def sage_attention(
         k, v: [B, S_kv, H_kv, D], same dtype and device; H_kv divides H (head h reads key/value head h // (H / H_kv)).
         recipe: a key of RECIPES.
         scaling: tokens that share one INT8 scale of Q and of K: "per_token", "per_block" (the kernel's tile) or
-            "per_head". Computed from the inputs. With `state` it is not used: K has its planned scale per head, Q one per
-            token, and a head without a plan one per tile of K.
+            "per_head". Computed from the inputs. With `state` it is not used: Q then has a scale per token, K its
+            planned scale per head, or one per tile where a head has no plan.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         smooth_k: subtract from K a vector shared by all keys of a head; exact for softmax, and the LSE is corrected.
         return_lse: also return the log-sum-exp of the scaled scores.

@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from .numerics import padded_head_dim
 from .recipe import RECIPES, SCALINGS
 from .state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 
@@ -150,7 +151,8 @@ def check_state(state: HeadState, kv_heads: int, head_dim: int, device: torch.de
                 f"state.{name}: got {x.dtype} {tuple(x.shape)} on {x.device}, "
                 f"expected contiguous {dtype} {shape} on {device}"
             )
-    if rows < kv_heads or width < head_dim:
+    channels = padded_head_dim(head_dim)
+    if rows < kv_heads or width < channels:
         raise ValueError(
-            f"state: got {rows} rows of {width} channels, expected at least {kv_heads} rows of {head_dim} channels"
+            f"state: got {rows} rows of {width} channels, expected at least {kv_heads} rows of {channels} channels"
         )

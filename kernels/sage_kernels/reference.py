@@ -6,10 +6,9 @@ Layouts: inputs [B, S, H, D]; intermediate codes [B, H, S, D]. Maths: kernels/RE
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from .numerics import LOG2_E, padded_head_dim, pv_dtype, sample_tokens, sampled_center
 from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, INT8_MAX
 from .state import (
     COUNT_CALLS,
@@ -31,29 +30,7 @@ from .state import (
 )
 
 
-LOG2_E = math.log2(math.e)
-CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is averaged over
 _SCORES_LIMIT = 1 << 25  # fp32 elements of one score matrix held at a time
-
-
-def pv_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Type of P and V: the input's own 16-bit type; bf16 for fp32 inputs, whose range fp16 would lose."""
-    return torch.bfloat16 if dtype == torch.float32 else dtype
-
-
-def sample_tokens(seq: int, device) -> torch.Tensor:
-    """The tokens that the smoothing vector is averaged over: evenly spread, sheared so that image rows don't alias."""
-    i = torch.arange(CENTER_SAMPLES, device=device)
-    return (i * seq // CENTER_SAMPLES + i % max(seq // CENTER_SAMPLES, 1)) % seq
-
-
-def ref_center(k: torch.Tensor) -> torch.Tensor:
-    """Smoothing vector of an unplanned head: the mean of a sample of its keys. k [B, H, S, D] fp32 -> [B, H, 1, D].
-
-    Any vector shared by all keys of a head leaves softmax exact, so a sample serves as well as the full mean
-    and costs no pass over K.
-    """
-    return k[:, :, sample_tokens(k.shape[2], k.device)].mean(2, keepdim=True)
 
 
 def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
@@ -123,7 +100,7 @@ def ref_attention(
     group_q = {"per_block": block_q, "per_token": 1, "per_head": None}[scaling]
     group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]
     planned = None
-    center = ref_center(kf) if smooth_k else torch.zeros_like(kf[:, :, :1])
+    center = sampled_center(kf) if smooth_k else torch.zeros_like(kf[:, :, :1])
     if state is None:
         x_q, x_k = qf, kf - center
     else:
@@ -190,7 +167,7 @@ def _record(state: HeadState, qf, kf, x_k, planned) -> None:
     counts[:, COUNT_CALLS] += 1
     counts[:, COUNT_DYNAMIC] += (planned[0, :, 0, 0] == 0).int()
     counts[:, COUNT_OUTSIDE] += ((x_k.abs() > INT8_MAX) & (planned > 0)).sum((0, 2, 3)).int()
-    counts[:, COUNT_KEYS] += kf[:, 0].numel()
+    counts[:, COUNT_KEYS] += batch * seq_kv * padded_head_dim(head_dim)
     key = shape_key(batch, seq_q, seq_kv)
     counts[:, COUNT_KEY_MAX].clamp_(min=key)
     counts[:, COUNT_KEY_MIN].clamp_(max=key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import importlib.metadata
 import subprocess
 from pathlib import Path
 
@@ -21,10 +22,8 @@ def environment() -> dict[str, str]:
     import torch
 
     try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
+        triton_version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
         triton_version = ""
     here = Path(__file__).resolve().parent
     git = subprocess.run(

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from .numerics import padded_head_dim
+
 
 # plan[row, i, channel], fp32: c, b / s and 1 / b
 PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT = range(3)
@@ -64,10 +66,11 @@ def clear_step(stats: torch.Tensor, counts: torch.Tensor) -> None:
 
 def new_head_state(rows: int, head_dim: int, device: torch.device | str) -> HeadState:
     """An empty state of `rows` heads: nothing planned, nothing seen."""
+    channels = padded_head_dim(head_dim)
     state = HeadState(
-        plan=torch.zeros(rows, PLAN_FIELDS, head_dim, device=device),
+        plan=torch.zeros(rows, PLAN_FIELDS, channels, device=device),
         plan_scale=torch.zeros(rows, device=device),
-        stats=torch.empty(rows, STAT_FIELDS, head_dim, device=device),
+        stats=torch.empty(rows, STAT_FIELDS, channels, device=device),
         counts=torch.zeros(rows, COUNT_FIELDS, dtype=torch.int32, device=device),
         row=torch.zeros((), dtype=torch.int32, device=device),
     )

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..reference import pv_dtype
+from ..numerics import padded_head_dim, pv_dtype
 from ..state import (
     STAT_FIELDS,
     STAT_Q_AMAX,
@@ -267,15 +267,12 @@ def _attention_fwd_kernel(
 
 
 def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
-    """V [B, S, H, D] itself where the bulk copy engine can read it (rows aligned to 16 bytes), else a padded copy."""
+    """V [B, S, H, D] itself where the bulk copy engine can read it (rows aligned to 16 bytes), else a copy."""
     strides = v.stride()[:3]
     # 0 (expanded) and the absurd stride of a dimension of size 1 can't be described
     if v.data_ptr() % 16 == 0 and all(0 < s < 2**36 and s * v.element_size() % 16 == 0 for s in strides):
         return v
-    head_dim = v.shape[3]
-    padded = v.new_zeros(*v.shape[:3], triton.cdiv(head_dim, 8) * 8)
-    padded[..., :head_dim] = v
-    return padded
+    return v.clone(memory_format=torch.contiguous_format)
 
 
 def _device_tile(device: torch.device, width: int, scaling: str) -> Tile:
@@ -300,6 +297,14 @@ def launch_attention_fwd(
     """
     batch, seq_q, heads, head_dim = q.shape
     seq_kv, kv_heads = k.shape[1], k.shape[2]
+    if head_dim != padded_head_dim(head_dim):
+        # rare head dims: channels of zeros change nothing but the layout
+        extra = (0, padded_head_dim(head_dim) - head_dim)
+        q, k, v = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
+        out, lse = launch_attention_fwd(
+            q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse, tile=tile
+        )
+        return out[..., :head_dim].contiguous(), lse
     width = head_width(head_dim)
     if state is not None:
         scaling = "planned"

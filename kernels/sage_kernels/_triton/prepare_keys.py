@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..reference import ref_center
+from ..numerics import sampled_center
 from ..state import (
     COUNT_CALLS,
     COUNT_DYNAMIC,
@@ -319,7 +319,7 @@ def launch_prepare_keys(
     if scaling == "per_head":
         # the yardstick granularity: a reduction over the whole head first, which is what the planned scales avoid
         keys = k.transpose(1, 2).float()
-        k_amax = (keys - ref_center(keys) if smooth_k else keys).abs().amax((2, 3)).contiguous()
+        k_amax = (keys - sampled_center(keys) if smooth_k else keys).abs().amax((2, 3)).contiguous()
         q_amax = q.abs().amax((1, 3)).float().contiguous()
     prepared = PreparedKeys(
         codes=empty(batch * kv_heads, n_tiles * block_n, width, dtype=torch.int8),
