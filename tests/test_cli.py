@@ -17,7 +17,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import sage_processors as sp
-from sage_processors import cli, quality
+from sage_processors import cli, pipelines, quality
 from sage_processors.side_by_side import LABEL, MARGIN
 
 
@@ -62,7 +62,7 @@ def test_demo_draws_prints_and_saves(name, tmp_path):
     canvas = Image.open(path)
     assert canvas.size == (2 * (256 + MARGIN) + MARGIN, 3 * (LABEL + 256 + MARGIN))
     pipe = cli._load_pipeline(name, "cpu")
-    stock = quality.generate(pipe, prompts, [5, 6], steps=2)
+    stock = quality.generate(pipe, prompts, [5, 6], steps=2, **pipelines.call_arguments(name))
     shown = np.asarray(canvas)[LABEL : LABEL + 256 : 2, MARGIN : MARGIN + 256 : 2]
     expected = (stock[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     assert np.abs(shown.astype(int) - expected).max() <= 1
