@@ -38,7 +38,9 @@ class SageAttnProcessor:
         scaling: where the INT8 scales of Q and K come from.
             "timestep": per head, planned from the previous denoising step and earlier runs at the same noise level.
             "per_token", "per_block", "per_head": computed from the inputs of each call. "dynamic" means "per_token".
-        margin: head-room on planned ranges, >= 1. Only for "timestep".
+        margin: planned scale over the one that the largest value seen needs, > 0. Below 1, most tiles of keys get
+            finer steps and those with the largest values their own larger scale: nothing is clipped at any margin.
+            Only for "timestep".
         min_tokens: calls with fewer queries or keys than this run the exact attention (reason "short"): there INT8
             saves nothing.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
@@ -48,7 +50,7 @@ class SageAttnProcessor:
 
     recipe: str = "qk_int8_pv_bf16"
     scaling: str = "timestep"
-    margin: float = 1.1
+    margin: float = 0.9
     min_tokens: int = 128
     policy: str = "fallback"
 
@@ -62,9 +64,9 @@ class SageAttnProcessor:
             if value not in allowed:
                 raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)):
-            raise TypeError(f"margin: got {type(self.margin).__name__}, expected a number >= 1")
-        if not (math.isfinite(self.margin) and self.margin >= 1.0):
-            raise ValueError(f"margin: got {self.margin}, expected a finite number >= 1")
+            raise TypeError(f"margin: got {type(self.margin).__name__}, expected a number > 0")
+        if not (math.isfinite(self.margin) and self.margin > 0):
+            raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")
         if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int):
             raise TypeError(f"min_tokens: got {type(self.min_tokens).__name__}, expected an int >= 1")
         if self.min_tokens < 1:

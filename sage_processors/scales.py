@@ -69,16 +69,16 @@ class ScaleState:
     Args:
         sites: the call sites, in the order of `head_state`'s index.
         device: where the model runs.
-        margin: factor on the planned range, >= 1: head-room for what moves from one step to the next.
+        margin: planned scale over the one that the largest value seen needs, > 0. Tiles beyond it scale themselves.
         bins: noise levels told apart, uniform in asin(u).
-    Raises: ValueError for no sites, margin < 1 or bins < 1.
+    Raises: ValueError for no sites, margin <= 0 or bins < 1.
     """
 
-    def __init__(self, sites: list[Site], *, device: torch.device | str, margin: float = 1.1, bins: int = 16):
+    def __init__(self, sites: list[Site], *, device: torch.device | str, margin: float = 0.9, bins: int = 16):
         if not sites:
             raise ValueError("sites: got none, expected at least one attention call site")
-        if not (math.isfinite(margin) and margin >= 1.0):
-            raise ValueError(f"margin: got {margin}, expected a finite number >= 1")
+        if not (math.isfinite(margin) and margin > 0):
+            raise ValueError(f"margin: got {margin}, expected a finite number > 0")
         if bins < 1:
             raise ValueError(f"bins: got {bins}, expected at least 1")
         self.sites = list(sites)

@@ -197,7 +197,7 @@ def test_apply_bad_options():
         ("recipe", "int4", ValueError),
         ("recipe", None, TypeError),
         ("scaling", "sometimes", ValueError),
-        ("margin", 0.5, ValueError),
+        ("margin", 0, ValueError),
         ("margin", "1", TypeError),
         ("margin", float("nan"), ValueError),
         ("min_tokens", 0, ValueError),

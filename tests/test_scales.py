@@ -128,7 +128,7 @@ def test_tensors_keep_their_identity_through_steps_and_resets():
     ("options", "words"),
     [
         ({"sites": []}, "sites"),
-        ({"margin": 0.9}, "margin"),
+        ({"margin": 0.0}, "margin"),
         ({"margin": float("nan")}, "margin"),
         ({"bins": 0}, "bins"),
     ],
