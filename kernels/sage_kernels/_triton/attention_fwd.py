@@ -73,59 +73,6 @@ def _load_values(values, b, token, h_kv, seq_kv, stride_vb, stride_vs, stride_vh
     return tile
 
 
-@triton.jit
-def _is_uniform(k_scales, n_tiles):
-    """Whether all tiles of the head have the scale of the first."""
-    first = tl.load(k_scales)
-    same = first == first
-    for start in range(0, n_tiles, 128):
-        offs = start + tl.arange(0, 128)
-        scales = tl.load(k_scales + offs, mask=offs < n_tiles, other=0.0)
-        differ = tl.sum(((scales != first) & (offs < n_tiles)).to(tl.int32), 0)
-        same = same & (differ == 0)
-    return same
-
-
-@triton.jit
-def _key_loop(
-    acc, p, running_max, running_sum, q_int, row_scale, key_scale, keys, k_row, k_scales, values,
-    b, h_kv, seq_kv, n_tiles, stride_vb, stride_vs, stride_vh,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    KEY_SCALE: tl.constexpr, USE_TMA: tl.constexpr,
-):  # fmt: skip
-    """All key tiles but the first and the last. P of the previous tile comes in, P of the last one walked goes out.
-
-    KEY_SCALE: "uniform" (`key_scale` holds for all), "per_tile" or "per_key" (read from `k_scales`).
-    """
-    for tile in tl.range(1, n_tiles - 1, num_stages=STAGES):
-        scores = tl.dot(q_int, _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
-        if KEY_SCALE == "per_tile":
-            key_scale = tl.load(k_scales + tile)
-        if KEY_SCALE == "per_key":
-            key_scale = tl.load(k_scales + tile * BLOCK_N)
-        v = _load_values(
-            values,
-            b,
-            (tile - 1) * BLOCK_N,
-            h_kv,
-            seq_kv,
-            stride_vb,
-            stride_vs,
-            stride_vh,
-            BLOCK_N,
-            HEAD_DIM,
-            WIDTH,
-            USE_TMA,
-            False,
-        )
-        acc = tl.dot(p.to(v.dtype), v, acc)
-        p, running_max, running_sum, rescale = online_softmax_step(
-            scores, row_scale, key_scale, None, running_max, running_sum, KEY_SCALE == "per_key", False
-        )
-        acc = acc * rescale[:, None]
-    return acc, p, running_max, running_sum
-
-
 @triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "state_width"])
 def _attention_fwd_kernel(
     q_ptr, keys, k_scale_ptr, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
@@ -183,72 +130,37 @@ def _attention_fwd_kernel(
     )
     # always true, but not to the compiler: moves the row scales into the layout of the scores once, not once a tile
     row_scale = tl.where(running_sum > -1.0, row_scale, running_max)
-    if SCALING == "planned":
-        # one scale for the whole head, unless a tile outgrew its plan: then nothing but the codes is read in the loop
-        if _is_uniform(k_scales, n_tiles):
-            acc, p, running_max, running_sum = _key_loop(
-                acc, p, running_max, running_sum, q_int, row_scale, tl.load(k_scales), keys, k_row, k_scales, values,
-                b, h_kv, seq_kv, n_tiles, stride_vb, stride_vs, stride_vh,
-                HEAD_DIM, WIDTH, BLOCK_N, STAGES, "uniform", USE_TMA,
-            )  # fmt: skip
-        else:
-            acc, p, running_max, running_sum = _key_loop(
-                acc, p, running_max, running_sum, q_int, row_scale, tl.load(k_scales), keys, k_row, k_scales, values,
-                b, h_kv, seq_kv, n_tiles, stride_vb, stride_vs, stride_vh,
-                HEAD_DIM, WIDTH, BLOCK_N, STAGES, "per_tile", USE_TMA,
-            )  # fmt: skip
-    else:
-        acc, p, running_max, running_sum = _key_loop(
-            acc, p, running_max, running_sum, q_int, row_scale, tl.load(k_scales), keys, k_row, k_scales, values,
-            b, h_kv, seq_kv, n_tiles, stride_vb, stride_vs, stride_vh,
-            HEAD_DIM, WIDTH, BLOCK_N, STAGES, "per_key" if SCALE_PER_KEY else "per_tile", USE_TMA,
+    for tile in tl.range(1, n_tiles - 1, num_stages=STAGES):
+        codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
+        scores = tl.dot(q_int, codes, out_dtype=tl.int32)
+        key_scale = tl.load(k_scales + tile * scale_step)
+        v = _load_values(
+            values, b, (tile - 1) * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
+            BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False,
         )  # fmt: skip
+        acc = tl.dot(p.to(v.dtype), v, acc)
+        p, running_max, running_sum, rescale = online_softmax_step(
+            scores, row_scale, key_scale, None, running_max, running_sum, SCALE_PER_KEY, False
+        )
+        acc = acc * rescale[:, None]
     if n_tiles > 1:
         last = n_tiles - 1
         scores = tl.dot(q_int, _load_keys(keys, k_row + last * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
         v = _load_values(
-            values,
-            b,
-            (last - 1) * BLOCK_N,
-            h_kv,
-            seq_kv,
-            stride_vb,
-            stride_vs,
-            stride_vh,
-            BLOCK_N,
-            HEAD_DIM,
-            WIDTH,
-            USE_TMA,
-            False,
-        )
+            values, b, (last - 1) * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
+            BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False,
+        )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc)
         valid = last * BLOCK_N + offs_n < seq_kv
+        key_scale = tl.load(k_scales + last * scale_step)
         p, running_max, running_sum, rescale = online_softmax_step(
-            scores,
-            row_scale,
-            tl.load(k_scales + last * scale_step),
-            valid,
-            running_max,
-            running_sum,
-            SCALE_PER_KEY,
-            True,
+            scores, row_scale, key_scale, valid, running_max, running_sum, SCALE_PER_KEY, True
         )
         acc = acc * rescale[:, None]
     v = _load_values(
-        values,
-        b,
-        (n_tiles - 1) * BLOCK_N,
-        h_kv,
-        seq_kv,
-        stride_vb,
-        stride_vs,
-        stride_vh,
-        BLOCK_N,
-        HEAD_DIM,
-        WIDTH,
-        USE_TMA,
-        True,
-    )
+        values, b, (n_tiles - 1) * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
+        BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True,
+    )  # fmt: skip
     acc = tl.dot(p.to(v.dtype), v, acc)
 
     out = acc / running_sum[:, None]

@@ -121,18 +121,6 @@ def _load_slice(k_base, tokens, stride_ks, seq_kv, center, weight, HEAD_DIM: tl.
 
 
 @triton.jit
-def _count_outside(k_base, first, stride_ks, seq_kv, center, weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                   BLOCK_N: tl.constexpr):  # fmt: skip
-    """How many elements of a tile its plan did not foresee."""
-    count = tl.zeros([], tl.int32)
-    for step in range(BLOCK_N // ROWS_PER_STEP):
-        tokens = first + step * ROWS_PER_STEP + tl.arange(0, ROWS_PER_STEP)
-        _, x = _load_slice(k_base, tokens, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, True)
-        count += tl.sum(tl.sum((tl.abs(x) > INT8_MAX).to(tl.int32), 1), 0)
-    return count
-
-
-@triton.jit
 def _prepare_tile(
     tile, k_base, stride_ks, seq_kv, center, weight, planned, head_amax, codes_ptr, scale_ptr, k_max, k_min, outside,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr, MASKED: tl.constexpr,
@@ -170,13 +158,15 @@ def _prepare_tile(
         tl.store(scale_ptr, scale + tl.sum(nan_unless_finite(reach, 1), 0))
         if (planned == 0) | (amax > INT8_MAX):
             tl.debug_barrier()  # another thread may have stored this tile's first codes
+            beyond = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
             for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
                 rows = step * ROWS_PER_STEP + slice_rows
                 _, x = _load_slice(k_base, first + rows, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, MASKED)
                 tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse))
-        if SCALING == "planned":
-            if (planned > 0) & (amax > INT8_MAX):  # rare: walked again to count
-                outside += _count_outside(k_base, first, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, BLOCK_N)
+                if SCALING == "planned":
+                    beyond += (tl.abs(x) > INT8_MAX).to(tl.int32)
+            if SCALING == "planned":
+                outside += tl.sum(tl.sum(beyond, 1), 0) * (planned > 0).to(tl.int32)
     return k_max, k_min, outside
 
 
