@@ -44,8 +44,8 @@ from sage_kernels.state import (
 )
 
 
-# A head whose fraction of elements outside the planned range was larger no longer trusts the earlier run's table.
-OUTSIDE_LIMIT = 1e-4
+# A head whose keys reached this much further than its plan had seen no longer trusts the earlier run's table.
+GROWTH_LIMIT = 1.25
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,8 @@ class ScaleState:
         seen = (counts[:, COUNT_CALLS] > 0) & usable
         self._remember(self._bin_of(u_finished), seen)
 
-        outside = counts[:, COUNT_OUTSIDE] > OUTSIDE_LIMIT * counts[:, COUNT_KEYS]
         earlier, earlier_known = self._from_table(self._bin_of(u_next))
-        take_earlier = earlier_known & ~(outside & seen)
+        take_earlier = earlier_known & ~(self._outgrown() & seen)
         # the shapes of this step's calls: a plan holds for those only (conditional and unconditional calls may differ)
         keys = counts[:, [COUNT_KEY_MAX, COUNT_KEY_MIN]]
         counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1] = torch.where(
@@ -211,6 +210,15 @@ class ScaleState:
         )
         self._table.index_copy_(0, bin_, torch.where(seen[:, None, None], merged, old)[None])
         self._table_run.index_copy_(0, bin_, torch.where(seen, self._run, run)[None])
+
+    def _outgrown(self) -> torch.Tensor:
+        """Heads [R] whose keys of this step reached beyond GROWTH_LIMIT times the range their plan was made from."""
+        center, weight = self._shared.plan[:, PLAN_CENTER], self._shared.plan[:, PLAN_K_WEIGHT]
+        furthest = torch.maximum(
+            self._shared.stats[:, STAT_K_MAX] - center, center - self._shared.stats[:, STAT_K_MIN]
+        )
+        reach = torch.where(self._is_channel, furthest * weight, 0.0).amax(-1)
+        return (self._shared.plan_scale > 0) & (reach > GROWTH_LIMIT * INT8_MAX / self.margin)
 
     def _drain(self) -> None:
         """Add the step's counts to the totals and ready the recording tensors for the next step."""

@@ -183,6 +183,16 @@ def test_zero_inputs_give_the_mean_of_v(kernel_device):
     assert relative_l2(out, v.float().mean(1, keepdim=True).expand_as(v)) < 2e-3
 
 
+def test_scores_far_below_zero_are_not_lost_to_the_padding(kernel_device):
+    """Keys beyond the sequence have codes, and so scores, of 0: far above these scores, and not their maximum."""
+    q, k, v = make_qkv("normal", 1, 40, 70, 1, 1, 64, dtype=torch.float16)
+    q, k = q.abs() + 6, -(k.abs() + 6)
+    assert exact_attention(q, k, v)[1].max() < -200  # else the test could not fail
+    for scaling in sage_kernels.SCALINGS:
+        out, lse, blocks = run_kernel(q, k, v, kernel_device, scaling=scaling, smooth_k=False)
+        assert_matches_reference(out, lse, q, k, v, scaling=scaling, smooth_k=False, **blocks)
+
+
 @pytest.mark.parametrize("which", ["q", "k", "v"])
 def test_nan_is_not_laundered(which, kernel_device):
     """One NaN in q poisons its row only, one in k all rows of its head, one in v its channel only."""

@@ -42,9 +42,12 @@ def test_second_run_starts_from_the_first_runs_table():
     step(state, 0, u=1.0, u_next=0.5)
     first_plan = state.head_state(0).plan.clone()
     step(state, 1, u=0.5, u_next=0.0, factor=3.0)
+    second_plan = state.head_state(0).plan.clone()  # u = 0.0 was never seen: this is the plan of the step just done
     state.begin_run(1.0)
     assert torch.equal(state.head_state(0).plan, first_plan)  # the table of u = 1.0, not the last step
     assert state.summary()[0]["known"]
+    step(state, 0, u=1.0, u_next=0.5)
+    assert torch.equal(state.head_state(0).plan, second_plan)  # the table of u = 0.5, not this run's last step
 
 
 def test_first_run_and_unseen_levels_are_unknown():
@@ -67,6 +70,17 @@ def test_a_head_far_outside_its_table_follows_the_running_steps_instead():
     sage_kernels.sage_attention(q, k * 10, v, state=state.head_state(0))
     state.advance(1.0, 0.5)  # the table knows u = 0.5, but with keys a tenth as large
     assert torch.allclose(state.head_state(0).plan[:, PLAN_CENTER], 5 * (k.amax((0, 1)) + k.amin((0, 1))), rtol=1e-5)
+
+
+def test_a_run_does_not_learn_from_its_own_table():
+    """Steps of one run that share a noise level: the plan follows the last of them, not the widest."""
+    state = two_head_state()
+    state.begin_run(1.0)
+    step(state, 0, u=1.0, u_next=1.0, factor=3.0)
+    _, q, _ = step(state, 1, u=1.0, u_next=1.0)
+    state_of_one = two_head_state()
+    step(state_of_one, 1, u=1.0, u_next=1.0)
+    assert torch.equal(state.head_state(0).plan, state_of_one.head_state(0).plan)
 
 
 def test_sites_of_other_shapes_do_not_touch_each_other():

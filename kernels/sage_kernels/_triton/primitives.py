@@ -70,13 +70,15 @@ def online_softmax_step(scores, row_scale, key_scale, valid, running_max, runnin
     key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY. Returns P fp32, the new max, the new sum and the rescale
     factor.
     """
-    if MASKED:
-        scores = tl.where(valid[None, :], scores, SCORE_MASKED)
     if SCALE_PER_KEY:
         values = scores.to(tl.float32) * key_scale[None, :]
+        if MASKED:  # on the floats: a key of zeros, as those beyond the sequence are, has next to no scale
+            values = tl.where(valid[None, :], values, float("-inf"))
         tile_scale = row_scale
         new_max = tl.maximum(running_max, tl.max(values, 1) * tile_scale)
     else:
+        if MASKED:
+            scores = tl.where(valid[None, :], scores, SCORE_MASKED)
         # one positive scale for the tile: the max may be taken on the integers, where Hopper compares three at a time
         values = scores.to(tl.float32)
         tile_scale = row_scale * key_scale
