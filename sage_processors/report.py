@@ -25,8 +25,8 @@ class Report:
             calls: INT8 calls.
             dynamic_calls: those of them, per head on average, whose scales came from the call itself.
             fallbacks: {reason: exact calls}.
-            clipped_fraction: fraction of K's elements outside the planned range; each of them was rescued by a larger
-                scale of its own group of tokens, none was cut off.
+            clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
+                table); their tiles got a larger scale of their own, so none was.
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
                 the latest call.
             note: what else to know.
@@ -62,7 +62,7 @@ class Report:
         table = Table(title="INT8 attention: what really ran", title_justify="left")
         for name in ("layer", "status", "recipe", "scaling"):
             table.add_column(name, overflow="fold")
-        for name in ("calls", "dynamic", "exact", "clipped", "MB saved"):
+        for name in ("calls", "dynamic", "exact", "beyond plan", "MB saved"):
             table.add_column(name, justify="right")
         for row in self.rows:
             exact = ", ".join(f"{reason} {count}" for reason, count in row["fallbacks"].items()) or "0"
