@@ -130,7 +130,7 @@ class ScaleState:
         earlier, earlier_known = self._from_table(self._bin_of(u_next))
         take_earlier = earlier_known & ~(self._outgrown() & seen)
         # the shapes of this step's calls: a plan holds for those only (conditional and unconditional calls may differ)
-        keys = counts[:, [COUNT_KEY_MAX, COUNT_KEY_MIN]]
+        keys = counts[:, COUNT_KEY_MAX : COUNT_KEY_MIN + 1]
         counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1] = torch.where(
             seen[:, None], keys, counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
         )

@@ -39,6 +39,7 @@ _HOPPER = {
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (`python tests/codegen.py`).
 _AMPERE = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")}
 _SMALL_SHARED_MEMORY = {64: Tile(128, 64, 4, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers")}  # 99 KB a block
+_CONSUMER_BLACKWELL = {64: Tile(128, 64, 4, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers")}  # 64 keys spill
 _BLACKWELL = {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")}  # 4 warps spill at 64
 
 
@@ -51,8 +52,10 @@ def choose_tile(capability: int, width: int, scaling: str) -> Tile:
     """The tile for a compute capability such as 90 (0: AMD), a head width and a scaling ("planned" included)."""
     if capability == 90:
         return _HOPPER[(width, scaling == "per_token")]
-    if capability in (86, 89, 120, 121):
+    if capability in (86, 89):
         return _SMALL_SHARED_MEMORY[width]
+    if capability in (120, 121):
+        return _CONSUMER_BLACKWELL[width]
     if 100 <= capability < 120:
         return _BLACKWELL[width]
     return _AMPERE[width]
