@@ -26,7 +26,7 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not gpu" -n 2 --dist loadfile -q $(ARGS)
 
 test-gpu: $(INSTALLED)
-	$(RUN) -m pytest -m gpu -q $(ARGS)
+	$(RUN) -m pytest -m gpu -q --outcomes tests/outcomes/gpu.json $(ARGS)
 
 quality: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -1,6 +1,6 @@
 """Train the two embedded pipelines from scratch on drawn pictures, and save them as diffusers folders.
 
-    python examples/train_tiny.py --pipeline tiny_sd --minutes 9.5 --workdir /tmp/tiny
+    python examples/train_tiny.py --pipeline tiny_sd --minutes 9.5 --workdir training
 
 The whole run is time-boxed: first the VAE, then the denoiser together with its text encoders, with learning rates that
 follow the elapsed time so that training is always annealed when the time is up, then saving, sampling and checking.
