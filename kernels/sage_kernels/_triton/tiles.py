@@ -29,7 +29,8 @@ class Tile(NamedTuple):
 
 
 # (head width, scaling is per token). A scale per key makes a tile heavier than a scale per tile. Timed on an H200 at
-# N=8192, width 64 by its ratio to cuDNN in different runs, to be confirmed; at width 64 the exponentials are the wall, and two small programs hide them better.
+# N=8192; width 64 by its ratio to cuDNN in different runs, so to be confirmed. There the exponentials are the wall,
+# and two small programs hide them better.
 _HOPPER = {
     (64, False): Tile(64, 128, 4, 3, "tma"),
     (128, False): Tile(128, 128, 4, 3, "hopper"),
