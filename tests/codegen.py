@@ -57,6 +57,7 @@ def build(kernel, constants, types, target, **options):
     source = ASTSource
     if getattr(kernel, "is_gluon", lambda: False)():
         from triton.experimental.gluon._runtime import GluonASTSource as source
+    options = {"enable_fp_fusion": False, **options}
     return triton_compile(source(kernel, kinds, constants, divisible), target=target, options=options)
 
 

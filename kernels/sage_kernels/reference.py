@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import LOG2_E, padded_head_dim, pv_dtype, sample_tokens, sampled_center
+from .numerics import LOG2_E, divide, padded_head_dim, pv_dtype, sample_tokens, sampled_center
 from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, INT8_MAX
 from .state import (
     COUNT_CALLS,
@@ -34,17 +34,17 @@ _SCORES_LIMIT = 1 << 25  # fp32 elements of one score matrix held at a time
 
 
 def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
-    """Channel balance b of an unplanned head from a sample: sqrt(rms q / rms (k - c)) -> [B, H_kv, 1, D].
+    """Channel balance b of an unplanned head from a sample: sqrt(amax q / amax (k - c)) -> [B, H_kv, 1, D].
 
     Q / b and K·b leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone.
     """
     kv_heads = k.shape[1]
     q = q[:, :, sample_tokens(q.shape[2], q.device)].unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    q_rms = q.square().mean(2, keepdim=True).sqrt()
-    k_rms = (k[:, :, sample_tokens(k.shape[2], k.device)] - center).square().mean(2, keepdim=True).sqrt()
-    q_rms = q_rms.maximum(q_rms.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
-    k_rms = k_rms.maximum(k_rms.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
-    balance = (q_rms / k_rms).sqrt()
+    q_amax = q.abs().amax(2, keepdim=True)
+    k_amax = (k[:, :, sample_tokens(k.shape[2], k.device)] - center).abs().amax(2, keepdim=True)
+    q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
+    k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
+    balance = (q_amax / k_amax).sqrt()
     return torch.where(torch.isfinite(balance), balance, 1.0)
 
 
@@ -65,7 +65,7 @@ def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | Non
         padded = torch.nn.functional.pad(amax, (0, -seq % group)).unflatten(-1, (-1, group))
         amax = padded.amax(-1).repeat_interleave(group, -1)[..., :seq]
     amax = amax.clamp_min(AMAX_FLOOR)[..., None]
-    scale, inverse = amax / INT8_MAX, INT8_MAX / amax
+    scale, inverse = amax / INT8_MAX, divide(INT8_MAX, amax)
     if planned is not None:
         scale = torch.where(planned > 0, planned * scale.clamp_min(1.0), scale)
         inverse = torch.where(planned > 0, inverse.clamp_max(1.0), inverse)
@@ -149,7 +149,7 @@ def _apply_plan(qf, kf, center, state: HeadState):
     balance = ref_balance(qf, kf, center)
     center = torch.where(on, plan[None, :, None, PLAN_CENTER], center)
     x_k = (kf - center) * torch.where(on, plan[None, :, None, PLAN_K_WEIGHT], balance)
-    w_q = torch.where(on, plan[None, :, None, PLAN_Q_WEIGHT], 1.0 / balance)
+    w_q = torch.where(on, plan[None, :, None, PLAN_Q_WEIGHT], divide(1.0, balance))
     planned = torch.where(known, state.plan_scale[rows], 0.0)[None, :, None, None]
     return qf * w_q.repeat_interleave(heads // kv_heads, 1), x_k, center, planned
 

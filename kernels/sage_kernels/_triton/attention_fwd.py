@@ -258,6 +258,7 @@ def launch_attention_fwd(
             hopper.attention_fwd_hopper_kernel[grid](
                 q, hopper.describe(codes, [tile.block_n, width]), keys.scale, hopper.describe(v, value_block),
                 *tensors, *numbers, *sizes, **constants, NUM_BUFFERS=tile.num_stages, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
         use_tma = tile.kernel == "tma"
@@ -267,5 +268,6 @@ def launch_attention_fwd(
         _attention_fwd_kernel[grid](
             q, codes, keys.scale, values, *tensors, *numbers, v.stride(0), v.stride(1), v.stride(2), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse

@@ -52,8 +52,9 @@ def _softmax_tile(scores, tile_scale, running_max, running_sum):
     """One key tile of the base-2 online softmax; the max is taken on the integers (three at a time on Hopper)."""
     new_max = gl.maximum(running_max, gl.max(scores, 1).to(gl.float32) * tile_scale)
     rescale = gl.exp2(running_max - new_max)
-    p = gl.exp2(scores.to(gl.float32) * tile_scale[:, None] - new_max[:, None])
-    return p, new_max, running_sum * rescale + gl.sum(p, 1), rescale
+    values = scores.to(gl.float32)
+    p = gl.exp2(gl.fma(values, tile_scale[:, None], -new_max[:, None]))
+    return p, new_max, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
 
 
 @gluon.jit
@@ -103,7 +104,8 @@ def _consume(
     if SCALING == "per_head":
         amax = gl.full_like(amax, 0.0) + gl.load(q_amax_ptr + b * heads + h)
     amax = gl.maximum(amax, _AMAX_FLOOR)
-    codes = (x * (127.0 / amax)[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+    inverse = gl.div_rn(gl.full_like(amax, 127.0), amax)
+    codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
     q_smem.index(GROUP_INDEX).store(codes.to(gl.int8))
     fence_async_shared()
     # a NaN in a row must not be laundered into a code: max() dropped it

@@ -33,12 +33,14 @@ from ..state import (
 from .primitives import (
     AMAX_FLOOR,
     CENTER_SAMPLES,
+    CENTER_STEPS,
     CHANNEL_FLOOR,
     INT8_MAX,
     dynamic_scale,
     load_tokens,
     nan_unless_finite,
     planned_scale,
+    round_to_int,
     round_to_int8,
 )
 
@@ -74,36 +76,40 @@ def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: t
 
 @triton.jit
 def _sampled_center(k_base, stride_ks, seq_kv, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    # [ROWS_PER_STEP, WIDTH] summed to [WIDTH]
-    total = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    """numerics.sampled_center of one head: [WIDTH]. Its sum is one of integers, so its order does not matter."""
+    reach = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
     for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
-        total += _load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH)
-    return tl.sum(total, 0) * (1.0 / CENTER_SAMPLES)
+        reach = tl.maximum(reach, tl.abs(_load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH)))
+    amax = tl.maximum(tl.max(tl.max(reach, 1), 0), AMAX_FLOOR)
+    inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS, amax)
+    total = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
+    for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
+        total += round_to_int(_load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH) * inverse)
+    return tl.sum(total, 0).to(tl.float32) * (amax * (1.0 / (CENTER_STEPS * CENTER_SAMPLES)))
 
 
 @triton.jit
-def _bounded_rms(square_sum, count):
-    """Per-channel root mean square [WIDTH], bounded away from 0 relative to the largest channel."""
-    rms = tl.sqrt_rn(tl.div_rn(tl.sum(square_sum, 0), count))
-    return tl.maximum(tl.maximum(rms, tl.max(rms, 0) * CHANNEL_FLOOR), AMAX_FLOOR)
+def _bounded_amax(amax):
+    """Per-channel amax [WIDTH] of a slice-wise one, bounded away from 0 relative to the largest channel."""
+    amax = tl.max(amax, 0)
+    return tl.maximum(tl.maximum(amax, tl.max(amax, 0) * CHANNEL_FLOOR), AMAX_FLOOR)
 
 
 @triton.jit
 def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, center, channels,
                      HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """Channel balance b of a head without a plan: sqrt(rms q / rms (k - c)); 1 where the sample is not finite."""
-    q_square = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
-    k_square = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    """reference.ref_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
+    q_amax = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    k_amax = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
     is_channel = (channels < HEAD_DIM)[None, :]
     for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
         k = _load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH)
-        k = tl.where(is_channel, k - center[None, :], 0.0)
-        k_square += k * k
+        k_amax = tl.maximum(k_amax, tl.abs(tl.where(is_channel, k - center[None, :], 0.0)))
         for g in range(group):
-            q = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, step, HEAD_DIM, WIDTH)
-            q_square += q * q
-    samples = tl.zeros([WIDTH], tl.float32) + CENTER_SAMPLES
-    balance = tl.sqrt_rn(tl.div_rn(_bounded_rms(q_square, samples * group), _bounded_rms(k_square, samples)))
+            q_amax = tl.maximum(
+                q_amax, tl.abs(_load_sample(q_base + g * stride_qh, stride_qs, seq_q, step, HEAD_DIM, WIDTH))
+            )
+    balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
     return tl.where(balance * 0.0 == 0.0, balance, 1.0)
 
 
@@ -330,5 +336,6 @@ def launch_prepare_keys(
         q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads, programs,
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, TILES=tiles, SCALING=scaling, SMOOTH=smooth_k,
         STORE_CENTER=return_center, num_warps=8, maxnreg=128 if planned and k.is_cuda else None,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return prepared

@@ -4,22 +4,31 @@ import triton
 import triton.language as tl
 
 
+# The kernels are launched with enable_fp_fusion=False and write tl.fma where they mean it: a product that the compiler
+# fused into the sum behind it would round codes near a tie differently from the reference.
+
 # fp32 numbers in [1.5·2^23, 2^24) have a spacing of 1: adding this constant rounds to nearest even, and the integer
-# then
-# sits in the low mantissa bits. Exact for |x| <= 2^22, and the same on every back end and in the interpreter.
+# then sits in the low mantissa bits. Exact for |x| <= 2^22, and the same on every back end and in the interpreter.
 ROUND_MAGIC = tl.constexpr(12582912.0)
 ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
 INT8_MAX = tl.constexpr(127.0)
 AMAX_FLOOR = tl.constexpr(1e-30)
 CHANNEL_FLOOR = tl.constexpr(2.0**-24)
 CENTER_SAMPLES = tl.constexpr(128)
+CENTER_STEPS = tl.constexpr(2.0**22)
 SCORE_MASKED = tl.constexpr(-(2**30))  # below every score: |q·k| <= 256 · 127^2 < 2^22
+
+
+@triton.jit
+def round_to_int(x):
+    """Round to nearest even, int32; |x| <= 2^22 is the caller's duty."""
+    return (x + ROUND_MAGIC).to(tl.int32, bitcast=True) - ROUND_MAGIC_BITS
 
 
 @triton.jit
 def round_to_int8(x):
     """Round to nearest even; |x| <= 127 is the caller's duty."""
-    return ((x + ROUND_MAGIC).to(tl.int32, bitcast=True) - ROUND_MAGIC_BITS).to(tl.int8)
+    return round_to_int(x).to(tl.int8)
 
 
 @triton.jit
@@ -84,8 +93,8 @@ def online_softmax_step(scores, row_scale, key_scale, valid, running_max, runnin
         tile_scale = row_scale * key_scale
         new_max = tl.maximum(running_max, tl.max(scores, 1).to(tl.float32) * tile_scale)
     # dequantisation folds into the exponent's FMA
-    p = tl.exp2(values * tile_scale[:, None] - new_max[:, None])
+    p = tl.exp2(tl.fma(values, tile_scale[:, None], -new_max[:, None]))
     if MASKED:  # a tiny scale would leave a masked score near 0, not at -inf
         p = tl.where(valid[None, :], p, 0.0)
     rescale = tl.exp2(running_max - new_max)
-    return p, new_max, running_sum * rescale + tl.sum(p, 1), rescale
+    return p, new_max, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale

@@ -39,8 +39,8 @@ _HOPPER = {
 }
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (`python tests/codegen.py`).
 _AMPERE = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")}
-_SMALL_SHARED_MEMORY = {64: Tile(128, 64, 4, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers")}  # 99 KB a block
-_CONSUMER_BLACKWELL = {64: Tile(128, 64, 4, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers")}  # 64 keys spill
+_SMALL_SHARED_MEMORY = {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers")}  # 99 KB a block
+_CONSUMER_BLACKWELL = {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers")}  # 64 keys spill
 _BLACKWELL = {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")}  # 4 warps spill at 64
 
 
