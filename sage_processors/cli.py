@@ -131,7 +131,8 @@ def bench_quality(
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
     images: Annotated[int, typer.Option(min=1, help="Pictures per variant.")] = 32,
     batch: Annotated[int, typer.Option(min=1, help="Pictures per pipeline call.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 0,
+    # seeds 0 to 31 chose the default margin: the figures come from others
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the first picture.")] = 1000,
     recipe: RecipeOption = "qk_int8_pv_bf16",
     variant: Annotated[list[str] | None, typer.Option(help="Only these, e.g. timestep; may be repeated.")] = None,
     hard: Annotated[bool, typer.Option(help="Also with outliers planted in Q and K.")] = True,

@@ -79,7 +79,8 @@ def test_demo_says_when_nothing_ran_in_int8(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
 def test_demo_on_a_gpu(name, tmp_path):
     output, path = demo(tmp_path, name, "--steps", 20)
-    assert path.is_file() and float(re.search(r"worst PSNR ([\d.]+) dB", output)[1]) > 40
+    # the mean: a bf16 pipeline's own rounding turns single pictures by more (the stock_bf16 rows of results.csv)
+    assert path.is_file() and float(re.search(r"PSNR ([\d.]+) dB, SSIM [\d.]+ \(means\)", output)[1]) >= 45
 
 
 # --- messages ---
