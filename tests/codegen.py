@@ -46,7 +46,9 @@ def signature(kernel, constants, types):
         elif name.endswith("_ptr"):
             kinds[name] = "*fp32"
         else:
-            kinds[name] = "i64" if name.startswith("stride") else "fp32" if name == "softmax_scale" else "i32"
+            kinds[name] = (
+                "i64" if name.startswith("stride") else "fp32" if name in ("softmax_scale", "softcap") else "i32"
+            )
         if kinds[name].startswith("*") or name.startswith("stride"):
             divisible[(i,)] = [["tt.divisibility", 16]]
     return kinds, divisible
@@ -109,6 +111,7 @@ def attention(name: str, width: int, scaling: str) -> dict:
     tile = choose_tile(capability, width, scaling)
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "values": "*bf16"}
+    types |= {"mask_ptr": "*u8", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
     if tile.kernel == "hopper":
         from triton.experimental.gluon import language as gl
 
@@ -127,6 +130,8 @@ def attention(name: str, width: int, scaling: str) -> dict:
             types["keys"] = f"tensordesc<i8[{tile.block_n}, {width}]>"
             types["values"] = f"tensordesc<bf16[1, {tile.block_n}, 1, {width}]>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
+        constants |= {"MASK": "none", "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": False}
+        constants |= {"SOFTCAP": False, "HAS_SINKS": False}
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 
@@ -136,9 +141,16 @@ def prepare(name: str, width: int, scaling: str) -> dict:
     tile = choose_tile(target.arch if target.backend == "cuda" else 0, width, scaling)
     constants = {
         "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "TILES": TOKENS_PER_PROGRAM // tile.block_n,
-        "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False,
+        "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": False,
     }  # fmt: skip
-    types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
+    types = {
+        "q_ptr": "*bf16",
+        "k_ptr": "*bf16",
+        "k_int_ptr": "*i8",
+        "counts_ptr": "*i32",
+        "row_ptr": "*i32",
+        "extent_ptr": "*i32",
+    }
     return {"kernel": "prepare", **read(build(_prepare_keys_kernel, constants, types, target, num_warps=8))}
 
 

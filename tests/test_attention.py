@@ -284,4 +284,7 @@ def test_opcheck(planned, return_lse, contiguous):
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     name = "attention" + "_planned" * planned + "_lse" * return_lse
     state = tuple(new_head_state(2, 16, "cpu")) if planned else ()
-    torch.library.opcheck(getattr(torch.ops.sage_kernels, name).default, (q, k, v, 0.25, "per_token", True, *state))
+    torch.library.opcheck(
+        getattr(torch.ops.sage_kernels, name).default,
+        (q, k, v, None, None, 0.25, "per_token", True, "", None, 0.0, *state),
+    )

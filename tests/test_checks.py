@@ -104,8 +104,9 @@ def test_requires_grad_is_fine_without_grad():
 @pytest.mark.parametrize(
     ("reason", "options"),
     [
-        ("mask", {"attn_mask": torch.ones(1)}),
-        ("causal", {"is_causal": True}),
+        ("mask_type", {"attn_mask": torch.ones(8, 8, dtype=torch.int32), "enable_gqa": True}),
+        ("mask_shape", {"attn_mask": torch.ones(3, 8), "enable_gqa": True}),
+        ("mask_and_causal", {"attn_mask": torch.ones(8, 8), "is_causal": True, "enable_gqa": True}),
         ("dropout", {"dropout_p": 0.1}),
         ("heads", {}),
     ],

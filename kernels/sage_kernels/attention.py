@@ -5,14 +5,18 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from .checks import check_attention_inputs, check_options, check_state
+from .checks import check_attention_inputs, check_masking, check_options, check_state
+from .masking import Masking, band, canonical_mask, seen_keys
 from .recipe import DEFAULT_RECIPE
 from .state import HeadState
 
 
 _library = torch.library.Library("sage_kernels", "DEF")
 # Two schemas of fixed arity instead of an optional LSE: optional tensor returns are unreliable before torch 2.15.
-_ARGUMENTS = "Tensor q, Tensor k, Tensor v, float scale, str scaling, bool smooth_k"
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks, float scale, str scaling, bool smooth_k, "
+    "str causal, int? window, float softcap"
+)
 _STATE = "Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row"
 _library.define(f"attention({_ARGUMENTS}) -> Tensor")
 _library.define(f"attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
@@ -25,38 +29,57 @@ def sage_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    attn_mask: torch.Tensor | None = None,
+    causal: bool | str = False,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     recipe: str = DEFAULT_RECIPE,
     scaling: str = "per_token",
     scale: float | None = None,
     smooth_k: bool = True,
     return_lse: bool = False,
     state: HeadState | None = None,
+    cu_seqlens: torch.Tensor | None = None,
 ):
-    """Softmax attention with an INT8 score matmul: O = softmax(scale · Q Kᵀ) V, no mask.
+    """Softmax attention with an INT8 score matmul: O = softmax(scale · Q Kᵀ + mask) V.
 
     Args:
-        q: [B, S_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 128. fp32 is quantised from fp32; P and V then
+        q: [B, S_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256. fp32 is quantised from fp32; P and V then
             run in bf16.
         k, v: [B, S_kv, H_kv, D], same dtype and device; H_kv divides H (head h reads key/value head h // (H / H_kv)).
+        attn_mask: as in scaled_dot_product_attention: bool (True: visible) or floating point (added to the scaled
+            scores), broadcastable to [B, H, S_q, S_kv]; a mask of keys [B, 1, 1, S_kv] is the fastest. A key that no
+            row sees may hold anything in K and V, NaN included, and takes no part in smoothing or scales. A row that
+            sees nothing gives 0.
+        causal: "top_left" (row i sees keys up to i) or "bottom_right" (up to i + S_kv - S_q); True where S_q = S_kv.
+            Not together with attn_mask.
+        window: each row sees this many keys on its side(s), its own position included: the last `window` keys with
+            causal, |key - row| < window without (then S_q = S_kv).
+        softcap: scores become softcap · tanh(score / softcap) before masking; 0 is off.
+        sinks: [H] logits of a virtual key without value, one per head, that takes part in the softmax and in the LSE.
         recipe: a key of RECIPES.
         scaling: tokens that share one INT8 scale of Q and of K: "per_token", "per_block" (the kernel's tile) or
             "per_head". Computed from the inputs. With `state` it is not used: Q then has a scale per token, K its
             planned scale per head, or one per tile where a head has no plan.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         smooth_k: subtract from K a vector shared by all keys of a head; exact for softmax, and the LSE is corrected.
-        return_lse: also return the log-sum-exp of the scaled scores.
+        return_lse: also return the log-sum-exp of the scaled and masked scores.
         state: planned per-head scales of this call site; this call's statistics are recorded into it. Two calls that
-            share
-            a row must not run at the same time on different streams.
+            share a row must not run at the same time on different streams.
+        cu_seqlens: not supported; anything but None raises.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log.
         S_kv = 0 gives zeros and -inf.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks.py.
     Source: SageAttention (arXiv:2410.02367) for INT8 scores and smoothed K; the planned scales are ours. Maths:
         kernels/README.md.
     """
-    check_options(recipe, scaling, scale, state)
+    check_options(recipe, scaling, scale, state, softcap, cu_seqlens)
     check_attention_inputs(q, k, v)
-    arguments = (q, k, v, q.shape[3] ** -0.5 if scale is None else float(scale), scaling, smooth_k)
+    check_masking(q, k, attn_mask, causal, window, sinks)
+    causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    arguments = (q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, float(softcap))
     ops = torch.ops.sage_kernels
     if state is None:
         return (ops.attention_lse if return_lse else ops.attention)(*arguments)
@@ -64,51 +87,53 @@ def sage_attention(
     return (ops.attention_planned_lse if return_lse else ops.attention_planned)(*arguments, *state)
 
 
-def _run(q, k, v, scale, scaling, smooth_k, state, return_lse):
+def _run(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, *, state=None, return_lse):
+    masking = Masking(
+        canonical_mask(attn_mask, k.shape[1]),
+        *band(causal, window, q.shape[1], k.shape[1]),
+        softcap,
+        None if sinks is None else sinks.float().contiguous(),
+    )
+    first, last = seen_keys(masking, q.shape[1], k.shape[1])
+    k, v, masking = k[:, first:last], v[:, first:last], masking._replace(offset=masking.offset - first)
     if 0 in q.shape or 0 in k.shape:
         out = q.new_zeros(q.shape)
-        return (out, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)) if return_lse else out
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+        if sinks is not None:
+            lse = torch.maximum(lse, masking.sinks)
+        return (out, lse) if return_lse else out
+    options = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "state": state, "masking": masking}
     if q.is_cuda:
         from ._triton.attention_fwd import launch_attention_fwd
 
-        out, lse = launch_attention_fwd(
-            q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse
-        )
+        out, lse = launch_attention_fwd(q, k, v, return_lse=return_lse, **options)
     else:
-        out, lse = reference.ref_attention(q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state)
+        out, lse = reference.ref_attention(q, k, v, **options)
     return (out, lse) if return_lse else out
 
 
-def _attention(q, k, v, scale, scaling, smooth_k):
-    return _run(q, k, v, scale, scaling, smooth_k, None, False)
+_INPUTS = 11  # arguments before the state
 
 
-def _attention_lse(q, k, v, scale, scaling, smooth_k):
-    return _run(q, k, v, scale, scaling, smooth_k, None, True)
+def _implementation(planned: bool, return_lse: bool):
+    def run(*arguments):
+        state = HeadState(*arguments[_INPUTS:]) if planned else None
+        return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse)
+
+    return run
 
 
-def _attention_planned(q, k, v, scale, scaling, smooth_k, *state):
-    return _run(q, k, v, scale, scaling, smooth_k, HeadState(*state), False)
-
-
-def _attention_planned_lse(q, k, v, scale, scaling, smooth_k, *state):
-    return _run(q, k, v, scale, scaling, smooth_k, HeadState(*state), True)
-
-
-def _fake(q, k, v, scale, scaling, smooth_k, *state):
+def _fake(q, *_):
     return q.new_empty(q.shape)
 
 
-def _fake_lse(q, k, v, scale, scaling, smooth_k, *state):
+def _fake_lse(q, *_):
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-for _name, _implementation, _fake_implementation in (
-    ("attention", _attention, _fake),
-    ("attention_lse", _attention_lse, _fake_lse),
-    ("attention_planned", _attention_planned, _fake),
-    ("attention_planned_lse", _attention_planned_lse, _fake_lse),
-):
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _implementation, _device)
-    torch.library.register_fake(f"sage_kernels::{_name}", _fake_implementation, lib=_library)
+for _planned in (False, True):
+    for _return_lse in (False, True):
+        _name = "attention" + "_planned" * _planned + "_lse" * _return_lse
+        for _device in ("CPU", "CUDA"):
+            _library.impl(_name, _implementation(_planned, _return_lse), _device)
+        torch.library.register_fake(f"sage_kernels::{_name}", _fake_lse if _return_lse else _fake, lib=_library)

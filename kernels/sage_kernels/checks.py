@@ -15,7 +15,8 @@ from .state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 128
+MAX_HEAD_DIM = 256
+CAUSAL = ("top_left", "bottom_right")
 
 
 def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False, enable_gqa: bool = False):
@@ -23,13 +24,9 @@ def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: b
 
     Looks at shapes, dtypes and flags only: no device sync, traceable by Dynamo. Layout of q, k, v: [B, S, H, D].
 
-    Returns: None or one of "mask", "causal", "dropout", "not_a_tensor", "rank", "dtype", "mixed_dtype", "device",
-        "requires_grad", "head_dim", "value_head_dim", "heads", "shape", "empty".
+    Returns: None or one of "dropout", "not_a_tensor", "rank", "dtype", "mixed_dtype", "device", "requires_grad",
+        "head_dim", "value_head_dim", "heads", "shape", "empty", "mask_type", "mask_shape", "mask_and_causal".
     """
-    if attn_mask is not None:
-        return "mask"
-    if is_causal:
-        return "causal"
     if dropout_p:
         return "dropout"
     if not all(isinstance(x, torch.Tensor) for x in (q, k, v)):
@@ -56,7 +53,85 @@ def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: b
         return "shape"
     if 0 in q.shape or 0 in k.shape:
         return "empty"
+    if attn_mask is None:
+        return None
+    if is_causal:
+        return "mask_and_causal"
+    if not isinstance(attn_mask, torch.Tensor) or attn_mask.device != q.device:
+        return "mask_type"
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
+        return "mask_type"
+    if not _broadcasts(attn_mask, q, k):
+        return "mask_shape"
+    if torch.is_grad_enabled() and attn_mask.requires_grad:
+        return "requires_grad"
     return None
+
+
+def _broadcasts(mask, q, k) -> bool:
+    """Whether `mask` broadcasts to [B, H, S_q, S_kv]."""
+    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    return 1 <= mask.dim() <= 4 and all(
+        got in (1, want) for got, want in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
+    )
+
+
+def check_masking(q, k, attn_mask, causal, window, sinks) -> None:
+    """Raise unless mask, causality, window and sinks fit q and k [B, S, H, D]."""
+    if not isinstance(causal, bool) and causal not in CAUSAL:
+        raise ValueError(f"causal: got {causal!r}, expected False, True or one of {list(CAUSAL)}")
+    if causal is True and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f'causal: got True with S_q {q.shape[1]} and S_kv {k.shape[1]}, expected "top_left" (row i sees keys '
+            'up to i) or "bottom_right" (up to i + S_kv - S_q): the lengths differ, so say which'
+        )
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
+            raise TypeError(f"window: got {type(window).__name__}, expected an int or None")
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected at least 1, the row's own key")
+        if not causal and q.shape[1] != k.shape[1]:
+            raise ValueError(
+                f"window: got S_q {q.shape[1]} and S_kv {k.shape[1]}, expected equal lengths without causal; "
+                "pass causal or a mask"
+            )
+    if sinks is not None:
+        if not isinstance(sinks, torch.Tensor):
+            raise TypeError(f"sinks: got {type(sinks).__name__}, expected a floating point tensor [H]")
+        if not sinks.is_floating_point() or tuple(sinks.shape) != (q.shape[2],) or sinks.device != q.device:
+            raise ValueError(
+                f"sinks: got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}, expected a floating point tensor "
+                f"[{q.shape[2]}] (one logit a head) on {q.device}"
+            )
+        if torch.is_grad_enabled() and sinks.requires_grad:
+            raise NotImplementedError(
+                "sinks: got requires_grad=True with grad enabled, expected inference: no backward"
+            )
+    if attn_mask is None:
+        return
+    if not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"attn_mask: got {type(attn_mask).__name__}, expected a bool or floating point tensor or None")
+    if causal:
+        raise ValueError(
+            f"attn_mask: got a mask and causal={causal!r}, expected one of them; fold causality into the mask"
+        )
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
+        raise TypeError(
+            f"attn_mask: got dtype {attn_mask.dtype}, expected bool (True: visible) or float16, bfloat16, float32; "
+            "for 0/1 integers pass mask.bool()"
+        )
+    if attn_mask.device != q.device:
+        raise ValueError(f"attn_mask: got device {attn_mask.device}, expected q's {q.device}")
+    if not _broadcasts(attn_mask, q, k):
+        wanted = [q.shape[0], q.shape[2], q.shape[1], k.shape[1]]
+        raise ValueError(
+            f"attn_mask: got shape {tuple(attn_mask.shape)}, expected one that broadcasts to [B, H, S_q, S_kv] "
+            f"= {wanted}"
+        )
+    if torch.is_grad_enabled() and attn_mask.requires_grad:
+        raise NotImplementedError(
+            "attn_mask: got requires_grad=True with grad enabled, expected inference: there is no backward"
+        )
 
 
 def check_attention_inputs(q, k, v) -> None:
@@ -111,7 +186,7 @@ def check_attention_inputs(q, k, v) -> None:
                 )
 
 
-def check_options(recipe, scaling, scale, state) -> None:
+def check_options(recipe, scaling, scale, state, softcap=0.0, cu_seqlens=None) -> None:
     """Raise unless the options of `sage_attention` are ones it knows."""
     if recipe not in RECIPES:
         raise ValueError(f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}")
@@ -126,6 +201,14 @@ def check_options(recipe, scaling, scale, state) -> None:
             )
         if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale >= 0):
             raise ValueError(f"scale: got {scale}, expected a finite number >= 0")
+    if isinstance(softcap, torch.Tensor) or not isinstance(softcap, (int, float)):
+        raise TypeError(f"softcap: got {type(softcap).__name__}, expected a Python number (0: off)")
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(f"softcap: got {softcap}, expected a finite number >= 0 (0: off)")
+    if cu_seqlens is not None:
+        raise NotImplementedError(
+            "cu_seqlens: got packed sequences, expected None: pad them to [B, S, H, D] and pass attn_mask [B, 1, 1, S]"
+        )
     if state is not None and not isinstance(state, HeadState):
         raise TypeError(f"state: got {type(state).__name__}, expected sage_kernels.HeadState or None")
 

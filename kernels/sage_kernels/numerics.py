@@ -24,25 +24,49 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // 8) * 8
 
 
-def sample_tokens(seq: int, device) -> torch.Tensor:
-    """The tokens that an unplanned head is sampled at: evenly spread, sheared so that image rows don't alias."""
-    i = torch.arange(CENTER_SAMPLES, device=device)
-    return (i * seq // CENTER_SAMPLES + i % max(seq // CENTER_SAMPLES, 1)) % seq
-
-
 def divide(number: float, x: torch.Tensor) -> torch.Tensor:
     """number / x, rounded once as by div_rn: PyTorch computes a Python number / x as reciprocal(x)·number."""
     return torch.full_like(x, number) / x
 
 
-def sampled_center(k: torch.Tensor) -> torch.Tensor:
+def sample_tokens(seq: int | torch.Tensor, device) -> torch.Tensor:
+    """The tokens that an unplanned head is sampled at: evenly spread, sheared so that image rows don't alias.
+
+    seq: tokens to choose from, a number or a tensor [..., 1] of them. Returns: [128] or [..., 128] int64.
+    """
+    i = torch.arange(CENTER_SAMPLES, device=device)
+    if isinstance(seq, int):
+        return (i * seq // CENTER_SAMPLES + i % max(seq // CENTER_SAMPLES, 1)) % seq
+    step = (seq // CENTER_SAMPLES).clamp_min(1)
+    return (i * seq // CENTER_SAMPLES + i % step) % seq.clamp_min(1)
+
+
+def sample_keys(k: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A sample of the keys [B, H, S, D] -> [B, H, 128, D], and which of it counts [B, H, 128, 1] (None: all).
+
+    counts: bool [B or 1, H or 1, S], keys that some row sees; drawn from the first key to the last of these, so that
+    padding at the end changes nothing.
+    """
+    if counts is None:
+        return k[:, :, sample_tokens(k.shape[2], k.device)], None
+    counts = counts.expand(k.shape[0], k.shape[1], -1)
+    extent = (counts * torch.arange(1, k.shape[2] + 1, device=k.device)).amax(2, keepdim=True)
+    tokens = sample_tokens(extent, k.device)[..., None]
+    return k.gather(2, tokens.expand(-1, -1, -1, k.shape[3])), counts[..., None].gather(2, tokens)
+
+
+def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch.Tensor:
     """Smoothing vector of an unplanned head: the mean of a sample of its keys. k [B, H, S, D] fp32 -> [B, H, 1, D].
 
     Any vector shared by all keys of a head leaves softmax exact, so a sample serves as well as the full mean
     and costs no pass over K. Summed as integers (units of the sample's largest element / 2^22): the same bits in
-    whatever order the terms are added, so the kernel's codes are the reference's.
+    whatever order the terms are added, so the kernel's codes are the reference's. counts: as in `sample_keys`.
     """
-    sample = k[:, :, sample_tokens(k.shape[2], k.device)]
+    sample, counted = sample_keys(k, counts)
+    number = torch.tensor(CENTER_SAMPLES, device=k.device)
+    if counted is not None:
+        sample = torch.where(counted, sample, 0.0)
+        number = counted.sum(2, keepdim=True).clamp_min(1)
     amax = sample.abs().amax((2, 3), keepdim=True).clamp_min(AMAX_FLOOR)
     total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()
-    return total * (amax / (CENTER_STEPS * CENTER_SAMPLES))
+    return total * (amax / (CENTER_STEPS * number))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from .numerics import LOG2_E, divide, padded_head_dim, pv_dtype, sample_tokens, sampled_center
+from .masking import FAINT, NO_MASKING, Masking, key_reach, log2_bias, visible
+from .numerics import LOG2_E, divide, padded_head_dim, pv_dtype, sample_keys, sample_tokens, sampled_center
 from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, INT8_MAX
 from .state import (
     COUNT_CALLS,
@@ -33,7 +34,7 @@ from .state import (
 _SCORES_LIMIT = 1 << 25  # fp32 elements of one score matrix held at a time
 
 
-def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor) -> torch.Tensor:
+def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
     """Channel balance b of an unplanned head from a sample: sqrt(amax q / amax (k - c)) -> [B, H_kv, 1, D].
 
     Q / b and K·b leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone.
@@ -41,7 +42,9 @@ def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor) -> torch
     kv_heads = k.shape[1]
     q = q[:, :, sample_tokens(q.shape[2], q.device)].unflatten(1, (kv_heads, -1)).flatten(2, 3)
     q_amax = q.abs().amax(2, keepdim=True)
-    k_amax = (k[:, :, sample_tokens(k.shape[2], k.device)] - center).abs().amax(2, keepdim=True)
+    k, counted = sample_keys(k, counts)
+    k_reach = (k - center).abs()
+    k_amax = (k_reach if counted is None else torch.where(counted, k_reach, 0.0)).amax(2, keepdim=True)
     q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
     k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
     balance = (q_amax / k_amax).sqrt()
@@ -81,6 +84,7 @@ def ref_attention(
     scale: float | None = None,
     smooth_k: bool = True,
     state: HeadState | None = None,
+    masking: Masking = NO_MASKING,
     block_q: int = 128,
     block_k: int = 128,
     round_p: bool = True,
@@ -89,52 +93,87 @@ def ref_attention(
 
     Args:
         block_q, block_k: tokens per scale where the granularity is a block (the kernels' own tile sizes on a GPU).
-        round_p: False keeps P in fp32: the difference is the rounding floor of the test tolerances.
+        round_p: False keeps P, and V as it is given, in fp32: the difference is the rounding floor of the test
+            tolerances.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
     """
     batch, seq_q, heads, head_dim = q.shape
-    kv_heads = k.shape[2]
+    seq_kv, kv_heads = k.shape[1], k.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
     qf = q.detach().transpose(1, 2).float()
     kf = k.detach().transpose(1, 2).float()
+    vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p else torch.float32).float()
+    counts = None
+    reach = key_reach(masking, batch, heads, kv_heads, seq_q)
+    if reach is not None:  # what no row sees may hold anything
+        counts = reach > FAINT
+        vf = torch.where((reach > -torch.inf)[..., None], vf, 0.0)
     group_q = {"per_block": block_q, "per_token": 1, "per_head": None}[scaling]
     group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]
     planned = None
-    center = sampled_center(kf) if smooth_k else torch.zeros_like(kf[:, :, :1])
+    center = sampled_center(kf, counts) if smooth_k else torch.zeros_like(kf[:, :, :1])
     if state is None:
         x_q, x_k = qf, kf - center
     else:
         group_q, group_k = 1, block_k
-        x_q, x_k, center, planned = _apply_plan(qf, kf, center, state)
-        _record(state, qf, kf, x_k, planned)
+        x_q, x_k, center, planned = _apply_plan(qf, kf, center, counts, state)
+    if counts is not None:
+        x_k = torch.where(counts[..., None], x_k, 0.0)
+    if state is not None:
+        _record(state, qf, kf, x_k, planned, counts)
     q_int, q_scale = ref_quantize(x_q, group_q)
     k_int, k_scale = ref_quantize(x_k, group_k, planned)
     row_scale = q_scale * (scale * LOG2_E)
 
-    p_dtype = pv_dtype(q.dtype)
-    vf = v.detach().transpose(1, 2).to(p_dtype).float()
     out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
     repeat = heads // kv_heads
-    rows = max(1, _SCORES_LIMIT // k.shape[1])
+    step = max(1, _SCORES_LIMIT // seq_kv)
     for b in range(batch):
         for h in range(heads):
             kv = h // repeat
-            for start in range(0, seq_q, rows):
-                part = slice(start, start + rows)
+            for start in range(0, seq_q, step):
+                rows = torch.arange(start, min(start + step, seq_q), device=q.device)
+                part = slice(start, start + step)
                 s = (q_int[b, h, part] @ k_int[b, kv].T) * (row_scale[b, h, part] * k_scale[b, kv].T)
-                top = s.amax(-1, keepdim=True)
-                p = torch.exp2(s - top)
-                total = p.sum(-1, keepdim=True)
-                o = (p.to(p_dtype).float() if round_p else p) @ vf[b, kv] / total
-                out[b, part, h] = o.to(q.dtype)
-                # smoothing lowered every score of the row by q·c: put it back where the LSE is returned
+                # smoothing lowered every score of the row by q·c: what is not invariant to that gets it back
                 shift = (qf[b, h, part] @ center[b, kv].T) * scale
-                lse[b, part, h] = ((top + torch.log2(total)) / LOG2_E + shift)[:, 0]
+                s = _masked_scores(s, shift, masking, b, h, rows)
+                o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, pv_dtype(q.dtype) if round_p else None)
+                out[b, part, h] = o.to(q.dtype)
+                lse[b, part, h] = log_sum[:, 0]
     return out, lse
 
 
-def _apply_plan(qf, kf, center, state: HeadState):
+def _masked_scores(s, shift, masking: Masking, b: int, h: int, rows) -> torch.Tensor:
+    """Soft cap, bias, mask and band of one head's rows. s [R, S_kv], base 2; shift [R, 1], natural."""
+    if masking.softcap:
+        cap = masking.softcap * LOG2_E
+        s = cap * torch.tanh((s + shift * LOG2_E) / cap)
+    if masking.mask is not None:
+        mask = masking.mask[min(b, masking.mask.shape[0] - 1), min(h, masking.mask.shape[1] - 1)]
+        bias = log2_bias(mask if mask.shape[0] == 1 else mask[rows])
+        s = torch.where(bias == -torch.inf, -torch.inf, s + bias)
+    seen = visible(masking, rows, s.shape[1])
+    return s if seen is None else torch.where(seen, s, -torch.inf)
+
+
+def _softmax_values(s, v, shift, masking: Masking, h: int, p_dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """softmax(s) · v of one head's rows, and the natural log of the sum, fp32; p_dtype None: P is not rounded."""
+    shift = torch.zeros_like(shift) if masking.softcap else shift  # the capped scores are the true ones
+    sink = None if masking.sinks is None else (masking.sinks[h] - shift) * LOG2_E
+    top = s.amax(-1, keepdim=True)
+    top = top if sink is None else top.maximum(sink)
+    safe = torch.where(top == -torch.inf, 0.0, top)  # a row that sees nothing
+    p = torch.exp2(s - safe)
+    total = p.sum(-1, keepdim=True)
+    if sink is not None:
+        total = total + torch.exp2(sink - safe)
+    o = (p if p_dtype is None else p.to(p_dtype).float()) @ v
+    return torch.where(total == 0, 0.0, o / total), (top + torch.log2(total)) / LOG2_E + shift
+
+
+def _apply_plan(qf, kf, center, kept, state: HeadState):
     """Fold each planned head's vectors into q and k [B, H, S, D]; an unplanned head samples its own."""
     batch, heads, seq_q, head_dim = qf.shape
     kv_heads, seq_kv = kf.shape[1], kf.shape[2]
@@ -146,7 +185,7 @@ def _apply_plan(qf, kf, center, state: HeadState):
     known = (counts[:, COUNT_PLAN_KEY_A] == key) | (counts[:, COUNT_PLAN_KEY_B] == key)
     known &= state.plan_scale[rows] > 0
     on = known[None, :, None, None]
-    balance = ref_balance(qf, kf, center)
+    balance = ref_balance(qf, kf, center, kept)
     center = torch.where(on, plan[None, :, None, PLAN_CENTER], center)
     x_k = (kf - center) * torch.where(on, plan[None, :, None, PLAN_K_WEIGHT], balance)
     w_q = torch.where(on, plan[None, :, None, PLAN_Q_WEIGHT], divide(1.0, balance))
@@ -154,20 +193,25 @@ def _apply_plan(qf, kf, center, state: HeadState):
     return qf * w_q.repeat_interleave(heads // kv_heads, 1), x_k, center, planned
 
 
-def _record(state: HeadState, qf, kf, x_k, planned) -> None:
+def _record(state: HeadState, qf, kf, x_k, planned, kept) -> None:
     """This step's true statistics, in place: what the plan of the next step is made of."""
     batch, _, seq_q, head_dim = qf.shape
     kv_heads, seq_kv = kf.shape[1], kf.shape[2]
     rows = slice(int(state.row), int(state.row) + kv_heads)
     stats, counts = state.stats[rows, :, :head_dim], state.counts[rows]
     q_amax = qf.unflatten(1, (kv_heads, -1)).abs().amax((0, 2, 3))
+    kept = torch.ones_like(kf[..., 0], dtype=torch.bool) if kept is None else kept.expand(batch, kv_heads, -1)
     stats[:, STAT_Q_AMAX] = torch.maximum(stats[:, STAT_Q_AMAX], q_amax)
-    stats[:, STAT_K_MAX] = torch.maximum(stats[:, STAT_K_MAX], kf.amax((0, 2)))
-    stats[:, STAT_K_MIN] = torch.minimum(stats[:, STAT_K_MIN], kf.amin((0, 2)))
+    stats[:, STAT_K_MAX] = torch.maximum(
+        stats[:, STAT_K_MAX], kf.masked_fill(~kept[..., None], -torch.inf).amax((0, 2))
+    )
+    stats[:, STAT_K_MIN] = torch.minimum(
+        stats[:, STAT_K_MIN], kf.masked_fill(~kept[..., None], torch.inf).amin((0, 2))
+    )
     counts[:, COUNT_CALLS] += 1
     counts[:, COUNT_DYNAMIC] += (planned[0, :, 0, 0] == 0).int()
     counts[:, COUNT_OUTSIDE] += ((x_k.abs() > INT8_MAX) & (planned > 0)).sum((0, 2, 3)).int()
-    counts[:, COUNT_KEYS] += batch * seq_kv * padded_head_dim(head_dim)
+    counts[:, COUNT_KEYS] += kept.sum((0, 2)).int() * padded_head_dim(head_dim)
     key = shape_key(batch, seq_q, seq_kv)
     counts[:, COUNT_KEY_MAX].clamp_(min=key)
     counts[:, COUNT_KEY_MIN].clamp_(max=key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .masking import NO_MASKING, Masking, band, canonical_mask, seen_keys
 from .numerics import pv_dtype
 from .reference import ref_attention
 
@@ -40,28 +41,57 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
     return tuple(x.to(device, dtype) for x in (q, k, v))
 
 
-def exact_attention(q, k, v, scale=None):
-    """Attention in fp64, and its LSE (natural log): out [B, S_q, H, D], lse [B, S_q, H]."""
+def exact_attention(q, k, v, scale=None, *, mask=None, softcap=0.0, sinks=None):
+    """Attention in fp64, and its LSE (natural log): out [B, S_q, H, D], lse [B, S_q, H].
+
+    mask: as in scaled_dot_product_attention; a row that sees nothing gives 0. sinks: [H].
+    """
     repeat = q.shape[2] // k.shape[2]
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     k, v = (x.repeat_interleave(repeat, 1) for x in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return (scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.double()
+    if sinks is not None:  # a key more, whose value is nothing
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+    lse = scores.logsumexp(-1)
+    p = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    return (p @ v).transpose(1, 2), lse.transpose(1, 2)
+
+
+def masked_keys(k, v, seq_q, *, attn_mask=None, causal=False, window=None, softcap=0.0, sinks=None):
+    """What `sage_attention` hands to its kernels for these options: the keys that its band shows, and a Masking."""
+    causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
+    masking = Masking(
+        canonical_mask(attn_mask, k.shape[1]),
+        *band(causal, window, seq_q, k.shape[1]),
+        softcap,
+        None if sinks is None else sinks.float(),
+    )
+    first, last = seen_keys(masking, seq_q, k.shape[1])
+    return k[:, first:last], v[:, first:last], masking._replace(offset=masking.offset - first)
 
 
 def relative_l1(out, reference, dim=None) -> torch.Tensor:
-    """Σ|out - reference| / Σ|reference|, over everything or over `dim`."""
-    out, reference = out.double().cpu(), reference.double().cpu()
-    if dim is None:
-        return (out - reference).abs().sum() / reference.abs().sum()
-    return (out - reference).abs().sum(dim) / reference.abs().sum(dim)
+    """Σ|out - reference| / Σ|reference|, over everything or over `dim`; on the reference's device."""
+    reference = reference.double()
+    error, size = (out.to(reference) - reference).abs(), reference.abs()
+    return error.sum() / size.sum() if dim is None else _ratio(error.sum(dim), size.sum(dim))
 
 
 def relative_l2(out, reference, dim=None) -> torch.Tensor:
-    """‖out - reference‖ / ‖reference‖, over everything or over `dim`."""
-    out, reference = out.double().cpu(), reference.double().cpu()
-    dim = tuple(range(out.dim())) if dim is None else dim
-    return (out - reference).square().sum(dim).sqrt() / reference.square().sum(dim).sqrt()
+    """‖out - reference‖ / ‖reference‖, over everything or over `dim`; on the reference's device."""
+    reference = reference.double()
+    dim = tuple(range(reference.dim())) if dim is None else dim
+    return _ratio((out.to(reference) - reference).square().sum(dim).sqrt(), reference.square().sum(dim).sqrt())
+
+
+def _ratio(error, size):
+    """error / size; 0 / 0 is 0, for a row that sees nothing is nothing, and any error there is infinite."""
+    return torch.where((error == 0) & (size == 0), 0.0, error / size)
 
 
 def sqnr_db(out, reference) -> float:
@@ -69,33 +99,43 @@ def sqnr_db(out, reference) -> float:
     return float(-20 * relative_l2(out, reference).log10())
 
 
-# fp32 rounding of an exponent of up to 64: what even an unrounded P of one key is off by.
-EXPONENT_ROUNDING = 64 * 2.0**-24
+FP32_ROUNDING = 2.0**-24
 
 
-def assert_matches_reference(out, lse, q, k, v, *, state=None, **options) -> None:
+def assert_matches_reference(
+    out, lse, q, k, v, *, state=None, masking: Masking = NO_MASKING, device="cpu", exponent=64.0, **options
+) -> None:
     """The kernel against the same-quantisation reference, per (batch, head) and in the worst row.
 
     FlashAttention's rule: against the reference without rounding of P and of the output, a kernel may be twice as far
     off as the reference with both (that is the floor: what rounding alone costs). Codes that flip because a sum ran in
     another order are rare enough to stay inside.
+
+    Args:
+        masking: what the kernel was given beside q, k and v (see `masked_keys`).
+        device: where the reference runs. Its codes are the same on a GPU (each is one product and one division, each
+            rounded once), its scales a rounding of fp32 off: both far below the floor, so the rule is the same.
+        exponent: size up to which scores beside the largest of their row are formed before the difference is taken,
+            base 2: their fp32 rounding is what even an unrounded P is off by. More than 64 with a large bias or scale.
+        options: of ref_attention.
     """
-    cpu = [x.detach().cpu() for x in (q, k, v)]
+    q, k, v, out = (x.detach().to(device) for x in (q, k, v, out))
+    masking = Masking(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in masking))
 
     def reference(inputs, **extra):
-        copied = None if state is None else type(state)(*(x.clone() for x in state))
-        return ref_attention(*inputs, state=copied, **options, **extra)
+        copied = None if state is None else type(state)(*(x.to(device, copy=True) for x in state))
+        return ref_attention(*inputs, state=copied, masking=masking, **options, **extra)
 
     # V is rounded in both: it is an input, and rounding it is no error of the kernel
-    unrounded, ref_lse = reference([x.float() for x in (*cpu[:2], cpu[2].to(pv_dtype(v.dtype)))], round_p=False)
-    rounded, _ = reference(cpu)
-    out = out.cpu()
+    unrounded, ref_lse = reference([x.float() for x in (q, k, v.to(pv_dtype(v.dtype)))], round_p=False)
+    rounded, _ = reference([q, k, v])
     for name, dim in (("head", (1, 3)), ("row", 3)):
         floor = relative_l2(rounded, unrounded, dim).max()
         error = relative_l2(out, unrounded, dim).max()
-        if not error <= 2 * floor + EXPONENT_ROUNDING:
+        if not error <= 2 * floor + exponent * FP32_ROUNDING:
             raise AssertionError(f"worst {name}: relative L2 {error:.2e} from the reference, floor {floor:.2e}")
     if lse is not None:
-        worst = (lse.cpu() - ref_lse).abs().max()
+        lse = lse.to(device)
+        worst = torch.where(lse == ref_lse, 0.0, (lse - ref_lse).abs()).max()  # both may be -inf
         if not worst <= 2e-3:
             raise AssertionError(f"lse: worst error {worst:.2e}")

@@ -1,8 +1,8 @@
 """INT8-QK attention forward: Q quantised in the kernel, one key loop, P·V in 16 bit with fp32 accumulation.
 
 The loop is rotated: P(j - 1)·V(j - 1) is issued right after Q·K(j), so the tensor cores work while the softmax of
-    tile j
-runs. Only the last tile is masked; all others pay nothing for a ragged sequence length.
+tile j runs. It runs twice, over the key tiles that all rows of the program see wholly and then over those that need a
+mask (band, mask tensor, ragged end), so the former pay nothing for the latter; hidden tiles are not visited.
 """
 
 import torch
@@ -10,16 +10,19 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..numerics import padded_head_dim, pv_dtype
+from ..masking import NO_MASKING, UNLIMITED, Masking
+from ..numerics import LOG2_E, padded_head_dim, pv_dtype
 from ..state import (
     STAT_FIELDS,
     STAT_Q_AMAX,
     HeadState,
 )
+from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles, load_bias
 from .prepare_keys import launch_prepare_keys
 from .primitives import (
     dynamic_scale,
     load_tokens,
+    masked_softmax_step,
     nan_unless_finite,
     online_softmax_step,
     round_to_int8,
@@ -73,14 +76,85 @@ def _load_values(values, b, token, h_kv, seq_kv, stride_vb, stride_vs, stride_vh
     return tile
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "state_width"])
+@triton.jit
+def _without_hidden(v, reach, offs_n):
+    """Values of keys that no row sees as zeros: a probability of 0 would not silence a NaN."""
+    return tl.where((tl.load(reach + offs_n) > float("-inf"))[:, None], v, 0.0).to(v.dtype)
+
+
+@triton.jit
+def _load_mask(mask_rows, reach, offs_m, offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv,
+               MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
+    """Bias (base 2) and visibility of one tile, each broadcastable to [BLOCK_M, BLOCK_N]."""
+    if MASK == "rows":
+        inside = (offs_m < seq_q)[:, None] & (offs_n < seq_kv)[None, :]
+        rows = offs_m.to(tl.int64)[:, None] * stride_mq
+        bias = load_bias(mask_rows + rows + offs_n.to(tl.int64)[None, :] * stride_mk, inside)
+        visible = bias > float("-inf")
+    elif MASK == "keys":
+        bias = tl.load(reach + offs_n)[None, :]
+        visible = bias > float("-inf")
+    else:
+        visible = (offs_n < seq_kv)[None, :]
+        bias = tl.zeros([1, 1], tl.float32)
+        if HAS_LEFT:
+            visible = visible & (offs_n[None, :] >= offs_m[:, None] + (offset - left))
+        if HAS_RIGHT:
+            visible = visible & (offs_n[None, :] <= offs_m[:, None] + (offset + right))
+    return bias, visible
+
+
+@triton.jit
+def _band_tiles(first_row, seq_q, seq_kv, left, right, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
+    """The key tiles of the query rows from first_row on: the first visited one, the first that every row sees wholly,
+    how many are so, and how many are visited."""
+    last_row = tl.minimum(first_row + BLOCK_M, seq_q) - 1
+    any_first = 0
+    all_first = 0
+    any_last = seq_kv
+    all_last = seq_kv
+    if HAS_LEFT:
+        any_first = tl.maximum(first_row + offset - left, 0)
+        all_first = tl.maximum(last_row + offset - left, 0)
+    if HAS_RIGHT:
+        any_last = tl.minimum(last_row + offset + right + 1, seq_kv)
+        all_last = tl.minimum(first_row + offset + right + 1, seq_kv)
+    first = any_first // BLOCK_N
+    visited = tl.maximum(tl.cdiv(tl.maximum(any_last, 0), BLOCK_N) - first, 0)
+    first_full = tl.cdiv(all_first, BLOCK_N)
+    full = tl.maximum(tl.maximum(all_last, 0) // BLOCK_N - first_full, 0)
+    return tl.where(visited > 0, first, 0), first_full, full, visited
+
+
+@triton.jit
+def _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK: tl.constexpr, HAS_LEFT: tl.constexpr):
+    """The i-th visited key tile: the wholly visible ones come first."""
+    if MASK != "none":
+        tile = tl.load(tiles_ptr + tl.where(i < full, i, n_tiles - 1 - (i - full)))
+    elif HAS_LEFT:
+        edge = first + i - full
+        tile = tl.where(i < full, first_full + i, tl.where(edge >= first_full, edge + full, edge))
+    else:
+        tile = i
+    return tile
+
+
+@triton.jit(do_not_specialize=[
+    "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset",
+    "reach_step_b", "reach_step_h", "list_step_b", "list_step_h", "list_step_m",
+])  # fmt: skip
 def _attention_fwd_kernel(
     q_ptr, keys, k_scale_ptr, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
     stats_ptr, row_ptr, state_width,
     stride_qb, stride_qs, stride_qh, stride_vb, stride_vs, stride_vh,
+    mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, sinks_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
+    reach_step_b, reach_step_h, list_step_b, list_step_h, list_step_m, left, right, offset, softcap,
     seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr,
+    SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(seq_q, BLOCK_M)
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
@@ -111,6 +185,31 @@ def _attention_fwd_kernel(
     q_scale, inverse = dynamic_scale(amax)
     q_int = round_to_int8(x * inverse[:, None])
     row_scale = (q_scale + nan_unless_finite(q, 1)) * (softmax_scale * LOG2_E)
+    # smoothing lowered every score of a row by q·c: whatever is not invariant to that gets it back. Base 2.
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    if RETURN_LSE or SOFTCAP or HAS_SINKS:
+        center = tl.load(center_ptr + kv_head_of_batch * WIDTH + channels)
+        shift = tl.sum(q * center[None, :], 1) * (softmax_scale * LOG2_E)
+
+    # the key tiles to visit: from the mask's list, or from the band
+    first = 0
+    first_full = 0
+    reach = reach_ptr
+    mask_rows = mask_ptr
+    if MASK == "none":
+        first, first_full, full, visited = _band_tiles(
+            first_row, seq_q, seq_kv, left, right, offset, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        )
+    else:
+        which = b * list_step_b + h * list_step_h + (first_row // BLOCK_M) * list_step_m
+        tiles_ptr += which.to(tl.int64) * n_tiles
+        full = tl.load(numbers_ptr + which * 2)
+        visited = tl.load(numbers_ptr + which * 2 + 1)
+        reach += b.to(tl.int64) * reach_step_b + h_kv * reach_step_h
+        mask_rows += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
+    plain = full
+    if SOFTCAP:
+        plain = 0  # no tile takes the plain path
 
     # scales of the key tiles: one number a tile, or a vector of BLOCK_N
     offs_n = tl.arange(0, BLOCK_N)
@@ -124,46 +223,74 @@ def _attention_fwd_kernel(
     running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
-    scores = tl.dot(q_int, _load_keys(keys, k_row, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
-    p, running_max, running_sum, rescale = online_softmax_step(
-        scores, row_scale, tl.load(k_scales), offs_n < seq_kv, running_max, running_sum, SCALE_PER_KEY, True
-    )
+    tile = _tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    scores = tl.dot(q_int, _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
+    bias, visible = _load_mask(
+        mask_rows, reach, offs_m, tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv,
+        MASK, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    p, running_max, running_sum, rescale = masked_softmax_step(
+        scores, row_scale, tl.load(k_scales + tile * scale_step), shift, bias, visible, softcap, running_max,
+        running_sum, SCALE_PER_KEY, SOFTCAP, HAS_BIAS,
+    )  # fmt: skip
     # always true, but not to the compiler: moves the row scales into the layout of the scores once, not once a tile
     row_scale = tl.where(running_sum > -1.0, row_scale, running_max)
-    for tile in tl.range(1, n_tiles - 1, num_stages=STAGES):
+    for i in tl.range(1, plain, num_stages=STAGES):
+        before = _tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         key_scale = tl.load(k_scales + tile * scale_step)
         v = _load_values(
-            values, b, (tile - 1) * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
+            values, b, before * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
             BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False,
         )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc)
         p, running_max, running_sum, rescale = online_softmax_step(
-            scores, row_scale, key_scale, None, running_max, running_sum, SCALE_PER_KEY, False
+            scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY
         )
         acc = acc * rescale[:, None]
-    if n_tiles > 1:
-        last = n_tiles - 1
-        scores = tl.dot(q_int, _load_keys(keys, k_row + last * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
+    for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1 if MASK == "none" and not SOFTCAP else STAGES):
+        before = _tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
+        scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         v = _load_values(
-            values, b, (last - 1) * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
-            BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False,
+            values, b, before * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
+            BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True,
         )  # fmt: skip
+        if MASK != "none":
+            v = _without_hidden(v, reach, before * BLOCK_N + offs_n)
         acc = tl.dot(p.to(v.dtype), v, acc)
-        valid = last * BLOCK_N + offs_n < seq_kv
-        key_scale = tl.load(k_scales + last * scale_step)
-        p, running_max, running_sum, rescale = online_softmax_step(
-            scores, row_scale, key_scale, valid, running_max, running_sum, SCALE_PER_KEY, True
-        )
+        bias, visible = _load_mask(
+            mask_rows, reach, offs_m, tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q,
+            seq_kv, MASK, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        p, running_max, running_sum, rescale = masked_softmax_step(
+            scores, row_scale, tl.load(k_scales + tile * scale_step), shift, bias, visible, softcap, running_max,
+            running_sum, SCALE_PER_KEY, SOFTCAP, HAS_BIAS,
+        )  # fmt: skip
         acc = acc * rescale[:, None]
+    tile = _tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     v = _load_values(
-        values, b, (n_tiles - 1) * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
+        values, b, tile * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
         BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True,
     )  # fmt: skip
+    if MASK != "none":
+        v = _without_hidden(v, reach, tile * BLOCK_N + offs_n)
     acc = tl.dot(p.to(v.dtype), v, acc)
 
+    if SOFTCAP:
+        shift = shift * 0.0  # the capped scores are the true ones
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + h) * LOG2_E - shift
+        new_max = tl.maximum(running_max, sink)
+        rescale = tl.exp2(running_max - new_max)
+        acc = acc * rescale[:, None]
+        running_sum = tl.fma(running_sum, rescale, tl.exp2(sink - new_max))
+        running_max = new_max
     out = acc / running_sum[:, None]
+    out = tl.where((running_sum == 0.0)[:, None], 0.0, out)  # a row that sees nothing
     out_row = (b.to(tl.int64) * seq_q + offs_m) * heads + h  # contiguous [B, S_q, H, D]
     is_row = offs_m < seq_q
     tl.store(
@@ -172,10 +299,7 @@ def _attention_fwd_kernel(
         mask=is_row[:, None] & (channels < HEAD_DIM)[None, :],
     )
     if RETURN_LSE:
-        # smoothing lowered every score of a row by q·c: put it back
-        center = tl.load(center_ptr + kv_head_of_batch * WIDTH + channels)
-        shift = tl.sum(q * center[None, :], 1) * softmax_scale
-        tl.store(lse_ptr + out_row, (running_max + tl.log2(running_sum)) * _LN_2 + shift, mask=is_row)
+        tl.store(lse_ptr + out_row, (running_max + tl.log2(running_sum) + shift) * _LN_2, mask=is_row)
 
 
 def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
@@ -187,20 +311,21 @@ def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
     return v.clone(memory_format=torch.contiguous_format)
 
 
-def _device_tile(device: torch.device, width: int, scaling: str) -> Tile:
+def _device_tile(device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING) -> Tile:
     if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
-        return Tile(64, 64, 4, 2, "tma")
+        return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma")
     major, minor = torch.cuda.get_device_capability(device)
     if torch.version.hip is None and major < 8:
         raise NotImplementedError(
             f"GPU: got compute capability {major}.{minor}, expected 8.0 or newer; use scaled_dot_product_attention"
         )
-    return choose_tile(0 if torch.version.hip else major * 10 + minor, width, scaling)
+    return choose_tile(0 if torch.version.hip else major * 10 + minor, width, scaling, masking == NO_MASKING)
 
 
 def launch_attention_fwd(
-    q, k, v, *, scale, scaling, smooth_k, state: HeadState | None, return_lse, tile: Tile | None = None
-):
+    q, k, v, *, scale, scaling, smooth_k, state: HeadState | None, return_lse, masking: Masking = NO_MASKING,
+    tile: Tile | None = None,
+):  # fmt: skip
     """Launch the prologue and the attention kernel on q's device and current stream. Arguments are checked already.
 
     Args:
@@ -214,27 +339,24 @@ def launch_attention_fwd(
         extra = (0, padded_head_dim(head_dim) - head_dim)
         q, k, v = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
         out, lse = launch_attention_fwd(
-            q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse, tile=tile
-        )
+            q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse,
+            masking=masking, tile=tile,
+        )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse
     width = head_width(head_dim)
     if state is not None:
         scaling = "planned"
-    tile = tile or _device_tile(q.device, width, scaling)
+    tile = tile or _device_tile(q.device, width, scaling, masking)
     q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v.to(pv_dtype(q.dtype))))
     out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device) if return_lse else None
     with torch.cuda.device_of(q):
+        mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
         keys = launch_prepare_keys(
-            q,
-            k,
-            scaling=scaling,
-            smooth_k=smooth_k,
-            state=state,
-            return_center=return_lse,
-            block_n=tile.block_n,
-            width=width,
-        )
+            q, k, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
+            return_center=return_lse or masking.sinks is not None or masking.softcap > 0,
+            block_n=tile.block_n, width=width,
+        )  # fmt: skip
         codes = keys.codes.view(-1, width)
         if tile.kernel != "pointers":
             v = _copyable_by_engine(v)
@@ -266,8 +388,24 @@ def launch_attention_fwd(
             codes = TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tile.block_n, width])
         values = TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
         _attention_fwd_kernel[grid](
-            q, codes, keys.scale, values, *tensors, *numbers, v.stride(0), v.stride(1), v.stride(2), *sizes,
+            q, codes, keys.scale, values, *tensors, *numbers, v.stride(0), v.stride(1), v.stride(2),
+            *_mask_arguments(masking, mask, none), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
-            enable_fp_fusion=False,
+            MASK=mask.kind, HAS_BIAS=masking.mask is not None and masking.mask.dtype != torch.bool,
+            HAS_LEFT=masking.left != UNLIMITED, HAS_RIGHT=masking.right != UNLIMITED,
+            SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None, enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse
+
+
+def _mask_arguments(masking: Masking, mask: MaskTiles, none: torch.Tensor) -> list:
+    """The kernel's arguments from mask_ptr to softcap."""
+    given, strides = None, (0, 0, 0, 0)
+    if mask.kind == "rows":
+        given = as_loadable(masking.mask)
+        strides = broadcast_strides(given)
+    tensors = [given, mask.reach, mask.tiles, mask.numbers, masking.sinks]
+    return [
+        *(none if x is None else x for x in tensors), *strides, *mask.reach_strides, *mask.list_strides,
+        masking.left, masking.right, masking.offset, masking.softcap * LOG2_E,
+    ]  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..masking import FAINT
 from ..numerics import sampled_center
 from ..state import (
     COUNT_CALLS,
@@ -30,6 +31,7 @@ from ..state import (
     HeadState,
     shape_key,
 )
+from .mask_tiles import MaskTiles
 from .primitives import (
     AMAX_FLOOR,
     CENTER_SAMPLES,
@@ -61,6 +63,7 @@ _PLANS = tl.constexpr(PLAN_FIELDS)
 _STATS = tl.constexpr(STAT_FIELDS)
 _STAT_K_MAX = tl.constexpr(STAT_K_MAX)
 _STAT_K_MIN = tl.constexpr(STAT_K_MIN)
+_FAINT = tl.constexpr(FAINT)
 
 TOKENS_PER_PROGRAM = 512  # amortises the plan, the sampled vectors and the atomics over several tiles
 ROWS_PER_STEP = tl.constexpr(32)  # a tile is walked in slices of this many tokens: few registers, many loads in flight
@@ -68,24 +71,43 @@ ROWS_PER_STEP = tl.constexpr(32)  # a tile is walked in slices of this many toke
 
 @triton.jit
 def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """The `step`-th slice of the tokens that reference.sample_tokens names, fp32."""
+    """The `step`-th slice of the tokens that numerics.sample_tokens names, fp32, and the tokens."""
     i = step * ROWS_PER_STEP + tl.arange(0, ROWS_PER_STEP)
-    tokens = (i * seq // CENTER_SAMPLES + i % tl.maximum(seq // CENTER_SAMPLES, 1)) % seq
-    return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32)
+    # int64: i · seq overflows int32 at 2^24 tokens
+    tokens = (i.to(tl.int64) * seq // CENTER_SAMPLES + i % tl.maximum(seq // CENTER_SAMPLES, 1)) % tl.maximum(seq, 1)
+    return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32), tokens
 
 
 @triton.jit
-def _sampled_center(k_base, stride_ks, seq_kv, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                     HAS_MASK: tl.constexpr):  # fmt: skip
+    """As `_load_sample` for keys; also 1 for each that takes part in scales. The others are zero."""
+    k, tokens = _load_sample(k_base, stride_ks, extent, step, HEAD_DIM, WIDTH)
+    counted = tl.full([ROWS_PER_STEP], 1, tl.int32)
+    if HAS_MASK:
+        counted = (tl.load(reach_ptr + tokens) > _FAINT).to(tl.int32)
+        k = tl.where(counted[:, None] != 0, k, 0.0)
+    return k, counted
+
+
+@triton.jit
+def _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                    HAS_MASK: tl.constexpr):  # fmt: skip
     """numerics.sampled_center of one head: [WIDTH]. Its sum is one of integers, so its order does not matter."""
-    reach = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    top = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    number = tl.zeros([ROWS_PER_STEP], tl.int32)
     for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
-        reach = tl.maximum(reach, tl.abs(_load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH)))
-    amax = tl.maximum(tl.max(tl.max(reach, 1), 0), AMAX_FLOOR)
+        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
+        top = tl.maximum(top, tl.abs(k))
+        number += counted
+    amax = tl.maximum(tl.max(tl.max(top, 1), 0), AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS, amax)
     total = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
     for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
-        total += round_to_int(_load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH) * inverse)
-    return tl.sum(total, 0).to(tl.float32) * (amax * (1.0 / (CENTER_STEPS * CENTER_SAMPLES)))
+        k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
+        total += round_to_int(k * inverse)
+    steps = CENTER_STEPS * tl.maximum(tl.sum(number, 0), 1).to(tl.float32)
+    return tl.sum(total, 0).to(tl.float32) * tl.div_rn(amax, steps)
 
 
 @triton.jit
@@ -96,40 +118,49 @@ def _bounded_amax(amax):
 
 
 @triton.jit
-def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, center, channels,
-                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
+                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
     """reference.ref_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
     q_amax = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
     k_amax = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
-    is_channel = (channels < HEAD_DIM)[None, :]
+    is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
     for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
-        k = _load_sample(k_base, stride_ks, seq_kv, step, HEAD_DIM, WIDTH)
-        k_amax = tl.maximum(k_amax, tl.abs(tl.where(is_channel, k - center[None, :], 0.0)))
+        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
+        smoothed = tl.where(is_channel & (counted != 0)[:, None], k - center[None, :], 0.0)
+        k_amax = tl.maximum(k_amax, tl.abs(smoothed))
         for g in range(group):
-            q_amax = tl.maximum(
-                q_amax, tl.abs(_load_sample(q_base + g * stride_qh, stride_qs, seq_q, step, HEAD_DIM, WIDTH))
-            )
+            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, step, HEAD_DIM, WIDTH)
+            q_amax = tl.maximum(q_amax, tl.abs(q))
     balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
     return tl.where(balance * 0.0 == 0.0, balance, 1.0)
 
 
 @triton.jit
-def _load_slice(k_base, tokens, stride_ks, seq_kv, center, weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                MASKED: tl.constexpr):  # fmt: skip
-    """Keys [ROWS_PER_STEP, WIDTH] in fp32, plain and smoothed and balanced, zero beyond the sequence and the head."""
+def _load_slice(k_base, tokens, stride_ks, seq_kv, reach_ptr, center, weight,
+                HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
+                HAS_MASK: tl.constexpr):  # fmt: skip
+    """Keys [ROWS_PER_STEP, WIDTH] in fp32, plain and smoothed and balanced, and which of them take part in scales.
+
+    Smoothed keys are zero beyond the sequence and the head and where the mask hides them from all rows.
+    """
     k = load_tokens(k_base, tokens, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED).to(tl.float32)
     x = (k - center[None, :]) * weight[None, :]
-    if MASKED:
-        x = tl.where((tokens < seq_kv)[:, None], x, 0.0)
+    counted = tokens < seq_kv
+    if HAS_MASK:
+        counted = tl.load(reach_ptr + tokens) > _FAINT  # -inf beyond the sequence
+    if MASKED or HAS_MASK:
+        x = tl.where(counted[:, None], x, 0.0)
     if HEAD_DIM != WIDTH:
         x = tl.where((tl.arange(0, WIDTH) < HEAD_DIM)[None, :], x, 0.0)
-    return k, x
+    return k, x, counted
 
 
 @triton.jit
 def _prepare_tile(
-    tile, k_base, stride_ks, seq_kv, center, weight, planned, head_amax, codes_ptr, scale_ptr, k_max, k_min, outside,
+    tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
+    k_max, k_min, outside, counts,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr, MASKED: tl.constexpr,
+    HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale."""
     first = tile * BLOCK_N
@@ -138,7 +169,9 @@ def _prepare_tile(
     reach = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)  # largest |x| seen by each element of a slice
     for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
         rows = step * ROWS_PER_STEP + slice_rows
-        k, x = _load_slice(k_base, first + rows, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, MASKED)
+        k, x, counted = _load_slice(
+            k_base, first + rows, stride_ks, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
+        )
         if SCALING == "per_token":
             scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
             tl.store(scale_ptr + rows, scale + nan_unless_finite(x, 1))
@@ -149,13 +182,14 @@ def _prepare_tile(
             tl.store(
                 codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x)
             )  # right unless the tile outgrew its plan
-            if MASKED:
-                is_token = (first + rows < seq_kv)[:, None]
-                k_max = tl.maximum(k_max, tl.where(is_token, k, float("-inf")))
-                k_min = tl.minimum(k_min, tl.where(is_token, k, float("inf")))
+            if MASKED or HAS_MASK:
+                k_max = tl.maximum(k_max, tl.where(counted[:, None], k, float("-inf")))
+                k_min = tl.minimum(k_min, tl.where(counted[:, None], k, float("inf")))
+                counts += counted.to(tl.int32)
             else:
                 k_max = tl.maximum(k_max, k)
                 k_min = tl.minimum(k_min, k)
+                counts += 1
     if SCALING != "per_token":
         amax = tl.max(tl.max(reach, 1), 0)
         if SCALING == "per_head":
@@ -167,26 +201,38 @@ def _prepare_tile(
             beyond = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
             for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
                 rows = step * ROWS_PER_STEP + slice_rows
-                _, x = _load_slice(k_base, first + rows, stride_ks, seq_kv, center, weight, HEAD_DIM, WIDTH, MASKED)
+                _, x, _ = _load_slice(
+                    k_base, first + rows, stride_ks, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED,
+                    HAS_MASK,
+                )  # fmt: skip
                 tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse))
                 if SCALING == "planned":
                     beyond += (tl.abs(x) > INT8_MAX).to(tl.int32)
             if SCALING == "planned":
                 outside += tl.sum(tl.sum(beyond, 1), 0) * (planned > 0).to(tl.int32)
-    return k_max, k_min, outside
+    return k_max, k_min, outside, counts
 
 
 @triton.jit(
-    do_not_specialize=["shape_key", "seq_q", "seq_kv", "programs_per_head", "kv_heads", "group", "state_width"]
+    do_not_specialize=[
+        "shape_key",
+        "seq_q",
+        "seq_kv",
+        "programs_per_head",
+        "kv_heads",
+        "group",
+        "state_width",
+        "stride_rb",
+        "stride_rh",
+    ]  # fmt: skip
 )
 def _prepare_keys_kernel(
     q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
     plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb, stride_rh,
     seq_q, seq_kv, kv_heads, group, programs_per_head,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SCALING: tl.constexpr,
-        SMOOTH: tl.constexpr,
-    STORE_CENTER: tl.constexpr,
+    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) % programs_per_head
     head_of_batch = tl.program_id(0) // programs_per_head  # b * H_kv + h
@@ -197,6 +243,11 @@ def _prepare_keys_kernel(
     k_base = k_ptr + b * stride_kb + h.to(tl.int64) * stride_kh
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
     head_offset = head_of_batch.to(tl.int64)
+    extent = seq_kv
+    if HAS_MASK:
+        extent_at = b * stride_rb + h * stride_rh  # in keys: `extent` has one number for each padded row of `reach`
+        extent = tl.load(extent_ptr + extent_at // (n_tiles * BLOCK_N))
+        reach_ptr += extent_at
 
     center = tl.zeros([WIDTH], tl.float32)
     weight = tl.full([WIDTH], 1.0, tl.float32)
@@ -216,22 +267,12 @@ def _prepare_keys_kernel(
             q_weight = tl.load(plan + _Q_WEIGHT * state_width, mask=is_channel, other=0.0)
         else:
             if SMOOTH:
-                center = _sampled_center(k_base, stride_ks, seq_kv, HEAD_DIM, WIDTH)
+                center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK)
             q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
             weight = _sampled_balance(
-                q_base,
-                stride_qs,
-                stride_qh,
-                seq_q,
-                group,
-                k_base,
-                stride_ks,
-                seq_kv,
-                center,
-                channels,
-                HEAD_DIM,
-                WIDTH,
-            )
+                q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
+                HEAD_DIM, WIDTH, HAS_MASK,
+            )  # fmt: skip
             q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
         if chunk == 0:
             tl.store(q_weight_ptr + head_offset * WIDTH + channels, q_weight)
@@ -241,7 +282,7 @@ def _prepare_keys_kernel(
                 tl.atomic_max(count + _KEY_MAX, shape_key)
                 tl.atomic_min(count + _KEY_MIN, shape_key)
     elif SMOOTH:
-        center = _sampled_center(k_base, stride_ks, seq_kv, HEAD_DIM, WIDTH)
+        center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK)
     if STORE_CENTER:
         if chunk == 0:
             tl.store(center_ptr + head_offset * WIDTH + channels, center)
@@ -252,27 +293,25 @@ def _prepare_keys_kernel(
     k_max = tl.full([ROWS_PER_STEP, WIDTH], float("-inf"), tl.float32)
     k_min = tl.full([ROWS_PER_STEP, WIDTH], float("inf"), tl.float32)
     outside = tl.zeros([], tl.int32)
+    counts = tl.zeros([ROWS_PER_STEP], tl.int32)
     for tile in range(chunk * TILES, tl.minimum(chunk * TILES + TILES, n_tiles)):
         codes = k_int_ptr + (head_offset * n_tiles + tile) * (BLOCK_N * WIDTH)
         scales = k_scale_ptr + (head_offset * n_tiles + tile) * (BLOCK_N if SCALING == "per_token" else 1)
         if tile * BLOCK_N + BLOCK_N <= seq_kv:
-            k_max, k_min, outside = _prepare_tile(
-                tile, k_base, stride_ks, seq_kv, center, weight, planned, head_amax, codes, scales, k_max, k_min,
-                outside,
-                HEAD_DIM, WIDTH, BLOCK_N, SCALING, False,
+            k_max, k_min, outside, counts = _prepare_tile(
+                tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes, scales,
+                k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, False, HAS_MASK,
             )  # fmt: skip
         else:
-            k_max, k_min, outside = _prepare_tile(
-                tile, k_base, stride_ks, seq_kv, center, weight, planned, head_amax, codes, scales, k_max, k_min,
-                outside,
-                HEAD_DIM, WIDTH, BLOCK_N, SCALING, True,
+            k_max, k_min, outside, counts = _prepare_tile(
+                tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes, scales,
+                k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, True, HAS_MASK,
             )  # fmt: skip
     if SCALING == "planned":
         stat = stats_ptr + row * (_STATS * state_width) + channels
         tl.atomic_max(stat + _STAT_K_MAX * state_width, tl.max(k_max, 0), mask=is_channel)
         tl.atomic_min(stat + _STAT_K_MIN * state_width, tl.min(k_min, 0), mask=is_channel)
-        seen = tl.minimum(seq_kv, (chunk + 1) * TILES * BLOCK_N) - chunk * TILES * BLOCK_N
-        tl.atomic_add(counts_ptr + row * _COUNTS + _KEYS, seen * HEAD_DIM)
+        tl.atomic_add(counts_ptr + row * _COUNTS + _KEYS, tl.sum(counts, 0) * HEAD_DIM)
         if outside > 0:
             tl.atomic_add(counts_ptr + row * _COUNTS + _OUTSIDE, outside)
 
@@ -296,12 +335,13 @@ class PreparedKeys(NamedTuple):
 
 
 def launch_prepare_keys(
-    q, k, *, scaling, smooth_k, state: HeadState | None, return_center, block_n, width
+    q, k, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width
 ) -> PreparedKeys:
     """Quantise K [B, S_kv, H_kv, D] into a padded buffer laid out for the attention kernel.
 
     Args:
         scaling: "per_token", "per_block", "per_head", or "planned" with `state`.
+        mask: hidden keys get codes of zero and touch no scale.
         width: channels of a row of the buffer, a power of two >= D.
     """
     batch, seq_kv, kv_heads, head_dim = k.shape
@@ -315,7 +355,10 @@ def launch_prepare_keys(
     if scaling == "per_head":
         # the yardstick granularity: a reduction over the whole head first, which is what the planned scales avoid
         keys = k.transpose(1, 2).float()
-        k_amax = (keys - sampled_center(keys) if smooth_k else keys).abs().amax((2, 3)).contiguous()
+        counts = None if mask.reach is None else mask.reach[..., :seq_kv] > FAINT
+        smoothed = keys - sampled_center(keys, counts) if smooth_k else keys
+        smoothed = smoothed if counts is None else torch.where(counts[..., None], smoothed, 0.0)
+        k_amax = smoothed.abs().amax((2, 3)).contiguous()
         q_amax = q.abs().amax((1, 3)).float().contiguous()
     prepared = PreparedKeys(
         codes=empty(batch * kv_heads, n_tiles * block_n, width, dtype=torch.int8),
@@ -333,9 +376,10 @@ def launch_prepare_keys(
         none if prepared.q_weight is None else prepared.q_weight, none if k_amax is None else k_amax,
         plan, plan_scale, stats, counts, row, shape_key(batch, q.shape[1], seq_kv) if planned else 0, plan.shape[-1],
         q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
+        none if mask.reach is None else mask.reach, none if mask.extent is None else mask.extent, *mask.reach_strides,
         q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads, programs,
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, TILES=tiles, SCALING=scaling, SMOOTH=smooth_k,
-        STORE_CENTER=return_center, num_warps=8, maxnreg=128 if planned and k.is_cuda else None,
-        enable_fp_fusion=False,
+        STORE_CENTER=return_center, HAS_MASK=mask.reach is not None,
+        num_warps=8, maxnreg=128 if planned and k.is_cuda else None, enable_fp_fusion=False,
     )  # fmt: skip
     return prepared

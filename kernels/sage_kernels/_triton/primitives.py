@@ -16,7 +16,6 @@ AMAX_FLOOR = tl.constexpr(1e-30)
 CHANNEL_FLOOR = tl.constexpr(2.0**-24)
 CENTER_SAMPLES = tl.constexpr(128)
 CENTER_STEPS = tl.constexpr(2.0**22)
-SCORE_MASKED = tl.constexpr(-(2**30))  # below every score: |q·k| <= 256 · 127^2 < 2^22
 
 
 @triton.jit
@@ -71,9 +70,8 @@ def load_tokens(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def online_softmax_step(scores, row_scale, key_scale, valid, running_max, running_sum,
-                        SCALE_PER_KEY: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """One key tile of the base-2 online softmax.
+def online_softmax_step(scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY: tl.constexpr):
+    """One wholly visible key tile of the base-2 online softmax.
 
     scores int32 [BLOCK_M, BLOCK_N]; row_scale [BLOCK_M] holds the Q scale, softmax scale and log2(e);
     key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY. Returns P fp32, the new max, the new sum and the rescale
@@ -81,20 +79,47 @@ def online_softmax_step(scores, row_scale, key_scale, valid, running_max, runnin
     """
     if SCALE_PER_KEY:
         values = scores.to(tl.float32) * key_scale[None, :]
-        if MASKED:  # on the floats: a key of zeros, as those beyond the sequence are, has next to no scale
-            values = tl.where(valid[None, :], values, float("-inf"))
         tile_scale = row_scale
         new_max = tl.maximum(running_max, tl.max(values, 1) * tile_scale)
     else:
-        if MASKED:
-            scores = tl.where(valid[None, :], scores, SCORE_MASKED)
         # one positive scale for the tile: the max may be taken on the integers, where Hopper compares three at a time
         values = scores.to(tl.float32)
         tile_scale = row_scale * key_scale
         new_max = tl.maximum(running_max, tl.max(scores, 1).to(tl.float32) * tile_scale)
     # dequantisation folds into the exponent's FMA
     p = tl.exp2(tl.fma(values, tile_scale[:, None], -new_max[:, None]))
-    if MASKED:  # a tiny scale would leave a masked score near 0, not at -inf
-        p = tl.where(valid[None, :], p, 0.0)
     rescale = tl.exp2(running_max - new_max)
+    return p, new_max, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale
+
+
+@triton.jit
+def masked_softmax_step(scores, row_scale, key_scale, shift, bias, visible, softcap, running_max, running_sum,
+                        SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+    """As `online_softmax_step` where the scores are more than a product, or not all visible.
+
+    shift [BLOCK_M]: what smoothing took from the scores (softcap); bias: added, base 2; visible: bool, both broadcast
+    to [BLOCK_M, BLOCK_N].
+    """
+    values = scores.to(tl.float32)
+    tile_scale = row_scale
+    if SCALE_PER_KEY:
+        values = values * key_scale[None, :]
+    else:
+        tile_scale = row_scale * key_scale
+    if SOFTCAP:
+        x = tl.fma(values, tile_scale[:, None], shift[:, None]) * tl.div_rn(softcap * 0.0 + 1.0, softcap)
+        # cap · tanh, from the one exponential that there is; base 2 throughout
+        values = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
+        tile_scale = row_scale * 0.0 + 1.0
+    if HAS_BIAS:
+        values = tl.fma(values, tile_scale[:, None], bias)
+        tile_scale = row_scale * 0.0 + 1.0
+    # scaled before it is masked: -inf times a scale of 0 is no number
+    top = tl.max(tl.where(visible, values * tile_scale[:, None], float("-inf")), 1)
+    new_max = tl.maximum(running_max, top)
+    # a row that has seen nothing yet has a max of -inf: no difference may be taken from that
+    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+    p = tl.exp2(tl.fma(values, tile_scale[:, None], -reference[:, None]))
+    p = tl.where(visible, p, 0.0)
+    rescale = tl.exp2(running_max - reference)
     return p, new_max, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale

@@ -34,9 +34,12 @@ class Tile(NamedTuple):
 _HOPPER = {
     (64, False): Tile(64, 128, 4, 3, "tma"),
     (128, False): Tile(128, 128, 4, 3, "hopper"),
+    (256, False): Tile(64, 64, 4, 2, "tma"),
+    (256, True): Tile(64, 64, 4, 2, "tma"),
     (64, True): Tile(64, 128, 4, 3, "tma"),
     (128, True): Tile(64, 64, 4, 3, "tma"),
 }
+_HOPPER_MASKED = Tile(64, 128, 4, 3, "tma")
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (`python tests/codegen.py`).
 _AMPERE = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")}
 _SMALL_SHARED_MEMORY = {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers")}  # 99 KB a block
@@ -46,13 +49,15 @@ _BLACKWELL = {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "poi
 
 def head_width(head_dim: int) -> int:
     """Channels a tile holds: a power of two, at least 64 (at 32, Triton 3.7 reads out of bounds on sm_90)."""
-    return 64 if head_dim <= 64 else 128
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def choose_tile(capability: int, width: int, scaling: str) -> Tile:
-    """The tile for a compute capability such as 90 (0: AMD), a head width and a scaling ("planned" included)."""
+def choose_tile(capability: int, width: int, scaling: str, unmasked: bool = True) -> Tile:
+    """The tile for a compute capability such as 90 (0: AMD), a head width, a scaling ("planned" included), and whether
+    the call is plain attention (no mask, band, soft cap or sinks)."""
     if capability == 90:
-        return _HOPPER[(width, scaling == "per_token")]
+        tile = _HOPPER[(width, scaling == "per_token")]
+        return tile if unmasked or tile.kernel != "hopper" else _HOPPER_MASKED
     if capability in (86, 89):
         return _SMALL_SHARED_MEMORY[width]
     if capability in (120, 121):

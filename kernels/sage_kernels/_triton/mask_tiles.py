@@ -1,0 +1,178 @@
+"""Which key tiles a query tile has to visit: read off the mask once, so that hidden tiles are never touched.
+
+The lists hold the tiles that are wholly visible from the front and those that need the mask from the back, so the
+attention kernel runs two plain loops. The order of the keys does not matter to softmax.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..masking import FAINT, Masking
+
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
+_FAINT = tl.constexpr(FAINT)
+TILES_PER_STEP = tl.constexpr(32)  # key tiles looked at together
+
+
+class MaskTiles(NamedTuple):
+    """What the kernels read of a mask. Without a mask every tensor is None.
+
+    Attributes:
+        kind: "none", "keys" (one vector of keys a sample) or "rows" (anything else).
+        reach: fp32 [B or 1, H_kv or 1, tiles·block_n], largest bias that any row adds to a key, base 2; -inf: hidden
+            from all, and beyond the sequence.
+        extent: int32 [B or 1, H_kv or 1], one past the last key that takes part in scales.
+        tiles: int32 [lists, tiles], the list of a query tile (kind "rows") or of a sample ("keys").
+        numbers: int32 [lists, 2], how many tiles of the list are wholly visible, how many are visited.
+        list_strides: lists from one sample, head and query tile to the next.
+    """
+
+    kind: str = "none"
+    reach: torch.Tensor | None = None
+    extent: torch.Tensor | None = None
+    tiles: torch.Tensor | None = None
+    numbers: torch.Tensor | None = None
+    list_strides: tuple[int, int, int] = (0, 0, 0)
+
+    @property
+    def reach_strides(self) -> tuple[int, int]:
+        """Elements of `reach` from one sample and one key/value head to the next; 0 where they share it."""
+        if self.reach is None:
+            return 0, 0
+        batch, heads, width = self.reach.shape
+        return (heads * width if batch > 1 else 0), (width if heads > 1 else 0)
+
+
+@triton.jit
+def load_bias(pointers, inside):
+    """Mask elements as biases on base-2 scores: bool (as uint8) gives 0 and -inf; -inf outside. No overflow."""
+    if pointers.dtype.element_ty == tl.uint8:
+        bias = tl.where(tl.load(pointers, mask=inside, other=0) != 0, 0.0, float("-inf"))
+    else:
+        given = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
+        bias = tl.where(given == float("-inf"), given, tl.maximum(given * _LOG2_E, _LOWEST))
+    return bias
+
+
+@triton.jit
+def _append(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial):
+    """Add tiles [N] to their end of the list; returns the new counts."""
+    is_partial = (is_any & (is_full == 0)).to(tl.int32)
+    is_full = (is_any & is_full).to(tl.int32)
+    tl.store(tiles_ptr + full + tl.cumsum(is_full, 0) - 1, tile, mask=is_full != 0)
+    tl.store(tiles_ptr + n_tiles - partial - tl.cumsum(is_partial, 0), tile, mask=is_partial != 0)
+    return full + tl.sum(is_full, 0), partial + tl.sum(is_partial, 0)
+
+
+@triton.jit
+def _close(tiles_ptr, numbers_ptr, n_tiles, full, partial):
+    if full + partial == 0:  # a query tile that sees nothing still reads the first entry, from the back
+        tl.store(tiles_ptr + n_tiles - 1, 0)
+    tl.store(numbers_ptr, full)
+    tl.store(numbers_ptr + 1, full + partial)
+
+
+@triton.jit(do_not_specialize=["seq_kv"])
+def _key_mask_kernel(mask_ptr, reach_ptr, extent_ptr, tiles_ptr, numbers_ptr, stride_mb, stride_mk, seq_kv,
+                     BLOCK_N: tl.constexpr):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    n_tiles = tl.cdiv(seq_kv, BLOCK_N)
+    tiles_ptr += b * n_tiles
+    full = 0
+    partial = 0
+    extent = 0
+    for first in range(0, n_tiles, TILES_PER_STEP):
+        tile = first + tl.arange(0, TILES_PER_STEP)
+        keys = tile[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        bias = load_bias(mask_ptr + b * stride_mb + keys.to(tl.int64) * stride_mk, keys < seq_kv)
+        tl.store(reach_ptr + b * n_tiles * BLOCK_N + keys, bias, mask=(tile < n_tiles)[:, None])
+        extent = tl.maximum(extent, tl.max(tl.max(tl.where(bias > _FAINT, keys + 1, 0), 1), 0))
+        is_any = tl.max(bias, 1) > float("-inf")
+        is_full = tl.max((bias != 0.0).to(tl.int32), 1) == 0
+        full, partial = _append(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial)
+    tl.store(extent_ptr + b, extent)
+    _close(tiles_ptr, numbers_ptr + b * 2, n_tiles, full, partial)
+
+
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "mask_heads", "reach_heads", "group"])
+def _row_mask_kernel(mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
+                     seq_q, seq_kv, mask_heads, reach_heads, group,
+                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):  # fmt: skip
+    m_tiles = tl.cdiv(seq_q, BLOCK_M)
+    n_tiles = tl.cdiv(seq_kv, BLOCK_N)
+    which = tl.program_id(0).to(tl.int64)
+    m = (which % m_tiles).to(tl.int32)
+    h = (which // m_tiles % mask_heads).to(tl.int32)
+    b = which // m_tiles // mask_heads
+    rows = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    base = mask_ptr + b * stride_mb + h.to(tl.int64) * stride_mh + rows.to(tl.int64)[:, None] * stride_mq
+    h_reach = tl.where(reach_heads > 1, h // group, 0)
+    reach_ptr += (b * reach_heads + h_reach) * n_tiles * BLOCK_N
+    tiles_ptr += which * n_tiles
+    full = 0
+    partial = 0
+    for tile in range(n_tiles):
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = (rows < seq_q)[:, None] & (keys < seq_kv)[None, :]
+        bias = load_bias(base + keys.to(tl.int64)[None, :] * stride_mk, inside)
+        reach = tl.max(bias, 0)
+        tl.atomic_max(reach_ptr + keys, reach, mask=reach > float("-inf"))
+        is_any = tl.max(reach, 0) > float("-inf")
+        is_full = tl.max(tl.max((bias != 0.0).to(tl.int32), 1), 0) == 0
+        full, partial = _append(
+            tiles_ptr, n_tiles, tile + tl.arange(0, 1), tl.arange(0, 1) * 0 + is_any, tl.arange(0, 1) * 0 + is_full,
+            full, partial,
+        )  # fmt: skip
+    _close(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
+
+
+def as_loadable(mask: torch.Tensor) -> torch.Tensor:
+    """The mask itself in a type that kernels load: bool as the bytes that it is."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+def broadcast_strides(mask: torch.Tensor) -> list[int]:
+    """Strides of the mask, 0 where one element serves the whole dimension."""
+    return [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+
+
+def launch_mask_tiles(
+    masking: Masking, heads: int, kv_heads: int, seq_q: int, seq_kv: int, block_m: int, block_n: int
+) -> MaskTiles:
+    """Read masking.mask (if any) once: one launch for a mask of keys, else one and a few small reductions."""
+    if masking.mask is None:
+        return MaskTiles()
+    mask = as_loadable(masking.mask)
+    n_tiles = triton.cdiv(seq_kv, block_n)
+    mask_batch, mask_heads, mask_rows, _ = mask.shape
+    strides = broadcast_strides(mask)
+    if masking.by_key:
+
+        def empty(*shape, dtype=torch.int32):
+            return torch.empty(mask_batch, *shape, dtype=dtype, device=mask.device)
+
+        reach, extent = empty(1, n_tiles * block_n, dtype=torch.float32), empty(1)
+        tiles, numbers = empty(n_tiles), empty(2)
+        _key_mask_kernel[(mask_batch,)](
+            mask, reach, extent, tiles, numbers, strides[0], strides[3], seq_kv, BLOCK_N=block_n, num_warps=8
+        )
+        return MaskTiles("keys", reach, extent, tiles, numbers, (int(mask_batch > 1), 0, 0))
+    m_tiles = triton.cdiv(seq_q, block_m)
+    reach_heads = 1 if mask_heads == 1 else kv_heads
+    reach = torch.full((mask_batch, reach_heads, n_tiles * block_n), -torch.inf, device=mask.device)
+    tiles = torch.empty(mask_batch * mask_heads * m_tiles, n_tiles, dtype=torch.int32, device=mask.device)
+    numbers = torch.empty(tiles.shape[0], 2, dtype=torch.int32, device=mask.device)
+    _row_mask_kernel[(tiles.shape[0],)](
+        mask, reach, tiles, numbers, *strides, seq_q, seq_kv, mask_heads, reach_heads, heads // kv_heads,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
+    )  # fmt: skip
+    last = torch.arange(1, reach.shape[2] + 1, dtype=torch.int32, device=mask.device)
+    extent = torch.where(reach > FAINT, last, 0).amax(2)
+    by_batch, by_head = int(mask_batch > 1), int(mask_heads > 1)
+    list_strides = (by_batch * mask_heads * m_tiles, by_head * m_tiles, 1)
+    return MaskTiles("rows", reach, extent, tiles, numbers, list_strides)

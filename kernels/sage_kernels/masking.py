@@ -1,0 +1,103 @@
+"""Which keys a query row sees, and what is done to its scores, in the form that reference and launcher share."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .numerics import LOG2_E
+
+
+UNLIMITED = -1
+# A float bias this low decides alone (fp32 loses the score beside it): such a key takes no part in scales.
+FAINT = -1e30
+
+
+class Masking(NamedTuple):
+    """Everything between Q·Kᵀ and the softmax.
+
+    Attributes:
+        mask: None, or bool (True: visible) or float (added to the scores), [B or 1, H or 1, S_q or 1, S_kv] in the
+            strides it came with.
+        left, right: a row at key position p sees keys p - left to p + right; UNLIMITED: no bound on that side.
+        offset: position of query row 0 on the key axis.
+        softcap: scores become softcap · tanh(score / softcap); 0: off.
+        sinks: None, or fp32 [H]: a logit per head that takes part in the softmax and has no value.
+    """
+
+    mask: torch.Tensor | None = None
+    left: int = UNLIMITED
+    right: int = UNLIMITED
+    offset: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+    @property
+    def by_key(self) -> bool:
+        """The mask is one vector of keys a sample: it hides the same keys from all rows and heads."""
+        return self.mask is not None and self.mask.shape[1] == 1 and self.mask.shape[2] == 1
+
+
+NO_MASKING = Masking()
+
+
+def canonical_mask(mask: torch.Tensor | None, seq_kv: int) -> torch.Tensor | None:
+    """`mask`, broadcastable to [B, H, S_q, S_kv], as 4-D with every broadcast dimension but the keys' of size 1.
+
+    A view: nothing is copied, and what `expand` blew up is folded back.
+    """
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    for dim in range(3):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, min(1, mask.shape[dim]))
+    return mask.expand(-1, -1, -1, seq_kv)
+
+
+def band(causal: str, window: int | None, seq_q: int, seq_kv: int) -> tuple[int, int, int]:
+    """left, right and offset of a Masking. causal: "", "top_left" or "bottom_right"; window: own key included."""
+    offset = seq_kv - seq_q if causal == "bottom_right" else 0
+    left = UNLIMITED if window is None else window - 1
+    return left, 0 if causal else left, offset
+
+
+def seen_keys(masking: Masking, seq_q: int, seq_kv: int) -> tuple[int, int]:
+    """First key that the band shows to any row, and one past the last: what is outside need not be touched at all."""
+    first = 0 if masking.left == UNLIMITED else max(0, masking.offset - masking.left)
+    last = seq_kv if masking.right == UNLIMITED else min(seq_kv, seq_q + masking.offset + masking.right)
+    return min(first, seq_kv), max(last, 0)
+
+
+def log2_bias(mask: torch.Tensor) -> torch.Tensor:
+    """The mask as a bias on base-2 scores, fp32: 0 and -inf for bool. A finite bias stays finite."""
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+    bias = mask.float()
+    return (bias * LOG2_E).clamp_min(torch.finfo(torch.float32).min).masked_fill(bias == -torch.inf, -torch.inf)
+
+
+def key_reach(masking: Masking, batch: int, heads: int, kv_heads: int, seq_q: int) -> torch.Tensor | None:
+    """For each key the largest bias any row adds to it, base 2: [B or 1, H_kv or 1, S_kv]; None without a mask.
+
+    -inf: no row of these heads sees the key, so neither its K nor its V may matter, whatever they hold. The band of a
+    causal mask is not looked at.
+    """
+    if masking.mask is None:
+        return None
+    reach = log2_bias(masking.mask).amax(2)
+    return reach if reach.shape[1] == 1 else reach.unflatten(1, (kv_heads, -1)).amax(2)
+
+
+def visible(masking: Masking, rows: torch.Tensor, seq_kv: int) -> torch.Tensor | None:
+    """The band of query rows [R] as bool [R, S_kv]; None where it hides nothing."""
+    if masking.left == masking.right == UNLIMITED:
+        return None
+    distance = torch.arange(seq_kv, device=rows.device)[None, :] - (rows[:, None] + masking.offset)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if masking.left != UNLIMITED:
+        seen &= distance >= -masking.left
+    if masking.right != UNLIMITED:
+        seen &= distance <= masking.right
+    return seen
