@@ -111,6 +111,7 @@ def attention(name: str, width: int, scaling: str) -> dict:
     tile = choose_tile(capability, width, scaling)
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "values": "*bf16"}
+    constants |= {"MASK": "none", "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": False}
     types |= {"mask_ptr": "*u8", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
     if tile.kernel == "hopper":
         from triton.experimental.gluon import language as gl
@@ -130,7 +131,6 @@ def attention(name: str, width: int, scaling: str) -> dict:
             types["keys"] = f"tensordesc<i8[{tile.block_n}, {width}]>"
             types["values"] = f"tensordesc<bf16[1, {tile.block_n}, 1, {width}]>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
-        constants |= {"MASK": "none", "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": False}
         constants |= {"SOFTCAP": False, "HAS_SINKS": False}
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}

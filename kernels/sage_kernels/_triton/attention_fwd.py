@@ -311,6 +311,11 @@ def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
     return v.clone(memory_format=torch.contiguous_format)
 
 
+def _simple(masking: Masking) -> bool:
+    """Whether the warp-specialised kernel knows this masking."""
+    return (masking.mask is None or masking.by_key) and not masking.softcap and masking.sinks is None
+
+
 def _device_tile(device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING) -> Tile:
     if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
         return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma")
@@ -319,7 +324,7 @@ def _device_tile(device: torch.device, width: int, scaling: str, masking: Maskin
         raise NotImplementedError(
             f"GPU: got compute capability {major}.{minor}, expected 8.0 or newer; use scaled_dot_product_attention"
         )
-    return choose_tile(0 if torch.version.hip else major * 10 + minor, width, scaling, masking == NO_MASKING)
+    return choose_tile(0 if torch.version.hip else major * 10 + minor, width, scaling, _simple(masking))
 
 
 def launch_attention_fwd(
@@ -372,6 +377,10 @@ def launch_attention_fwd(
             "BLOCK_N": tile.block_n,
             "SCALING": scaling,
             "RETURN_LSE": return_lse,
+            "MASK": mask.kind,
+            "HAS_BIAS": masking.mask is not None and masking.mask.dtype != torch.bool,
+            "HAS_LEFT": masking.left != UNLIMITED,
+            "HAS_RIGHT": masking.right != UNLIMITED,
         }
         value_block = [1, tile.block_n, 1, width]
         if tile.kernel == "hopper":
@@ -379,8 +388,9 @@ def launch_attention_fwd(
 
             hopper.attention_fwd_hopper_kernel[grid](
                 q, hopper.describe(codes, [tile.block_n, width]), keys.scale, hopper.describe(v, value_block),
-                *tensors, *numbers, *sizes, **constants, NUM_BUFFERS=tile.num_stages, num_warps=4,
-                enable_fp_fusion=False,
+                *tensors, *numbers, *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
+                mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *sizes,
+                **constants, NUM_BUFFERS=tile.num_stages, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
         use_tma = tile.kernel == "tma"
@@ -391,8 +401,6 @@ def launch_attention_fwd(
             q, codes, keys.scale, values, *tensors, *numbers, v.stride(0), v.stride(1), v.stride(2),
             *_mask_arguments(masking, mask, none), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
-            MASK=mask.kind, HAS_BIAS=masking.mask is not None and masking.mask.dtype != torch.bool,
-            HAS_LEFT=masking.left != UNLIMITED, HAS_RIGHT=masking.right != UNLIMITED,
             SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None, enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse

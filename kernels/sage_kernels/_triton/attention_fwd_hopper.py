@@ -1,8 +1,8 @@
 """The attention kernel for Hopper (sm_90) in Gluon: one warp copies, two warpgroups of 64 query rows compute.
 
-Same mathematics as attention_fwd.py, for scales that are one number a key tile. What Triton's own pipeliner can't
-give:
-the copy engine runs ahead by NUM_BUFFERS tiles, and P·V of one tile stays in flight under the softmax of the next.
+Same mathematics as attention_fwd.py, for scales that are one number a key tile, and for masks that need not be read
+beside the loop: bands and masks of keys. What Triton's own pipeliner can't give: the copy engine runs ahead by
+NUM_BUFFERS tiles, and P·V of one tile stays in flight under the softmax of the next.
 """
 
 import torch
@@ -28,17 +28,55 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-_SCORE_MASKED = gl.constexpr(-(2**30))
 _ROWS = gl.constexpr(64)  # query rows of one warpgroup
 
 
 @gluon.jit
-def _copy_keys_and_values(keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv, n_tiles,
-                          BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr):  # fmt: skip
+def _band_tiles(first_row, rows, seq_q, seq_kv, left, right, offset, BLOCK_N: gl.constexpr,
+                HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):  # fmt: skip
+    """As attention_fwd._band_tiles, for `rows` query rows from first_row on."""
+    last_row = gl.minimum(first_row + rows, seq_q) - 1
+    any_first = 0
+    all_first = 0
+    any_last = seq_kv
+    all_last = seq_kv
+    if HAS_LEFT:
+        any_first = gl.maximum(first_row + offset - left, 0)
+        all_first = gl.maximum(last_row + offset - left, 0)
+    if HAS_RIGHT:
+        any_last = gl.maximum(gl.minimum(last_row + offset + right + 1, seq_kv), 0)
+        all_last = gl.maximum(gl.minimum(first_row + offset + right + 1, seq_kv), 0)
+    first = any_first // BLOCK_N
+    visited = gl.maximum((any_last + BLOCK_N - 1) // BLOCK_N - first, 0)
+    first_full = (all_first + BLOCK_N - 1) // BLOCK_N
+    full = gl.maximum(all_last // BLOCK_N - first_full, 0)
+    return gl.where(visited > 0, first, 0), first_full, full, visited
+
+
+@gluon.jit
+def _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK: gl.constexpr, HAS_LEFT: gl.constexpr):
+    """The i-th visited key tile: the wholly visible ones come first."""
+    if MASK != "none":
+        tile = gl.load(tiles_ptr + gl.where(i < full, i, n_tiles - 1 - (i - full)))
+    elif HAS_LEFT:
+        edge = first + i - full
+        tile = gl.where(i < full, first_full + i, gl.where(edge >= first_full, edge + full, edge))
+    else:
+        tile = i
+    return tile
+
+
+@gluon.jit
+def _copy_keys_and_values(
+    keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv,
+    tiles_ptr, n_tiles, first, first_full, full, visited,
+    BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
+):  # fmt: skip
     """The producer: fills the ring of buffers as the consumers free them."""
-    for tile in range(n_tiles):
-        slot = tile % NUM_BUFFERS
-        phase = (tile // NUM_BUFFERS) & 1
+    for i in range(visited):
+        tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        slot = i % NUM_BUFFERS
+        phase = (i // NUM_BUFFERS) & 1
         mbarrier.wait(k_empty.index(slot), phase ^ 1)
         mbarrier.expect(k_full.index(slot), keys.block_type.nbytes)
         _load_tile(keys, [k_row + tile * BLOCK_N, 0], k_full.index(slot), k_smem.index(slot))
@@ -58,20 +96,96 @@ def _softmax_tile(scores, tile_scale, running_max, running_sum):
 
 
 @gluon.jit
-def _mask_tail(scores, first_key, seq_kv, BLOCK_N: gl.constexpr, SCORES: gl.constexpr):
-    if first_key + BLOCK_N > seq_kv:
-        valid = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES)) < seq_kv
-        scores = gl.where(valid[None, :], scores, gl.full_like(scores, _SCORE_MASKED))
-    return scores
+def _masked_softmax_tile(scores, tile_scale, reach, rows, first_key, left, right, offset, seq_kv, running_max,
+                         running_sum, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, MASK: gl.constexpr,
+                         HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):  # fmt: skip
+    """As `_softmax_tile` where not all keys are visible; as primitives.masked_softmax_step."""
+    keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    values = scores.to(gl.float32)
+    if MASK == "keys":
+        bias = gl.load(reach + keys)
+        visible = (bias > float("-inf"))[None, :] & gl.full_like(scores, 1).to(gl.int1)
+        if HAS_BIAS:
+            values = gl.fma(values, tile_scale[:, None], bias[None, :])
+            tile_scale = tile_scale * 0.0 + 1.0
+    else:
+        visible = (keys < seq_kv)[None, :] & gl.full_like(scores, 1).to(gl.int1)
+        if HAS_LEFT:
+            visible = visible & (keys[None, :] >= rows[:, None] + (offset - left))
+        if HAS_RIGHT:
+            visible = visible & (keys[None, :] <= rows[:, None] + (offset + right))
+    hidden = gl.full_like(values, float("-inf"))
+    new_max = gl.maximum(running_max, gl.max(gl.where(visible, values * tile_scale[:, None], hidden), 1))
+    reference = gl.where(new_max == float("-inf"), 0.0, new_max)
+    p = gl.where(visible, gl.exp2(gl.fma(values, tile_scale[:, None], -reference[:, None])), 0.0)
+    rescale = gl.exp2(running_max - reference)
+    return p, new_max, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
+
+
+@gluon.jit
+def _silence_hidden(v_tile, reach, first_key, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
+    """Zero the values of keys that no row sees, in shared memory: a probability of 0 would not silence a NaN.
+
+    Both warpgroups do it, each before its own matmul; they write the same bytes.
+    """
+    IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, IO))
+    v = v_tile.load(IO)
+    v_tile.store(gl.where((gl.load(reach + keys) > float("-inf"))[:, None], v, gl.full_like(v, 0.0)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _key_step(
+    i, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
+    seq_kv, n_tiles, first, first_full, full, visited,
+    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores of the i-th key tile, under its softmax P·V of the one before."""
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    slot = i % NUM_BUFFERS
+    v_slot = (i - 1) % NUM_BUFFERS
+    tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    tile_scale = row_scale * gl.load(k_scales + tile)
+    mbarrier.wait(k_full.index(slot), (i // NUM_BUFFERS) & 1)
+    scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    mbarrier.wait(v_full.index(v_slot), ((i - 1) // NUM_BUFFERS) & 1)
+    v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
+    if MASKED and MASK == "keys":
+        before = _tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        _silence_hidden(v_tile, reach, before * BLOCK_N, BLOCK_N, WIDTH)
+    p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
+    acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
+    scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+    mbarrier.arrive(k_empty.index(slot), count=1)
+    if MASKED:
+        p, running_max, running_sum, rescale = _masked_softmax_tile(
+            scores, tile_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max,
+            running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+    else:
+        p, running_max, running_sum, rescale = _softmax_tile(scores, tile_scale, running_max, running_sum)
+    # waiting here for the next keys ends a basic block: without it ptxas sinks the exponentials below the wait
+    # for P·V
+    next_slot = (i + 1) % NUM_BUFFERS
+    mbarrier.wait(k_full.index(next_slot), ((i + 1) // NUM_BUFFERS) & 1, pred=i + 1 < visited)
+    acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
+    mbarrier.arrive(v_empty.index(v_slot), count=1)
+    return acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None], p, running_max, running_sum
 
 
 @gluon.jit
 def _consume(
     q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr, state_width,
     q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-    stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, softmax_scale,
+    stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
+    seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
     GROUP_INDEX: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_BUFFERS: gl.constexpr, SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, PV_DTYPE: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr, SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr,
+    HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: quantise 64 query rows, walk the key tiles, write the output."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -122,62 +236,65 @@ def _consume(
     acc = gl.zeros((_ROWS, WIDTH), gl.float32, OUT)
     zero = gl.zeros((_ROWS, BLOCK_N), gl.int32, SCORES)
 
-    tile_scale = row_scale * gl.load(k_scales)
+    score_rows = first_row + GROUP_INDEX * _ROWS + gl.arange(0, _ROWS, ROW)
+    tile = _tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    tile_scale = row_scale * gl.load(k_scales + tile)
     mbarrier.wait(k_full.index(0), 0)
     scores = warpgroup_mma(q_codes, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     mbarrier.arrive(k_empty.index(0), count=1)
-    scores = _mask_tail(scores, 0, seq_kv, BLOCK_N, SCORES)
-    p, running_max, running_sum, rescale = _softmax_tile(scores, tile_scale, running_max, running_sum)
-    for tile in range(1, n_tiles):
-        slot = tile % NUM_BUFFERS
-        phase = (tile // NUM_BUFFERS) & 1
-        v_slot = (tile - 1) % NUM_BUFFERS
-        v_phase = ((tile - 1) // NUM_BUFFERS) & 1
-        tile_scale = row_scale * gl.load(k_scales + tile)
-        mbarrier.wait(k_full.index(slot), phase)
-        scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-        mbarrier.wait(v_full.index(v_slot), v_phase)
-        p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
-        acc = warpgroup_mma(p_operand, v_smem.index(v_slot).reshape((BLOCK_N, WIDTH)), acc, is_async=True)
-        scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        scores = _mask_tail(scores, tile * BLOCK_N, seq_kv, BLOCK_N, SCORES)
-        p, running_max, running_sum, rescale = _softmax_tile(scores, tile_scale, running_max, running_sum)
-        # waiting here for the next keys ends a basic block: without it ptxas sinks the exponentials below the wait
-        # for P·V
-        next_slot = (tile + 1) % NUM_BUFFERS
-        mbarrier.wait(k_full.index(next_slot), ((tile + 1) // NUM_BUFFERS) & 1, pred=tile + 1 < n_tiles)
-        acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
-        mbarrier.arrive(v_empty.index(v_slot), count=1)
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    v_slot = (n_tiles - 1) % NUM_BUFFERS
-    mbarrier.wait(v_full.index(v_slot), ((n_tiles - 1) // NUM_BUFFERS) & 1)
+    p, running_max, running_sum, rescale = _masked_softmax_tile(
+        scores, tile_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max, running_sum,
+        BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+    )  # fmt: skip
+    for i in range(1, full):
+        acc, p, running_max, running_sum = _key_step(
+            i, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
+            k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
+            seq_kv, n_tiles, first, first_full, full, visited,
+            WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT, False,
+        )  # fmt: skip
+    for i in range(gl.maximum(full, 1), visited):
+        acc, p, running_max, running_sum = _key_step(
+            i, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
+            k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
+            seq_kv, n_tiles, first, first_full, full, visited,
+            WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT, True,
+        )  # fmt: skip
+    v_slot = (visited - 1) % NUM_BUFFERS
+    mbarrier.wait(v_full.index(v_slot), ((visited - 1) // NUM_BUFFERS) & 1)
+    v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
+    if MASK == "keys":
+        if visited > full:
+            tile = _tile_at(visited - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+            _silence_hidden(v_tile, reach, tile * BLOCK_N, BLOCK_N, WIDTH)
     p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
-    acc = warpgroup_mma(p_operand, v_smem.index(v_slot).reshape((BLOCK_N, WIDTH)), acc, is_async=True)
+    acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
-    # keys beyond the sequence: their V is zero and their P underflows to zero, except where the scale of a row is so
-    # tiny
-    # that even the masked score is near 0; each of them then added the same known number to the sum
-    padding = (n_tiles * BLOCK_N - seq_kv).to(gl.float32)
-    running_sum = running_sum - padding * gl.exp2(gl.full_like(tile_scale, -1073741824.0) * tile_scale - running_max)
-    out = gl.convert_layout(acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None], IO)
+    acc = acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None]
+    sees_nothing = gl.convert_layout(running_sum == 0.0, gl.SliceLayout(1, OUT))
+    acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
+    out = gl.convert_layout(acc, IO)
     out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
     gl.store(out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
     if RETURN_LSE:
         lse = (running_max + gl.log2(running_sum)) * _LN_2 + shift
-        lse_rows = first_row + GROUP_INDEX * _ROWS + gl.arange(0, _ROWS, ROW)
-        gl.store(lse_ptr + (b.to(gl.int64) * seq_q + lse_rows) * heads + h, lse, mask=lse_rows < seq_q)
+        lse_at = lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
+        gl.store(lse_at, lse, mask=score_rows < seq_q)
 
 
-@gluon.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "state_width"])
+@gluon.jit(do_not_specialize=[
+    "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset", "reach_step_b", "list_step_b",
+])  # fmt: skip
 def attention_fwd_hopper_kernel(
     q_ptr, keys, k_scale_ptr, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
     stats_ptr, row_ptr, state_width,
-    stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, softmax_scale,
+    stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
+    left, right, offset, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
-    SCALING: gl.constexpr, RETURN_LSE: gl.constexpr,
+    SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
 ):  # fmt: skip
     m_tiles = (seq_q + 2 * _ROWS - 1) // (2 * _ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
@@ -188,6 +305,19 @@ def attention_fwd_hopper_kernel(
     h_kv = h // group
     k_row = (b * (heads // group) + h_kv) * n_tiles * BLOCK_N
     PV_DTYPE: gl.constexpr = values.dtype
+    reach = reach_ptr
+    first = 0
+    first_full = 0
+    if MASK == "none":
+        first, first_full, full, visited = _band_tiles(
+            first_row, 2 * _ROWS, seq_q, seq_kv, left, right, offset, BLOCK_N, HAS_LEFT, HAS_RIGHT
+        )
+    else:
+        tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
+        full = gl.load(numbers_ptr + b * list_step_b * 2)
+        visited = gl.load(numbers_ptr + b * list_step_b * 2 + 1)
+        reach += b.to(gl.int64) * reach_step_b
+    visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
 
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH], gl.int8)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -210,19 +340,23 @@ def attention_fwd_hopper_kernel(
                 q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
                 state_width,
                 q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, softmax_scale,
-                0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, PV_DTYPE,
+                stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
+                seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
+                0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+                PV_DTYPE,
             )),
             (_consume, (
                 q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
                 state_width,
                 q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
-                stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, softmax_scale,
-                1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, PV_DTYPE,
+                stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
+                seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
+                1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+                PV_DTYPE,
             )),
             (_copy_keys_and_values, (
-                keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv, n_tiles, BLOCK_N,
-                NUM_BUFFERS,
+                keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv,
+                tiles_ptr, n_tiles, first, first_full, full, visited, BLOCK_N, NUM_BUFFERS, MASK, HAS_LEFT,
             )),
         ],
         [4, 1],

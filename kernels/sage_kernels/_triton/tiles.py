@@ -39,7 +39,7 @@ _HOPPER = {
     (64, True): Tile(64, 128, 4, 3, "tma"),
     (128, True): Tile(64, 64, 4, 3, "tma"),
 }
-_HOPPER_MASKED = Tile(64, 128, 4, 3, "tma")
+_HOPPER_OTHER_MASKS = Tile(64, 128, 4, 3, "tma")
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (`python tests/codegen.py`).
 _AMPERE = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")}
 _SMALL_SHARED_MEMORY = {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers")}  # 99 KB a block
@@ -52,12 +52,18 @@ def head_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def choose_tile(capability: int, width: int, scaling: str, unmasked: bool = True) -> Tile:
-    """The tile for a compute capability such as 90 (0: AMD), a head width, a scaling ("planned" included), and whether
-    the call is plain attention (no mask, band, soft cap or sinks)."""
+def choose_tile(capability: int, width: int, scaling: str, simple_mask: bool = True) -> Tile:
+    """The tile of a launch.
+
+    Args:
+        capability: compute capability such as 90; 0: AMD.
+        width: head_width of the call.
+        scaling: "planned" included.
+        simple_mask: nothing but a band or a mask of keys comes between the scores and the softmax.
+    """
     if capability == 90:
         tile = _HOPPER[(width, scaling == "per_token")]
-        return tile if unmasked or tile.kernel != "hopper" else _HOPPER_MASKED
+        return tile if simple_mask or tile.kernel != "hopper" else _HOPPER_OTHER_MASKS
     if capability in (86, 89):
         return _SMALL_SHARED_MEMORY[width]
     if capability in (120, 121):
