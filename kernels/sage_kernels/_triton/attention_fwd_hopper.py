@@ -28,6 +28,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
+_SILENCED_ROWS = gl.constexpr(16)  # values rewritten together: few registers, in the middle of the key loop
 _ROWS = gl.constexpr(64)  # query rows of one warpgroup
 
 
@@ -129,33 +130,35 @@ def _silence_hidden(v_tile, reach, first_key, BLOCK_N: gl.constexpr, WIDTH: gl.c
     Both warpgroups do it, each before its own matmul; they write the same bytes.
     """
     IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, IO))
-    v = v_tile.load(IO)
-    v_tile.store(gl.where((gl.load(reach + keys) > float("-inf"))[:, None], v, gl.full_like(v, 0.0)))
+    for part in gl.static_range(BLOCK_N // _SILENCED_ROWS):
+        rows = part * _SILENCED_ROWS + gl.arange(0, _SILENCED_ROWS, gl.SliceLayout(1, IO))
+        v_rows = v_tile.slice(part * _SILENCED_ROWS, _SILENCED_ROWS, 0)
+        v = v_rows.load(IO)
+        v_rows.store(gl.where((gl.load(reach + first_key + rows) > float("-inf"))[:, None], v, gl.full_like(v, 0.0)))
     fence_async_shared()
 
 
 @gluon.jit
 def _key_step(
-    i, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
+    i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
     k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
     seq_kv, n_tiles, first, first_full, full, visited,
     WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the i-th key tile, under its softmax P·V of the one before."""
+    """Scores of the i-th key tile, under its softmax P·V of the one `before`. Returns the tile after it first."""
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
     slot = i % NUM_BUFFERS
     v_slot = (i - 1) % NUM_BUFFERS
-    tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    # a list is read one tile ahead: its latency would add to that of the scale
+    after = _tile_at(gl.minimum(i + 1, visited - 1), tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     tile_scale = row_scale * gl.load(k_scales + tile)
     mbarrier.wait(k_full.index(slot), (i // NUM_BUFFERS) & 1)
     scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_slot), ((i - 1) // NUM_BUFFERS) & 1)
     v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
     if MASKED and MASK == "keys":
-        before = _tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         _silence_hidden(v_tile, reach, before * BLOCK_N, BLOCK_N, WIDTH)
     p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
@@ -174,7 +177,7 @@ def _key_step(
     mbarrier.wait(k_full.index(next_slot), ((i + 1) // NUM_BUFFERS) & 1, pred=i + 1 < visited)
     acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
     mbarrier.arrive(v_empty.index(v_slot), count=1)
-    return acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None], p, running_max, running_sum
+    return after, acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None], p, running_max, running_sum
 
 
 @gluon.jit
@@ -247,20 +250,26 @@ def _consume(
         scores, tile_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max, running_sum,
         BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
     )  # fmt: skip
+    before = tile
+    tile = _tile_at(gl.minimum(1, visited - 1), tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     for i in range(1, full):
-        acc, p, running_max, running_sum = _key_step(
-            i, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
+        after, acc, p, running_max, running_sum = _key_step(
+            i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
             k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
             seq_kv, n_tiles, first, first_full, full, visited,
             WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT, False,
         )  # fmt: skip
+        before = tile
+        tile = after
     for i in range(gl.maximum(full, 1), visited):
-        acc, p, running_max, running_sum = _key_step(
-            i, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
+        after, acc, p, running_max, running_sum = _key_step(
+            i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
             k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
             seq_kv, n_tiles, first, first_full, full, visited,
             WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT, True,
         )  # fmt: skip
+        before = tile
+        tile = after
     v_slot = (visited - 1) % NUM_BUFFERS
     mbarrier.wait(v_full.index(v_slot), ((visited - 1) // NUM_BUFFERS) & 1)
     v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
