@@ -7,6 +7,7 @@ import torch
 
 import sage_kernels
 from sage_kernels import new_head_state, sage_attention
+from sage_kernels.reference import ref_attention
 
 
 def qkv(**changes):
@@ -15,43 +16,94 @@ def qkv(**changes):
     return inputs
 
 
-BAD_INPUTS = {
+BAD_SHAPES = {
+    "S05_257": ({n: torch.randn(1, 4, 2, 257) for n in "qkv"}, NotImplementedError, ["head_dim", "257", "256"]),
+    "S05_512": ({n: torch.randn(1, 4, 2, 512) for n in "qkv"}, NotImplementedError, ["head_dim", "512", "256"]),
+    "S06_value_head_dim": (qkv(v=torch.randn(2, 12, 2, 8)), NotImplementedError, ["v", "8", "16"]),
+    "S06_head_dim_mismatch": (qkv(q=torch.randn(2, 8, 4, 32)), ValueError, ["head_dim", "32", "16"]),
+    "S07_lengths": (qkv(v=torch.randn(2, 11, 2, 16)), ValueError, ["v", "11", "12"]),
+    "S08_batch_k": (qkv(k=torch.randn(1, 12, 2, 16)), ValueError, ["batch", "q 2", "k 1"]),
+    "S08_batch_v": (qkv(v=torch.randn(3, 12, 2, 16)), ValueError, ["batch", "q 2", "v 3"]),
+    "S09_heads": (qkv(k=torch.randn(2, 12, 3, 16), v=torch.randn(2, 12, 3, 16)), ValueError, ["heads", "4", "3"]),
+    "S09_v_heads": (qkv(v=torch.randn(2, 12, 4, 16)), ValueError, ["v", "4 heads", "2"]),
+    "S09_no_heads": (qkv(k=torch.randn(2, 12, 0, 16), v=torch.randn(2, 12, 0, 16)), ValueError, ["heads", "4", "0"]),
+    "S11_rank_2": (qkv(q=torch.randn(8, 16)), ValueError, ["q", "rank 2", "rank 4"]),
+    "S11_rank_3": (qkv(q=torch.randn(2, 8, 16)), ValueError, ["q", "rank 3", "rank 4"]),
+    "S11_rank_5": (qkv(k=torch.randn(1, 2, 12, 2, 16)), ValueError, ["k", "rank 5", "rank 4"]),
+}
+BAD_TYPES = {
     "not_a_tensor": (qkv(q=[1.0]), TypeError, ["q", "list"]),
-    "rank_3": (qkv(q=torch.randn(2, 8, 16)), ValueError, ["q", "rank 3", "rank 4"]),
-    "rank_5": (qkv(k=torch.randn(1, 2, 12, 2, 16)), ValueError, ["k", "rank 5", "rank 4"]),
-    "heads": (qkv(k=torch.randn(2, 12, 3, 16), v=torch.randn(2, 12, 3, 16)), ValueError, ["heads", "4", "3"]),
-    "v_heads": (qkv(v=torch.randn(2, 12, 4, 16)), ValueError, ["v", "4 heads", "2"]),
-    "batch": (qkv(k=torch.randn(1, 12, 2, 16)), ValueError, ["batch", "q 2", "k 1"]),
-    "lengths": (qkv(v=torch.randn(2, 11, 2, 16)), ValueError, ["v", "11", "12"]),
-    "mixed_dtype": (qkv(k=torch.randn(2, 12, 2, 16).half()), TypeError, ["k", "float16", "float32"]),
-    "float64": (qkv(q=torch.randn(2, 8, 4, 16).double()), TypeError, ["q", "float64", "float16"]),
-    "integers": (qkv(q=torch.zeros(2, 8, 4, 16, dtype=torch.int8)), TypeError, ["q", "int8"]),
+    "D01_mixed_dtype": (qkv(k=torch.randn(2, 12, 2, 16).half()), TypeError, ["k", "float16", "float32"]),
+    "D01_fp16_and_bf16": (
+        {n: torch.randn(1, 4, 2, 16).to(torch.bfloat16 if n == "k" else torch.float16) for n in "qkv"},
+        TypeError,
+        ["k", "bfloat16", "float16"],
+    ),  # fmt: skip
+    "D03_float64": (qkv(q=torch.randn(2, 8, 4, 16).double()), TypeError, ["q", "float64", "float16"]),
+    "D03_integers": (qkv(q=torch.zeros(2, 8, 4, 16, dtype=torch.int8)), TypeError, ["q", "int8"]),
+    "D03_fp8": (qkv(q=torch.zeros(2, 8, 4, 16).to(torch.float8_e4m3fn)), TypeError, ["q", "float8_e4m3fn"]),
+    "D03_complex": (qkv(q=torch.zeros(2, 8, 4, 16, dtype=torch.complex64)), TypeError, ["q", "complex64"]),
+}
+BAD_DEVICES = {
     "mixed_device": (qkv(k=torch.randn(2, 12, 2, 16, device="meta")), ValueError, ["k", "meta", "cpu"]),
     "other_device": (
         {n: torch.randn(1, 4, 2, 16, device="meta") for n in "qkv"},
         NotImplementedError,
         ["meta", "cpu or cuda"],
     ),  # fmt: skip
-    "head_dim_mismatch": (qkv(q=torch.randn(2, 8, 4, 32)), ValueError, ["head_dim", "32", "16"]),
-    "head_dim_too_large": (
-        {n: torch.randn(1, 4, 2, 160) for n in "qkv"},
-        NotImplementedError,
-        ["head_dim", "160", "128"],
-    ),  # fmt: skip
-    "value_head_dim": (qkv(v=torch.randn(2, 12, 2, 8)), NotImplementedError, ["v", "8", "16"]),
-    "requires_grad": (
-        qkv(v=torch.randn(2, 12, 2, 16, requires_grad=True)),
-        NotImplementedError,
-        ["v", "requires_grad", "no_grad"],
-    ),  # fmt: skip
 }
-BAD_OPTIONS = {
-    "unknown_keyword": ({"attn_maks": None}, TypeError, ["attn_maks"]),
-    "unknown_recipe": ({"recipe": "int4"}, ValueError, ["recipe", "int4", "qk_int8_pv_bf16"]),
-    "unknown_scaling": ({"scaling": "per_tensor"}, ValueError, ["scaling", "per_tensor", "per_token"]),
+BAD_GRADIENTS = {
+    name: (
+        qkv(**{name: torch.randn(2, 8 if name == "q" else 12, 4 if name == "q" else 2, 16, requires_grad=True)}),
+        NotImplementedError,
+        [name, "requires_grad", "no_grad"],
+    )
+    for name in "qkv"
+}
+BAD_INPUTS = BAD_SHAPES | BAD_TYPES | BAD_DEVICES | BAD_GRADIENTS
+BAD_SCALES = {
     "scale_nan": ({"scale": float("nan")}, ValueError, ["scale", "nan"]),
+    "scale_inf": ({"scale": float("inf")}, ValueError, ["scale", "inf"]),
     "scale_negative": ({"scale": -1.0}, ValueError, ["scale", "-1"]),
     "scale_tensor": ({"scale": torch.tensor(1.0)}, TypeError, ["scale", "Tensor"]),
+}
+BAD_MASKS = {
+    "too_few_keys": ({"attn_mask": torch.ones(8, 11)}, ValueError, ["attn_mask", "(8, 11)", "[2, 4, 8, 12]"]),
+    "too_few_rows": ({"attn_mask": torch.ones(7, 12)}, ValueError, ["attn_mask", "(7, 12)", "[2, 4, 8, 12]"]),
+    "kv_heads": ({"attn_mask": torch.ones(2, 2, 8, 12)}, ValueError, ["attn_mask", "(2, 2, 8, 12)", "[2, 4, 8, 12]"]),
+    "batch_of_keys": ({"attn_mask": torch.ones(2, 12)}, ValueError, ["attn_mask", "(2, 12)", "[2, 4, 8, 12]"]),
+    "rank_5": ({"attn_mask": torch.ones(1, 1, 1, 8, 12)}, ValueError, ["attn_mask", "(1, 1, 1, 8, 12)"]),
+    "rank_0": ({"attn_mask": torch.tensor(True)}, ValueError, ["attn_mask", "()"]),
+    "int64": ({"attn_mask": torch.ones(8, 12).long()}, TypeError, ["attn_mask", "int64", "bool"]),
+    "uint8": ({"attn_mask": torch.ones(8, 12).byte()}, TypeError, ["attn_mask", "uint8", "mask.bool()"]),
+    "float64": ({"attn_mask": torch.ones(8, 12).double()}, TypeError, ["attn_mask", "float64", "float32"]),
+    "list": ({"attn_mask": [[True]]}, TypeError, ["attn_mask", "list"]),
+    "device": ({"attn_mask": torch.ones(8, 12, device="meta")}, ValueError, ["attn_mask", "meta", "cpu"]),
+    "requires_grad": (
+        {"attn_mask": torch.ones(8, 12, requires_grad=True)},
+        NotImplementedError,
+        ["attn_mask", "requires_grad"],
+    ),  # fmt: skip
+}
+BAD_CAUSAL = {
+    "no_rule": ({"causal": True}, ValueError, ["causal", "S_q 8", "S_kv 12", "top_left", "bottom_right"]),
+    "unknown": ({"causal": "upper"}, ValueError, ["causal", "upper", "top_left", "bottom_right"]),
+    "window_without_rule": ({"window": 4}, ValueError, ["window", "S_q 8", "S_kv 12"]),
+}
+BAD_OPTIONS = {
+    "window_zero": ({"window": 0, "causal": "top_left"}, ValueError, ["window", "0"]),
+    "window_float": ({"window": 4.0, "causal": "top_left"}, TypeError, ["window", "float"]),
+    "window_bool": ({"window": True, "causal": "top_left"}, TypeError, ["window", "bool"]),
+    "softcap_negative": ({"softcap": -1.0}, ValueError, ["softcap", "-1"]),
+    "softcap_nan": ({"softcap": float("nan")}, ValueError, ["softcap", "nan"]),
+    "softcap_tensor": ({"softcap": torch.tensor(1.0)}, TypeError, ["softcap", "Tensor"]),
+    "sinks_list": ({"sinks": [0.0] * 4}, TypeError, ["sinks", "list"]),
+    "sinks_kv_heads": ({"sinks": torch.zeros(2)}, ValueError, ["sinks", "(2,)", "[4]"]),
+    "sinks_integers": ({"sinks": torch.zeros(4).long()}, ValueError, ["sinks", "int64"]),
+    "sinks_device": ({"sinks": torch.zeros(4, device="meta")}, ValueError, ["sinks", "meta", "cpu"]),
+    "cu_seqlens": ({"cu_seqlens": torch.tensor([0, 8])}, NotImplementedError, ["cu_seqlens", "attn_mask"]),
+    "unknown_recipe": ({"recipe": "int4"}, ValueError, ["recipe", "int4", "qk_int8_pv_bf16"]),
+    "unknown_scaling": ({"scaling": "per_tensor"}, ValueError, ["scaling", "per_tensor", "per_token"]),
     "state_type": ({"state": {}}, TypeError, ["state", "dict"]),
     "state_too_small": ({"state": new_head_state(1, 16, "cpu")}, ValueError, ["state", "1 rows", "2 rows"]),
     "state_too_narrow": ({"state": new_head_state(2, 8, "cpu")}, ValueError, ["state", "8 channels", "16 channels"]),
@@ -74,12 +126,59 @@ def no_launch(monkeypatch):
     monkeypatch.setattr("sage_kernels.attention._run", launched)
 
 
-@pytest.mark.parametrize("case", BAD_INPUTS)
-def test_bad_input_raises_before_any_launch(case, no_launch):
-    inputs, error, words = BAD_INPUTS[case]
+def check_raises(inputs, options, error, words):
     with pytest.raises(error) as caught:
-        sage_attention(**inputs)
+        sage_attention(**inputs, **options)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def bad_input(case):
+    inputs, error, words = case
+    check_raises(inputs, {}, error, words)
+
+
+def bad_option(case):
+    options, error, words = case
+    check_raises(qkv(), options, error, words)
+
+
+@pytest.mark.parametrize("case", BAD_SHAPES)
+def test_S05_S06_S07_S08_S09_S11_bad_shapes_raise_before_any_launch(case, no_launch):
+    bad_input(BAD_SHAPES[case])
+
+
+@pytest.mark.parametrize("case", BAD_TYPES)
+def test_D01_D03_bad_dtypes_raise_before_any_launch(case, no_launch):
+    bad_input(BAD_TYPES[case])
+
+
+@pytest.mark.parametrize("case", BAD_DEVICES)
+def test_E01_other_devices_raise_before_any_launch(case, no_launch):
+    bad_input(BAD_DEVICES[case])
+
+
+def test_E01_cpu_tensors_run_the_reference():
+    inputs = qkv()
+    assert torch.equal(sage_attention(**inputs), ref_attention(**inputs)[0])
+
+
+@pytest.mark.parametrize("case", BAD_GRADIENTS)
+def test_T01_inputs_that_require_grad_raise_before_any_launch(case, no_launch):
+    bad_input(BAD_GRADIENTS[case])
+
+
+def test_T01_requires_grad_is_fine_without_grad():
+    inputs = qkv(q=torch.randn(2, 8, 4, 16, requires_grad=True))
+    with torch.no_grad():
+        assert sage_attention(**inputs).shape == (2, 8, 4, 16)
+    with torch.inference_mode():
+        assert not sage_attention(**inputs).requires_grad
+
+
+def test_T02_dropout_is_no_option_of_the_op(no_launch):
+    with pytest.raises(TypeError, match="dropout_p"):
+        sage_attention(**qkv(), dropout_p=0.1)
+    assert sage_kernels.unsupported(*qkv().values(), dropout_p=0.1) == "dropout"
 
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
@@ -87,18 +186,41 @@ def test_unsupported_names_a_reason_for_what_the_op_refuses(case):
     assert sage_kernels.unsupported(*BAD_INPUTS[case][0].values(), enable_gqa=True)
 
 
+@pytest.mark.parametrize("case", BAD_SCALES)
+def test_D04_bad_softmax_scales_raise_before_any_launch(case, no_launch):
+    bad_option(BAD_SCALES[case])
+
+
+@pytest.mark.parametrize("case", BAD_MASKS)
+def test_M07_bad_masks_raise_before_any_launch(case, no_launch):
+    bad_option(BAD_MASKS[case])
+    if case != "list":
+        assert sage_kernels.unsupported(*qkv().values(), **BAD_MASKS[case][0], enable_gqa=True)
+
+
+@pytest.mark.parametrize("causal", [True, "top_left", "bottom_right"])
+def test_M08_a_mask_and_causal_raise(causal, no_launch):
+    square = qkv(q=torch.randn(2, 12, 4, 16))
+    words = ["attn_mask", f"causal={causal!r}"]
+    check_raises(square, {"attn_mask": torch.ones(12, 12).bool(), "causal": causal}, ValueError, words)
+    assert sage_kernels.unsupported(
+        *square.values(), attn_mask=torch.ones(12, 12).bool(), is_causal=True, enable_gqa=True
+    )
+
+
+@pytest.mark.parametrize("keyword", ["attn_maks", "is_causal", "mask", "enable_gqa", "kwargs"])
+def test_M11_an_unknown_keyword_is_a_type_error(keyword, no_launch):
+    check_raises(qkv(), {keyword: None}, TypeError, [keyword])
+
+
+@pytest.mark.parametrize("case", BAD_CAUSAL)
+def test_K02_causality_between_different_lengths_needs_a_rule(case, no_launch):
+    bad_option(BAD_CAUSAL[case])
+
+
 @pytest.mark.parametrize("case", BAD_OPTIONS)
 def test_bad_option_raises_before_any_launch(case, no_launch):
-    options, error, words = BAD_OPTIONS[case]
-    with pytest.raises(error) as caught:
-        sage_attention(**qkv(), **options)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-
-
-def test_requires_grad_is_fine_without_grad():
-    inputs = qkv(q=torch.randn(2, 8, 4, 16, requires_grad=True))
-    with torch.no_grad():
-        assert sage_attention(**inputs).shape == (2, 8, 4, 16)
+    bad_option(BAD_OPTIONS[case])
 
 
 @pytest.mark.parametrize(

@@ -150,3 +150,14 @@ def test_tensors_keep_their_identity_through_steps_and_resets():
 def test_bad_options(options, words):
     with pytest.raises(ValueError, match=words):
         ScaleState(**{"sites": [Site("a", 1, 8)], "device": "cpu", **options})
+
+
+def test_a_site_that_was_not_called_in_a_step_keeps_its_plan():
+    """Attention caches and layer-skip guidance leave layers out of some steps."""
+    state = ScaleState([Site("a", 1, 32), Site("b", 1, 32)], device="cpu")
+    q, k, v = make_qkv("normal", 1, 64, 64, 1, 1, 32)
+    for step in range(4):
+        for site in (0, 1) if step % 2 == 0 else (0,):
+            sage_kernels.sage_attention(q, k, v, state=state.head_state(site))
+        state.advance(1 - step / 4, 1 - (step + 1) / 4)
+    assert [(row["calls"], row["dynamic_calls"]) for row in state.summary()] == [(4, 1), (2, 1)]

@@ -118,7 +118,9 @@ _INPUTS = 11  # arguments before the state
 def _implementation(planned: bool, return_lse: bool):
     def run(*arguments):
         state = HeadState(*arguments[_INPUTS:]) if planned else None
-        return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse)
+        # under autocast the reference's own matmuls would be cast too
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse)
 
     return run
 

@@ -58,7 +58,7 @@ def exact_attention(q, k, v, scale=None, *, mask=None, softcap=0.0, sinks=None):
         scores = torch.cat([scores, sinks.double()[:, None, None].expand(*scores.shape[:3], 1)], -1)
         v = torch.nn.functional.pad(v, (0, 0, 0, 1))
     lse = scores.logsumexp(-1)
-    p = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    p = torch.where((lse == -torch.inf)[..., None], 0.0, scores.softmax(-1))
     return (p @ v).transpose(1, 2), lse.transpose(1, 2)
 
 
