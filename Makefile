@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu quality style bench clean
+.PHONY: demo test test-gpu codegen cases quality style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -27,6 +27,14 @@ test: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu -q --outcomes tests/outcomes/gpu.json $(ARGS)
+
+# registers, shared memory and loop counts of every kernel for every target; test_aot.py holds the machine code to it
+codegen: $(INSTALLED)
+	PYTHONPATH=kernels $(RUN) tests/codegen.py --write tests/outcomes/codegen.json
+
+# kernels/CASES.md; its CPU column comes from `make test ARGS="--outcomes tests/outcomes/cpu.json"`
+cases: $(INSTALLED)
+	$(RUN) tests/case_table.py
 
 quality: $(INSTALLED)
 	$(RUN) -m ruff check .

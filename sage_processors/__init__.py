@@ -29,15 +29,20 @@ _HOMES = {
 }
 _MODULES = (
     "apply",
+    "by_name",
+    "carry",
     "cli",
     "config",
     "discovery",
+    "doctor",
     "metrics",
+    "part",
     "pipelines",
     "processors",
     "quality",
     "rebind",
     "report",
+    "scale_files",
     "scales",
     "timestep",
 )
@@ -70,7 +75,7 @@ def __getattr__(name: str):
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name.startswith("Sage"):  # Sage<Name> of any processor class of diffusers
-        return importlib.import_module(f"{__name__}.processors").sage_class_by_name(name)
+        return importlib.import_module(f"{__name__}.by_name").sage_class_by_name(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

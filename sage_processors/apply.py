@@ -2,174 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 
 from .config import SageAttnProcessor
-from .discovery import (
-    attention_modules,
-    denoisers,
-    device_of,
-    discover_sites,
-    input_device,
-    is_pipeline,
-    put_processor,
-    unwrap,
-)
-from .processors import is_sage, sage_class, swap
+from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
+from .part import Part, RootHook
 from .report import Report, build_report
-from .scales import ScaleState, Site
-from .timestep import TimestepReader, can_track, run_of, track, untrack
-
-
-logger = logging.getLogger("sage_processors")
-
-
-@dataclass
-class Layer:
-    """One attention module and its two processors."""
-
-    name: str
-    module: nn.Module
-    original: object
-    sage: object
-    site_indices: list = field(default_factory=list)  # into the part's ScaleState, one per call site
-
-
-class _RootHook:
-    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing."""
-
-    def __init__(self, handle=None, part=None):
-        self.handle, self.part = handle, part
-
-    def __call__(self, module, args, kwargs):
-        handle, part = self.handle, self.part
-        if handle is None:
-            return
-        if not torch.compiler.is_compiling():
-            handle._before_forward(part, args, kwargs)
-        if part.state is not None and not part.follows_scheduler:
-            part.follow_timestep(args, kwargs)
-
-    def __reduce__(self):
-        return _RootHook, ()
-
-
-class Part:
-    """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
-
-    Attributes: name ("" for a raw model), model, layers, state (None unless scaling="timestep"), follows_scheduler.
-    """
-
-    def __init__(self, name, model, config, handle):
-        self.name, self.model, self.config = name, model, config
-        self.layers: list[Layer] = []
-        self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
-        self.state = None
-        self.follows_scheduler = False
-        self.device = device_of(model)
-        self._reader = TimestepReader(type(model).forward, self.device)
-        self._hook = model.register_forward_pre_hook(_RootHook(handle, self), with_kwargs=True, prepend=True)
-
-    def install(self) -> None:
-        """Swap every processor that is not ours, keep the others; new call sites get a new state."""
-        known = {id(layer.module): layer for layer in self.layers}
-        self.layers = []
-        for name, module in attention_modules(self.model):
-            layer = known.get(id(module))
-            if layer is None or module.processor is not layer.sage:
-                original = self._stock(module)
-                if sage_class(type(original))._sage_calls == 0:
-                    continue  # linear or hand-written attention: stays, and the report says so
-                layer = Layer(
-                    name, module, original, swap(original, self.config, self._label(name), device=self.device)
-                )
-                self._made.append(layer)
-                put_processor(module, layer.sage)
-            self.layers.append(layer)
-        self._plan_sites()
-
-    def _label(self, name: str) -> str:
-        return f"{self.name}.{name}" if self.name else name
-
-    def _plan_sites(self) -> None:
-        sites = []
-        for layer in self.layers:
-            layer.site_indices = []
-            if self.config.scaling == "timestep":
-                for i, shape in enumerate(discover_sites(layer.module, layer.sage)):
-                    layer.site_indices.append(len(sites) if shape else None)
-                    if shape:
-                        sites.append(Site(self._label(layer.name) + (f"#{i}" if i else ""), *shape))
-        if not sites:
-            self.state = None
-        elif self.state is None or self.state.sites != sites:
-            with torch.inference_mode(False):  # else updates outside of inference_mode would be refused
-                self.state = ScaleState(sites, device=self.device, margin=self.config.margin)
-                self.state.begin_run(1.0)
-        self._hand_out()
-
-    def _hand_out(self) -> None:
-        """Give every call site its tensors. They are created here, before anything is compiled."""
-        for layer in self.layers:
-            for site, index in zip(layer.sage._sage_sites, layer.site_indices, strict=False):
-                site.state = None if index is None or self.state is None else self.state.head_state(index)
-                if site.state is not None:
-                    site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
-            for tensor in _tensors(layer.sage):
-                torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
-
-    def move(self, device: torch.device) -> None:
-        """Follow the model to another device. Scales and the counts of planned calls start anew."""
-        self.device = device
-        self._reader.to(device)
-        with torch.inference_mode(False):
-            if self.state is not None:
-                self.state.to(device)
-            for layer in self.layers:
-                object.__setattr__(layer.sage, "_sage_events", layer.sage._sage_events.to(device))
-        self._hand_out()
-
-    def follow_timestep(self, args, kwargs) -> None:
-        """Without a scheduler: the timestep that the model is called with says which step runs."""
-        timestep = self._reader.timestep_of(args, kwargs)
-        if timestep is not None:
-            self.state.advance(*self._reader.read(timestep))
-
-    def uninstall(self) -> None:
-        """The original processor objects, where one of ours is in place. Processors that others put there stay."""
-        self._hook.remove()
-        for _, module in attention_modules(self.model):
-            if is_sage(module.processor):
-                put_processor(module, self._stock(module))
-        for layer in self._made:
-            # whoever still holds it gets the base class's behaviour
-            object.__setattr__(layer.sage, "_sage_config", None)
-        self.layers, self._made, self.state = [], [], None
-
-    def _stock(self, module):
-        """The stock processor behind what is on a module: the original object where we know it."""
-        processor = module.processor
-        if not is_sage(processor):
-            return processor
-        for layer in self._made:
-            if layer.sage is processor:
-                return layer.original
-        base = type(processor)._sage_base
-        for layer in self._made:  # diffusers makes processors anew by `processor.__class__()`
-            if layer.module is module and type(layer.original) is base:
-                return layer.original
-        stock = object.__new__(base)
-        stock.__dict__.update({k: v for k, v in processor.__dict__.items() if not k.startswith("_sage_")})
-        return stock
+from .timestep import can_track, run_of, track, untrack
 
 
 class Handle:
     """What `apply` returns. Use it as a context manager to have the original processors back at the end.
+
+    It belongs to the model object it was made for. `save_pretrained` writes stock weights and configs, and what is
+    loaded from them is stock. A copy of the model (copy.deepcopy, pickle, torch.save) keeps INT8 attention with the
+    same options, its scales computed from the inputs of each call, and no handle: `apply(copy)` gives it one.
 
     Attributes: config (SageAttnProcessor).
     """
@@ -181,7 +30,16 @@ class Handle:
         self._model = None if self._pipe else target
         self._scheduler = None
         self._active = True
-        self.refresh()
+        try:
+            self.refresh()
+            if not any(part.layers for part in self._parts):
+                raise ValueError(
+                    "model: got no attention processor that calls scaled_dot_product_attention, "
+                    "expected a diffusers model with at least one"
+                )
+        except Exception:
+            self.remove()  # leave nothing half swapped behind
+            raise
 
     def report(self) -> Report:
         """What really ran: per layer recipe, scaling, calls, exact calls with reasons, clipped fraction. Syncs."""
@@ -189,12 +47,17 @@ class Handle:
         return build_report(self)
 
     def refresh(self) -> None:
-        """Swap again what was replaced: by IP-Adapters, fuse_qkv_projections, a new pipe.transformer or scheduler."""
+        """Swap again what was replaced: by IP-Adapters, fuse_qkv_projections, a new pipe.transformer or scheduler.
+
+        Layers keep their scales and counts. The attention backend that a processor has now is the one that its exact
+        calls use. A processor without a scaled_dot_product_attention call stays (the report names it), until a
+        refresh after something else was put there.
+        """
         if not self._active:
             raise RuntimeError(
                 "handle: got a handle that was removed, expected a live one; call sage_processors.apply again"
             )
-        models = denoisers(self._pipe()) if self._pipe else {"": self._model}
+        models = self._models()
         if not models:
             raise ValueError(
                 "pipe: got a pipeline without a unet, transformer or controlnet, expected at least one of them"
@@ -208,26 +71,30 @@ class Handle:
             if part is None:
                 part = Part(name, model, self.config, self)
                 self._parts.append(part)
-            elif part.device != device_of(model):
-                part.move(device_of(model))
+            part.follow_home()
             part.install()
-        if not any(part.layers for part in self._parts):
-            self.remove()
-            raise ValueError(
-                "model: got no attention processor that calls scaled_dot_product_attention, "
-                "expected a diffusers model with at least one"
-            )
         self._follow_scheduler()
+
+    def _models(self) -> dict:
+        """What is to be swapped now, by component name."""
+        return denoisers(self._pipe()) if self._pipe else {"": self._model}
 
     def reset(self) -> None:
         """Forget all scales and counts: the next run behaves as the first one after `apply`."""
         for part in self._parts:
-            if part.state is not None:
-                part.state.reset()
-                part.state.begin_run(1.0)
-            part._reader.to(part.device)
-            for layer in part.layers:
-                layer.sage._sage_events.zero_()
+            part.reset()
+
+    def save_scales(self, path) -> None:
+        """Write what timestep scaling has learnt to a .safetensors file. Raises: see scale_files.py."""
+        from .scale_files import save_scales
+
+        save_scales(self, path)
+
+    def load_scales(self, path) -> None:
+        """Go on from a file of `save_scales` of the same model; unchanged if it raises: see scale_files.py."""
+        from .scale_files import load_scales
+
+        load_scales(self, path)
 
     def remove(self) -> None:
         """Put the original processor objects back and stop following the scheduler. Harmless when repeated."""
@@ -252,7 +119,8 @@ class Handle:
                 part.state.advance(u_finished, u_next)
 
     def _before_forward(self, part: Part, args, kwargs) -> None:
-        """Eager only: notice that the model moved or that the pipeline got another scheduler."""
+        """Eager only: notice that processors were replaced, the model moved, or the pipeline has a new scheduler."""
+        part.watch()
         device = input_device((*args, *kwargs.values()))
         if device is not None and device != part.device:
             part.move(device)
@@ -319,7 +187,7 @@ def handle_of(target) -> Handle | None:
     target = unwrap(target)
     for model in denoisers(target).values() if is_pipeline(target) else (target,):
         for hook in getattr(model, "_forward_pre_hooks", {}).values():
-            if isinstance(hook, _RootHook) and hook.handle is not None:
+            if isinstance(hook, RootHook) and hook.handle is not None:
                 return hook.handle
     return None
 
@@ -338,13 +206,6 @@ def processors_for(model, config: SageAttnProcessor | None = None) -> dict:
         )
     apply(model, config)
     return dict(model.attn_processors)
-
-
-def _tensors(processor):
-    yield processor._sage_events
-    for site in processor._sage_sites:
-        if site.state is not None:
-            yield from site.state
 
 
 def _refuse_bare_options(model) -> None:

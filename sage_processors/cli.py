@@ -1,4 +1,4 @@
-"""The command line: sage-processors demo | report | bench."""
+"""The command line: sage-processors demo | report | doctor | bench."""
 
 from __future__ import annotations
 
@@ -123,6 +123,26 @@ def report(
     console.print(
         "Nothing ran. Calls with a mask, causal calls and short ones are found, and counted, when they happen."
     )
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+    device: DeviceOption = "auto",
+) -> None:
+    """Check this machine: versions, kernels, a self-test of every recipe and scaling, Triton's cache. Changes nothing.
+
+    The exit code is 1 if the self-test fails. On a GPU, the first run compiles its kernels.
+    """
+    from . import doctor as checks
+
+    found = checks.examine(_torch_device(device))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+    else:
+        checks.show(found, console)
+    if not found["passed"]:
+        raise typer.Exit(1)
 
 
 @bench.command("quality")
@@ -303,7 +323,7 @@ def _load_skeleton(name: str):
         if not issubclass(cls, diffusers.ModelMixin):
             return cls.from_config(config)
         with torch.device("meta"):
-            return cls.from_config(config)
+            return cls.from_config(config).eval()  # as from_pretrained leaves it
 
     with _loading(name):
         if (Path(source) / "config.json").is_file() and not (Path(source) / "model_index.json").is_file():

@@ -15,6 +15,12 @@ SCALINGS = {
     "per_head": "per_head",
 }
 POLICIES = ("fallback", "strict")
+# What a user can do about a reason for exact attention, where there is something.
+REMEDIES = {
+    "training": "the module is in training mode: call model.eval()",
+    "replaced": "another processor was put there: call handle.refresh()",
+    "backend": "set_attention_backend came after the swap: call handle.refresh()",
+}
 
 
 class UnsupportedAttentionError(NotImplementedError):
@@ -25,7 +31,8 @@ class UnsupportedAttentionError(NotImplementedError):
         self.reason = reason
         super().__init__(
             f"attention of layer {layer!r}: got a call that INT8 attention can't do (reason {reason!r}), expected a "
-            'supported one because of policy="strict"; SageAttnProcessor(policy="fallback") runs such calls exactly'
+            f'supported one because of policy="strict"; {REMEDIES[reason] + ", or: " if reason in REMEDIES else ""}'
+            'SageAttnProcessor(policy="fallback") runs such calls exactly'
         )
 
 

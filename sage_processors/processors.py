@@ -9,13 +9,10 @@ traced branch).
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
 import threading
 import types
-import warnings
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +21,7 @@ from torch.utils._device import DeviceContext
 
 import sage_kernels
 
-from .config import SageAttnProcessor, UnsupportedAttentionError
+from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from .rebind import dispatch_attention_fn, rebind, stand_ins
 
 
@@ -34,8 +31,6 @@ logger = logging.getLogger("sage_processors")
 EVENTS = (
     "called",
     # from sage_kernels.unsupported
-    "mask",
-    "causal",
     "dropout",
     "not_a_tensor",
     "rank",
@@ -48,7 +43,12 @@ EVENTS = (
     "heads",
     "shape",
     "empty",
+    "mask_type",
+    "mask_shape",
+    "mask_and_causal",
     # ours
+    "training",
+    "replaced",
     "short",
     "block_mask",
     "function_mode",
@@ -79,11 +79,11 @@ class CallSite:
 
 
 class _Running(threading.local):
-    """Which processor runs in this thread, and how many attention calls it made so far."""
+    """Which processor runs in this thread, how many attention calls it made so far, whether its module trains."""
 
     def __init__(self):
         # runs in every thread; with class attributes Dynamo guards on the instance's dict being empty, and recompiles
-        self.processor, self.calls = None, 0
+        self.processor, self.calls, self.training = None, 0, False
 
 
 _running = _Running()
@@ -103,9 +103,10 @@ def _log_once(layer: str, reason: str) -> None:
         # one warning for a reason, details of every further layer only for those who ask
         logger.log(
             logging.WARNING if first_of_reason else logging.DEBUG,
-            "layer %s runs exact attention (reason: %s); handle.report() lists all layers",
+            "layer %s runs exact attention (reason: %s%s); handle.report() lists all layers",
             layer,
             reason,
+            f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
         )
 
 
@@ -119,8 +120,10 @@ def _foreign_function_mode() -> bool:
 
 def _reason_against(config, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> str | None:
     """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
-    if attn_mask is not None:
-        return "mask" if isinstance(attn_mask, torch.Tensor) else "block_mask"
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        return "block_mask"
+    if _running.training:
+        return "training"
     if _foreign_function_mode():
         return "function_mode"
     if scale is not None and (isinstance(scale, torch.Tensor) or scale < 0):
@@ -142,7 +145,7 @@ def _stay_exact(processor, reason: str) -> None:
         _log_once(processor._sage_layer, reason)
 
 
-def _attend(query, key, value, scale, enable_gqa, processor, index):
+def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
     """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D]."""
     config = processor._sage_config
     site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
@@ -156,16 +159,17 @@ def _attend(query, key, value, scale, enable_gqa, processor, index):
     if state is None:
         processor._sage_events[0].add_(1)
     return sage_kernels.sage_attention(
-        query, key, value, recipe=config.recipe, scaling=config.call_scaling, scale=scale, state=state
-    )
+        query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
+        recipe=config.recipe, scaling=config.call_scaling, scale=scale, state=state,
+    )  # fmt: skip
 
 
 def _autocast(query, key, value):
-    """What autocast does to the inputs of scaled_dot_product_attention."""
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        return query.to(dtype), key.to(dtype), value.to(dtype)
-    return query, key, value
+    """What autocast does to the inputs of scaled_dot_product_attention: all but fp64 and integers get its dtype."""
+    if not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value))
 
 
 def _next_call():
@@ -185,7 +189,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         else:
             reason = "rank"
         if reason is None:
-            return _attend(q, k, v, scale, enable_gqa, processor, index).transpose(1, 2)
+            return _attend(q, k, v, attn_mask, is_causal, scale, processor, index).transpose(1, 2)
         _stay_exact(processor, reason)
     return F.scaled_dot_product_attention(
         query,
@@ -228,7 +232,7 @@ def _dispatch(
                 processor._sage_config, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa
             )
         if reason is None:
-            return _attend(q, k, v, scale, enable_gqa, processor, index)
+            return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
         _stay_exact(processor, reason)
     return dispatch_attention_fn(
         query,
@@ -271,7 +275,15 @@ class _SageMethods:
         set_("_sage_layer", layer)
         set_("_sage_events", new_events(device))
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
-        set_("_sage_backend", getattr(self, "_attention_backend", None))
+        self._sage_accept_backend()
+
+    def _sage_accept_backend(self):
+        """Run in INT8 although the processor has this attention backend; exact calls go to it."""
+        object.__setattr__(self, "_sage_backend", getattr(self, "_attention_backend", None))
+
+    def _sage_bypassed(self):
+        """Count a forward of the model in which another processor was in this one's place."""
+        _stay_exact(self, "replaced")
 
     def __reduce__(self):
         state = {k: v for k, v in self.__dict__.items() if not k.startswith("_sage_")}
@@ -293,12 +305,13 @@ def sage_class(base: type) -> type:
     inner, calls = rebind(fn, _STAND_INS)
 
     def __call__(self, *args, **kwargs):
-        outer, outer_calls = _running.processor, _running.calls
-        _running.processor, _running.calls = self, 0
+        module = args[0] if args else kwargs.get("attn")
+        outer, outer_calls, outer_training = _running.processor, _running.calls, _running.training
+        _running.processor, _running.calls, _running.training = self, 0, getattr(module, "training", False) is True
         try:
             return inner(self, *args, **kwargs)
-        finally:
-            _running.processor, _running.calls = outer, outer_calls
+        finally:  # also after an exception: the next call in this thread starts clean
+            _running.processor, _running.calls, _running.training = outer, outer_calls, outer_training
 
     # models drop the keyword arguments (RoPE, masks!) that they don't find in this signature
     __call__.__signature__ = inspect.signature(fn)
@@ -349,47 +362,9 @@ def is_sage(processor) -> bool:
     return isinstance(processor, _SageMethods)
 
 
-def _resolve_alias(cls):
-    """The processor class; deprecated names of diffusers are classes whose `__new__` makes another class's object."""
-    if isinstance(cls, type) and "__call__" not in dir(cls) and "__new__" in vars(cls):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                cls = type(cls())
-            except (TypeError, ValueError, ImportError):
-                return None  # wants arguments or an accelerator: only the name it stands for can be used
-    return cls if isinstance(cls, type) and "__call__" in dir(cls) else None
-
-
-def sage_class_by_name(name: str) -> type:
-    """`Sage<Name>` for the diffusers processor class `<Name>`. Raises AttributeError if diffusers has none."""
-    base_name = name.removeprefix("Sage")
-    import diffusers
-
-    root = Path(diffusers.__file__).parent
-    # Some names are defined in several files; the model's own file has the shortest name (transformer_wan.py).
-    # sage_class() takes the class itself when another one is meant.
-    files = [
-        p
-        for part in ("models", "pipelines")
-        for p in sorted((root / part).rglob("*.py"), key=lambda p: (len(p.name), p.name))
-    ]
-    files.sort(key=lambda p: "autoencoders" in p.parts)
-    if name.startswith("Sage") and base_name:
-        for path in files:
-            if f"\nclass {base_name}" in path.read_text(encoding="utf-8"):
-                module = importlib.import_module(
-                    ".".join(("diffusers", *path.relative_to(root).with_suffix("").parts))
-                )
-                base = _resolve_alias(getattr(module, base_name, None))
-                if base is not None and base.__module__.startswith("diffusers."):
-                    return sage_class(base)
-    raise AttributeError(
-        f"sage_processors has no {name!r}: diffusers {diffusers.__version__} has no class {base_name!r}"
-    )
-
-
 def __getattr__(name: str):
     if name.startswith("Sage"):
+        from .by_name import sage_class_by_name
+
         return sage_class_by_name(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

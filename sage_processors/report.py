@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .config import REMEDIES
 from .discovery import attention_modules
 from .processors import EVENTS, is_sage
 from .rebind import attention_calls
@@ -19,12 +20,14 @@ class Report:
     Attributes:
         rows: one dict per layer, with the keys
             layer, processor: names.
-            status: "active"; "replaced": someone put another processor there, handle.refresh() swaps again;
-                "not swappable": attention that doesn't go through a processor's SDPA call, it runs as in stock.
+            status: "active"; "replaced": someone put another processor there, the note says what handle.refresh()
+                can do; "not swappable": attention that doesn't go through a processor's SDPA call, it runs as in
+                stock.
             recipe, scaling: what its INT8 calls ran; None unless active.
             calls: INT8 calls.
             dynamic_calls: those of them, per head on average, whose scales came from the call itself.
-            fallbacks: {reason: exact calls}.
+            fallbacks: {reason: exact calls}; "replaced" counts forwards of the model in which another processor was
+                in place, whatever that did.
             clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
                 table); their tiles got a larger scale of their own, so none was.
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
@@ -140,6 +143,15 @@ def _has_attention(forward) -> bool:
     return code is not None and (attention_calls(forward) > 0 or "multi_head_attention_forward" in code.co_names)
 
 
+def _replaced_note(processor) -> str:
+    name = type(processor).__name__
+    if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
+        return f"{name} with default options was put here; handle.refresh() swaps it"
+    if attention_calls(type(processor).__call__):
+        return f"{name} was put here; handle.refresh() swaps it"
+    return f"{name} was put here and has no SDPA call: handle.refresh() can swap only what replaces it"
+
+
 def _part_rows(part, config) -> list[dict]:
     summary = part.state.summary() if part.state is not None else []
     layers = {id(layer.module): layer for layer in part.layers}
@@ -163,11 +175,14 @@ def _part_rows(part, config) -> list[dict]:
                     )
                     if any(unknown) or mismatch:
                         note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
+                if getattr(layer.sage, "_attention_backend", None) != layer.sage._sage_backend:
+                    note = REMEDIES["backend"]
+                elif module.training:
+                    note = REMEDIES["training"]
                 counted |= {"recipe": config.recipe, "scaling": scaling}
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
-                note = f"{processor} was put here; handle.refresh() swaps it"
-                rows.append(_row(label, processor, REPLACED, note, **counted))
+                rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor), **counted))
         elif not is_sage(module.processor) and attention_calls(type(module.processor).__call__):
             rows.append(_row(label, processor, REPLACED, f"{processor} is new; handle.refresh() swaps it"))
         else:
@@ -188,4 +203,8 @@ def build_report(handle) -> Report:
         if part.state is not None:
             follows = "the pipeline's scheduler" if part.follows_scheduler else "the timestep argument of the model"
             notes.append(f"Noise level of {part.name or type(part.model).__name__} follows {follows}.")
+    swapped = [part.model for part in handle._parts]
+    for name, model in (handle._models() if handle._active else {}).items():
+        if not any(model is known for known in swapped):
+            notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
     return Report(rows, notes)

@@ -122,9 +122,7 @@ class ScaleState:
         or else from the step just finished.
         """
         stats, counts = self._shared.stats, self._shared.counts
-        q_amax, k_max, k_min = stats.unbind(1)
-        usable = torch.isfinite(torch.where(self._is_channel, q_amax + k_max.abs() + k_min.abs(), 0.0)).all(-1)
-        seen = (counts[:, COUNT_CALLS] > 0) & usable
+        seen = self._seen()
         self._remember(self._bin_of(u_finished), seen)
 
         earlier, earlier_known = self._from_table(self._bin_of(u_next))
@@ -137,7 +135,8 @@ class ScaleState:
         source = torch.where(take_earlier[:, None, None], earlier, stats)
         known = take_earlier | seen
         self._drain()
-        self._plan(source, known)
+        # a layer that was skipped (attention caches, layer-skip guidance) keeps its plan: it is merely a step older
+        self._plan(source, known, kept=~known)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -157,9 +156,54 @@ class ScaleState:
         clear_step(shared.stats, shared.counts)
 
     def to(self, device: torch.device | str) -> None:
-        """Move to `device`, forgetting the scales (they are cheap to learn again and belong to no saved file)."""
+        """Move to `device`: what was learnt moves along, the counts start anew. Syncs."""
         if torch.device(device) != self.device:
+            learnt = self.snapshot()
             self._allocate(torch.device(device))
+            self.restore(learnt)
+
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Everything that decides the coming steps, as copies on the CPU. Syncs.
+
+        With R heads in all, D channels of the widest: table fp32 [bins, R, 3, D] and table_run int32 [bins, R] (the
+        number of the run that left it, 0: none), run int32 [] (the number of the running one), plan fp32 [R, 3, D]
+        and plan_scale fp32 [R], and of the step that `advance` has not closed yet: stats fp32 [R, 3, D], pending bool
+        [R] (heads with usable statistics), keys int32 [R, 4]. Every float is finite, and 0 where nothing was learnt.
+        """
+        shared, channel, pending = self._shared, self._is_channel, self._seen()
+        tensors = {
+            "table": torch.where((self._table_run > 0)[..., None, None] & channel[:, None], self._table, 0.0),
+            "table_run": self._table_run,
+            "run": self._run,
+            "plan": shared.plan,
+            "plan_scale": shared.plan_scale,
+            "stats": torch.where(pending[:, None, None] & channel[:, None], shared.stats, 0.0),
+            "pending": pending,
+            "keys": shared.counts[:, COUNT_KEY_MAX:],
+        }
+        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
+        """Go on from a `snapshot` of a state with the same sites and bins, in place. Counts go on from here.
+
+        The caller has checked the snapshot: shapes and values are not looked at (scale_files.py does that for files).
+        """
+        # all copies first: running out of memory must leave the state as it was
+        new = {name: tensor.to(self.device) for name, tensor in snapshot.items()}
+        shared, pending = self._shared, new["pending"]
+        self._drain()
+        self._table.copy_(new["table"])
+        self._table_run.copy_(new["table_run"])
+        self._run.copy_(new["run"])
+        shared.plan.copy_(new["plan"])
+        shared.plan_scale.copy_(new["plan_scale"])
+        shared.stats.copy_(torch.where(pending[:, None, None], new["stats"], shared.stats))
+        shared.counts[:, COUNT_KEY_MAX:] = new["keys"]
+        # one call marks the open step as seen; that it was none of ours must not show in the report
+        shared.counts[:, COUNT_CALLS] = pending.int()
+        self._totals[:, COUNT_CALLS] -= pending.long()
 
     def summary(self) -> list[dict]:
         """Per site: name, calls, dynamic_calls (mean over heads), outside (fraction of K's elements), known. Syncs."""
@@ -178,6 +222,12 @@ class ScaleState:
                 }
             )
         return rows
+
+    def _seen(self) -> torch.Tensor:
+        """Heads [R] that were called in this step and whose statistics are finite."""
+        q_amax, k_max, k_min = self._shared.stats.unbind(1)
+        usable = torch.isfinite(torch.where(self._is_channel, q_amax + k_max.abs() + k_min.abs(), 0.0)).all(-1)
+        return (self._shared.counts[:, COUNT_CALLS] > 0) & usable
 
     def _bin_of(self, u: float | torch.Tensor) -> torch.Tensor:
         """Bin of noise level u, int64 [1] on the device, without a host sync."""
@@ -225,8 +275,12 @@ class ScaleState:
         self._totals.add_(self._shared.counts[:, :COUNT_KEY_MAX])
         clear_step(self._shared.stats, self._shared.counts)
 
-    def _plan(self, source: torch.Tensor, known: torch.Tensor) -> None:
-        """Write the plan of every known head from statistics `source` [R, 3, D]; the other heads run dynamic."""
+    def _plan(self, source: torch.Tensor, known: torch.Tensor, kept: torch.Tensor | None = None) -> None:
+        """Write the plan of every known head from statistics `source` [R, 3, D].
+
+        Of the other heads, those in `kept` bool [R] (None: none) keep the plan they have; the rest run dynamic.
+        """
+        kept = torch.zeros_like(known) if kept is None else kept
         channel = self._is_channel
         q_amax = torch.where(channel, source[:, STAT_Q_AMAX], 0.0)
         center = torch.where(channel, source[:, STAT_K_MAX] * 0.5 + source[:, STAT_K_MIN] * 0.5, 0.0)
@@ -247,5 +301,6 @@ class ScaleState:
         good &= (scale[:, 0] > 0) & torch.isfinite(scale[:, 0])
         plan, plan_scale = self._shared.plan, self._shared.plan_scale
         for field, value in ((PLAN_CENTER, center), (PLAN_K_WEIGHT, k_weight), (PLAN_Q_WEIGHT, q_weight)):
-            plan[:, field] = torch.where(good[:, None] & channel, value, 0.0)
-        plan_scale.copy_(torch.where(good, scale[:, 0], 0.0))
+            planned = torch.where(good[:, None] & channel, value, 0.0)
+            plan[:, field] = torch.where(kept[:, None], plan[:, field], planned)
+        plan_scale.copy_(torch.where(kept, plan_scale, torch.where(good, scale[:, 0], 0.0)))

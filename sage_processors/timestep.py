@@ -229,6 +229,16 @@ class TimestepReader:
             self._largest = torch.zeros((), device=device)
             self.level = torch.ones((), device=device)
 
+    def snapshot(self) -> torch.Tensor:
+        """(largest timestep seen, level of the latest call), fp32 [2], a copy on the CPU. Syncs."""
+        return torch.stack([self._largest, self.level]).cpu()
+
+    def restore(self, snapshot: torch.Tensor) -> None:
+        """Go on from a `snapshot`, in place."""
+        largest, level = snapshot.to(self.level.device)
+        self._largest.copy_(largest)
+        self.level.copy_(level)
+
     def timestep_of(self, args, kwargs):
         """The timestep argument of a call of the model, or None."""
         if self._index is None:

@@ -1,8 +1,7 @@
 """Compile every kernel of the tile table for GPUs that are not here, and read what came out.
 
-A program of its own: `python tests/codegen.py [target ...]` prints one JSON object a kernel. test_aot.py runs it,
-    because a
-process whose kernels are interpreted can't compile them.
+A program of its own, because a process whose kernels are interpreted can't compile. `codegen.py [target ...]` prints a
+JSON line a kernel, for test_aot.py; `--write FILE` makes the table that is committed (`make codegen`).
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
+from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prepare_keys import TOKENS_PER_PROGRAM, _prepare_keys_kernel
 from sage_kernels._triton.tiles import choose_tile
 
@@ -29,7 +30,9 @@ TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 TARGETS = {f"sm_{cc}": GPUTarget("cuda", cc, 32) for cc in (80, 86, 89, 90, 100, 120)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 SCALINGS = ("planned", "per_token")
-WIDTHS = (64, 128)
+WIDTHS = (64, 128, 256)
+MASKS = ("keys", "rows", "causal")
+MASK_TARGETS = ("sm_80", "sm_90")
 MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA")
 INT8_MATRIX = re.compile(r"wgmma\.\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32|v_mfma_i32\S*_i8")
 
@@ -105,14 +108,16 @@ def read(compiled) -> dict:
     return facts
 
 
-def attention(name: str, width: int, scaling: str) -> dict:
+def attention(name: str, width: int, scaling: str, mask: str = "none") -> dict:
+    """mask: "none", "keys", "rows" or "causal"."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = choose_tile(capability, width, scaling)
+    tile = choose_tile(capability, width, scaling, mask == "rows")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
+    constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
+    constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal"}
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "values": "*bf16"}
-    constants |= {"MASK": "none", "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": False}
-    types |= {"mask_ptr": "*u8", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
+    types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
     if tile.kernel == "hopper":
         from triton.experimental.gluon import language as gl
 
@@ -136,31 +141,53 @@ def attention(name: str, width: int, scaling: str) -> dict:
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 
 
-def prepare(name: str, width: int, scaling: str) -> dict:
+def prepare(name: str, width: int, scaling: str, mask: str = "none") -> dict:
     target = TARGETS[name]
     tile = choose_tile(target.arch if target.backend == "cuda" else 0, width, scaling)
     constants = {
         "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "TILES": TOKENS_PER_PROGRAM // tile.block_n,
-        "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": False,
+        "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": mask != "none",
     }  # fmt: skip
-    types = {
-        "q_ptr": "*bf16",
-        "k_ptr": "*bf16",
-        "k_int_ptr": "*i8",
-        "counts_ptr": "*i32",
-        "row_ptr": "*i32",
-        "extent_ptr": "*i32",
-    }
-    return {"kernel": "prepare", **read(build(_prepare_keys_kernel, constants, types, target, num_warps=8))}
+    types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
+    types["extent_ptr"] = "*i32"
+    options = {"num_warps": 8}
+    if scaling == "planned" and target.backend == "cuda":
+        options["maxnreg"] = 128
+    return {"kernel": "prepare", **read(build(_prepare_keys_kernel, constants, types, target, **options))}
+
+
+def mask_tiles(name: str, kind: str) -> dict:
+    """The kernels that read a mask: nothing to count but that they compile without spilling."""
+    kernel = _key_mask_kernel if kind == "keys" else _row_mask_kernel
+    constants = {"BLOCK_N": 128} | ({} if kind == "keys" else {"BLOCK_M": 64})
+    types = {"mask_ptr": "*u8", "extent_ptr": "*i32", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
+    return {"kernel": "mask_tiles", **read(build(kernel, constants, types, TARGETS[name], num_warps=8))}
+
+
+def kernels(name: str):
+    """(key of the table, facts) of every kernel that is looked at on one target."""
+    for width in WIDTHS:
+        for scaling in SCALINGS:
+            yield f"{name}/attention/{width}/{scaling}", attention(name, width, scaling)
+            yield f"{name}/prepare/{width}/{scaling}", prepare(name, width, scaling)
+    for mask in MASKS if name in MASK_TARGETS else ():
+        yield f"{name}/attention/128/planned/{mask}", attention(name, 128, "planned", mask)
+        if mask != "causal":
+            yield f"{name}/prepare/128/planned/{mask}", prepare(name, 128, "planned", mask)
+            yield f"{name}/mask_tiles/{mask}", mask_tiles(name, mask)
 
 
 def main() -> None:
+    """`codegen.py [target ...]` prints a line a kernel; `codegen.py --write FILE` writes the table of all targets."""
+    if sys.argv[1:2] == ["--write"]:
+        rows = {key: facts for name in TARGETS for key, facts in kernels(name)}
+        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(facts)}" for key, facts in rows.items())
+        meta = json.dumps({"triton": triton.__version__})
+        Path(sys.argv[2]).write_text(f'{{\n "meta": {meta},\n "kernels": {{\n{lines}\n }}\n}}\n')
+        return
     for name in sys.argv[1:] or TARGETS:
-        for width in WIDTHS:
-            for scaling in SCALINGS:
-                for part in (attention, prepare):
-                    row = {"target": name, "width": width, "scaling": scaling, **part(name, width, scaling)}
-                    print(json.dumps(row), flush=True)
+        for key, facts in kernels(name):
+            print(json.dumps([key, facts]), flush=True)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.case_table import worst_by_case
+
 
 # Without a GPU the kernels run in Triton's interpreter, which is chosen when a kernel is defined: before any import
 # of ours.
@@ -28,23 +30,24 @@ def pytest_configure(config):
 
 
 class Outcomes:
-    """Collects what CI can't run (`make test-gpu`), to be committed as data."""
+    """Collects what CI can't run (`make test-gpu`) and what kernels/CASES.md shows, to be committed as data."""
 
     def __init__(self, path: Path):
-        self.path, self.cases = path, {}
+        self.path, self.tests = path, {}
 
     def pytest_runtest_logreport(self, report):
         name = report.nodeid.removeprefix("tests/")
         if report.when == "call" or report.outcome != "passed":  # set-up and tear-down count when they fail or skip
-            self.cases[name] = report.outcome
+            self.tests[name] = report.outcome
 
     def pytest_sessionfinish(self):
         from sage_kernels.results import environment
 
-        counts = {outcome: list(self.cases.values()).count(outcome) for outcome in sorted(set(self.cases.values()))}
+        outcomes = list(self.tests.values())
+        counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
         meta = {**environment(), **counts, "time": datetime.datetime.now().isoformat(timespec="seconds")}
-        text = json.dumps({"meta": meta, "cases": dict(sorted(self.cases.items()))}, indent=1)
-        self.path.write_text(text + "\n")
+        content = {"meta": meta, "cases": worst_by_case(self.tests), "tests": dict(sorted(self.tests.items()))}
+        self.path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -80,3 +83,17 @@ def kernel_device(request):
     if request.param == "interpreter":
         pytest.importorskip("triton", reason="triton is not installed")
     return torch.device("cuda" if on_gpu else "cpu")
+
+
+@pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def attend(request, monkeypatch):
+    """`sage_attention` on each of its implementations: see attention_cases.Attend."""
+    from tests.attention_cases import Attend
+
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if request.param == "interpreter":
+        if torch.cuda.is_available():
+            pytest.skip("the interpreter was not chosen: there is a GPU")
+        pytest.importorskip("triton", reason="triton is not installed")
+    return Attend(request.param, monkeypatch)

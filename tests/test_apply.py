@@ -24,7 +24,7 @@ def processors_of(model):
     return {name: module.processor for name, module in attention_modules(model)}
 
 
-def test_apply_again_replaces_the_options_and_remove_gives_the_originals_back():
+def test_P08_apply_again_replaces_the_options_and_remove_gives_the_originals_back():
     model, inputs = MODELS["flux"]()
     original = processors_of(model)
     first = sp.apply(model, EVERYTHING)
@@ -39,7 +39,7 @@ def test_apply_again_replaces_the_options_and_remove_gives_the_originals_back():
     assert all(p is original[name] for name, p in processors_of(model).items())
 
 
-def test_report_shows_what_was_replaced_and_refresh_swaps_it():
+def test_P04_report_shows_what_was_replaced_and_refresh_swaps_it():
     model, inputs = MODELS["sd3"]()
     stock_classes = {name: type(p).__name__ for name, p in processors_of(model).items()}
     with torch.no_grad():
@@ -59,7 +59,7 @@ def test_report_shows_what_was_replaced_and_refresh_swaps_it():
     assert set(stock_classes.values()) == {"JointAttnProcessor2_0"}
 
 
-def test_processors_made_anew_by_diffusers_are_healed():
+def test_P03_processors_made_anew_by_diffusers_are_healed():
     model, inputs = MODELS["unet_sd15"]()
     original = processors_of(model)
     with sp.apply(model, EVERYTHING) as handle, torch.no_grad():
@@ -100,7 +100,7 @@ class OddAttention(torch.nn.Module):
 
 @pytest.mark.parametrize("attributes", [{}, {"heads": 2, "head_dim": 16}, {"num_heads": 8, "head_dim": 8}])
 def test_layout_that_was_not_or_wrongly_told_runs_dynamic_until_refresh(attributes):
-    model, x = OddAttention(**attributes), torch.randn(2, 40, 32)
+    model, x = OddAttention(**attributes).eval(), torch.randn(2, 40, 32)
     with torch.no_grad():
         stock = model(x, torch.tensor(1.0))
         with sp.apply(model, EVERYTHING) as handle:
@@ -135,7 +135,7 @@ def test_only_denoisers_of_a_pipeline_are_swapped():
     assert swapped == {"transformer", "controlnet", "upscaler"}
 
 
-def test_one_processor_object_shared_by_all_layers():
+def test_P05_one_processor_object_shared_by_all_layers():
     from diffusers.models.attention_processor import AttnProcessor2_0
 
     model, inputs = MODELS["unet_sd15"]()
@@ -157,7 +157,7 @@ def test_options_on_a_module_raise_and_name_the_right_line():
         sp.apply(model)
 
 
-def test_processors_for_fits_the_dict_form_of_diffusers():
+def test_P06_processors_for_fits_the_dict_form_of_diffusers():
     model, inputs = MODELS["unet_sd15"]()
     original = processors_of(model)
     mapping = sp.processors_for(model, EVERYTHING)
@@ -212,7 +212,7 @@ def test_apply_bad_options():
         sp.SageAttnProcessor().recipe = "other"
 
 
-def test_saving_loading_and_state_dict_are_untouched(tmp_path):
+def test_P02_saving_loading_and_state_dict_are_untouched(tmp_path):
     model, inputs = MODELS["flux"]()
     keys = model.state_dict().keys()
     with sp.apply(model, EVERYTHING), torch.no_grad():
@@ -234,7 +234,7 @@ def test_swap_inside_inference_mode_serves_outside_of_it(scaling):
     assert handle.report().calls == 4
 
 
-def test_layer_skip_hook_of_diffusers_knows_our_classes():
+def test_P04_layer_skip_hook_of_diffusers_knows_our_classes():
     from diffusers.hooks import LayerSkipConfig, apply_layer_skip
 
     model, inputs = MODELS["cogview4"]()

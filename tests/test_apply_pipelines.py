@@ -69,7 +69,7 @@ def flux_pipe():
         pipe,
         lambda steps=4, seed=0: (
             pipe(
-                **embeds,
+                **{name: tensor.to(pipe._execution_device) for name, tensor in embeds.items()},
                 height=16,
                 width=16,
                 num_inference_steps=steps,

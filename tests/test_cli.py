@@ -120,7 +120,7 @@ def test_help_lists_the_commands():
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
     command = [sys.executable, "-m", "sage_processors.cli", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
-    assert all(command in result.stdout for command in ("demo", "report", "bench"))
+    assert all(command in result.stdout for command in ("demo", "report", "doctor", "bench"))
 
 
 # --- report ---

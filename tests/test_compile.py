@@ -53,7 +53,7 @@ def compiled(model, backend):
 
 @pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
 @pytest.mark.parametrize("follows", ["scheduler", "timestep argument"])
-def test_compile_whole_model_is_one_graph_for_all_steps(scaling, follows):
+def test_T04_compile_whole_model_is_one_graph_for_all_steps(scaling, follows):
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
     target = pipe if follows == "scheduler" else model

@@ -124,7 +124,7 @@ def test_no_module_shadows_a_dependency():
     ] == []
 
 
-def test_import_needs_torch_alone():
+def test_E10_import_needs_torch_alone():
     code = f"""
         import sage_processors as sp
         import sage_kernels

@@ -219,7 +219,7 @@ def test_function_mode_keeps_its_effect():
     assert counted(attention.processor) == {"function_mode": 1, "called": 1}
 
 
-def test_autocast_runs_in_the_dtype_of_stock_attention():
+def test_D02_autocast_runs_in_the_dtype_of_stock_attention():
     attention, x = attention_inputs(qk_norm="rms_norm")  # Q and K leave the norm in fp32, V stays bf16
     attention.processor = processors.swap(attention.processor, sp.SageAttnProcessor(scaling="dynamic"), "layer")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -256,7 +256,7 @@ def test_inputs_reach_the_op_as_views(monkeypatch):
     assert all(t.shape == (2, 160, 4, 16) and t._base is not None for t in seen)
 
 
-def test_backend_chosen_after_the_swap_is_obeyed():
+def test_P04_backend_chosen_after_the_swap_is_obeyed():
     model, inputs = MODELS["flux"]()
     stock = forward(model, inputs)
     with sp.apply(model, EVERYTHING) as handle:
@@ -300,7 +300,7 @@ def test_signature_is_the_stock_one():
             assert {n: inspect.signature(m.processor.__call__) for n, m in attention_modules(model)} == before
 
 
-def test_copy_and_pickle_give_independent_processors_without_a_state():
+def test_P01_copy_and_pickle_give_independent_processors_without_a_state():
     model, inputs = MODELS["flux"]()
     with sp.apply(model, EVERYTHING):
         forward(model, inputs)

@@ -250,7 +250,7 @@ def _attention_fwd_kernel(
             scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY
         )
         acc = acc * rescale[:, None]
-    for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1 if MASK == "none" and not SOFTCAP else STAGES):
+    for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1):
         before = _tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
@@ -311,9 +311,9 @@ def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
     return v.clone(memory_format=torch.contiguous_format)
 
 
-def _simple(masking: Masking) -> bool:
-    """Whether the warp-specialised kernel knows this masking."""
-    return (masking.mask is None or masking.by_key) and not masking.softcap and masking.sinks is None
+def _by_row(masking: Masking) -> bool:
+    """Whether more than a band or a mask of keys comes between the scores and the softmax."""
+    return (masking.mask is not None and not masking.by_key) or masking.softcap > 0 or masking.sinks is not None
 
 
 def _device_tile(device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING) -> Tile:
@@ -324,7 +324,7 @@ def _device_tile(device: torch.device, width: int, scaling: str, masking: Maskin
         raise NotImplementedError(
             f"GPU: got compute capability {major}.{minor}, expected 8.0 or newer; use scaled_dot_product_attention"
         )
-    return choose_tile(0 if torch.version.hip else major * 10 + minor, width, scaling, _simple(masking))
+    return choose_tile(0 if torch.version.hip else major * 10 + minor, width, scaling, _by_row(masking))
 
 
 def launch_attention_fwd(

@@ -39,9 +39,11 @@ _HOPPER = {
     (64, True): Tile(64, 128, 4, 3, "tma"),
     (128, True): Tile(64, 64, 4, 3, "tma"),
 }
-_HOPPER_OTHER_MASKS = Tile(64, 128, 4, 3, "tma")
-# Not timed: chosen from registers, spills and loop counts of the compiled kernels (`python tests/codegen.py`). At width
-# 256 anything larger than 32 x 32 spills on the GPUs whose matrix operands live in registers.
+# A mask of rows at width 128: its pointers take registers. Not timed: the tiles whose plain loop does not spill.
+_HOPPER_ROWS = Tile(64, 128, 8, 2, "tma")
+_OTHER_ROWS = Tile(64, 64, 8, 2, "pointers")
+# Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/outcomes/codegen.json). At
+# width 256 anything larger than 32 x 32 spills on the GPUs whose matrix operands live in registers.
 _WIDE = Tile(32, 32, 4, 2, "pointers")
 _AMPERE = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers"), 256: _WIDE}
 # 99 KB of shared memory a block
@@ -61,18 +63,20 @@ def head_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def choose_tile(capability: int, width: int, scaling: str, simple_mask: bool = True) -> Tile:
+def choose_tile(capability: int, width: int, scaling: str, by_row: bool = False) -> Tile:
     """The tile of a launch.
 
     Args:
         capability: compute capability such as 90; 0: AMD.
         width: head_width of the call.
         scaling: "planned" included.
-        simple_mask: nothing but a band or a mask of keys comes between the scores and the softmax.
+        by_row: there is a mask that differs from row to row, a soft cap or sinks. A band (causal, window) and a mask
+            of keys are not that, and run on the tile of plain attention: a padded sample keeps its bits.
     """
+    if by_row and width == 128:
+        return _HOPPER_ROWS if capability == 90 else _OTHER_ROWS
     if capability == 90:
-        tile = _HOPPER[(width, scaling == "per_token")]
-        return tile if simple_mask or tile.kernel != "hopper" else _HOPPER_OTHER_MASKS
+        return _HOPPER[(width, scaling == "per_token")]
     if capability in (86, 89):
         return _SMALL_SHARED_MEMORY[width]
     if capability in (120, 121):

@@ -1,0 +1,209 @@
+"""One denoiser of a handle: which of its processors are swapped, and the scales that they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .carry import Parked
+from .discovery import attention_modules, device_of, discover_sites, put_processor
+from .processors import is_sage, sage_class, swap
+from .scales import ScaleState, Site
+from .timestep import TimestepReader
+
+
+@dataclass
+class Layer:
+    """One attention module and its two processors."""
+
+    name: str
+    module: nn.Module
+    original: object
+    sage: object
+    site_indices: list = field(default_factory=list)  # into the part's ScaleState, one per call site
+
+    def __post_init__(self):
+        self._attributes = dict(self.original.__dict__)
+
+    def give_back(self):
+        """The original processor, with what was set on ours since the swap (attention backend, IP-Adapter scale)."""
+        for name, value in self.sage.__dict__.items():
+            if not name.startswith("_sage_") and self._attributes.get(name, self) is not value:
+                self.original.__dict__[name] = value
+        return self.original
+
+
+class RootHook:
+    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing."""
+
+    def __init__(self, handle=None, part=None):
+        self.handle, self.part = handle, part
+
+    def __call__(self, module, args, kwargs):
+        handle, part = self.handle, self.part
+        if handle is None:
+            return
+        if not torch.compiler.is_compiling():
+            handle._before_forward(part, args, kwargs)
+        if part.state is not None and not part.follows_scheduler:
+            part.follow_timestep(args, kwargs)
+
+    def __reduce__(self):
+        return RootHook, ()
+
+
+class Part:
+    """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
+
+    Attributes: name ("" for a raw model), model, layers, state (None unless scaling="timestep"), follows_scheduler.
+    """
+
+    def __init__(self, name, model, config, handle):
+        self.name, self.model, self.config = name, model, config
+        self.layers: list[Layer] = []
+        self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
+        self.state = None
+        self._parked = Parked()
+        self.follows_scheduler = False
+        self.device = self._home = device_of(model)
+        self._reader = TimestepReader(type(model).forward, self.device)
+        self._hook = model.register_forward_pre_hook(RootHook(handle, self), with_kwargs=True, prepend=True)
+
+    def install(self) -> None:
+        """Swap every processor that is not ours, keep the others; new call sites get a new state."""
+        known = {id(layer.module): layer for layer in self.layers}
+        self.layers = []
+        for name, module in attention_modules(self.model):
+            layer = known.get(id(module))
+            if layer is None or module.processor is not layer.sage:
+                original = self._stock(module)
+                if sage_class(type(original))._sage_calls == 0:
+                    continue  # linear, sliced or hand-written attention: stays, and the report says so
+                sage = swap(original, self.config, self._label(name), device=self.device)
+                self._count_on(module, sage)
+                layer = Layer(name, module, original, sage)
+                self._made.append(layer)
+                put_processor(module, layer.sage)
+            layer.sage._sage_accept_backend()
+            self.layers.append(layer)
+        self._plan_sites()
+
+    def _count_on(self, module, sage) -> None:
+        """The counts of the layer so far."""
+        earlier = next((layer.sage for layer in reversed(self._made) if layer.module is module), None)
+        if earlier is not None:
+            sage._sage_events.copy_(earlier._sage_events)
+            for site, before in zip(sage._sage_sites, earlier._sage_sites, strict=False):
+                site.elements = before.elements
+
+    def _label(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+    def _plan_sites(self) -> None:
+        sites = []
+        for layer in self.layers:
+            layer.site_indices = []
+            if self.config.scaling == "timestep":
+                for i, shape in enumerate(discover_sites(layer.module, layer.sage)):
+                    layer.site_indices.append(len(sites) if shape else None)
+                    if shape:
+                        sites.append(Site(self._label(layer.name) + (f"#{i}" if i else ""), *shape))
+        if self.state is not None and self.state.sites != sites:
+            self._parked.park(self.state)
+            self.state = None
+        if sites and self.state is None:
+            with torch.inference_mode(False):  # else updates outside of inference_mode would be refused
+                self.state = ScaleState(sites, device=self.device, margin=self.config.margin)
+                if not self._parked.move_into(self.state):
+                    self.state.begin_run(1.0)
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give every call site its tensors. They are created here, before anything is compiled."""
+        for layer in self.layers:
+            for site, index in zip(layer.sage._sage_sites, layer.site_indices, strict=False):
+                site.state = None if index is None or self.state is None else self.state.head_state(index)
+                if site.state is not None:
+                    site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
+            for tensor in _tensors(layer.sage):
+                torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
+
+    def move(self, device: torch.device) -> None:
+        """Follow the model to another device. The counts of planned calls start anew."""
+        self.device = device
+        self._reader.to(device)
+        with torch.inference_mode(False):
+            if self.state is not None:
+                self.state.to(device)
+            for layer in self.layers:
+                object.__setattr__(layer.sage, "_sage_events", layer.sage._sage_events.to(device))
+        self._hand_out()
+
+    def follow_home(self) -> None:
+        """Move with the model, unless it only rests somewhere: offloading runs it elsewhere than its weights lie."""
+        home, self._home = self._home, device_of(self.model)
+        if self._home not in (home, self.device):
+            self.move(self._home)
+
+    def reset(self) -> None:
+        """Forget all scales and counts."""
+        self._parked.clear()
+        self._reader.to(self.device)
+        if self.state is not None:
+            self.state.reset()
+            self.state.begin_run(1.0)
+        for layer in self.layers:
+            layer.sage._sage_events.zero_()
+
+    def watch(self) -> None:
+        """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back."""
+        for layer in self.layers:
+            if layer.module.processor is not layer.sage:
+                layer.sage._sage_bypassed()
+
+    def follow_timestep(self, args, kwargs) -> None:
+        """Without a scheduler: the timestep that the model is called with says which step runs."""
+        timestep = self._reader.timestep_of(args, kwargs)
+        if timestep is not None:
+            self.state.advance(*self._reader.read(timestep))
+
+    def uninstall(self) -> None:
+        """The original processor objects, where one of ours is in place. Processors that others put there stay."""
+        self._hook.remove()
+        for _, module in attention_modules(self.model):
+            if is_sage(module.processor):
+                put_processor(module, self._stock(module))
+        for layer in self._made:
+            # whoever still holds it gets the base class's behaviour
+            object.__setattr__(layer.sage, "_sage_config", None)
+        self.layers, self._made, self.state = [], [], None
+        self._parked.clear()
+
+    def _stock(self, module):
+        """The stock processor behind what is on a module: the original object where we know it."""
+        processor = module.processor
+        if not is_sage(processor):
+            return processor
+        base = type(processor)._sage_base
+        own = [layer for layer in self._made if layer.module is module]
+        for layer in own:
+            if layer.sage is processor:
+                return layer.give_back()
+        for layer in own:  # diffusers makes processors anew by `processor.__class__()`, but none with weights
+            if type(layer.original) is base and not isinstance(processor, nn.Module):
+                return layer.original
+        for layer in self._made:  # one layer's processor was given to another layer
+            if layer.sage is processor:
+                return layer.original
+        stock = object.__new__(base)
+        stock.__dict__.update({k: v for k, v in processor.__dict__.items() if not k.startswith("_sage_")})
+        return stock
+
+
+def _tensors(processor):
+    yield processor._sage_events
+    for site in processor._sage_sites:
+        if site.state is not None:
+            yield from site.state

@@ -1,0 +1,97 @@
+"""kernels/CASES.md, made from tests/cases.json and the committed outcomes: `python tests/case_table.py`.
+
+A test names the cases that it shows: test_M03_M04_a_row_that_sees_nothing. conftest's --outcomes writes the worst
+outcome of every case's tests to tests/outcomes/*.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+
+TESTS = Path(__file__).resolve().parent
+PAGE = TESTS.parent / "kernels" / "CASES.md"
+TIERS = {"C": "CPU, eager", "I": "CPU, Triton's interpreter", "G": "one GPU", "2G": "two GPUs"}
+WORST_FIRST = ("failed", "skipped", "passed")
+# the column of the table, and the files that fill it, each for the cases that it has
+COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "two_gpus", "sanitizer")}
+GROUPS = {
+    "V": "Values",
+    "M": "Masks",
+    "K": "Causal",
+    "S": "Shapes",
+    "L": "Layouts and memory",
+    "D": "Number formats",
+    "E": "Devices and execution",
+    "T": "Autograd, compilation, threads",
+    "P": "Pipelines and processors",
+    "Q": "Scale files and timesteps",
+    "C": "KV cache",
+}
+
+
+def case_ids(test_name: str) -> list[str]:
+    """The cases that a test's name or node id starts with: ["M03", "M04"] of test_x.py::test_M03_M04_zero[cuda]."""
+    function = test_name.rpartition("::")[2].partition("[")[0]
+    return re.findall(r"[A-Z]\d\d", re.match(r"(test_(?:[A-Z]\d\d(?:_|$))+)?", function)[0])
+
+
+def worst_by_case(tests: dict[str, str]) -> dict[str, str]:
+    """{case: worst outcome} of {node id: outcome}."""
+    worst: dict[str, str] = {}
+    for name, outcome in tests.items():
+        for case in case_ids(name):
+            worst[case] = min(outcome, worst.get(case, "passed"), key=WORST_FIRST.index)
+    return dict(sorted(worst.items()))
+
+
+def cases() -> list[dict]:
+    """The rows of cases.json: id, case, expected, tiers, reason (why no test can bear the id; "" if one must)."""
+    return json.loads((TESTS / "cases.json").read_text(encoding="utf-8"))
+
+
+def read_outcomes(folder: Path = TESTS / "outcomes") -> dict[str, dict]:
+    """{column: {"where": what ran there, "cases": {id: outcome}}} of the files in `folder`."""
+    found = {}
+    for column, names in COLUMNS.items():
+        found[column] = {"where": [], "cases": {}}
+        for path in (folder / f"{name}.json" for name in names):
+            if path.is_file():
+                content = json.loads(path.read_text(encoding="utf-8"))
+                meta = content["meta"]
+                about = f"{meta['gpu']}, torch {meta['torch']}, triton {meta['triton'] or 'not installed'}"
+                found[column]["where"].append(f"{about}, {meta['date']}, on commit {meta['commit']} ({path.name})")
+                found[column]["cases"] |= content["cases"]
+    return found
+
+
+def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
+    """The Markdown page."""
+    lines = [
+        "# Named cases",
+        "",
+        "Bad inputs and faults, what happens then, and whether it did when last tried. Made by `make cases` from",
+        "[tests/cases.json](../tests/cases.json) and [tests/outcomes](../tests/outcomes): not written by hand. A test",
+        "that shows a case bears its name: `pytest -k V01`.",
+        "",
+        f"Tiers: {'; '.join(f'{tier}: {meaning}' for tier, meaning in TIERS.items())}. An outcome is the worst of a",
+        "case's tests; – is one that was not tried.",
+        "",
+    ]
+    for column, found in outcomes.items():
+        lines += [f"- {column}: {where}" for where in found["where"] or ["not tried yet"]]
+    for letter, title in GROUPS.items():
+        lines += ["", f"## {title}", "", f"| ID | case | expected | tier | {' | '.join(outcomes)} | note |"]
+        lines.append("| --- | --- | --- | --- |" + " --- |" * len(outcomes) + " --- |")
+        for row in (row for row in rows if row["id"].startswith(letter)):
+            tried = [found["cases"].get(row["id"], "–") for found in outcomes.values()]
+            cells = [row["id"], row["case"], row["expected"], " ".join(row["tiers"]), *tried, row["reason"]]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(cases(), read_outcomes()), encoding="utf-8")
+    print(PAGE)
