@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu codegen cases quality style bench clean
+.PHONY: demo test test-gpu sanitize codegen cases quality style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -27,6 +27,10 @@ test: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu -q --outcomes tests/outcomes/gpu.json $(ARGS)
+
+# the kernels under compute-sanitizer's four tools, on a GPU; the result is committed as data
+sanitize: $(INSTALLED)
+	$(RUN) tests/sanitize.py --tools
 
 # registers, shared memory and loop counts of every kernel for every target; test_aot.py holds the machine code to it
 codegen: $(INSTALLED)

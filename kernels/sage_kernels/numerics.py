@@ -36,9 +36,8 @@ def sample_tokens(seq: int | torch.Tensor, device) -> torch.Tensor:
     """
     i = torch.arange(CENTER_SAMPLES, device=device)
     if isinstance(seq, int):
-        return (i * seq // CENTER_SAMPLES + i % max(seq // CENTER_SAMPLES, 1)) % seq
-    step = (seq // CENTER_SAMPLES).clamp_min(1)
-    return (i * seq // CENTER_SAMPLES + i % step) % seq.clamp_min(1)
+        return i * seq // CENTER_SAMPLES + i % max(seq // CENTER_SAMPLES, 1)
+    return i * seq // CENTER_SAMPLES + i % (seq // CENTER_SAMPLES).clamp_min(1)
 
 
 def sample_keys(k: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

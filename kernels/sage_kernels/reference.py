@@ -47,7 +47,7 @@ def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=N
     k_amax = (k_reach if counted is None else torch.where(counted, k_reach, 0.0)).amax(2, keepdim=True)
     q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
     k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
-    balance = (q_amax / k_amax).sqrt()
+    balance = (q_amax / k_amax).double().sqrt().float()  # rounded once: torch's own fp32 sqrt on the CPU is an ulp off
     return torch.where(torch.isfinite(balance), balance, 1.0)
 
 

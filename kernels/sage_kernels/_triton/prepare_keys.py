@@ -73,8 +73,8 @@ ROWS_PER_STEP = tl.constexpr(32)  # a tile is walked in slices of this many toke
 def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
     """The `step`-th slice of the tokens that numerics.sample_tokens names, fp32, and the tokens."""
     i = step * ROWS_PER_STEP + tl.arange(0, ROWS_PER_STEP)
-    # int64: i · seq overflows int32 at 2^24 tokens
-    tokens = (i.to(tl.int64) * seq // CENTER_SAMPLES + i % tl.maximum(seq // CENTER_SAMPLES, 1)) % tl.maximum(seq, 1)
+    whole = seq // CENTER_SAMPLES
+    tokens = i * whole + i * (seq % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)  # i · seq may overflow
     return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32), tokens
 
 
@@ -179,9 +179,8 @@ def _prepare_tile(
         else:
             reach = tl.maximum(reach, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
         if SCALING == "planned":
-            tl.store(
-                codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x)
-            )  # right unless the tile outgrew its plan
+            # right unless the tile outgrew its plan
+            tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x))
             if MASKED or HAS_MASK:
                 k_max = tl.maximum(k_max, tl.where(counted[:, None], k, float("-inf")))
                 k_min = tl.minimum(k_min, tl.where(counted[:, None], k, float("inf")))
