@@ -73,8 +73,8 @@ ROWS_PER_STEP = tl.constexpr(32)  # a tile is walked in slices of this many toke
 def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
     """The `step`-th slice of the tokens that numerics.sample_tokens names, fp32, and the tokens."""
     i = step * ROWS_PER_STEP + tl.arange(0, ROWS_PER_STEP)
-    whole = seq // CENTER_SAMPLES
-    tokens = i * whole + i * (seq % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)  # i · seq may overflow
+    whole = seq // CENTER_SAMPLES  # i · seq could overflow
+    tokens = i * whole + i * (seq % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)
     return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32), tokens
 
 
