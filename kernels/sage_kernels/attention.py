@@ -6,7 +6,7 @@ import torch
 
 from . import reference
 from .checks import check_attention_inputs, check_masking, check_options, check_state
-from .masking import Masking, band, canonical_mask, seen_keys
+from .masking import make_masking
 from .recipe import DEFAULT_RECIPE
 from .state import HeadState
 
@@ -55,7 +55,7 @@ def sage_attention(
         causal: "top_left" (row i sees keys up to i) or "bottom_right" (up to i + S_kv - S_q); True where S_q = S_kv.
             Not together with attn_mask.
         window: each row sees this many keys on its side(s), its own position included: the last `window` keys with
-            causal, |key - row| < window without (then S_q = S_kv).
+            causal, |key - row| < window without (then S_q = S_kv). Beside attn_mask it costs a copy of the mask.
         softcap: scores become softcap · tanh(score / softcap) before masking; 0 is off.
         sinks: [H] logits of a virtual key without value, one per head, that takes part in the softmax and in the LSE.
         recipe: a key of RECIPES.
@@ -88,14 +88,8 @@ def sage_attention(
 
 
 def _run(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, *, state=None, return_lse):
-    masking = Masking(
-        canonical_mask(attn_mask, k.shape[1]),
-        *band(causal, window, q.shape[1], k.shape[1]),
-        softcap,
-        None if sinks is None else sinks.float().contiguous(),
-    )
-    first, last = seen_keys(masking, q.shape[1], k.shape[1])
-    k, v, masking = k[:, first:last], v[:, first:last], masking._replace(offset=masking.offset - first)
+    masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, q.shape[1], k.shape[1])
+    k, v = k[:, keys], v[:, keys]
     if 0 in q.shape or 0 in k.shape:
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)

@@ -63,11 +63,28 @@ def band(causal: str, window: int | None, seq_q: int, seq_kv: int) -> tuple[int,
     return left, 0 if causal else left, offset
 
 
-def seen_keys(masking: Masking, seq_q: int, seq_kv: int) -> tuple[int, int]:
-    """First key that the band shows to any row, and one past the last: what is outside need not be touched at all."""
-    first = 0 if masking.left == UNLIMITED else max(0, masking.offset - masking.left)
-    last = seq_kv if masking.right == UNLIMITED else min(seq_kv, seq_q + masking.offset + masking.right)
-    return min(first, seq_kv), max(last, 0)
+def make_masking(attn_mask, causal, window, softcap, sinks, seq_q: int, seq_kv: int) -> tuple[Masking, slice]:
+    """The Masking of a call of `sage_attention` (its arguments, checked), and the keys that its band shows to any row.
+
+    The keys outside of the slice need not be touched; the Masking is one of those inside.
+    """
+    causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
+    masking = Masking(
+        canonical_mask(attn_mask, seq_kv),
+        *band(causal, window, seq_q, seq_kv),
+        float(softcap),
+        None if sinks is None else sinks.float().contiguous(),
+    )
+    if masking.left == masking.right == UNLIMITED:
+        return masking, slice(0, seq_kv)
+    if masking.mask is not None:  # a band beside a mask becomes part of it
+        seen = visible(masking, torch.arange(seq_q, device=masking.mask.device), seq_kv)
+        hidden = False if masking.mask.dtype == torch.bool else -torch.inf
+        mask = torch.where(seen, masking.mask, hidden)
+        return masking._replace(mask=mask, left=UNLIMITED, right=UNLIMITED, offset=0), slice(0, seq_kv)
+    first = 0 if masking.left == UNLIMITED else min(max(0, masking.offset - masking.left), seq_kv)
+    last = seq_kv if masking.right == UNLIMITED else max(min(seq_kv, seq_q + masking.offset + masking.right), 0)
+    return masking._replace(offset=masking.offset - first), slice(first, last)
 
 
 def log2_bias(mask: torch.Tensor) -> torch.Tensor:

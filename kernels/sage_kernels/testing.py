@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .masking import NO_MASKING, Masking, band, canonical_mask, seen_keys
+from .masking import NO_MASKING, Masking, make_masking
 from .numerics import pv_dtype
 from .reference import ref_attention
 
@@ -64,15 +64,8 @@ def exact_attention(q, k, v, scale=None, *, mask=None, softcap=0.0, sinks=None):
 
 def masked_keys(k, v, seq_q, *, attn_mask=None, causal=False, window=None, softcap=0.0, sinks=None):
     """What `sage_attention` hands to its kernels for these options: the keys that its band shows, and a Masking."""
-    causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
-    masking = Masking(
-        canonical_mask(attn_mask, k.shape[1]),
-        *band(causal, window, seq_q, k.shape[1]),
-        softcap,
-        None if sinks is None else sinks.float(),
-    )
-    first, last = seen_keys(masking, seq_q, k.shape[1])
-    return k[:, first:last], v[:, first:last], masking._replace(offset=masking.offset - first)
+    masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, seq_q, k.shape[1])
+    return k[:, keys], v[:, keys], masking
 
 
 def relative_l1(out, reference, dim=None) -> torch.Tensor:

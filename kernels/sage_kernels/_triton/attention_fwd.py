@@ -285,12 +285,13 @@ def _attention_fwd_kernel(
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + h) * LOG2_E - shift
         new_max = tl.maximum(running_max, sink)
-        rescale = tl.exp2(running_max - new_max)
+        reference = tl.where(new_max == float("-inf"), 0.0, new_max)
+        rescale = tl.exp2(running_max - reference)
         acc = acc * rescale[:, None]
-        running_sum = tl.fma(running_sum, rescale, tl.exp2(sink - new_max))
+        running_sum = tl.fma(running_sum, rescale, tl.exp2(sink - reference))
         running_max = new_max
-    out = acc / running_sum[:, None]
-    out = tl.where((running_sum == 0.0)[:, None], 0.0, out)  # a row that sees nothing
+    sees_nothing = (running_sum == 0.0) & (running_max == float("-inf"))
+    out = tl.where(sees_nothing[:, None], 0.0, acc / running_sum[:, None])
     out_row = (b.to(tl.int64) * seq_q + offs_m) * heads + h  # contiguous [B, S_q, H, D]
     is_row = offs_m < seq_q
     tl.store(

@@ -115,10 +115,10 @@ def _masked_softmax_tile(scores, tile_scale, reach, rows, first_key, left, right
             visible = visible & (keys[None, :] >= rows[:, None] + (offset - left))
         if HAS_RIGHT:
             visible = visible & (keys[None, :] <= rows[:, None] + (offset + right))
-    hidden = gl.full_like(values, float("-inf"))
-    new_max = gl.maximum(running_max, gl.max(gl.where(visible, values * tile_scale[:, None], hidden), 1))
+    values = values * tile_scale[:, None]
+    new_max = gl.maximum(running_max, gl.max(gl.where(visible, values, gl.full_like(values, float("-inf"))), 1))
     reference = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.where(visible, gl.exp2(gl.fma(values, tile_scale[:, None], -reference[:, None])), 0.0)
+    p = gl.where(visible, gl.exp2(values - reference[:, None]), 0.0)
     rescale = gl.exp2(running_max - reference)
     return p, new_max, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
 
@@ -282,7 +282,7 @@ def _consume(
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
 
     acc = acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None]
-    sees_nothing = gl.convert_layout(running_sum == 0.0, gl.SliceLayout(1, OUT))
+    sees_nothing = gl.convert_layout((running_sum == 0.0) & (running_max == float("-inf")), gl.SliceLayout(1, OUT))
     acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
     out = gl.convert_layout(acc, IO)
     out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]

@@ -114,12 +114,12 @@ def masked_softmax_step(scores, row_scale, key_scale, shift, bias, visible, soft
     if HAS_BIAS:
         values = tl.fma(values, tile_scale[:, None], bias)
         tile_scale = row_scale * 0.0 + 1.0
-    # scaled before it is masked: -inf times a scale of 0 is no number
-    top = tl.max(tl.where(visible, values * tile_scale[:, None], float("-inf")), 1)
+    values = values * tile_scale[:, None]  # before it is masked: -inf times a scale of 0 is no number
+    top = tl.max(tl.where(visible, values, float("-inf")), 1)
     new_max = tl.maximum(running_max, top)
     # a row that has seen nothing yet has a max of -inf: no difference may be taken from that
     reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    p = tl.exp2(tl.fma(values, tile_scale[:, None], -reference[:, None]))
-    p = tl.where(visible, p, 0.0)
+    # not fused: the largest score's exponent is exactly 0, however large the score
+    p = tl.where(visible, tl.exp2(values - reference[:, None]), 0.0)
     rescale = tl.exp2(running_max - reference)
     return p, new_max, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale

@@ -1,0 +1,113 @@
+"""What the contract tests share: the op on each of its implementations, and the masks that its options stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sage_kernels
+import sage_kernels.reference
+from sage_kernels import HeadState, sage_attention
+from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
+from sage_processors.scales import ScaleState, Site
+
+
+# the interpreter's bf16 dot is broken, and fp32 inputs run P·V in bf16
+DTYPES = {
+    "reference": (torch.float16, torch.bfloat16, torch.float32),
+    "interpreter": (torch.float16,),
+    "cuda": (torch.float16, torch.bfloat16, torch.float32),
+}
+# for what has no fp16 form
+without_interpreter = pytest.mark.parametrize(
+    "attend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+MASKING = ("attn_mask", "causal", "window", "softcap", "sinks")
+
+
+class Attend:
+    """`sage_attention`, all of it, on one implementation of its kernels. Tensors go to its device, results come back.
+
+    tier: "reference", "interpreter" (the Triton kernels on CPU tensors, where the op itself would run the reference)
+        or "cuda". `patch` is pytest's monkeypatch.
+    """
+
+    def __init__(self, tier: str, patch):
+        self.tier = tier
+        self.device = torch.device("cuda" if tier == "cuda" else "cpu")
+        self.dtypes = DTYPES[tier]
+        self.blocks = {}  # of the scales of the latest call: the kernels choose their own tiles
+        self.reference_device = torch.device("cpu")
+        self._return_lse = True
+        if tier == "reference":
+            return
+        from sage_kernels._triton import attention_fwd
+
+        choose = attention_fwd._device_tile
+
+        def recorded(*args, **kwargs):
+            tile = choose(*args, **kwargs)
+            self.blocks = {"block_q": tile.scale_rows, "block_k": tile.block_n}
+            return tile
+
+        def launch(*args, **kwargs):
+            return attention_fwd.launch_attention_fwd(*args, **kwargs, return_lse=self._return_lse)
+
+        patch.setattr(attention_fwd, "_device_tile", recorded)
+        if tier == "interpreter":
+            patch.setattr(sage_kernels.reference, "ref_attention", launch)
+
+    def __call__(self, q, k, v, *, return_lse=True, **options):
+        """out, lse on the CPU; the state is updated where it is."""
+        q, k, v = (x.to(self.device) for x in (q, k, v))
+        options = {n: x.to(self.device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+        self._return_lse = return_lse
+        result = sage_attention(q, k, v, return_lse=return_lse, **options)
+        out, lse = result if return_lse else (result, None)
+        assert out.dtype == q.dtype and out.is_contiguous() and out.shape == q.shape
+        return out.cpu(), None if lse is None else lse.cpu()
+
+    def check(self, q, k, v, *, state=None, exponent=64.0, **options):
+        """As a call, held against the same-quantisation reference by `assert_matches_reference`."""
+        before = None if state is None else HeadState(*(x.cpu().clone() for x in state))
+        out, lse = self(q, k, v, state=state, **options)
+        masking = {n: options.pop(n) for n in MASKING if n in options}
+        seen_k, seen_v, masking = masked_keys(k, v, q.shape[1], **masking)
+        if self.tier != "reference":
+            options |= self.blocks
+        if seen_k.shape[1]:
+            assert_matches_reference(
+                out, lse, q, seen_k, seen_v, state=before, masking=masking, exponent=exponent,
+                device=self.reference_device, **options,
+            )  # fmt: skip
+        return out, lse
+
+    def planned(self, q, k, v, **options) -> HeadState:
+        """A state whose plan comes from one step on these inputs."""
+        state = ScaleState([Site("a", k.shape[2], q.shape[3])], device=self.device)
+        self(q, k, v, state=state.head_state(0), **options)
+        state.advance(1.0, 0.9)
+        return state.head_state(0)
+
+
+def normal(batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=torch.float16, seed=0):
+    """q, k, v of N(0, 1)."""
+    return make_qkv("normal", batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=dtype, seed=seed)
+
+
+def band_mask(seq_q: int, seq_kv: int, causal: str | bool = False, window: int | None = None) -> torch.Tensor:
+    """The bool mask [S_q, S_kv] that causal and window stand for, by PyTorch's own triangles."""
+    diagonal = seq_kv - seq_q if causal == "bottom_right" else 0
+    seen = torch.ones(seq_q, seq_kv, dtype=torch.bool)
+    if causal:
+        seen = seen.tril(diagonal)
+    if window is not None:
+        seen = seen.triu(diagonal - window + 1)
+        if not causal:
+            seen = seen.tril(diagonal + window - 1)
+    return seen
+
+
+def key_padding(lengths, seq_kv: int) -> torch.Tensor:
+    """Bool mask [B, 1, 1, S_kv]: sample b sees its first lengths[b] keys."""
+    return (torch.arange(seq_kv) < torch.tensor(lengths)[:, None])[:, None, None]

@@ -1,0 +1,121 @@
+"""Every kernel once or twice on small, ragged shapes, to be watched by NVIDIA's compute-sanitizer.
+
+`python tests/sanitize.py` runs the kernels and checks them against the reference; under a tool:
+`compute-sanitizer --tool memcheck python tests/sanitize.py`. `python tests/sanitize.py --tools` (`make sanitize`) does
+that with all four tools and writes tests/outcomes/sanitizer.json. compute-sanitizer comes with the CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error")
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
+
+
+def maskings(device):
+    """One set of options for each code path."""
+    import torch
+
+    from tests.attention_cases import key_padding
+
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(1, HEADS, SEQ_Q, SEQ_KV, generator=generator).to(device)
+    return {
+        "full": {},
+        "causal": {"causal": "bottom_right"},
+        "window": {"causal": "top_left", "window": 40},
+        "keys": {"attn_mask": key_padding([SEQ_KV, 77], SEQ_KV).to(device)},
+        "rows": {"attn_mask": bias.masked_fill(bias > 1, -torch.inf)},
+        "softcap_sinks": {"softcap": 20.0, "sinks": torch.zeros(HEADS, device=device)},
+    }
+
+
+def selection():
+    """(head dim, scaling, masking, kernel or "" for the tile table's choice): every kernel, every code path."""
+    for head_dim in (64, 128):
+        for scaling in ("per_token", "per_block", "per_head", "planned"):
+            yield head_dim, scaling, "full", ""
+    for masking in ("causal", "window", "keys", "rows", "softcap_sinks"):
+        yield 64, "per_token", masking, ""
+        yield 128, "planned", masking, ""
+    for head_dim in (40, 59, 256):
+        yield head_dim, "per_token", "full", ""
+        yield head_dim, "planned", "causal", ""
+    for masking in ("full", "keys", "rows"):
+        yield 64, "per_block", masking, "pointers"
+
+
+def run_kernels():
+    import torch
+
+    from sage_kernels import HeadState
+    from sage_kernels._triton.attention_fwd import _device_tile, launch_attention_fwd
+    from sage_kernels._triton.tiles import Tile, head_width
+    from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
+    from sage_processors.scales import ScaleState, Site
+
+    device = torch.device("cuda")
+    for head_dim, scaling, name, kernel in selection():
+        shape = (BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS, head_dim)
+        q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
+        k, v, masking = masked_keys(k, v, SEQ_Q, **maskings(device)[name])
+        scales = ScaleState([Site("a", KV_HEADS, head_dim)], device=device)
+        for _ in range(2 if scaling == "planned" else 1):  # without a plan, then with one
+            state = scales.head_state(0) if scaling == "planned" else None
+            before = None if state is None else HeadState(*(x.clone() for x in state))
+            tile = _device_tile(device, head_width(head_dim), scaling, masking)
+            tile = Tile(64, 64, 4, 2, kernel) if kernel else tile
+            rest = {"scaling": "per_token" if state else scaling, "scale": head_dim**-0.5, "smooth_k": True}
+            out, lse = launch_attention_fwd(
+                q, k, v, **rest, state=state, return_lse=True, masking=masking, tile=tile
+            )  # fmt: skip
+            blocks = {"block_q": tile.scale_rows, "block_k": tile.block_n}
+            assert_matches_reference(out, lse, q, k, v, state=before, masking=masking, **rest, **blocks)
+            scales.advance(1.0, 0.9)
+        torch.cuda.synchronize()
+        print(head_dim, scaling, name, tile, flush=True)
+
+
+def run_tools() -> int:
+    from sage_kernels.results import environment
+
+    sanitizer = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer")
+    if not sanitizer:
+        print(
+            "compute-sanitizer: not found; it comes with the CUDA toolkit. Or name it: COMPUTE_SANITIZER=/path/to/it"
+        )
+        return 1
+    script = [sys.executable, str(Path(__file__).resolve())]
+    subprocess.run(script, check=True)  # compiles everything, so that the tools need not wait for that
+    # one allocation a tensor: inside of a cached block no access is out of bounds
+    watched = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    errors = {}
+    for tool in TOOLS:
+        done = subprocess.run([sanitizer, "--tool", tool, *script], capture_output=True, text=True, env=watched)
+        report = done.stdout + done.stderr
+        found = SUMMARY.search(report)
+        errors[tool] = int(found[1] or found[2]) if found and done.returncode == 0 else None
+        print(f"{tool}: {errors[tool]} errors", flush=True)
+        if errors[tool] != 0:
+            print(report[-8000:], flush=True)
+    cases = {tool: "passed" if number == 0 else "failed" for tool, number in errors.items()}
+    cases["E08"] = "passed" if set(cases.values()) == {"passed"} else "failed"
+    content = {"meta": environment() | {"launches": len(list(selection()))}, "cases": cases, "errors": errors}
+    (ROOT / "tests" / "outcomes" / "sanitizer.json").write_text(json.dumps(content, indent=1) + "\n")
+    return cases["E08"] != "passed"
+
+
+if __name__ == "__main__":
+    sys.exit(run_tools() if "--tools" in sys.argv else run_kernels())
