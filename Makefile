@@ -34,7 +34,7 @@ sanitize: $(INSTALLED)
 
 # registers, shared memory and loop counts of every kernel for every target; test_aot.py holds the machine code to it
 codegen: $(INSTALLED)
-	PYTHONPATH=kernels $(RUN) tests/codegen.py --write tests/outcomes/codegen.json
+	PYTHONPATH=kernels $(RUN) tests/codegen.py --write tests/codegen.json
 
 # kernels/CASES.md; its CPU column comes from `make test ARGS="--outcomes tests/outcomes/cpu.json"`
 cases: $(INSTALLED)

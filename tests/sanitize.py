@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
@@ -101,9 +102,14 @@ def run_tools() -> int:
     subprocess.run(script, check=True)  # compiles everything, so that the tools need not wait for that
     # one allocation a tensor: inside of a cached block no access is out of bounds
     watched = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+    def run(tool):
+        return subprocess.run([sanitizer, "--tool", tool, *script], capture_output=True, text=True, env=watched)
+
     errors = {}
-    for tool in TOOLS:
-        done = subprocess.run([sanitizer, "--tool", tool, *script], capture_output=True, text=True, env=watched)
+    with ThreadPoolExecutor() as pool:
+        runs = dict(zip(TOOLS, pool.map(run, TOOLS), strict=True))
+    for tool, done in runs.items():
         report = done.stdout + done.stderr
         found = SUMMARY.search(report)
         errors[tool] = int(found[1] or found[2]) if found and done.returncode == 0 else None

@@ -14,7 +14,7 @@ import pytest
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = ROOT / "tests" / "outcomes" / "codegen.json"
+TABLE = ROOT / "tests" / "codegen.json"
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 # Registers that one turn of a plain key loop of some 500 instructions may put away and take back, by kernel.
 SPILLS = {"hopper": 6, "tma": 0, "pointers": 0}

@@ -4,8 +4,7 @@
     make bench ARGS="--set all --no-save"
 
 Every time includes what a caller pays (smoothing, quantisation). All providers of a case run in the same process, one
-after
-the other, and the ratio is that of their medians: absolute times drift from run to run.
+after the other, and the ratio is that of their medians: absolute times drift from run to run.
 """
 
 from __future__ import annotations
@@ -31,45 +30,68 @@ MAX_ERROR = 0.03  # relative L2 on N(0, 1): far above INT8's own 0.01 to 0.015, 
 GATE_ROWS = 512  # query rows that the gate compares with fp64; rows are independent of each other
 
 
-def exact_rows(q, k, v, rows):
-    """Exact attention of the first `rows` query rows, head by head in fp64 (memory)."""
-    out = torch.empty(q.shape[0], min(rows, q.shape[1]), *q.shape[2:], dtype=torch.float64, device=q.device)
+def options_of(case):
+    """The keyword arguments of `sage_attention` for the case's mask."""
+    if case.hidden_keys:
+        mask = torch.ones(case.batch, 1, 1, case.seq_kv, dtype=torch.bool, device="cuda")
+        mask[..., case.seq_kv - case.hidden_keys :] = False
+        return {"attn_mask": mask}
+    return {"causal": "bottom_right"} if case.causal else {}
+
+
+def exact_rows(case, q, k, v):
+    """Exact attention of the last GATE_ROWS query rows, head by head in fp64 (memory)."""
+    q = q[:, -GATE_ROWS:]
+    out = torch.empty(q.shape, dtype=torch.float64, device=q.device)
+    visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device)
+    visible[:, k.shape[1] - case.hidden_keys :] = False
+    if case.causal:
+        visible = visible.tril(k.shape[1] - q.shape[1])
     for b in range(q.shape[0]):
         for h in range(q.shape[2]):
-            scores = q[b, :rows, h].double() @ k[b, :, h].double().T * q.shape[3] ** -0.5
-            out[b, :, h] = scores.softmax(-1) @ v[b, :, h].double()
+            scores = q[b, :, h].double() @ k[b, :, h * case.kv_heads // case.heads].double().T * q.shape[3] ** -0.5
+            p = scores.masked_fill(~visible, -math.inf).softmax(-1)
+            out[b, :, h] = p @ v[b, :, h * case.kv_heads // case.heads].double()
     return out
 
 
-def torch_sdpa(backend):
+def torch_sdpa(case, backend, attn_mask=None, causal=""):
+    if causal and case.seq_q != case.seq_kv:
+        raise ValueError("causal: got different lengths, expected equal ones (torch aligns them top left)")
+
     def run(q, k, v):
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return scaled_dot_product_attention(
+                q, k, v, attn_mask, is_causal=bool(causal), enable_gqa=case.heads != case.kv_heads
+            ).transpose(1, 2)
 
     return run
 
 
-def planned_attention(case, q, k, v):
+def planned_attention(case, q, k, v, **options):
     """Timestep scaling in its steady state: a plan made from a step of the same distribution."""
     from sage_processors.scales import ScaleState, Site
 
     state = ScaleState([Site("bench", case.kv_heads, case.head_dim)], device=q.device)
-    sage_attention(q, k, v, state=state.head_state(0))
+    sage_attention(q, k, v, state=state.head_state(0), **options)
     state.advance(1.0, 0.9)
-    return lambda q, k, v: sage_attention(q, k, v, state=state.head_state(0))
+    return lambda q, k, v: sage_attention(q, k, v, state=state.head_state(0), **options)
 
 
 def providers(case, inputs):
     """(provider, suffix of the case's name, recipe, function) for everything that runs here."""
-    yield "torch_sdpa_cudnn", "", "", torch_sdpa(SDPBackend.CUDNN_ATTENTION)
-    yield "torch_sdpa_flash", "", "", torch_sdpa(SDPBackend.FLASH_ATTENTION)
-    yield "sage_kernels", "", DEFAULT_RECIPE, planned_attention(case, *inputs)
+    options = options_of(case)
+    yield "torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION, **options)
+    if "attn_mask" not in options:  # flash takes none
+        yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION, **options)
+    yield "sage_kernels", "", DEFAULT_RECIPE, planned_attention(case, *inputs, **options)
     for scaling in ("per_block", "per_token"):
         yield (
             "sage_kernels",
             f"/{scaling}",
             DEFAULT_RECIPE,
-            lambda q, k, v, s=scaling: sage_attention(q, k, v, scaling=s),
+            lambda q, k, v, s=scaling: sage_attention(q, k, v, scaling=s, **options),
         )
 
 
@@ -85,11 +107,12 @@ def run_case(case, save: bool, dtype=torch.bfloat16) -> list[str]:
     # enough input sets that together they do not fit the 50 MB cache
     bytes_a_set = 2 * case.batch * case.head_dim * (case.seq_q * case.heads + 2 * case.seq_kv * case.kv_heads)
     sets = [make_inputs(case, dtype) for _ in range(max(2, math.ceil(200e6 / bytes_a_set)))]
-    exact = exact_rows(*sets[0], GATE_ROWS)
-    flops = 4 * case.batch * case.heads * case.seq_q * case.seq_kv * case.head_dim
+    exact = exact_rows(case, *sets[0])
+    # what a masked call has to do: padding counts as work, the hidden half of a causal square does not
+    flops = 4 * case.batch * case.heads * case.seq_q * case.seq_kv * case.head_dim / (2 if case.causal else 1)
     cudnn_ms, failures = None, []
     for provider, suffix, recipe, function in providers(case, sets[0]):
-        error = float(relative_l2(function(*sets[0])[:, :GATE_ROWS], exact))
+        error = float(relative_l2(function(*sets[0])[:, -GATE_ROWS:], exact))
         if not error <= MAX_ERROR:
             failures.append(f"{case.name}{suffix} {provider}: relative L2 {error:.3g} > {MAX_ERROR}")
             print(f"FAILED {failures[-1]}", flush=True)
@@ -110,11 +133,11 @@ def run_case(case, save: bool, dtype=torch.bfloat16) -> list[str]:
         if save:
             append_row(
                 RESULTS, suite="attention_fwd", case=case.name + suffix, provider=provider, recipe=recipe,
-                batch=case.batch,
-                heads=case.heads, kv_heads=case.kv_heads, seq_q=case.seq_q, seq_k=case.seq_kv, head_dim=case.head_dim,
-                causal=False, includes_quantization=provider == "sage_kernels", metric="throughput", unit="TFLOPS",
-                median=f"{tflops[0]:.1f}", p20=f"{tflops[1]:.1f}", p80=f"{tflops[2]:.1f}",
-                ratio_vs_cudnn="" if ratio is None else f"{ratio:.3f}", rel_l2_error=f"{error:.5f}",
+                batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, seq_q=case.seq_q, seq_k=case.seq_kv,
+                head_dim=case.head_dim, causal=case.causal, includes_quantization=provider == "sage_kernels",
+                metric="throughput", unit="TFLOPS", median=f"{tflops[0]:.1f}", p20=f"{tflops[1]:.1f}",
+                p80=f"{tflops[2]:.1f}", ratio_vs_cudnn="" if ratio is None else f"{ratio:.3f}",
+                rel_l2_error=f"{error:.5f}",
             )  # fmt: skip
     return failures
 

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 
 class Case(NamedTuple):
-    """One attention call: B samples, S_q x S_kv tokens, H query and H_kv key/value heads of D channels, no mask."""
+    """One attention call: B samples, S_q x S_kv tokens, H query and H_kv key/value heads of D channels.
+
+    Attributes:
+        causal: bottom-right aligned.
+        hidden_keys: the last so many keys of every sample are padding, hidden by a mask [B, 1, 1, S_kv].
+    """
 
     name: str
     batch: int
@@ -15,10 +20,13 @@ class Case(NamedTuple):
     heads: int
     kv_heads: int
     head_dim: int
+    causal: bool = False
+    hidden_keys: int = 0
 
 
-def square(head_dim: int, seq: int, batch: int = 2, heads: int = 32) -> Case:
-    return Case(f"D{head_dim}_N{seq}_full", batch, seq, seq, heads, heads, head_dim)
+def square(head_dim: int, seq: int, batch: int = 2, heads: int = 32, causal=False, hidden_keys=0) -> Case:
+    kind = "causal" if causal else f"padded{hidden_keys}" if hidden_keys else "full"
+    return Case(f"D{head_dim}_N{seq}_{kind}", batch, seq, seq, heads, heads, head_dim, causal, hidden_keys)
 
 
 HEADLINE = [square(128, 8192)]
@@ -30,4 +38,12 @@ MODELS = [
     Case("sdxl_1024", 2, 4096, 4096, 10, 10, 64),
     Case("cogvideox_49", 1, 17776, 17776, 30, 30, 64),
 ]
-SETS = {"headline": HEADLINE, "squares": SQUARES, "models": MODELS, "all": [*SQUARES, *MODELS]}
+# each masked case follows its unmasked one: what the mask costs is the ratio of the two
+MASKED = [square(128, n, **mask) for n in (8192, 16384) for mask in ({}, {"hidden_keys": 100}, {"causal": True})]
+SETS = {
+    "headline": HEADLINE,
+    "squares": SQUARES,
+    "models": MODELS,
+    "masked": MASKED,
+    "all": [*SQUARES, *MODELS, *MASKED],
+}

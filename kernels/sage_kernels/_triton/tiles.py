@@ -42,7 +42,7 @@ _HOPPER = {
 # A mask of rows at width 128: its pointers take registers. Not timed: the tiles whose plain loop does not spill.
 _HOPPER_ROWS = Tile(64, 128, 8, 2, "tma")
 _OTHER_ROWS = Tile(64, 64, 8, 2, "pointers")
-# Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/outcomes/codegen.json). At
+# Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/codegen.json). At
 # width 256 anything larger than 32 x 32 spills on the GPUs whose matrix operands live in registers.
 _WIDE = Tile(32, 32, 4, 2, "pointers")
 _AMPERE = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers"), 256: _WIDE}
