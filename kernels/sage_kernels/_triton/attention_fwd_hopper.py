@@ -124,28 +124,32 @@ def _masked_softmax_tile(scores, tile_scale, reach, rows, first_key, left, right
 
 
 @gluon.jit
-def _silence_hidden(v_tile, reach, first_key, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
+def _silence_hidden(v_tile, reach, first_key, silenced, turn, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
+                    GROUP_INDEX: gl.constexpr):  # fmt: skip
     """Zero the values of keys that no row sees, in shared memory: a probability of 0 would not silence a NaN.
 
-    Both warpgroups do it, each before its own matmul; they write the same bytes.
+    Each warpgroup does half of the tile, then waits for the other's half; `turn` counts the tiles done so.
     """
     IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    for part in gl.static_range(BLOCK_N // _SILENCED_ROWS):
-        rows = part * _SILENCED_ROWS + gl.arange(0, _SILENCED_ROWS, gl.SliceLayout(1, IO))
-        v_rows = v_tile.slice(part * _SILENCED_ROWS, _SILENCED_ROWS, 0)
+    HALF: gl.constexpr = BLOCK_N // 2
+    for start in gl.static_range(GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, _SILENCED_ROWS):
+        rows = start + gl.arange(0, _SILENCED_ROWS, gl.SliceLayout(1, IO))
+        v_rows = v_tile.slice(start, _SILENCED_ROWS, 0)
         v = v_rows.load(IO)
         v_rows.store(gl.where((gl.load(reach + first_key + rows) > float("-inf"))[:, None], v, gl.full_like(v, 0.0)))
     fence_async_shared()
+    mbarrier.arrive(silenced, count=1)
+    mbarrier.wait(silenced, turn & 1)
 
 
 @gluon.jit
 def _key_step(
     i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
-    k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
+    k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left, right, offset, score_rows,
     seq_kv, n_tiles, first, first_full, full, visited,
-    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    MASKED: gl.constexpr,
+    GROUP_INDEX: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
+    MASK: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one `before`. Returns the tile after it first."""
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -159,7 +163,8 @@ def _key_step(
     mbarrier.wait(v_full.index(v_slot), ((i - 1) // NUM_BUFFERS) & 1)
     v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
     if MASKED and MASK == "keys":
-        _silence_hidden(v_tile, reach, before * BLOCK_N, BLOCK_N, WIDTH)
+        turn = i - gl.maximum(full, 1)
+        _silence_hidden(v_tile, reach, before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
@@ -183,7 +188,7 @@ def _key_step(
 @gluon.jit
 def _consume(
     q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr, state_width,
-    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced,
     stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
     seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
     GROUP_INDEX: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
@@ -255,18 +260,20 @@ def _consume(
     for i in range(1, full):
         after, acc, p, running_max, running_sum = _key_step(
             i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
-            k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
-            seq_kv, n_tiles, first, first_full, full, visited,
-            WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT, False,
+            k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left, right, offset,
+            score_rows, seq_kv, n_tiles, first, first_full, full, visited,
+            GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
+            False,
         )  # fmt: skip
         before = tile
         tile = after
     for i in range(gl.maximum(full, 1), visited):
         after, acc, p, running_max, running_sum = _key_step(
             i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
-            k_smem, v_smem, k_full, k_empty, v_full, v_empty, reach, tiles_ptr, left, right, offset, score_rows,
-            seq_kv, n_tiles, first, first_full, full, visited,
-            WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT, True,
+            k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left, right, offset,
+            score_rows, seq_kv, n_tiles, first, first_full, full, visited,
+            GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
+            True,
         )  # fmt: skip
         before = tile
         tile = after
@@ -276,7 +283,8 @@ def _consume(
     if MASK == "keys":
         if visited > full:
             tile = _tile_at(visited - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-            _silence_hidden(v_tile, reach, tile * BLOCK_N, BLOCK_N, WIDTH)
+            turn = visited - gl.maximum(full, 1)
+            _silence_hidden(v_tile, reach, tile * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
@@ -337,6 +345,8 @@ def attention_fwd_hopper_kernel(
     k_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     v_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    silenced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
+    mbarrier.init(silenced, count=2)
     for i in gl.static_range(NUM_BUFFERS):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -348,7 +358,7 @@ def attention_fwd_hopper_kernel(
             (_consume, (
                 q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
                 state_width,
-                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced,
                 stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
                 seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
                 0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
@@ -357,7 +367,7 @@ def attention_fwd_hopper_kernel(
             (_consume, (
                 q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
                 state_width,
-                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty,
+                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced,
                 stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
                 seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
                 1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
