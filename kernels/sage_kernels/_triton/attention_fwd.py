@@ -3,6 +3,8 @@
 The loop is rotated: P(j - 1)·V(j - 1) is issued right after Q·K(j), so the tensor cores work while the softmax of
 tile j runs. It runs twice, over the key tiles that all rows of the program see wholly and then over those that need a
 mask (band, mask tensor, ragged end), so the former pay nothing for the latter; hidden tiles are not visited.
+
+With KEEP_FIRST_MAX the former run without a running max, and a third loop does everything again if that went wrong.
 """
 
 import torch
@@ -21,10 +23,12 @@ from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_t
 from .prepare_keys import launch_prepare_keys
 from .primitives import (
     dynamic_scale,
+    fixed_softmax_step,
     load_tokens,
     masked_softmax_step,
     nan_unless_finite,
     online_softmax_step,
+    outgrown,
     round_to_int8,
 )
 from .tiles import Tile, choose_tile, head_width
@@ -154,7 +158,7 @@ def _attention_fwd_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, KEEP_FIRST_MAX: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(seq_q, BLOCK_M)
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
@@ -246,10 +250,13 @@ def _attention_fwd_kernel(
             BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False,
         )  # fmt: skip
         acc = tl.dot(p.to(v.dtype), v, acc)
-        p, running_max, running_sum, rescale = online_softmax_step(
-            scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY
-        )
-        acc = acc * rescale[:, None]
+        if KEEP_FIRST_MAX:
+            p, running_sum = fixed_softmax_step(scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY)
+        else:
+            p, running_max, running_sum, rescale = online_softmax_step(
+                scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY
+            )
+            acc = acc * rescale[:, None]
     for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1):
         before = _tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
@@ -279,6 +286,30 @@ def _attention_fwd_kernel(
     if MASK != "none":
         v = _without_hidden(v, reach, tile * BLOCK_N + offs_n)
     acc = tl.dot(p.to(v.dtype), v, acc)
+    if KEEP_FIRST_MAX:
+        if outgrown(acc, running_sum):  # rare: everything again with a running max, one tile after the other
+            running_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            running_sum = tl.zeros([BLOCK_M], tl.float32)
+            acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+            for i in tl.range(0, visited, num_stages=1):
+                tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+                codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
+                scores = tl.dot(q_int, codes, out_dtype=tl.int32)
+                bias, visible = _load_mask(
+                    mask_rows, reach, offs_m, tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset,
+                    seq_q, seq_kv, MASK, HAS_LEFT, HAS_RIGHT,
+                )  # fmt: skip
+                p, running_max, running_sum, rescale = masked_softmax_step(
+                    scores, row_scale, tl.load(k_scales + tile * scale_step), shift, bias, visible, softcap,
+                    running_max, running_sum, SCALE_PER_KEY, SOFTCAP, HAS_BIAS,
+                )  # fmt: skip
+                v = _load_values(
+                    values, b, tile * BLOCK_N, h_kv, seq_kv, stride_vb, stride_vs, stride_vh,
+                    BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True,
+                )  # fmt: skip
+                if MASK != "none":
+                    v = _without_hidden(v, reach, tile * BLOCK_N + offs_n)
+                acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
     if SOFTCAP:
         shift = shift * 0.0  # the capped scores are the true ones
@@ -391,7 +422,8 @@ def launch_attention_fwd(
                 q, hopper.describe(codes, [tile.block_n, width]), keys.scale, hopper.describe(v, value_block),
                 *tensors, *numbers, *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *sizes,
-                **constants, NUM_BUFFERS=tile.num_stages, num_warps=4, enable_fp_fusion=False,
+                **constants, NUM_BUFFERS=tile.num_stages, KEEP_FIRST_MAX=tile.keep_first_max, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
         use_tma = tile.kernel == "tma"
@@ -402,7 +434,8 @@ def launch_attention_fwd(
             q, codes, keys.scale, values, *tensors, *numbers, v.stride(0), v.stride(1), v.stride(2),
             *_mask_arguments(masking, mask, none), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
-            SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None, enable_fp_fusion=False,
+            KEEP_FIRST_MAX=tile.keep_first_max, SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse
 

@@ -97,6 +97,13 @@ def _softmax_tile(scores, tile_scale, running_max, running_sum):
 
 
 @gluon.jit
+def _fixed_softmax_tile(scores, tile_scale, reference, running_sum):
+    """As primitives.fixed_softmax_step."""
+    p = gl.exp2(gl.fma(scores.to(gl.float32), tile_scale[:, None], -reference[:, None]))
+    return p, running_sum + gl.sum(p, 1)
+
+
+@gluon.jit
 def _masked_softmax_tile(scores, tile_scale, reach, rows, first_key, left, right, offset, seq_kv, running_max,
                          running_sum, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, MASK: gl.constexpr,
                          HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):  # fmt: skip
@@ -124,20 +131,26 @@ def _masked_softmax_tile(scores, tile_scale, reach, rows, first_key, left, right
 
 
 @gluon.jit
-def _silence_hidden(v_tile, reach, first_key, silenced, turn, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
-                    GROUP_INDEX: gl.constexpr):  # fmt: skip
-    """Zero the values of keys that no row sees, in shared memory: a probability of 0 would not silence a NaN.
-
-    Each warpgroup does half of the tile, then waits for the other's half; `turn` counts the tiles done so.
-    """
+def _silence_hidden(v_tile, reach, first_key, FIRST: gl.constexpr, END: gl.constexpr, WIDTH: gl.constexpr):
+    """Zero the values of keys that no row sees, in shared memory: a probability of 0 would not silence a NaN."""
     IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    HALF: gl.constexpr = BLOCK_N // 2
-    for start in gl.static_range(GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, _SILENCED_ROWS):
+    for start in gl.static_range(FIRST, END, _SILENCED_ROWS):
         rows = start + gl.arange(0, _SILENCED_ROWS, gl.SliceLayout(1, IO))
         v_rows = v_tile.slice(start, _SILENCED_ROWS, 0)
         v = v_rows.load(IO)
         v_rows.store(gl.where((gl.load(reach + first_key + rows) > float("-inf"))[:, None], v, gl.full_like(v, 0.0)))
     fence_async_shared()
+
+
+@gluon.jit
+def _silence_together(v_tile, reach, first_key, silenced, turn, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
+                      GROUP_INDEX: gl.constexpr):  # fmt: skip
+    """`_silence_hidden` by both warpgroups: half of the tile each, then wait for the other's half.
+
+    turn: how many tiles they did so before.
+    """
+    HALF: gl.constexpr = BLOCK_N // 2
+    _silence_hidden(v_tile, reach, first_key, GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, WIDTH)
     mbarrier.arrive(silenced, count=1)
     mbarrier.wait(silenced, turn & 1)
 
@@ -150,6 +163,7 @@ def _key_step(
     GROUP_INDEX: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     MASK: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, MASKED: gl.constexpr,
+    KEEP_FIRST_MAX: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one `before`. Returns the tile after it first."""
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -164,7 +178,7 @@ def _key_step(
     v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
     if MASKED and MASK == "keys":
         turn = i - gl.maximum(full, 1)
-        _silence_hidden(v_tile, reach, before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+        _silence_together(v_tile, reach, before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
@@ -174,6 +188,8 @@ def _key_step(
             scores, tile_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max,
             running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
         )  # fmt: skip
+    elif KEEP_FIRST_MAX:
+        p, running_sum = _fixed_softmax_tile(scores, tile_scale, running_max, running_sum)
     else:
         p, running_max, running_sum, rescale = _softmax_tile(scores, tile_scale, running_max, running_sum)
     # waiting here for the next keys ends a basic block: without it ptxas sinks the exponentials below the wait
@@ -182,18 +198,65 @@ def _key_step(
     mbarrier.wait(k_full.index(next_slot), ((i + 1) // NUM_BUFFERS) & 1, pred=i + 1 < visited)
     acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
     mbarrier.arrive(v_empty.index(v_slot), count=1)
-    return after, acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None], p, running_max, running_sum
+    if MASKED or not KEEP_FIRST_MAX:
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+    return after, acc, p, running_max, running_sum
+
+
+@gluon.jit
+def _outgrown(acc, running_sum, OUT: gl.constexpr):
+    """As primitives.outgrown, for one warpgroup."""
+    lost = gl.sum(acc * 0.0, 1) + gl.convert_layout(running_sum * 0.0, gl.SliceLayout(1, OUT))
+    return gl.max((lost != 0.0).to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def _redo(
+    keys, values, q_codes, zero, row_scale, k_scales, k_tile, v_tile, landed, k_row, b, h_kv, reach, tiles_ptr,
+    left, right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
+    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+):  # fmt: skip
+    """All key tiles of one warpgroup with a running max, one after the other: it copies them itself."""
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    running_max = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    running_sum = gl.full([_ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros((_ROWS, WIDTH), gl.float32, OUT)
+    v_rows = v_tile.reshape((BLOCK_N, WIDTH))
+    for i in range(visited):
+        tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        # the copy engine may overwrite what this warpgroup has read and zeroed
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.expect(landed, keys.block_type.nbytes + values.block_type.nbytes)
+        _load_tile(keys, [k_row + tile * BLOCK_N, 0], landed, k_tile)
+        _load_tile(values, [b, tile * BLOCK_N, h_kv, 0], landed, v_tile)
+        mbarrier.wait(landed, i & 1)
+        scores = warpgroup_mma(q_codes, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+        p, running_max, running_sum, rescale = _masked_softmax_tile(
+            scores, row_scale * gl.load(k_scales + tile), reach, score_rows, tile * BLOCK_N, left, right, offset,
+            seq_kv, running_max, running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+        )  # fmt: skip
+        if MASK == "keys":
+            _silence_hidden(v_rows, reach, tile * BLOCK_N, 0, BLOCK_N, WIDTH)
+            gl.thread_barrier()
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+        acc = warpgroup_mma(gl.convert_layout(p.to(PV_DTYPE), P_OPERAND), v_rows, acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    return acc, running_max, running_sum
 
 
 @gluon.jit
 def _consume(
-    q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr, state_width,
-    q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced,
+    q_ptr, keys, values, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
+    state_width, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed, k_row,
     stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
     seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
     GROUP_INDEX: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_BUFFERS: gl.constexpr, SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr,
+    KEEP_FIRST_MAX: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: quantise 64 query rows, walk the key tiles, write the output."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -263,7 +326,7 @@ def _consume(
             k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left, right, offset,
             score_rows, seq_kv, n_tiles, first, first_full, full, visited,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
-            False,
+            False, KEEP_FIRST_MAX,
         )  # fmt: skip
         before = tile
         tile = after
@@ -273,7 +336,7 @@ def _consume(
             k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left, right, offset,
             score_rows, seq_kv, n_tiles, first, first_full, full, visited,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
-            True,
+            True, KEEP_FIRST_MAX,
         )  # fmt: skip
         before = tile
         tile = after
@@ -284,10 +347,21 @@ def _consume(
         if visited > full:
             tile = _tile_at(visited - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
             turn = visited - gl.maximum(full, 1)
-            _silence_hidden(v_tile, reach, tile * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+            _silence_together(v_tile, reach, tile * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    if KEEP_FIRST_MAX:
+        # the ring is free for other use once both warpgroups are through
+        mbarrier.arrive(finished, count=1)
+        if _outgrown(acc, running_sum, OUT):
+            mbarrier.wait(finished, 0)
+            acc, running_max, running_sum = _redo(
+                keys, values, q_codes, zero, row_scale, k_scales, k_smem.index(GROUP_INDEX), v_smem.index(GROUP_INDEX),
+                landed.index(GROUP_INDEX), k_row, b, h_kv, reach, tiles_ptr, left, right, offset, score_rows, seq_kv,
+                n_tiles, first, first_full, full, visited,
+                WIDTH, BLOCK_N, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
+            )  # fmt: skip
 
     acc = acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None]
     sees_nothing = gl.convert_layout((running_sum == 0.0) & (running_max == float("-inf")), gl.SliceLayout(1, OUT))
@@ -311,7 +385,7 @@ def attention_fwd_hopper_kernel(
     left, right, offset, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, KEEP_FIRST_MAX: gl.constexpr,
 ):  # fmt: skip
     m_tiles = (seq_q + 2 * _ROWS - 1) // (2 * _ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
@@ -347,6 +421,11 @@ def attention_fwd_hopper_kernel(
     v_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     silenced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
     mbarrier.init(silenced, count=2)
+    finished = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
+    mbarrier.init(finished, count=2)
+    landed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
+    for i in gl.static_range(2):
+        mbarrier.init(landed.index(i), count=1)
     for i in gl.static_range(NUM_BUFFERS):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -356,22 +435,22 @@ def attention_fwd_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
-                state_width,
-                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced,
+                q_ptr, keys, values, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
+                row_ptr, state_width,
+                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed, k_row,
                 stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
                 seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
                 0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
-                PV_DTYPE,
+                PV_DTYPE, KEEP_FIRST_MAX,
             )),
             (_consume, (
-                q_ptr, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
-                state_width,
-                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced,
+                q_ptr, keys, values, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
+                row_ptr, state_width,
+                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed, k_row,
                 stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
                 seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
                 1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
-                PV_DTYPE,
+                PV_DTYPE, KEEP_FIRST_MAX,
             )),
             (_copy_keys_and_values, (
                 keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv,

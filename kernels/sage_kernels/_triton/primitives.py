@@ -93,6 +93,30 @@ def online_softmax_step(scores, row_scale, key_scale, running_max, running_sum, 
 
 
 @triton.jit
+def fixed_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY: tl.constexpr):
+    """As `online_softmax_step` with the reference that there is: no max, nothing to rescale.
+
+    Softmax does not depend on its reference, and the relative precision of P does not either. Only its range ends:
+    a score that is too far above gives inf, which stays in the sums (see `outgrown`). Returns P and the new sum.
+    """
+    values = scores.to(tl.float32)
+    tile_scale = row_scale
+    if SCALE_PER_KEY:
+        values = values * key_scale[None, :]
+    else:
+        tile_scale = row_scale * key_scale
+    p = tl.exp2(tl.fma(values, tile_scale[:, None], -reference[:, None]))
+    return p, running_sum + tl.sum(p, 1)
+
+
+@triton.jit
+def outgrown(acc, running_sum):
+    """Whether any row of the program has sums that are no numbers: P, P·V or the sum of P left its format."""
+    lost = (tl.sum(acc * 0.0, 1) + running_sum * 0.0) != 0.0
+    return tl.max(lost.to(tl.int32), 0) != 0
+
+
+@triton.jit
 def masked_softmax_step(scores, row_scale, key_scale, shift, bias, visible, softcap, running_max, running_sum,
                         SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
     """As `online_softmax_step` where the scores are more than a product, or not all visible.

@@ -14,6 +14,8 @@ class Tile(NamedTuple):
         num_warps, num_stages: of the Triton kernel; for the Hopper kernel num_stages is its number of K/V buffers.
         kernel: "pointers" (cp.async), "tma" (the bulk copy engine of sm_90 and later; elsewhere Triton emulates
             descriptors without cp.async) or "hopper" (the warp-specialised Gluon kernel, sm_90 only).
+        keep_first_max: the largest score of the first key tile stays the softmax's reference over the wholly visible
+            tiles: no max and no rescaling there. Rows that outgrow it are done again in the same launch.
     """
 
     block_m: int
@@ -21,6 +23,7 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
     kernel: str
+    keep_first_max: bool = False
 
     @property
     def scale_rows(self) -> int:
