@@ -115,7 +115,7 @@ def attention(name: str, width: int, scaling: str, mask: str = "none") -> dict:
     tile = choose_tile(capability, width, scaling, mask == "rows")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
-    constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal"}
+    constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "KEEP_FIRST_MAX": tile.keep_first_max}
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "values": "*bf16"}
     types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
     if tile.kernel == "hopper":
