@@ -9,9 +9,11 @@ Importing this needs torch alone; everything else is imported when it is used.
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import types
 
+from ._on_import import when_imported
 from ._pipeline_method import add_pipeline_method
 
 
@@ -20,40 +22,68 @@ __version__ = "0.1.0"
 _HOMES = {
     "SageAttnProcessor": "config",
     "UnsupportedAttentionError": "config",
+    "Probe": "probe",
+    "Calibration": "calibration",
+    "calibrate": "calibration",
     "Handle": "apply",
     "apply": "apply",
     "handle_of": "apply",
+    "Int8KVCache": "kv_cache",
+    "Int8KVCacheError": "kv_cache",
     "processors_for": "apply",
     "Report": "report",
     "sage_class": "processors",
+    "attention_report": "transformers_attention",
+    "register_transformers": "transformers_attention",
 }
 _MODULES = (
     "apply",
+    "attention_cost",
     "by_name",
+    "calibrate_command",
+    "calibration",
     "carry",
     "cli",
     "config",
     "discovery",
     "doctor",
+    "kv_cache",
+    "language",
     "metrics",
     "part",
     "pipelines",
+    "policy",
+    "probe",
     "processors",
     "quality",
     "rebind",
     "report",
     "scale_files",
+    "scale_rules",
     "scales",
+    "strict_json",
     "timestep",
+    "transformers_attention",
+    "transformers_call",
+    "transformers_counts",
+    "transformers_masks",
+    "windows",
 )
 __all__ = [
     "SageAttnProcessor",
     "UnsupportedAttentionError",
+    "Calibration",
     "Handle",
+    "Int8KVCache",
+    "Int8KVCacheError",
+    "Probe",
     "Report",
     "apply",
+    "attention_report",
+    "calibrate",
     "handle_of",
     "processors_for",
+    "register_transformers",
     "sage_class",
 ]
 
@@ -67,6 +97,17 @@ class _Package(types.ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 add_pipeline_method()
+
+
+def _meet_transformers():
+    """Importing the module registers its names."""
+    try:
+        importlib.import_module(f"{__name__}.transformers_attention")
+    except ImportError as error:  # a transformers of another time must stay importable beside this package
+        logging.getLogger(__name__).warning("INT8 attention is not available in this transformers: %s", error)
+
+
+when_imported("transformers.modeling_utils", _meet_transformers, ready="ALL_ATTENTION_FUNCTIONS")
 
 
 def __getattr__(name: str):

@@ -20,7 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
+from sage_kernels._triton.append_kv import _append_kv_kernel
+from sage_kernels._triton.attention_decode import _combine_kernel, _decode_attention_kernel
 from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
+from sage_kernels._triton.decode_tiles import decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prepare_keys import TOKENS_PER_PROGRAM, _prepare_keys_kernel
 from sage_kernels._triton.tiles import choose_tile
@@ -108,11 +111,12 @@ def read(compiled) -> dict:
     return facts
 
 
-def attention(name: str, width: int, scaling: str, mask: str = "none") -> dict:
-    """mask: "none", "keys", "rows" or "causal"."""
+def attention(name: str, width: int, scaling: str, mask: str = "none", keep_first_max: bool | None = None) -> dict:
+    """mask: "none", "keys", "rows" or "causal"; keep_first_max: None for the tile table's choice."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
     tile = choose_tile(capability, width, scaling, mask == "rows")
+    tile = tile if keep_first_max is None else tile._replace(keep_first_max=keep_first_max)
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
     constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "KEEP_FIRST_MAX": tile.keep_first_max}
@@ -164,12 +168,53 @@ def mask_tiles(name: str, kind: str) -> dict:
     return {"kernel": "mask_tiles", **read(build(kernel, constants, types, TARGETS[name], num_warps=8))}
 
 
+def decode(name: str, width: int, rows: int, mask: str = "none") -> dict:
+    """Attention over the INT8 cache: of one token (8 rows, split keys) or of a chunk of a prompt (32 rows, causal)."""
+    target, tile, few = TARGETS[name], decode_tile(width, rows), rows == 8
+    constants = {
+        "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "STAGES": tile.num_stages, "MASK": mask, "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": not few,
+        "SOFTCAP": False, "HAS_MEAN": True, "HAS_LENGTHS": False, "HAS_SINKS": False, "RING": False, "PARTIAL": few,
+        "RETURN_LSE": False, "ASM": target.backend == "cuda", "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
+    }  # fmt: skip
+    types = {"q_ptr": "*bf16", "k_codes_ptr": "*i8", "v_words_ptr": "*i16", "k_scale_ptr": "*bf16"}
+    types |= {"v_scale_ptr": "*bf16", "lengths_ptr": "*i64", "mask_ptr": "*u8"}
+    types["out_ptr"] = "*fp32" if few else "*bf16"
+    compiled = build(_decode_attention_kernel, constants, types, target, num_warps=tile.num_warps)
+    return {"kernel": "decode", **read(compiled)}
+
+
+def combine(name: str, width: int) -> dict:
+    constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_S": 16, "RETURN_LSE": False}
+    compiled = build(_combine_kernel, constants, {"out_ptr": "*bf16"}, TARGETS[name], num_warps=4)
+    return {"kernel": "combine", **read(compiled)}
+
+
+def append(name: str, width: int, tokens: int) -> dict:
+    constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_T": tokens, "HAS_MEAN": True, "ON_DEVICE": True}
+    constants |= {"RING": False, "stride_ksn": 1, "stride_vsn": 1}
+    types = {"k_ptr": "*bf16", "v_ptr": "*bf16", "k_codes_ptr": "*i8", "v_codes_ptr": "*i8", "k_scale_ptr": "*bf16"}
+    types |= {"v_scale_ptr": "*bf16", "position_ptr": "*i64"}
+    compiled = build(_append_kv_kernel, constants, types, TARGETS[name], num_warps=1 if tokens == 1 else 4)
+    return {"kernel": "append", **read(compiled)}
+
+
 def kernels(name: str):
     """(key of the table, facts) of every kernel that is looked at on one target."""
     for width in WIDTHS:
         for scaling in SCALINGS:
             yield f"{name}/attention/{width}/{scaling}", attention(name, width, scaling)
             yield f"{name}/prepare/{width}/{scaling}", prepare(name, width, scaling)
+        for rows in (8, 32):
+            yield f"{name}/decode/{width}/{rows}", decode(name, width, rows)
+    yield f"{name}/decode/128/8/keys", decode(name, 128, 8, "keys")
+    yield f"{name}/combine/128", combine(name, 128)
+    for tokens in (1, 16):
+        yield f"{name}/append/128/{tokens}", append(name, 128, tokens)
+    for keep in (False, True) if name in MASK_TARGETS else ():
+        for scaling in SCALINGS:
+            key = f"{name}/attention/128/{scaling}/{'first' if keep else 'running'}_max"
+            yield key, attention(name, 128, scaling, keep_first_max=keep)
     for mask in MASKS if name in MASK_TARGETS else ():
         yield f"{name}/attention/128/planned/{mask}", attention(name, 128, "planned", mask)
         if mask != "causal":

@@ -50,6 +50,22 @@ def test_plain_key_loop_does_not_spill(kernels):
             assert facts["loops"][0]["spills"] <= SPILLS[facts["kernel"]], (key, facts)
 
 
+@pytest.mark.parametrize("kernels", ["sm_80", "sm_90"], indirect=True)
+def test_keeping_the_first_max_shortens_the_plain_loop(kernels):
+    for key, facts in kernels.items():
+        if key.endswith("/first_max"):
+            running = kernels[key.replace("first_max", "running_max")]
+            assert facts["loops"][0]["instructions"] <= 0.9 * running["loops"][0]["instructions"], key
+
+
+def test_attention_over_the_cache_runs_on_int8_matrix_units_without_spills(kernels):
+    found = {key: facts for key, facts in kernels.items() if "/decode/" in key}
+    assert len(found) == 7 and all(facts["int8_matrix"] for facts in found.values())
+    for key, facts in found.items():
+        if facts.get("loops") and key != "sm_80/decode/64/8":  # four there: its tile was chosen for the others
+            assert facts["loops"][0]["spills"] == 0, (key, facts)
+
+
 def test_table_of_registers_and_loop_counts_is_the_committed_one(kernels):
     """A change here is a change of the machine code: look at it, then `make codegen`."""
     table = json.loads(TABLE.read_text())
@@ -62,6 +78,7 @@ def test_table_of_registers_and_loop_counts_is_the_committed_one(kernels):
 @pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
 def test_hopper_runs_the_warp_specialised_kernel_within_shared_memory(kernels):
     found = {key: facts for key, facts in kernels.items() if facts["kernel"] == "hopper"}
-    assert set(found) == {f"sm_90/attention/128/planned{mask}" for mask in ("", "/keys", "/causal")}
+    variants = ("", "/keys", "/causal", "/first_max", "/running_max")
+    assert set(found) == {f"sm_90/attention/128/planned{variant}" for variant in variants}
     for facts in found.values():
         assert facts["shared"] <= 227 * 1024 and facts["registers"] == 168  # the launch's cap; warpgroups re-divide it

@@ -2,6 +2,7 @@
 
 from .attention import sage_attention
 from .checks import unsupported
+from .decode import append_kv, sage_decode_attention
 from .recipe import DEFAULT_RECIPE, RECIPES, SCALINGS, Recipe
 from .state import HeadState, new_head_state
 
@@ -12,7 +13,9 @@ __all__ = [
     "SCALINGS",
     "HeadState",
     "Recipe",
+    "append_kv",
     "new_head_state",
     "sage_attention",
+    "sage_decode_attention",
     "unsupported",
 ]

@@ -1,0 +1,263 @@
+"""Time attention of one query over an INT8 KV cache against 16-bit caches: gate first, then the clock, then rows.
+
+    python kernels/benchmarks/bench_decode.py
+    python kernels/benchmarks/bench_decode.py --set short --no-save
+    python kernels/benchmarks/bench_decode.py --dry-run          # everything but the clock, small, without a GPU
+
+Attention only, as in a decoding step of a model whose cache is full: the new token is in it already. Providers of a
+case run in one process, one after the other, on caches rotated past the L2 cache. Bandwidth counts the bytes of keys,
+values and scales once each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from sage_kernels import append_kv, sage_decode_attention
+from sage_kernels.results import append_row
+from sage_kernels.testing import relative_l2
+
+
+RESULTS = Path(__file__).resolve().parent / "results.csv"
+MAX_ERROR = 0.03  # relative L2 on N(0, 1): far above what INT8 costs, far below any mistake
+L2_BYTES = 200e6  # caches that are rotated are together larger than this
+CHUNK = 8192  # tokens that the gate and the quantisation hold in higher precision at a time
+RECIPE = "kv_int8"
+
+
+class Case(NamedTuple):
+    """One decoding step: B sequences of seq_kv tokens, H query and H_kv key/value heads of D channels."""
+
+    name: str
+    batch: int
+    seq_kv: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of keys and values that the step reads; a scale of 2 bytes per token and head with 8 bits."""
+        return 2 * self.batch * self.kv_heads * self.seq_kv * (self.head_dim * bits // 8 + 2 * (bits == 8))
+
+
+def llama8b(seq_kv: int, batch: int) -> Case:
+    return Case(f"llama8b_decode_{seq_kv}_b{batch}", batch, seq_kv)
+
+
+SETS = {
+    "llama8b": [llama8b(n, b) for n in (32_768, 131_072) for b in (1, 8, 32)],
+    "short": [llama8b(n, b) for n in (1024, 4096) for b in (1, 8, 32)],
+    "dry": [Case("dry", 2, 200, 8, 2, 64)],
+}
+SETS["all"] = SETS["short"] + SETS["llama8b"]
+
+
+class Caches:
+    """The same tokens as a 16-bit cache [B, H_kv, S, D] and as an INT8 one, and queries [B, 1, H, D]."""
+
+    def __init__(self, case: Case, device, dtype):
+        shape = (case.batch, case.kv_heads, case.seq_kv, case.head_dim)
+        self.q = torch.randn(case.batch, 1, case.heads, case.head_dim, device=device, dtype=dtype)
+        self.k, self.v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+        self.v /= 8  # no scale of K fits V
+        codes = [torch.empty(shape, dtype=torch.int8, device=device) for _ in range(2)]
+        scales = [torch.empty(shape[:3], dtype=torch.bfloat16, device=device) for _ in range(2)]
+        self.mean = self.k.mean(2, dtype=torch.float32)
+        self.int8 = (codes[0], scales[0], codes[1], scales[1])
+        for start in range(0, case.seq_kv, CHUNK):
+            part = slice(start, start + CHUNK)
+            append_kv(self.k[:, :, part], self.v[:, :, part], self.mean, *self.int8, position=start)
+
+    def drop_16_bit(self):
+        """Our kernel reads codes; what only the gate needed makes room."""
+        self.k = self.v = None
+
+
+def exact(case: Case, caches: Caches) -> torch.Tensor:
+    """Attention in fp64, one key/value head at a time (memory): [B, 1, H, D]."""
+    out = torch.empty(case.batch, 1, case.heads, case.head_dim, dtype=torch.float64, device=caches.q.device)
+    group = case.heads // case.kv_heads
+    for b in range(case.batch):
+        for h in range(case.kv_heads):
+            own = slice(h * group, (h + 1) * group)
+            scores = caches.q[b, 0, own].double() @ caches.k[b, h].double().T * case.head_dim**-0.5
+            out[b, 0, own] = scores.softmax(-1) @ caches.v[b, h].double()
+    return out
+
+
+def ours(case: Case):
+    return lambda c: sage_decode_attention(c.q, *c.int8, c.mean)
+
+
+def torch_sdpa(case: Case, backend, *, pack: bool):
+    """pack: the heads of a group as rows of one matrix, what a good implementation does with one query."""
+
+    def run(c):
+        q = c.q.transpose(1, 2)
+        if pack:
+            q = c.q.view(case.batch, case.kv_heads, case.heads // case.kv_heads, case.head_dim)
+        with sdpa_kernel(backend):
+            out = scaled_dot_product_attention(q, c.k, c.v, enable_gqa=not pack and case.heads != case.kv_heads)
+        return out.reshape(case.batch, case.heads, 1, case.head_dim).transpose(1, 2)
+
+    return run
+
+
+def flex_decoding(case: Case):
+    """torch's FlexAttention, compiled: it has a kernel for few queries that splits the keys."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled = torch.compile(flex_attention)
+    return lambda c: compiled(c.q.transpose(1, 2), c.k, c.v, enable_gqa=True).transpose(1, 2)
+
+
+def flash_attn_4(case: Case):
+    from flash_attn.cute import flash_attn_func
+
+    def run(c):
+        out = flash_attn_func(c.q, c.k.transpose(1, 2), c.v.transpose(1, 2))
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def providers(on_gpu: bool):
+    """(provider, suffix of the case's name, bits of the cache, how to make its function)."""
+    backends = {"math": SDPBackend.MATH}
+    if on_gpu:
+        backends = {
+            "cudnn": SDPBackend.CUDNN_ATTENTION,
+            "flash": SDPBackend.FLASH_ATTENTION,
+            "efficient": SDPBackend.EFFICIENT_ATTENTION,
+        }
+    for name, backend in backends.items():
+        for suffix, pack in (("", False), ("/packed", True)):
+            yield (
+                f"torch_sdpa_{name}",
+                suffix,
+                16,
+                lambda case, backend=backend, pack=pack: torch_sdpa(case, backend, pack=pack),
+            )
+    if on_gpu:
+        yield "flex_attention", "", 16, flex_decoding
+        yield "flash_attn_4", "", 16, flash_attn_4
+    yield "sage_kernels", "", 8, ours
+
+
+def milliseconds(function, sets) -> tuple[float, float, float]:
+    """p20, median, p80 of one call, each on the next of the caches."""
+    turn = iter(range(1 << 60))
+
+    def call():
+        return function(sets[next(turn) % len(sets)])
+
+    if sets[0].q.is_cuda:
+        import triton
+
+        return tuple(triton.testing.do_bench(call, warmup=50, rep=300, quantiles=[0.2, 0.5, 0.8]))
+    start = time.perf_counter()
+    call()
+    return ((time.perf_counter() - start) * 1e3,) * 3
+
+
+def copy_bandwidth(device) -> float:
+    """TB/s of a device copy, read and written bytes counted: what the memory gives at best."""
+    source = torch.empty(2**30, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    import triton
+
+    ms = triton.testing.do_bench(lambda: target.copy_(source), warmup=50, rep=300, quantiles=[0.5])
+    return 2 * source.numel() / (ms if isinstance(ms, float) else ms[0]) / 1e9
+
+
+def save_rows(case, provider, suffix, bits, error, times, rates, ratio) -> None:
+    shared = {
+        "suite": "decode", "case": case.name + suffix, "provider": provider, "recipe": RECIPE if bits == 8 else "",
+        "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads, "seq_q": 1, "seq_k": case.seq_kv,
+        "head_dim": case.head_dim, "causal": True, "includes_quantization": False,
+        "rel_l2_error": f"{error:.5f}",
+    }  # fmt: skip
+    p20, median, p80 = (f"{x:.5f}" for x in times)
+    ratio = {} if ratio is None else {"ratio_vs_cudnn": f"{ratio:.3f}"}
+    append_row(RESULTS, **shared, **ratio, metric="time", unit="ms", median=median, p20=p20, p80=p80)
+    p80, median, p20 = (f"{x:.4f}" for x in rates)
+    append_row(RESULTS, **shared, metric="bandwidth", unit="TB_s", median=median, p20=p20, p80=p80)
+    per_token = case.nbytes(bits) / case.batch / case.seq_kv
+    append_row(RESULTS, **shared, metric="kv_bytes_per_token", unit="B", median=f"{per_token:.0f}")
+
+
+def run_case(case: Case, device, dtype, save: bool) -> list[str]:
+    """Gate and time every provider on `case`. Returns the failures; a provider that can't run is none."""
+    on_gpu = device.type == "cuda"
+    failures, best, cudnn_ms, ours_ms = [], None, None, None
+    for provider, suffix, bits, make in providers(on_gpu):
+        name = f"{case.name + suffix:32} {provider:22}"
+        number = max(2, math.ceil(L2_BYTES / case.nbytes(bits))) if on_gpu else 2
+        sets = [Caches(case, device, dtype) for _ in range(number)]
+        wanted = exact(case, sets[0])
+        try:
+            function = make(case)
+            error = float(relative_l2(function(sets[0]), wanted))
+        except (RuntimeError, ImportError, NotImplementedError, ValueError) as failure:
+            if provider == "sage_kernels":
+                raise
+            print(f"{name} not here: {str(failure).splitlines()[0][:90]}", flush=True)
+            continue
+        if not error <= MAX_ERROR:
+            failures.append(f"{name}: relative L2 {error:.3g} > {MAX_ERROR}")
+            print(f"FAILED {failures[-1]}", flush=True)
+            continue
+        if bits == 8:
+            for caches in sets:
+                caches.drop_16_bit()
+        times = milliseconds(function, sets)
+        rates = [case.nbytes(bits) / ms / 1e9 for ms in times]
+        if provider == "sage_kernels":
+            ours_ms = times[1]
+        elif best is None or times[1] < best[0]:
+            best = (times[1], provider + suffix)
+        if provider == "torch_sdpa_cudnn":
+            cudnn_ms = min(times[1], cudnn_ms or math.inf)
+        print(f"{name} {times[1]:9.4f} ms  {rates[1]:6.3f} TB/s  {error:.4f}", flush=True)
+        if save:
+            save_rows(case, provider, suffix, bits, error, times, rates, cudnn_ms and cudnn_ms / times[1])
+        del sets
+        if on_gpu:
+            torch.cuda.empty_cache()
+    if best and ours_ms:
+        print(f"{case.name:32} ours is {best[0] / ours_ms:.2f} times as fast as {best[1]}", flush=True)
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=sorted(SETS), default="llama8b")
+    parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
+    parser.add_argument("--dry-run", action="store_true", help="a small case on the CPU; saves nothing")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    if arguments.dry_run:
+        failures = [f for case in SETS["dry"] for f in run_case(case, torch.device("cpu"), torch.float32, False)]
+        return 1 if failures else 0
+    if not torch.cuda.is_available():
+        print("bench_decode.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    print(f"device copy: {copy_bandwidth(device):.2f} TB/s", flush=True)
+    failures = []
+    for case in SETS[arguments.set]:
+        failures += run_case(case, device, torch.bfloat16, not arguments.no_save)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

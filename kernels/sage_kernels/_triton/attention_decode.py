@@ -1,0 +1,395 @@
+"""Attention of few queries over an INT8 KV cache, split over the keys, with a combine step.
+
+Reading the cache is the work; the instructions beside it have to fit into the time that takes. The heads of a group
+share one tile of rows, and the rows are the narrow side of the tensor cores' products (8, not 16).
+
+Scores: Q is two INT8 codes a channel (15 bits), K is never converted, and the cache's rounding is all the error there
+is. The second integer product costs 16 matrix instructions for 64 keys of 128 channels; converting K would cost 320.
+Values: INT8 is exact in fp16. A value's scale is part of the exponent, so what fp16 has to hold is the product of
+probability and value relative to the largest of its tile, whatever the scores and the values are by themselves.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..masking import UNLIMITED, Masking
+from ..numerics import LOG2_E
+from .decode_tiles import DecodeTile, choose_splits, decode_tile, programs_at_once
+from .mask_tiles import as_loadable, broadcast_strides, load_bias
+from .primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int
+from .tiles import head_width
+
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+_LOG2_E = tl.constexpr(LOG2_E)
+_LOW_STEPS = tl.constexpr(254.0)  # steps of a query's second code in one of its first; see reference_decode.py
+_LOW_STEPS_INT = tl.constexpr(254)
+_TWO_LOG2_E = tl.constexpr(2.8853900817779268)
+# Two words of 16 bits, each the codes of an even and an odd channel of one value -> two fp16 numbers of the even and
+# two of the odd channel. The byte c + 128 of a code c is the low byte of the fp16 number 1152 + c: 5 instructions for
+# 4 numbers, where conversion instructions run at a quarter of the rate.
+_TO_FP16 = tl.constexpr("""{
+    .reg .b32 bytes, offset;
+    mov.b32 offset, 0x64806480;
+    xor.b32 bytes, $2, 0x80808080;
+    prmt.b32 $0, bytes, 0x64646464, 0x4240;
+    prmt.b32 $1, bytes, 0x64646464, 0x4341;
+    sub.f16x2 $0, $0, offset;
+    sub.f16x2 $1, $1, offset;
+}""")
+
+
+@triton.jit
+def _quantize_queries(q):
+    """Rows q [BLOCK_M, WIDTH] fp32 as scale · (high + low / 254): two INT8 tiles and scales [BLOCK_M]."""
+    amax = tl.maximum(tl.max(tl.abs(q), 1), AMAX_FLOOR)
+    ratio = q * tl.div_rn(amax * 0.0 + INT8_MAX, amax)[:, None]
+    high = round_to_int(ratio)
+    low = round_to_int((ratio - high.to(tl.float32)) * _LOW_STEPS)
+    scale = tl.div_rn(amax, amax * 0.0 + INT8_MAX) + nan_unless_finite(q, 1)
+    return high.to(tl.int8), low.to(tl.int8), scale
+
+
+@triton.jit
+def _load_tile(base, slots, stride, inside, WORDS: tl.constexpr, USED: tl.constexpr, MASKED: tl.constexpr):
+    """Words [BLOCK_N, WORDS] of the tokens in `slots`; only the first USED of a token are read."""
+    words = tl.arange(0, WORDS)[None, :]
+    pointers = base + (slots * stride)[:, None] + words
+    if MASKED:
+        tile = tl.load(pointers, mask=inside[:, None] & (words < USED), other=0)
+    elif USED == WORDS:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=words < USED, other=0)
+    return tile
+
+
+@triton.jit
+def _as_fp16(words, ASM: tl.constexpr):
+    """int16 words of two codes as two fp16 tiles, even and odd channels; exact."""
+    if ASM:
+        even, odd = tl.inline_asm_elementwise(
+            _TO_FP16, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        even = ((words << 8) >> 8).to(tl.float16)
+        odd = (words >> 8).to(tl.float16)
+    return even, odd
+
+
+@triton.jit
+def _step(tile, n_keys, first_slot, capacity, k_base, v_base, k_scales, v_scales, stride_kn, stride_vn, stride_ksn,
+          stride_vsn, high, low, row_scale, shift, positions, mask_rows, stride_mk, is_row, left, right, softcap,
+          even, odd, top, total, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+          MASKED: tl.constexpr, MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr,
+          HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, RING: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """One tile of keys of the online softmax, whose reference `top` is that of probability times value scale.
+
+    Tiles are [keys, rows] and [channels, rows]: the tensor cores' narrow side is then 8, not 16.
+    """
+    first = tile * BLOCK_N
+    offs_n = tl.arange(0, BLOCK_N)
+    keys = first + offs_n
+    inside = keys < n_keys
+    if RING:
+        slots = keys.to(tl.int64) + first_slot
+        slots = tl.where(slots >= capacity, slots - capacity, slots)
+    else:
+        slots = offs_n
+        k_base += first.to(tl.int64) * stride_kn
+        v_base += first.to(tl.int64) * stride_vn
+        k_scales += first.to(tl.int64) * stride_ksn
+        v_scales += first.to(tl.int64) * stride_vsn
+    k = _load_tile(k_base, slots, stride_kn, inside, WIDTH, HEAD_DIM, MASKED)
+    v = _load_tile(v_base, slots, stride_vn, inside, WIDTH // 2, HEAD_DIM // 2, MASKED)
+    if MASKED:
+        k_scale = tl.load(k_scales + slots * stride_ksn, mask=inside, other=0.0).to(tl.float32)
+        v_scale = tl.load(v_scales + slots * stride_vsn, mask=inside, other=1.0).to(tl.float32)
+    else:
+        k_scale = tl.load(k_scales + slots * stride_ksn).to(tl.float32)
+        v_scale = tl.load(v_scales + slots * stride_vsn).to(tl.float32)
+
+    scores = tl.dot(k, high.T, out_dtype=tl.int32) * _LOW_STEPS_INT + tl.dot(k, low.T, out_dtype=tl.int32)
+    x = scores.to(tl.float32) * k_scale[:, None]
+    weight = tl.log2(v_scale)[:, None]
+    if SOFTCAP:
+        x = tl.fma(x, row_scale[None, :], shift[None, :]) * tl.div_rn(softcap * 0.0 + 1.0, softcap)
+        x = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(x * _TWO_LOG2_E)))  # cap · tanh
+        x = x + weight
+    else:
+        x = tl.fma(x, row_scale[None, :], weight)
+    if MASKED:
+        visible = inside[:, None]
+        if HAS_LEFT:
+            visible = visible & (keys[:, None] >= (positions - left)[None, :])
+        if HAS_RIGHT:
+            visible = visible & (keys[:, None] <= (positions + right)[None, :])
+        if MASK == "keys":
+            bias = load_bias(mask_rows + keys.to(tl.int64) * stride_mk, inside)[:, None]
+        if MASK == "rows":
+            pointers = mask_rows[None, :] + keys.to(tl.int64)[:, None] * stride_mk
+            bias = load_bias(pointers, is_row[None, :] & inside[:, None])
+        if MASK != "none":
+            visible = visible & (bias > float("-inf"))
+            if HAS_BIAS:
+                x = x + bias
+        x = tl.where(visible, x, float("-inf"))
+
+    tile_top = tl.max(x, 0)
+    reference = tile_top
+    if MASKED:  # a row that sees nothing of the tile has a max of -inf: no difference may be taken from that
+        reference = tl.where(tile_top == float("-inf"), 0.0, tile_top)
+    e = tl.exp2(x - reference[None, :])
+    share = e * (1.0 / v_scale)[:, None]
+    if MASKED:
+        share = tl.where(visible, share, 0.0)  # the scale of a hidden value may be NaN
+    new_top = tl.maximum(top, tile_top)
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = tl.exp2(top - safe)
+    tile_rescale = tl.exp2(tile_top - safe)
+    total = tl.fma(total, rescale, tl.sum(share, 0) * tile_rescale)
+    p = e.to(tl.float16)
+    v_even, v_odd = _as_fp16(v.T, ASM)
+    even = tl.fma(tl.dot(v_even, p), tile_rescale[None, :], even * rescale[None, :])
+    odd = tl.fma(tl.dot(v_odd, p), tile_rescale[None, :], odd * rescale[None, :])
+    return even, odd, new_top, total
+
+
+# Lengths change with every token: none of them may make a new kernel.
+_VARYING = ["seq_q", "capacity", "left", "right", "row_tiles", "stride_ksb", "stride_ksh", "stride_vsb", "stride_vsh",
+            "stride_mb", "stride_mh", "stride_mq", "splits", "all_rows"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr", "mask_ptr"])
+def _decode_attention_kernel(
+    q_ptr, k_codes_ptr, k_scale_ptr, v_words_ptr, v_scale_ptr, mean_ptr, lengths_ptr, mask_ptr, sinks_ptr,
+    out_ptr, lse_ptr, stride_qb, stride_qs, stride_qh,
+    stride_kcb, stride_kch, stride_kcn, stride_ksb, stride_ksh, stride_ksn,
+    stride_vcb, stride_vch, stride_vcn, stride_vsb, stride_vsh, stride_vsn,
+    stride_mb, stride_mh, stride_mq, stride_mk, stride_length,
+    seq_q, capacity, heads, group, row_tiles, splits, all_rows, left, right, softcap, softmax_scale,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
+    RING: tl.constexpr, PARTIAL: tl.constexpr, RETURN_LSE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """One program: up to BLOCK_M rows (query, head) of one key/value head, and one split of its keys.
+
+    PARTIAL: out [splits, B, S_q, H, D] and lse [splits, B, S_q, H], both fp32, base 2, for the combine step.
+    """
+    kv_heads = heads // group
+    which = tl.program_id(0)
+    # programs that read the same keys follow one another
+    row_tile = which % row_tiles
+    split = (which // row_tiles) % splits
+    head = which // row_tiles // splits
+    b = (head // kv_heads).to(tl.int64)
+    h_kv = (head % kv_heads).to(tl.int64)
+    rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = rows < seq_q * group
+    s = rows // group
+    h = h_kv * group + rows % group
+    channels = tl.arange(0, WIDTH)
+
+    # the tokens there are, and where the rows stand among them
+    seen = tl.full([], 0, tl.int64) + capacity
+    if HAS_LENGTHS:
+        seen = tl.maximum(tl.load(lengths_ptr + b * stride_length).to(tl.int64), 0)
+    n_keys = tl.minimum(seen, capacity).to(tl.int32)
+    first_slot = tl.where(seen > capacity, seen % capacity, 0)
+    offset = n_keys - seq_q
+    positions = offset + s
+
+    q_rows = b * stride_qb + s.to(tl.int64) * stride_qs + h * stride_qh
+    inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_rows[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+    high, low, q_scale = _quantize_queries(q)
+    row_scale = q_scale * (softmax_scale * _LOG2_E / _LOW_STEPS)
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_MEAN and (SOFTCAP or HAS_SINKS or RETURN_LSE):
+        mean = tl.load(mean_ptr + (b * kv_heads + h_kv) * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
+        shift = tl.sum(q * mean[None, :], 1) * (softmax_scale * _LOG2_E)
+
+    # key tiles: those that some row sees, of them those that all rows see wholly, and this split's share of both
+    first_s = row_tile * BLOCK_M // group
+    last_s = tl.minimum(row_tile * BLOCK_M + BLOCK_M - 1, seq_q * group - 1) // group
+    begin = 0
+    end = tl.cdiv(n_keys, BLOCK_N)
+    full_begin = 0
+    full_end = n_keys // BLOCK_N
+    if HAS_LEFT:
+        begin = tl.maximum(offset + first_s - left, 0) // BLOCK_N
+        full_begin = tl.cdiv(tl.maximum(offset + last_s - left, 0), BLOCK_N)
+    if HAS_RIGHT:
+        end = tl.minimum(end, tl.cdiv(tl.maximum(offset + last_s + right + 1, 0), BLOCK_N))
+        full_end = tl.minimum(full_end, tl.maximum(offset + first_s + right + 1, 0) // BLOCK_N)
+    if MASK != "none":
+        full_end = 0
+    share = tl.cdiv(tl.maximum(end - begin, 0), splits)
+    begin = begin + split * share
+    end = tl.minimum(begin + share, end)
+    full_begin = tl.minimum(tl.maximum(full_begin, begin), tl.maximum(end, begin))
+    full_end = tl.maximum(tl.minimum(full_end, end), full_begin)
+
+    k_base = k_codes_ptr + b * stride_kcb + h_kv * stride_kch
+    v_base = v_words_ptr + b * stride_vcb + h_kv * stride_vch
+    k_scales = k_scale_ptr + b * stride_ksb + h_kv * stride_ksh
+    v_scales = v_scale_ptr + b * stride_vsb + h_kv * stride_vsh
+    mask_rows = mask_ptr + b * stride_mb
+    if MASK == "rows":
+        mask_rows += h * stride_mh + s.to(tl.int64) * stride_mq
+    even = tl.zeros([WIDTH // 2, BLOCK_M], tl.float32)
+    odd = tl.zeros([WIDTH // 2, BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for tile in tl.range(full_begin, full_end, num_stages=STAGES):
+        even, odd, top, total = _step(
+            tile, n_keys, first_slot, capacity, k_base, v_base, k_scales, v_scales, stride_kcn, stride_vcn,
+            stride_ksn, stride_vsn, high, low, row_scale, shift, positions, mask_rows, stride_mk, is_row, left, right,
+            softcap, even, odd, top, total, HEAD_DIM, WIDTH, BLOCK_N, False, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+            SOFTCAP, RING, ASM,
+        )  # fmt: skip
+    for i in tl.range(0, tl.maximum(end - begin, 0) - (full_end - full_begin), num_stages=STAGES):
+        tile = begin + i
+        tile += tl.where(tile >= full_begin, full_end - full_begin, 0)
+        even, odd, top, total = _step(
+            tile, n_keys, first_slot, capacity, k_base, v_base, k_scales, v_scales, stride_kcn, stride_vcn,
+            stride_ksn, stride_vsn, high, low, row_scale, shift, positions, mask_rows, stride_mk, is_row, left, right,
+            softcap, even, odd, top, total, HEAD_DIM, WIDTH, BLOCK_N, True, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+            SOFTCAP, RING, ASM,
+        )  # fmt: skip
+
+    acc = tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2)), (BLOCK_M, WIDTH))
+    if SOFTCAP:
+        shift = shift * 0.0  # the capped scores are the true ones
+    if HAS_SINKS:  # in one split's sum
+        sink = tl.load(sinks_ptr + h, mask=is_row & (split == 0), other=float("-inf")) * _LOG2_E - shift
+        new_top = tl.maximum(top, sink)
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        rescale = tl.exp2(top - safe)
+        acc = acc * rescale[:, None]
+        total = tl.fma(total, rescale, tl.exp2(sink - safe))
+        top = new_top
+    out = tl.where(((total == 0.0) & (top == float("-inf")))[:, None], 0.0, acc / total[:, None])
+    lse = top + tl.log2(total) + shift
+    if not RING:
+        overflow = seen > capacity  # tokens that had no room: no number is right
+        out = tl.where(overflow, float("nan"), out)
+        lse = tl.where(overflow, float("nan"), lse)
+    batch_rows = (b * seq_q + s) * heads + h  # contiguous [B, S_q, H]
+    if PARTIAL:
+        batch_rows += split.to(tl.int64) * all_rows
+        tl.store(lse_ptr + batch_rows, lse, mask=is_row)
+    elif RETURN_LSE:
+        tl.store(lse_ptr + batch_rows, lse * _LN_2, mask=is_row)
+    tl.store(
+        out_ptr + batch_rows[:, None] * HEAD_DIM + channels[None, :], out.to(out_ptr.dtype.element_ty), mask=inside
+    )
+
+
+@triton.jit(do_not_specialize=["splits", "all_rows"])
+def _combine_kernel(partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, splits, all_rows, HEAD_DIM: tl.constexpr,
+                    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, RETURN_LSE: tl.constexpr):  # fmt: skip
+    """One program: one row's splits, in their order, so the sum is the same every time."""
+    row = tl.program_id(0).to(tl.int64)
+    channels = tl.arange(0, WIDTH)
+    acc = tl.zeros([WIDTH], tl.float32)
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    for first in tl.range(0, splits, BLOCK_S):
+        split = first + tl.arange(0, BLOCK_S)
+        rows = split.to(tl.int64) * all_rows + row
+        lse = tl.load(partial_lse_ptr + rows, mask=split < splits, other=float("-inf"))
+        inside = (split < splits)[:, None] & (channels < HEAD_DIM)[None, :]
+        part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + channels[None, :], mask=inside, other=0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(lse - safe)
+        rescale = tl.exp2(top - safe)
+        acc = acc * rescale + tl.sum(part * weight[:, None], 0)
+        total = total * rescale + tl.sum(weight, 0)
+        top = new_top
+    out = tl.where((total == 0.0) & (top == float("-inf")), 0.0, acc / total)
+    tl.store(out_ptr + row * HEAD_DIM + channels, out.to(out_ptr.dtype.element_ty), mask=channels < HEAD_DIM)
+    if RETURN_LSE:
+        tl.store(lse_ptr + row, (top + tl.log2(total)) * _LN_2)
+
+
+def _words(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [B, H_kv, S, D], D even, as 16-bit words [B, H_kv, S, D / 2]; a copy only of layouts append_kv has not."""
+    strides = codes.stride()
+    if strides[3] != 1 or codes.storage_offset() % 2 or any(stride % 2 for stride in strides[:3]):
+        codes = codes.contiguous()
+    return codes.view(torch.int16)
+
+
+def launch_decode_attention(
+    q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, *, ring: bool, masking: Masking, scale: float,
+    return_lse: bool, splits: int | None = None, tile: DecodeTile | None = None,
+):  # fmt: skip
+    """Launch the kernel, and the combine step if the keys are split, on q's device and current stream.
+
+    Arguments as `ref_decode_attention`, checked; nothing is empty.
+
+    Args:
+        splits, tile: override the choice (tests, benchmarks).
+    Returns: out [B, S_q, H, D] contiguous in q.dtype, lse [B, S_q, H] fp32 or None.
+    """
+    batch, seq_q, heads, head_dim = q.shape
+    kv_heads, capacity = k_codes.shape[1], k_codes.shape[2]
+    if head_dim % 2:  # no model's: a channel of zeros makes whole words
+        q, k_codes, v_codes = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k_codes, v_codes))
+        k_mean = None if k_mean is None else torch.nn.functional.pad(k_mean, (0, 1))
+        out, lse = launch_decode_attention(
+            q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, ring=ring, masking=masking, scale=scale,
+            return_lse=return_lse, splits=splits, tile=tile,
+        )  # fmt: skip
+        return out[..., :head_dim].contiguous(), lse
+    q, k_codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k_codes))
+    v_words = _words(v_codes)
+    group = heads // kv_heads
+    tile = tile or decode_tile(head_dim, seq_q * group)
+    row_tiles = triton.cdiv(seq_q * group, tile.block_m)
+    if splits is None:
+        reach = capacity if masking.left == UNLIMITED else min(capacity, masking.left + seq_q + tile.block_n)
+        splits = choose_splits(
+            batch * kv_heads * row_tiles, triton.cdiv(reach, tile.block_n), programs_at_once(q.device, tile)
+        )
+    all_rows = batch * seq_q * heads
+    out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device) if return_lse else None
+    target, target_lse = out, lse
+    if splits > 1:
+        target = torch.empty(splits, all_rows, head_dim, dtype=torch.float32, device=q.device)
+        target_lse = torch.empty(splits, all_rows, dtype=torch.float32, device=q.device)
+    mask, kind = masking.mask, "none"
+    if mask is not None:
+        kind = "keys" if masking.by_key else "rows"
+    none = k_scale  # never read where a pointer does not apply
+    tensors = (
+        k_mean if k_mean is None else k_mean.contiguous(), lengths, None if mask is None else as_loadable(mask),
+        masking.sinks, target, target_lse,
+    )  # fmt: skip
+    with torch.cuda.device_of(q):
+        _decode_attention_kernel[(row_tiles * splits * batch * kv_heads,)](
+            q, k_codes, k_scale, v_words, v_scale, *(none if x is None else x for x in tensors), *q.stride()[:3],
+            *k_codes.stride()[:3], *k_scale.stride(), *v_words.stride()[:3], *v_scale.stride(),
+            *((0, 0, 0, 0) if mask is None else broadcast_strides(mask)),
+            0 if lengths is None or lengths.dim() == 0 else lengths.stride(0),
+            seq_q, capacity, heads, group, row_tiles, splits, all_rows, masking.left, masking.right,
+            masking.softcap * LOG2_E, float(scale),
+            HEAD_DIM=head_dim, WIDTH=head_width(head_dim), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            STAGES=tile.num_stages, MASK=kind, HAS_BIAS=mask is not None and mask.dtype != torch.bool,
+            HAS_LEFT=masking.left != UNLIMITED, HAS_RIGHT=masking.right != UNLIMITED, SOFTCAP=masking.softcap > 0,
+            HAS_MEAN=k_mean is not None, HAS_LENGTHS=lengths is not None, HAS_SINKS=masking.sinks is not None,
+            RING=ring, PARTIAL=splits > 1, RETURN_LSE=return_lse,
+            ASM=q.device.type == "cuda" and torch.version.hip is None, num_warps=tile.num_warps,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+        if splits > 1:
+            _combine_kernel[(all_rows,)](
+                target, target_lse, out, target_lse if lse is None else lse, splits, all_rows, HEAD_DIM=head_dim,
+                WIDTH=head_width(head_dim), BLOCK_S=16, RETURN_LSE=return_lse, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+    return out, lse

@@ -1,0 +1,170 @@
+"""The INT8 cache's ops, append and attend: check, then the Triton kernels on a GPU or the reference on the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from . import reference_decode
+from .checks_decode import check_append, check_decode_inputs, check_decode_options
+from .masking import Masking, canonical_mask
+
+
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+_CACHE = "Tensor k_codes, Tensor k_scale, Tensor v_codes, Tensor v_scale, Tensor? k_mean"
+_ARGUMENTS = (
+    f"Tensor q, {_CACHE}, Tensor? lengths, Tensor? attn_mask, Tensor? sinks, bool ring, bool causal, int? window, "
+    "float softcap, float scale"
+)
+_library.define(f"decode_attention({_ARGUMENTS}) -> Tensor")
+_library.define(f"decode_attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(
+    "append_kv(Tensor k, Tensor v, Tensor? k_mean, Tensor(a!) k_codes, Tensor(b!) k_scale, Tensor(c!) v_codes, "
+    "Tensor(d!) v_scale, Tensor? position, int start, bool ring) -> ()"
+)
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_mean: torch.Tensor | None,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    position: int | torch.Tensor,
+    ring: bool = False,
+) -> None:
+    """Quantise new tokens into an INT8 cache, in one launch; nothing else of the cache is read or written.
+
+    A token's scale is its largest element / 127, rounded to bf16 before it divides. K is stored minus k_mean.
+
+    Args:
+        k, v: [B, H_kv, N, D] fp16, bf16 or fp32, any strides, the new tokens.
+        k_mean: fp32 [B, H_kv, D], subtracted from every key of its head, or None. It has to be the same in all calls.
+        k_codes, v_codes: int8 [B, H_kv, S, D], written; any strides, last one 1.
+        k_scale, v_scale: bf16 [B, H_kv, S], written.
+        position: how many tokens came before, an int, or an integer tensor [] that stays on its device.
+        ring: token number t goes to slot t modulo S; otherwise to slot t, and a token beyond S is an error where the
+            position is an int, and is not written where it is a tensor (attention then returns NaN).
+    Raises: TypeError, ValueError, NotImplementedError before anything is written; see checks_decode.py.
+    """
+    check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, ring)
+    on_device = isinstance(position, torch.Tensor)
+    torch.ops.sage_kernels.append_kv(
+        k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position if on_device else None,
+        0 if on_device else position, ring,
+    )  # fmt: skip
+
+
+def sage_decode_attention(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = None,
+    *,
+    lengths: torch.Tensor | None = None,
+    ring: bool = False,
+    attn_mask: torch.Tensor | None = None,
+    causal: bool | str = False,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+):
+    """Attention of the last S_q tokens over an INT8 cache, which is read as it is: no dequantised copy is made.
+
+    Q is quantised in the kernel, to two INT8 codes a channel (15 bits), so that the cache's own rounding is all the
+    error there is in the scores. Made for few queries (S_q · H / H_kv <= 16 is one tile); any number works.
+
+    Args:
+        q: [B, S_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256. Row i is token n - S_q + i of n.
+        k_codes, k_scale, v_codes, v_scale, k_mean: the cache, as `append_kv` writes it; H_kv divides H.
+        lengths: how many tokens were appended, an integer tensor [] or [B] on q's device; None: the buffers are full.
+            What lies beyond is never used, whatever it holds. More than S (and no ring): that sample's output is NaN.
+        ring: the cache is a ring and holds the last min(lengths, S) tokens.
+        attn_mask: as in scaled_dot_product_attention: bool (True: visible) or floating point, broadcastable to
+            [B, H, S_q, S]; column j is the j-th oldest token that the cache holds. A hidden key may hold anything.
+        causal: False, or "bottom_right" (or True): a row sees keys up to its own. May come with a mask.
+        window: a row sees no key older than the last `window`, its own included. May come with a mask.
+        softcap, sinks: as in `sage_attention`.
+        scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
+        return_lse: also return the log-sum-exp of the scaled and masked scores.
+    Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log. A row
+        that sees nothing gives 0 and -inf. A token appended with NaN or inf gives NaN in all channels of the rows
+        that see it.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks_decode.py.
+    """
+    check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths)
+    check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, scale)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    ops = torch.ops.sage_kernels
+    return (ops.decode_attention_lse if return_lse else ops.decode_attention)(
+        q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, bool(causal), window,
+        float(softcap), scale,
+    )  # fmt: skip
+
+
+def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, causal, window, softcap,
+            scale, *, return_lse):  # fmt: skip
+    left, right = reference_decode.decode_band(causal, window)
+    masking = Masking(
+        canonical_mask(attn_mask, k_codes.shape[2]), left, right, softcap=softcap,
+        sinks=None if sinks is None else sinks.float().contiguous(),
+    )  # fmt: skip
+    cache = (k_codes, k_scale, v_codes, v_scale, k_mean)
+    if q.numel() == 0 or k_codes.shape[2] == 0:
+        out = q.new_zeros(q.shape)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+        if sinks is not None:
+            lse = torch.maximum(lse, masking.sinks)
+    elif q.is_cuda:
+        from ._triton.attention_decode import launch_decode_attention
+
+        out, lse = launch_decode_attention(
+            q, *cache, lengths, ring=ring, masking=masking, scale=scale, return_lse=return_lse
+        )
+    else:
+        out, lse = reference_decode.ref_decode_attention(q, *cache, lengths, ring=ring, masking=masking, scale=scale)
+    return (out, lse) if return_lse else out
+
+
+def _implementation(return_lse: bool):
+    def run(*arguments):
+        # under autocast the reference's own matmuls would be cast too
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return _attend(*arguments, return_lse=return_lse)
+
+    return run
+
+
+def _append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, start, ring):
+    if k.numel() == 0:
+        return
+    if k.is_cuda:
+        from ._triton.append_kv import launch_append_kv
+
+        launch_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=position, start=start, ring=ring)
+        return
+    start = start if position is None else int(position)
+    reference_decode.ref_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=start, ring=ring)
+
+
+def _fake(q, *_):
+    return q.new_empty(q.shape)
+
+
+def _fake_lse(q, *_):
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("decode_attention", _implementation(False), _device)
+    _library.impl("decode_attention_lse", _implementation(True), _device)
+    _library.impl("append_kv", _append, _device)
+torch.library.register_fake("sage_kernels::decode_attention", _fake, lib=_library)
+torch.library.register_fake("sage_kernels::decode_attention_lse", _fake_lse, lib=_library)
+torch.library.register_fake("sage_kernels::append_kv", lambda *_: None, lib=_library)

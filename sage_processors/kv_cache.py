@@ -1,0 +1,122 @@
+"""An INT8 KV cache for transformers: half the memory of a 16-bit one, read by the attention kernel as it is."""
+
+from __future__ import annotations
+
+import torch
+
+
+try:
+    from transformers.cache_utils import (
+        Cache,
+        DummyLayer,
+        DynamicCache,
+        DynamicLayer,
+        DynamicSlidingWindowLayer,
+        LinearAttentionLayer,
+    )
+except ImportError as error:
+    raise ImportError(
+        'sage_processors.kv_cache needs transformers: pip install "sage-processors[transformers]"'
+    ) from error
+
+from .kv_layers import Int8Layer
+from .kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer
+from .stored_kv import Int8KVCacheError, StoredKV, attend, stored_int8
+
+
+__all__ = ["Int8KVCache", "Int8KVCacheError", "StoredKV", "attend", "stored_int8"]
+
+
+class Int8KVCache(Cache):
+    """`past_key_values` whose attention layers hold INT8 codes and bf16 scales per token and head.
+
+        model.set_attn_implementation("sage_int8")
+        model.generate(**inputs, past_key_values=sp.Int8KVCache(model.config))
+
+    The keys of a head are stored minus one vector, frozen when its first tokens come (softmax does not see it). Which
+    layers slide is read from the config. Attention over the cache needs our attention implementation; any other raises
+    Int8KVCacheError when it touches the cache. The first update of a layer returns its tokens as they came.
+
+    Args:
+        config: the model's config.
+        max_cache_len: None: the cache grows. A number: buffers for so many tokens are allocated once, and decoding
+            compiles (torch.compile(fullgraph=True)); more tokens raise ValueError.
+        offloading, offload_only_non_sliding: as for transformers.DynamicCache.
+    Raises: TypeError, ValueError for arguments; NotImplementedError for a config with layers whose cache is neither
+        keys and values nor a linear attention state.
+    """
+
+    def __init__(
+        self,
+        config,
+        max_cache_len: int | None = None,
+        *,
+        offloading: bool = False,
+        offload_only_non_sliding: bool = True,
+    ):
+        if not hasattr(config, "get_text_config"):
+            raise TypeError(
+                f"config: got {type(config).__name__}, expected a model's config: Int8KVCache(model.config)"
+            )
+        if max_cache_len is not None:
+            if isinstance(max_cache_len, bool) or not isinstance(max_cache_len, int):
+                raise TypeError(f"max_cache_len: got {type(max_cache_len).__name__}, expected an int or None")
+            if max_cache_len < 1:
+                raise ValueError(f"max_cache_len: got {max_cache_len}, expected at least 1, or None to grow")
+        decoder = config.get_text_config(decoder=True)
+        self.max_cache_len = max_cache_len
+        super().__init__(
+            layers=_layers(decoder, max_cache_len),
+            offloading=offloading,
+            offload_only_non_sliding=offload_only_non_sliding,
+        )
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        """Store new tokens [B, H_kv, N, D] of a layer. Returns its key and value for attention: see `Int8Layer`.
+
+        Raises: ValueError for a layer, batch, head count, head_dim or device that is not the cache's, or for tokens
+        beyond max_cache_len; nothing is stored then.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"layer_idx: got {layer_idx}, expected 0 to {len(self.layers) - 1}: the cache was made for a model of "
+                f"{len(self.layers)} layers; make it with Int8KVCache(model.config) of this model"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def nbytes(self) -> int:
+        """Bytes that the cache holds now, room for tokens to come included."""
+        return sum(layer.nbytes() for layer in self.layers if isinstance(layer, Int8Layer))
+
+    def bytes_per_token(self) -> int:
+        """Bytes that one token of one sequence takes in all layers together, scales included; 0 before the first."""
+        return sum(layer.bytes_per_token() for layer in self.layers if isinstance(layer, Int8Layer))
+
+
+def _layers(decoder, max_cache_len: int | None) -> list:
+    """Our layers where transformers' own cache for this config has keys and values, its own where it has a state."""
+    heads, dims = _known_sizes(decoder)
+    layers = []
+    for number, stock in enumerate(DynamicCache(config=decoder).layers):
+        window = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
+        if type(stock) in (LinearAttentionLayer, DummyLayer):
+            layers.append(stock)
+        elif type(stock) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            raise NotImplementedError(
+                f"config: got a {type(stock).__name__} in layer {number}, expected full, sliding or linear attention; "
+                "pass transformers.DynamicCache for this model"
+            )
+        elif max_cache_len is None:
+            layers.append(Int8Layer(heads, dims, window))
+        elif window is None:
+            layers.append(Int8StaticLayer(max_cache_len, heads, dims))
+        else:
+            layers.append(Int8StaticSlidingLayer(max_cache_len, window, heads, dims))
+    return layers
+
+
+def _known_sizes(decoder) -> tuple[frozenset, frozenset]:
+    """The key/value head counts and head_dims that a config names; empty where it leaves them to the model."""
+    heads = (getattr(decoder, name, None) for name in ("num_key_value_heads", "num_global_key_value_heads"))
+    dims = (getattr(decoder, name, None) for name in ("head_dim", "global_head_dim"))
+    return tuple(frozenset(x for x in found if isinstance(x, int)) for found in (heads, dims))

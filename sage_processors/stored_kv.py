@@ -1,0 +1,103 @@
+"""What an INT8 cache hands to attention: codes and scales instead of keys and values, for our attention only.
+
+It is no tensor. Anything but our attention functions that touches it raises: codes can't be mistaken for keys.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_kernels import sage_decode_attention
+
+
+class Int8KVCacheError(NotImplementedError):
+    """Something asked an INT8 cache for what only 16-bit keys and values can give."""
+
+
+_REMEDY = (
+    'call model.set_attn_implementation("sage_int8") after `import sage_processors`, or pass a 16-bit cache '
+    "(transformers.DynamicCache)"
+)
+
+
+class StoredKV:
+    """The keys and values of one layer as an INT8 cache holds them. `update` returns it both as key and as value.
+
+    Attributes:
+        k_codes, v_codes: int8 [B, H_kv, S, D]. k_scale, v_scale: bf16 [B, H_kv, S]. k_mean: fp32 [B, H_kv, D].
+        lengths: None where all S tokens count, else an integer tensor [] on the device: how many were appended.
+        ring: the buffers are a ring, see `sage_decode_attention`.
+        dtype: of the keys and values that went in. owner: the layer that they are of.
+    """
+
+    __slots__ = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean", "lengths", "ring", "dtype", "owner")
+
+    def __init__(self, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, ring, dtype, owner):
+        self.k_codes, self.k_scale, self.v_codes, self.v_scale = k_codes, k_scale, v_codes, v_scale
+        self.k_mean, self.lengths, self.ring, self.dtype, self.owner = k_mean, lengths, ring, dtype, owner
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B, H_kv, S, D], of keys and of values."""
+        return self.k_codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.k_codes.device
+
+    def size(self, dim: int | None = None):
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return 4
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise Int8KVCacheError(f"{name}: got a layer of an Int8KVCache, expected 16-bit keys and values; {_REMEDY}")
+
+    def __getitem__(self, index):
+        raise Int8KVCacheError(f"indexing: got a layer of an Int8KVCache, expected a tensor; {_REMEDY}")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = getattr(function, "__name__", str(function))
+        raise Int8KVCacheError(f"{name}: got a layer of an Int8KVCache, expected tensors; {_REMEDY}")
+
+
+def stored_int8(key, value) -> StoredKV | None:
+    """The StoredKV that an attention function was given as key and value; None if they are ordinary tensors.
+
+    Raises: TypeError if only one of them is stored, or they are of two layers.
+    """
+    if not isinstance(key, StoredKV) and not isinstance(value, StoredKV):
+        return None
+    # models that keep the keys of an encoder read them from the layer, and then the values
+    if type(key) is not type(value) or key.owner is not value.owner or key.shape != value.shape:
+        raise TypeError(
+            f"key, value: got {type(key).__name__} and {type(value).__name__} that do not belong together, expected "
+            "both as one update of one layer of an Int8KVCache returned them"
+        )
+    return key
+
+
+def attend(
+    query: torch.Tensor,
+    stored: StoredKV,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    causal: bool | str = False,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attention of the newest tokens' queries [B, S_q, H, D] (any strides) over a layer of an INT8 cache.
+
+    Any S_q; the codes are read as they are. Arguments and errors as `sage_kernels.sage_decode_attention`; a mask's
+    columns are the tokens that the layer's get_mask_sizes counted, oldest first. Returns: [B, S_q, H, D] contiguous.
+    """
+    return sage_decode_attention(
+        query, stored.k_codes, stored.k_scale, stored.v_codes, stored.v_scale, stored.k_mean, lengths=stored.lengths,
+        ring=stored.ring, attn_mask=attn_mask, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
+    )  # fmt: skip

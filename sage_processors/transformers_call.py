@@ -1,0 +1,175 @@
+"""One call of an attention function of transformers: what it asks for, and the model's own exact way to do it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from .transformers_masks import UNLIMITED, BandMask, plain_mask
+
+
+try:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+except ImportError as error:
+    raise ImportError(
+        "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
+    ) from error
+
+# Arguments that reach an attention function and do not change what it computes: the mask, the cache and the rotary
+# embedding have used them already.
+HARMLESS = frozenset(
+    (
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "use_cache",
+        "past_key_values",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "labels",
+        "shift_labels",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "deterministic",  # every kernel of ours is
+        "seq_idx",  # of convolutions and linear attention
+        "cu_seq_lens_q",  # of sequences that the mask keeps apart: see refuse_packed
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    )
+)
+
+
+@dataclass
+class Call:
+    """The arguments of an attention function of transformers, beside query, key and value.
+
+    Attributes: module; mask: None, BandMask, bool or float [B or 1, H or 1, S_q, S_kv], the one authority on windows
+        where there is one; dropout; scaling; is_causal: rows see keys up to their own number where mask is None and
+        there is more than one; position_bias: None or float [B or 1, H, S_q, S_kv], added to the scores; softcap;
+        sinks: None or [H]; sliding_window; weights: whether they are asked for; others: everything else, not None.
+    """
+
+    module: torch.nn.Module
+    mask: torch.Tensor | None
+    dropout: float
+    scaling: float | None
+    is_causal: bool
+    position_bias: torch.Tensor | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    sliding_window: int | None
+    weights: bool
+    others: dict
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the arguments that may change the result in a way we don't know."""
+        return [name for name in self.others if name not in HARMLESS]
+
+    @property
+    def label(self) -> str:
+        index = getattr(self.module, "layer_idx", None)
+        return type(self.module).__name__ + ("" if index is None else f" {index}")
+
+
+def masking(call: Call, seq_q: int, seq_kv: int):
+    """attn_mask, causal and window of sage_attention, and how many keys from the first any row may see."""
+    mask = call.mask
+    causal = mask is None and call.is_causal and seq_q > 1
+    if call.position_bias is not None:
+        seen = min(seq_q, seq_kv) if causal else seq_kv  # as in transformers: an empty static cache is cut off
+        return _biased(call, seq_q, seen, causal), False, None, seen
+    if not isinstance(mask, BandMask):
+        return mask, "top_left" if causal else False, None, seq_kv
+    if mask.shape[2] != seq_q or mask.shape[3] != seq_kv:
+        return plain_mask(mask), False, None, seq_kv
+    window = None if mask.left == UNLIMITED else mask.left + 1
+    if mask.right == 0 and mask.offset + seq_q <= seq_kv:
+        return None, "bottom_right", window, mask.offset + seq_q
+    if mask.right == mask.left and mask.offset == 0 and seq_q == seq_kv:
+        return None, False, window, seq_kv
+    return plain_mask(mask), False, None, seq_kv
+
+
+def _biased(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
+    """Position bias and mask as one float mask: -inf hides."""
+    bias, mask = call.position_bias, plain_mask(call.mask)
+    if causal:
+        bias, mask = bias[..., :seen], _causal(seq_q, seen, bias.device)
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def _causal(seq_q: int, seq_kv: int, device) -> torch.Tensor:
+    rows, keys = torch.arange(seq_q, device=device), torch.arange(seq_kv, device=device)
+    return (keys <= rows[:, None])[None, None]
+
+
+def exact(call: Call, query, key, value):
+    """The model's own exact attention: transformers' SDPA function, or the eager one for what SDPA would ignore."""
+    if not (call.weights or call.softcap or call.sinks is not None or call.unknown):
+        return sdpa_attention_forward(
+            call.module, query, key, value, plain_mask(call.mask), dropout=call.dropout, scaling=call.scaling,
+            is_causal=call.is_causal, position_bias=call.position_bias,
+        )  # fmt: skip
+    eager = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
+    if eager is None:
+        raise NotImplementedError(
+            f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'} and no "
+            "eager_attention_forward beside its class, expected one; use set_attn_implementation('sdpa')"
+        )
+    mask, bias = plain_mask(call.mask), call.position_bias
+    if mask is None and call.is_causal and query.shape[2] > 1:  # eager functions apply what the mask says, no more
+        seen = min(query.shape[2], key.shape[2])
+        key, value, mask = key[:, :, :seen], value[:, :, :seen], _causal(query.shape[2], seen, query.device)
+        bias = None if bias is None else bias[..., :seen]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=query.dtype, device=query.device).where(mask, torch.finfo(query.dtype).min)
+    named = {"position_bias": bias, "softcap": call.softcap, "s_aux": call.sinks}
+    named |= {"sliding_window": call.sliding_window, "output_attentions": call.weights or None} | call.others
+    arguments = {name: argument for name, argument in named.items() if argument is not None}
+    scaling = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
+    return eager(call.module, query, key, value, mask, scaling=scaling, dropout=call.dropout, **arguments)
+
+
+def refuse_gradients(call: Call, *tensors) -> None:
+    if not torch.is_grad_enabled():
+        return
+    mask = () if call.mask is None else (call.mask,)
+    sinks = () if call.sinks is None else (call.sinks,)
+    bias = () if call.position_bias is None else (call.position_bias,)
+    if any(x.requires_grad for x in (*tensors, *mask, *sinks, *bias)):
+        raise NotImplementedError(
+            f"query, key or value of {call.label}: got requires_grad=True with grad enabled, expected inference: INT8 "
+            "attention has no backward; call the model under torch.no_grad(). To train, call model.train() (exact "
+            'attention then runs, and is reported) or model.set_attn_implementation("sdpa")'
+        )
+
+
+def refuse_packed(call: Call) -> None:
+    if call.others.get("cache") is not None:
+        raise NotImplementedError(
+            f"cache of {call.label}: got a paged cache, expected none: continuous batching can't run INT8 attention; "
+            'use model.set_attn_implementation("sdpa") for it'
+        )
+    lengths = call.others.get("cu_seq_lens_k", call.others.get("cu_seq_lens_q"))
+    if lengths is not None and call.mask is None and lengths.numel() > 2:
+        raise NotImplementedError(
+            f"cu_seq_lens of {call.label}: got {lengths.numel() - 1} packed sequences without a mask, expected a mask "
+            "that keeps them apart; pass position_ids that start at 0 in every sequence, and no attention_mask"
+        )
+
+
+def autocast(query, key, value):
+    """What autocast does to the inputs of scaled_dot_product_attention: all but fp64 and integers get its dtype."""
+    if not torch.is_autocast_enabled(query.device.type):
+        return query, key, value
+    dtype = torch.get_autocast_dtype(query.device.type)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value))

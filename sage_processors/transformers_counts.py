@@ -1,0 +1,237 @@
+"""How often each attention layer of a transformers model ran in INT8, and why it did not."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+
+import torch
+
+
+INT8, INT8_CACHE = "int8", "int8_cache"
+# Slots of a layer's counter: two ways of running in INT8, then the reasons for exact attention.
+EVENTS = (
+    INT8,
+    INT8_CACHE,
+    # from sage_kernels.unsupported
+    "dropout",
+    "not_a_tensor",
+    "rank",
+    "dtype",
+    "mixed_dtype",
+    "device",
+    "requires_grad",
+    "head_dim",
+    "value_head_dim",
+    "heads",
+    "shape",
+    "empty",
+    "mask_type",
+    "mask_shape",
+    "mask_and_causal",
+    # ours
+    "training",
+    "short",
+    "output_attentions",
+    "unknown_argument",
+    "window_without_mask",
+    "softmax_scale",
+    "sinks",
+    "other",
+)
+_EVENT = {name: i for i, name in enumerate(EVENTS)}
+REMEDIES = {
+    "training": "the module is in training mode: call model.eval()",
+    "dropout": "dropout belongs to training: call model.eval()",
+    "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
+}
+
+_shared: dict[torch.device, torch.Tensor] = {}
+
+
+def _zeros(device) -> torch.Tensor:
+    with torch.inference_mode(False):  # an inference tensor could not be counted up outside of inference_mode
+        counter = torch.zeros(len(EVENTS), dtype=torch.int64, device=device)
+    torch._dynamo.mark_static_address(counter, guard=False)  # CUDA graphs refuse to mutate other inputs
+    return counter
+
+
+@torch._dynamo.assume_constant_result
+def _shared_counter(device: torch.device) -> torch.Tensor:
+    """Counts compiled calls of layers that were never called eagerly: a traced call can't give a layer a counter."""
+    if device not in _shared:
+        _shared[device] = _zeros(device)
+    return _shared[device]
+
+
+def _give_counters(module, device) -> None:
+    """Two counters: a list for eager calls, where a tensor would cost a launch, and a tensor for compiled ones."""
+    old = getattr(module, "_sage_events", None)
+    counter = _zeros(device)
+    if old is None:
+        module._sage_eager_events = [0] * len(EVENTS)
+    else:
+        counter.copy_(old)
+    module._sage_events = counter
+
+
+def count(module, event: str, device: torch.device) -> None:
+    """Count a call of an attention module. device: where the call's tensors are."""
+    slot = _EVENT.get(event, _EVENT["other"])
+    counter = getattr(module, "_sage_events", None)
+    if torch.compiler.is_compiling():
+        if counter is None:
+            counter = _shared_counter(device)
+        counter[slot].add_(1)
+        return
+    if counter is None or counter.device != device:
+        _give_counters(module, device)
+    module._sage_eager_events[slot] += 1
+
+
+def counted(module) -> dict[str, int]:
+    """{event: calls} of an attention module, without those that never happened. Syncs."""
+    counter = getattr(module, "_sage_events", None)
+    if counter is None:
+        return {}
+    numbers = zip(EVENTS, module._sage_eager_events, counter.tolist(), strict=True)
+    return {event: eager + compiled for event, eager, compiled in numbers if eager + compiled}
+
+
+def _code_names(module) -> tuple[str, ...]:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def _takes_implementations(module) -> bool:
+    return "ALL_ATTENTION_FUNCTIONS" in _code_names(module)
+
+
+def _attends_by_itself(module) -> bool:
+    names = _code_names(module)
+    return "Attention" in type(module).__name__ and ("softmax" in names or "scaled_dot_product_attention" in names)
+
+
+@dataclass
+class AttentionReport:
+    """Result of `attention_report(model)`.
+
+    Attributes:
+        rows: one dict per attention layer, with the keys
+            layer, module: its name in the model, its class.
+            status: "active"; "not selected": its config names another implementation; "not swappable": its code
+                takes no implementation, it runs as in stock.
+            implementation: what its config names; None where the code takes none.
+            recipe, scaling: what its INT8 calls run; None unless active.
+            calls: INT8 calls, those on an INT8 cache included.
+            cache_calls: calls that read keys and values from an INT8 cache.
+            fallbacks: {reason: exact calls}. "short" is meant: INT8 saves nothing there.
+            note: what else to know.
+        notes: about the model as a whole.
+    """
+
+    rows: list[dict]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def calls(self) -> int:
+        """All INT8 calls."""
+        return sum(row["calls"] for row in self.rows)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """All exact calls by reason."""
+        total: dict[str, int] = {}
+        for row in self.rows:
+            for reason, number in row["fallbacks"].items():
+                total[reason] = total.get(reason, 0) + number
+        return total
+
+    def table(self):
+        """The rows as a rich.table.Table."""
+        from rich.table import Table
+
+        table = Table(title="INT8 attention: what really ran", title_justify="left")
+        for name in ("layer", "status", "implementation", "recipe", "scaling"):
+            table.add_column(name, overflow="fold")
+        for name in ("calls", "on INT8 cache", "exact"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            status = row["status"] + (f": {row['note']}" if row["note"] else "")
+            texts = (row["layer"], status, row["implementation"] or "-", row["recipe"] or "-", row["scaling"] or "-")
+            table.add_row(*texts, str(row["calls"]), str(row["cache_calls"]), _reasons(row["fallbacks"]))
+        table.add_section()
+        cache_calls = sum(row["cache_calls"] for row in self.rows)
+        table.add_row("total", "", "", "", "", str(self.calls), str(cache_calls), _reasons(self.fallbacks))
+        return table
+
+    def print(self, console=None) -> None:
+        """Print the table with rich, to `console` or the terminal."""
+        from rich.console import Console
+
+        console = console or Console()
+        console.print(self.table())
+        for note in self.notes:
+            console.print(note, markup=False)
+
+    def __str__(self):
+        from rich.console import Console
+
+        console = Console(width=160, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            self.print(console)
+        return capture.get()
+
+
+def _reasons(fallbacks: dict[str, int]) -> str:
+    return ", ".join(f"{reason} {number}" for reason, number in fallbacks.items()) or "0"
+
+
+def _row(name, module, implementations) -> dict:
+    config = getattr(module, "config", None)
+    name_of_implementation = getattr(config, "_attn_implementation", None)
+    options = implementations.get(name_of_implementation)
+    events = counted(module)
+    int8, int8_cache = events.pop(INT8, 0), events.pop(INT8_CACHE, 0)
+    note = REMEDIES["training"] if options is not None and module.training else ""
+    return {
+        "layer": name,
+        "module": type(module).__name__,
+        "status": "not selected" if options is None else "active",
+        "implementation": name_of_implementation,
+        "recipe": None if options is None else options.recipe,
+        "scaling": None if options is None else options.scaling,
+        "calls": int8 + int8_cache,
+        "cache_calls": int8_cache,
+        "fallbacks": events,
+        "note": note,
+    }
+
+
+def build_report(model, implementations: dict) -> AttentionReport:
+    """Read the counters of a model (one sync per layer), and give a counter to the layers that have none yet.
+
+    implementations: {name: options} of ours.
+    """
+    rows, notes = [], []
+    for name, module in model.named_modules():
+        if _takes_implementations(module):
+            if getattr(module, "_sage_events", None) is None:
+                parameter = next(module.parameters(), None)
+                _give_counters(module, "cpu" if parameter is None else parameter.device)
+            rows.append(_row(name, module, implementations))
+        elif _attends_by_itself(module):
+            rows.append(
+                {"layer": name, "module": type(module).__name__, "status": "not swappable"}
+                | dict.fromkeys(("implementation", "recipe", "scaling"))
+                | {"calls": 0, "cache_calls": 0, "fallbacks": {}}
+                | {"note": "attention in forward() that takes no implementation"}
+            )
+    unnamed = sum((counter.cpu() for counter in _shared.values()), torch.zeros(len(EVENTS), dtype=torch.int64))
+    if int(unnamed.sum()):
+        by_event = {event: number for event, number in zip(EVENTS, unnamed.tolist(), strict=True) if number}
+        notes.append(
+            f"Compiled calls of layers, of any model in this process, that had no counter when they were compiled: "
+            f"{_reasons(by_event)}. attention_report(model) before torch.compile gives every layer its own."
+        )
+    return AttentionReport(rows, notes)

@@ -1,0 +1,204 @@
+"""The masks of transformers models that run our attention: what the op can say in two numbers is not written out.
+
+A causal mask of 32,768 tokens is 1 GiB of booleans. transformers builds it for every prefill that continues a cache
+and for every layer with a sliding window. Here these masks are `BandMask`s, which know their band; everything that the
+op can't express is transformers' own boolean mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+
+try:
+    from transformers.masking_utils import (
+        and_masks,
+        bidirectional_mask_function,
+        causal_mask_function,
+        prepare_padding_mask,
+        sdpa_mask,
+        sliding_window_bidirectional_overlay,
+        sliding_window_overlay,
+    )
+except ImportError as error:
+    raise ImportError(
+        "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
+    ) from error
+
+UNLIMITED = -1
+
+
+class BandMask(torch.Tensor):
+    """A bool mask [B, 1, S_q, S_kv] (True: visible) of a band of keys around every row, without storage.
+
+    Row i, at key position i + offset, sees keys from `left` before it to `right` after it (UNLIMITED: no bound).
+    To other code it is a tensor with these values: any operation on it gets the plain mask, but a move to another
+    device, which a model spread over several makes before every layer.
+    """
+
+    @staticmethod
+    def __new__(cls, shape, offset: int, left: int, right: int, anchor: torch.Tensor):
+        """anchor: any tensor on the mask's device; it is what torch.compile holds on to."""
+        mask = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=anchor.device)
+        mask.offset, mask.left, mask.right, mask._anchor = offset, left, right, anchor
+        return mask
+
+    def plain(self) -> torch.Tensor:
+        """The mask written out, [B, 1, S_q, S_kv] bool; samples share their memory."""
+        batch, _, seq_q, seq_kv = self.shape
+        device = self._anchor.device
+        rows = torch.arange(seq_q, device=device)[:, None] + self.offset
+        distance = torch.arange(seq_kv, device=device) - rows
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.left != UNLIMITED:
+            seen = seen & (distance >= -self.left)
+        if self.right != UNLIMITED:
+            seen = seen & (distance <= self.right)
+        return seen.expand(batch, 1, seq_q, seq_kv)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
+            mask = args[0]
+            anchor = mask._anchor.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False))
+            return BandMask(mask.shape, mask.offset, mask.left, mask.right, anchor)
+        # contiguous: code that asked for our strides got those of a contiguous tensor
+        args, kwargs = tree_map_only(BandMask, lambda mask: mask.plain().contiguous(), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self):
+        return ["_anchor"], (self.offset, self.left, self.right)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, outer_size, outer_stride):
+        return BandMask(outer_size, *context, inner["_anchor"])
+
+    def __deepcopy__(self, memo):
+        return self.plain().contiguous()
+
+    def __reduce_ex__(self, protocol):
+        return self.plain().contiguous().__reduce_ex__(protocol)
+
+
+def plain_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """`mask` as an ordinary tensor."""
+    return mask.plain() if isinstance(mask, BandMask) else mask
+
+
+def sage_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str = "cpu",
+    **kwargs,
+) -> torch.Tensor | None:
+    """The mask function of the sage implementations: arguments and meaning as transformers' `sdpa_mask`.
+
+    Returns:
+        None: nothing is hidden from a single row or in an encoder; else row i sees keys up to i, as everywhere in
+            transformers.
+        BandMask: causal behind a cache, or a sliding window, without padding.
+        bool [B, 1, S_q, S_kv] otherwise; for padding alone a view of [B, 1, 1, S_kv], which the op takes as a mask
+            of keys.
+    """
+
+    def written_out():  # never None: transformers leaves out more than the band of one row behind an unfilled cache
+        return sdpa_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            device=device,
+            **kwargs,
+        )
+
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    if not may_skip or (attention_mask is not None and attention_mask.dim() != 2):
+        return written_out()
+    padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if mask_function is bidirectional_mask_function:
+        return _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing)
+    if tracing:  # values can't be read: what is hidden is written out
+        square = padding is None and local_size is None and isinstance(q_offset, int) and q_length == kv_length
+        causal = mask_function is causal_mask_function
+        return None if square and causal and q_offset == kv_offset == 0 else written_out()
+    band = _band(mask_function)
+    if band is None:
+        return written_out()
+    left, right = band
+    first = int(q_offset) - kv_offset
+    last = first + q_length
+    if padding is not None:
+        nearest = 0 if left == UNLIMITED else max(0, first - left)
+        reach = padding[:, kv_offset + nearest : kv_offset + (min(last, kv_length) if right == 0 else kv_length)]
+        if not bool(reach.all()):
+            return written_out()
+    if right:  # a window to both sides
+        if first or q_length != kv_length:
+            return written_out()
+        if right >= kv_length - 1:
+            return None
+    else:
+        if last - 1 <= left:
+            left = UNLIMITED
+        if q_length == 1:
+            return None if left == UNLIMITED and last == kv_length else written_out()
+        if left == UNLIMITED and first == 0:
+            return None
+    return BandMask((batch_size, 1, q_length, kv_length), first, left, right, torch.empty(0, device=device))
+
+
+def _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing) -> torch.Tensor | None:
+    """Padding [B, S] alone: None if there is none, else bool [B, 1, S_q, S_kv] whose rows share their memory."""
+    if padding is None:
+        return None
+    padding = padding[:, kv_offset : kv_offset + kv_length]
+    if not tracing and bool(padding.all()):
+        return None
+    return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
+
+
+def _parts(function) -> dict:
+    """What a closure holds on to, by name."""
+    cells = function.__closure__ or ()
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+
+# One function of each kind: those that transformers makes later run the same code objects.
+_INTERSECTION = and_masks(causal_mask_function).__code__
+_CAUSAL_WINDOW = sliding_window_overlay(1).__code__
+_TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
+
+
+def _band(mask_function) -> tuple[int, int] | None:
+    """(left, right) of a mask function that is certainly a band; None for others (chunks, packed sequences, ...)."""
+    if mask_function is causal_mask_function:
+        return UNLIMITED, 0
+    if getattr(mask_function, "__code__", None) is not _INTERSECTION:
+        return None
+    functions = _parts(mask_function)["mask_functions"]
+    if len(functions) != 2:
+        return None
+    overlay, base = functions
+    code = getattr(overlay, "__code__", None)
+    if code is _CAUSAL_WINDOW and base is causal_mask_function:
+        return _parts(overlay)["sliding_window"] - 1, 0
+    if code is _TWO_SIDED_WINDOW and base is bidirectional_mask_function:
+        return (_parts(overlay)["sliding_window"],) * 2
+    return None
