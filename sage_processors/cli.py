@@ -24,6 +24,7 @@ except ImportError as missing:
 
 from . import pipelines
 from .config import SageAttnProcessor
+from .language_command import bench_language
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measure, and turn measurements into README's tables.")
 app.add_typer(bench, name="bench")
+bench.command("language")(bench_language)
 # a file or a pipe has no width of its own, and 80 columns break the layer names of the report apart
 console = Console(width=None if sys.stdout.isatty() else 160)
 

@@ -8,14 +8,23 @@ from pathlib import Path
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
+LANGUAGE = {  # metric of a language model's row: heading
+    "perplexity": "perplexity",
+    "perplexity_ratio": "over stock",
+    "identical_share": "identical texts",
+    "same_tokens": "same tokens, median",
+    "kv_bytes_per_token": "KV bytes a token",
+}
 
 
 def results_markdown(rows: Iterable[dict[str, str]]) -> str:
     """Markdown of the newest row (the last in the file) of every case, GPU, provider, recipe and metric."""
     rows = list(rows)
+    quality = [row for row in rows if row["suite"] == "quality"]
     return "\n\n".join(
         (
-            "### Picture quality\n\n" + _quality([r for r in rows if r["suite"] == "quality"]),
+            "### Picture quality\n\n" + _quality([row for row in quality if row["metric"] not in LANGUAGE]),
+            "### Language models\n\n" + _language([row for row in quality if row["metric"] in LANGUAGE]),
             "### Attention forward\n\n" + _attention([r for r in rows if r["suite"] == "attention_fwd"]),
         )
     )
@@ -73,6 +82,18 @@ def _quality(rows: list[dict[str, str]]) -> str:
         "pictures",
     ]
     return _table(header, lines)
+
+
+def _language(rows: list[dict[str, str]]) -> str:
+    if not rows:
+        return "No rows yet: `sage-processors bench language --csv kernels/benchmarks/results.csv`."
+    by_key = _newest(rows, "case", "gpu", "recipe", "metric")
+    lines = []
+    for case, gpu, recipe in dict.fromkeys(key[:3] for key in by_key):
+        found = [by_key.get((case, gpu, recipe, metric)) for metric in LANGUAGE]
+        model, _, way = case.partition("/")
+        lines.append([model, way, recipe or "stock", gpu, *("–" if row is None else row["median"] for row in found)])
+    return _table(["model", "case", "recipe", "on", *LANGUAGE.values()], lines)
 
 
 def _attention(rows: list[dict[str, str]]) -> str:

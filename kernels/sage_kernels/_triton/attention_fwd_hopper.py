@@ -21,6 +21,7 @@ from ..state import STAT_FIELDS, STAT_Q_AMAX
 
 
 _load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
+_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 _STATS = gl.constexpr(STAT_FIELDS)
 _STAT_Q_AMAX = gl.constexpr(STAT_Q_AMAX)
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -227,7 +228,7 @@ def _redo(
         tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         # the copy engine may overwrite what this warpgroup has read and zeroed
         fence_async_shared()
-        gl.thread_barrier()
+        _thread_barrier()
         mbarrier.expect(landed, keys.block_type.nbytes + values.block_type.nbytes)
         _load_tile(keys, [k_row + tile * BLOCK_N, 0], landed, k_tile)
         _load_tile(values, [b, tile * BLOCK_N, h_kv, 0], landed, v_tile)
@@ -240,7 +241,7 @@ def _redo(
         )  # fmt: skip
         if MASK == "keys":
             _silence_hidden(v_rows, reach, tile * BLOCK_N, 0, BLOCK_N, WIDTH)
-            gl.thread_barrier()
+            _thread_barrier()
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         acc = warpgroup_mma(gl.convert_layout(p.to(PV_DTYPE), P_OPERAND), v_rows, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))

@@ -1,0 +1,343 @@
+"""Perplexity and greedy text of a language model: measured as they should be, and through the INT8 cache for real."""
+
+from __future__ import annotations
+
+import csv
+import math
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import sage_processors as sp
+from sage_kernels.results import COLUMNS
+from sage_processors import language, language_command
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return language.load()
+
+
+@pytest.fixture(scope="module")
+def model(loaded):
+    return loaded[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(loaded):
+    return loaded[1]
+
+
+@pytest.fixture(scope="module")
+def windows(tokenizer):
+    return language.heldout_windows(tokenizer, 131, count=8)
+
+
+@pytest.fixture(scope="module")
+def results(model, windows):
+    return language.evaluate(model, windows, windows[:3, :33], new_tokens=19, prefill=17, batch=3)
+
+
+# --- perplexity ---
+
+
+def test_perplexity_is_the_exponential_of_the_models_own_loss(model, windows):
+    ours = language.perplexity(model, windows, batch=3)
+    with torch.no_grad():
+        losses = [model(window[None], labels=window[None]).loss.item() for window in windows]
+    assert ours.losses.tolist() == pytest.approx(losses, abs=1e-4)  # nats: fp32 logits of about 20
+    assert ours.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+
+
+@pytest.mark.parametrize(("prefill", "chunk"), [(1, 50), (17, 1), (64, 7), (130, 1), (None, 16)])
+def test_reading_in_chunks_through_a_cache_changes_nothing(model, windows, prefill, chunk):
+    whole = language.perplexity(model, windows[:3])
+    calls = []
+    parts = language.perplexity(
+        model, windows[:3], cache=lambda: DynamicCache(config=model.config), prefill=prefill, chunk=chunk, batch=2,
+        on_call=lambda: calls.append(1),
+    )  # fmt: skip
+    assert parts.losses.tolist() == pytest.approx(whole.losses.tolist(), abs=1e-4)
+    assert len(calls) == 2 * (1 + math.ceil((130 - (16 if prefill is None else prefill)) / chunk))
+
+
+def test_ratio_and_its_error_are_of_the_same_windows():
+    ours, stock = (
+        language.Perplexity(torch.tensor(x, dtype=torch.float64)) for x in ([1.1, 2.1, 3.4], [1.0, 2.0, 3.0])
+    )
+    ratio, error = ours.ratio(stock)
+    assert ratio == pytest.approx(math.exp(0.2)) and ratio == pytest.approx(ours.value / stock.value)
+    assert error == pytest.approx(ratio * math.sqrt(0.03 / 3))  # sample variance of 0.1, 0.1 and 0.4
+    assert math.isnan(language.Perplexity(stock.losses[:1]).ratio(language.Perplexity(stock.losses[:1]))[1])
+
+
+# --- INT8 ---
+
+
+def test_bar_perplexity_with_int8_attention_and_cache_is_within_half_a_percent(results):
+    for name in ("prefill", "prefill_kv"):
+        assert abs(results[name].ratio - 1) < 0.005
+        assert results[name].perplexity.losses.tolist() != results["stock"].perplexity.losses.tolist()
+    assert results["prefill"].perplexity.losses.tolist() != results["prefill_kv"].perplexity.losses.tolist()
+
+
+def test_every_call_is_counted_as_what_it_was(model, results):
+    layers, batches = model.config.num_hidden_layers, 3  # 8 windows by 3; the 3 prompts are one batch
+    stock, prefill, kv = (results[name] for name in ("stock", "prefill", "prefill_kv"))
+    assert (stock.int8_calls, stock.cache_calls, stock.exact, stock.recipe) == (0, 0, {}, "")
+    assert (prefill.int8_calls, prefill.cache_calls) == (layers * (batches + 1), 0)
+    assert prefill.exact == {"short": layers * 18}  # decoding on an fp32 cache: 18 of 19 tokens
+    assert kv.cache_calls == layers * (batches * (130 - 17) + 18) and kv.exact == {}
+    assert kv.int8_calls == kv.cache_calls + layers * (batches + 1)
+
+
+def test_cache_bytes_are_those_of_codes_and_scales(model, results):
+    config = model.config
+    heads, dim = config.num_hidden_layers * config.num_key_value_heads, config.head_dim
+    assert results["stock"].kv_bytes_per_token == heads * 2 * dim * 4
+    assert results["prefill_kv"].kv_bytes_per_token == heads * 2 * (dim + 2)  # a bf16 scale for each key and value
+    assert results["prefill_kv"].kv_bytes_per_token <= 0.53 * heads * 2 * dim * 2  # of bf16
+
+
+@pytest.mark.parametrize("make", [DynamicCache, sp.Int8KVCache])
+def test_cache_bytes_are_counted_per_token_of_one_sequence(model, make):
+    config, cache = model.config, make(config=model.config)
+    with pytest.raises(ValueError, match=f"cache: got a {make.__name__} that holds no keys and values"):
+        language.kv_bytes_per_token(cache)
+    for layer in range(config.num_hidden_layers):
+        cache.update(*torch.randn(2, 3, config.num_key_value_heads, 5, config.head_dim), layer)
+    numbers = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim
+    assert language.kv_bytes_per_token(cache, torch.bfloat16) == 2 * numbers
+    exact = numbers + 2 * numbers // config.head_dim if make is sp.Int8KVCache else 4 * numbers
+    assert language.kv_bytes_per_token(cache) == exact
+
+
+def test_perplexity_reads_what_the_int8_cache_holds(model, windows):
+    """Spoil the codes after each update: a measurement that attended to anything else would not notice."""
+
+    class Spoiled(sp.Int8KVCache):
+        def update(self, *args, **kwargs):
+            result = super().update(*args, **kwargs)
+            for layer in self.layers:
+                if layer.is_initialized:
+                    layer.v_codes.zero_()
+            return result
+
+    model.set_attn_implementation("sage_int8")
+    try:
+        honest, spoiled = (
+            language.perplexity(model, windows[:2], cache=lambda make=make: make(model.config), prefill=100, chunk=10)
+            for make in (sp.Int8KVCache, Spoiled)
+        )
+    finally:
+        model.set_attn_implementation("sdpa")
+    assert (spoiled.losses > honest.losses + 0.01).all()
+
+
+def test_sixteen_bit_models_also_show_what_rounding_alone_costs(tokenizer, windows):
+    model, _ = language.load(dtype=torch.bfloat16)
+    found = language.evaluate(model, windows[:2], windows[:2, :20], new_tokens=3, prefill=100, chunk=16)
+    assert list(found) == ["stock", "stock_fp32", "prefill", "prefill_kv"] and model.dtype == torch.bfloat16
+    assert found["stock_fp32"].ratio != 1 and found["stock_fp32"].int8_calls == 0
+    assert found["stock_fp32"].kv_bytes_per_token == 2 * found["stock"].kv_bytes_per_token
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_has_its_own_attention_again(windows, fails):
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=320 if fails else 16,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    if fails:  # no INT8 attention with heads this wide
+        with pytest.raises(sp.UnsupportedAttentionError, match="head_dim"):
+            language.evaluate(model, windows[:1, :20], windows[:1, :9], new_tokens=2)
+    else:
+        language.evaluate(model, windows[:1, :20], windows[:1, :9], new_tokens=2)
+    assert model.config._attn_implementation == "eager"
+
+
+# --- greedy text ---
+
+
+def test_greedy_takes_the_best_token_every_time_and_never_ends(model, tokenizer):
+    prompts = language.chat_ids(tokenizer, "Thank you.")
+    tokens = language.greedy(model, prompts.repeat(3, 1), 12, batch=2)
+    ids, end = prompts, tokenizer.eos_token_id
+    with torch.no_grad():
+        for _ in range(12):
+            logits = model(ids).logits[:, -1]
+            logits[:, end] = -torch.inf  # min_new_tokens: a text that ended could no longer diverge
+            ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
+    assert tokens.shape == (3, 12) and end not in tokens and (tokens == ids[:, prompts.shape[1] :]).all()
+
+
+def test_first_differences_finds_the_first():
+    stock = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
+    ours = torch.tensor([[1, 2, 3], [9, 2, 9], [1, 2, 9], [1, 9, 9]])
+    assert language.first_differences(ours, stock) == (None, 0, 2, 1)
+    with pytest.raises(ValueError, match=r"ours: got shape \(4, 2\), expected stock's \(4, 3\)"):
+        language.first_differences(ours[:, :2], stock)
+
+
+def test_margins_are_the_lead_of_the_token_that_was_taken(model, tokenizer):
+    """Also where the likeliest token would have ended the text, which `greedy` does not allow."""
+    prompts = language.chat_ids(tokenizer, "Thank you.").repeat(3, 1)
+    tokens, end = language.greedy(model, prompts, 12), tokenizer.eos_token_id
+    found, wished = language.margins(model, prompts, tokens, batch=2), 0
+    with torch.no_grad():
+        logits = model(torch.cat([prompts, tokens], 1)).logits[0, prompts.shape[1] - 1 : -1]
+    for row, lead in zip(logits, found[0], strict=True):
+        wished += row.argmax().item() == end
+        row[end] = -torch.inf
+        best = row.topk(2).values
+        assert lead.item() == pytest.approx((best[0] - best[1]).item(), abs=1e-4)
+    assert found.shape == (3, 12) and (found >= 0).all() and wished
+
+
+def test_divergence_is_reported_with_stocks_margin(model, windows, monkeypatch):
+    """A cache whose values are wrong changes the text: where, and how sure stock was there, must be in the result."""
+    update = sp.Int8KVCache.update
+
+    def wrong(self, keys, values, *args, **kwargs):
+        return update(self, keys, -values, *args, **kwargs)
+
+    monkeypatch.setattr(sp.Int8KVCache, "update", wrong)
+    result = language.evaluate(model, windows[:2], windows[:3, :33], new_tokens=19, chunk=50)["prefill_kv"]
+    assert result.ratio > 1.05 and result.identical < 1
+    for place, margin in zip(result.first, result.margin, strict=True):
+        assert (place is None) == (margin is None) and (margin is None or (0 <= place < 19 and margin >= 0))
+    leads = [margin for margin in result.margin if margin is not None]
+    rows = {row["metric"]: row for row in result.rows("tiny_lm", {})}
+    assert rows["identical_share"]["median"] == round(1 - len(leads) / 3, 4)
+    assert min(leads) - 1e-3 < rows["lead_at_difference"]["median"] < max(leads) + 1e-3
+    said = language_command.differences(result)
+    assert said.startswith("prefill_kv: ") and all(f"({lead:.3f})" in said for lead in leads)
+
+
+# --- held-out text, loading, chat ---
+
+
+def test_heldout_windows_do_not_overlap_and_spread_over_all_kinds(tokenizer):
+    every = language.heldout_windows(tokenizer, 128)
+    some = language.heldout_windows(tokenizer, 128, count=8)
+    assert every.dtype == torch.int64 and every.shape[1] == 128 and some.shape == (8, 128)
+    kinds = [language.heldout_windows(tokenizer, 128, kinds=(kind,)) for kind in language.KINDS]
+    assert torch.equal(torch.cat(kinds), every)
+    assert torch.equal(some, every[torch.arange(8) * len(every) // 8])
+    assert tokenizer.decode(kinds[3][0]).startswith("<|user|>")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kinds": ("news",)}, r"kinds: got \['news'\], expected some of"),
+        ({"kinds": ()}, r"kinds: got \[\]"),
+        ({"length": 1}, "length: got 1, expected at least 2"),
+        ({"count": 0}, r"count: got 0, expected 1 to \d+ windows"),
+        ({"count": 10**6}, r"count: got 1000000, expected 1 to \d+ windows of 64 tokens"),
+        ({"length": 10**6}, "count: got 0, expected 1 to 0 windows of 1000000"),
+    ],
+)
+def test_heldout_windows_refuses(tokenizer, options, message):
+    with pytest.raises(ValueError, match=message):
+        language.heldout_windows(tokenizer, **{"length": 64, **options})
+
+
+@pytest.mark.parametrize(
+    ("ids", "options", "message"),
+    [
+        (torch.zeros(2, 9), {}, r"windows: got torch.float32 \(2, 9\), expected token ids, int64"),
+        (torch.zeros(9, dtype=torch.int64), {}, r"windows: got torch.int64 \(9,\)"),
+        ([[1, 2]], {}, "windows: got list"),
+        (torch.zeros(0, 9, dtype=torch.int64), {}, r"windows: got torch.int64 \(0, 9\)"),
+        (torch.zeros(2, 1, dtype=torch.int64), {}, "windows: got windows of 1 token"),
+        (torch.zeros(2, 9999, dtype=torch.int64), {}, r"windows: got 9999 tokens, expected at most \d+"),
+        (torch.zeros(2, 9, dtype=torch.int64), {"batch": 0}, "batch: got 0"),
+        (torch.zeros(2, 9, dtype=torch.int64), {"cache": DynamicCache, "chunk": 0}, "chunk: got 0, expected 1 to 8"),
+        (
+            torch.zeros(2, 9, dtype=torch.int64),
+            {"cache": DynamicCache, "prefill": 9},
+            "prefill: got 9, expected 1 to 8",
+        ),
+    ],
+)
+def test_perplexity_refuses(model, ids, options, message):
+    with pytest.raises(ValueError, match=message):
+        language.perplexity(model, ids, **options)
+
+
+def test_greedy_refuses_more_tokens_than_positions(model, windows):
+    with pytest.raises(ValueError, match=r"prompts: got 131 tokens and 9999 new ones, expected at most \d+ together"):
+        language.greedy(model, windows, 9999)
+    with pytest.raises(ValueError, match="new_tokens: got 0"):
+        language.greedy(model, windows, 0)
+
+
+def test_chat_ids_takes_a_question_or_a_conversation(tokenizer):
+    said = [{"role": "user", "content": "Hello!"}]
+    assert torch.equal(language.chat_ids(tokenizer, "Hello!"), language.chat_ids(tokenizer, said))
+    assert tokenizer.decode(language.chat_ids(tokenizer, "Hello!")[0]) == "<|user|>Hello!<|assistant|>"
+    _, bare = language.load()
+    bare.chat_template = None
+    more = [*said, {"role": "assistant", "content": "Hi."}]
+    assert bare.decode(language.chat_ids(bare, more)[0]) == "Hello!\nHi."
+
+
+# --- the command ---
+
+
+def command(*arguments, code=0) -> str:
+    app = typer.Typer()
+    app.command()(language_command.bench_language)
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.output
+
+
+def test_command_prints_and_appends_rows(tmp_path, model):
+    path = tmp_path / "results.csv"
+    small = ("--windows", 4, "--context", 65, "--prompts", 2, "--prompt-tokens", 17, "--new-tokens", 5, "--prefill", 9)
+    output = command(*small, "--chunk", 8, "--csv", path, "--device", "cpu")
+    assert "prefill_kv" in output and "Rows appended" in output
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == COLUMNS and {row["suite"] for row in rows} == {"quality"}
+    assert {row["case"] for row in rows} == {"tiny_lm/stock", "tiny_lm/prefill", "tiny_lm/prefill_kv"}
+    assert all((row["provider"] == "sage_kernels") == bool(row["recipe"]) and row["gpu"] == "cpu" for row in rows)
+    found = {(row["case"].partition("/")[2], row["metric"]): row for row in rows}
+    perplexities = {case: float(row["median"]) for (case, metric), row in found.items() if metric == "perplexity"}
+    windows = language.heldout_windows(language.load()[1], 65, count=4)
+    assert perplexities["stock"] == pytest.approx(language.perplexity(model, windows).value, rel=1e-4)
+    ratio = float(found["prefill_kv", "perplexity_ratio"]["median"])
+    assert ratio == pytest.approx(perplexities["prefill_kv"] / perplexities["stock"], rel=1e-4)
+    assert found["prefill_kv", "kv_bytes_per_token"]["unit"] == "B"
+    assert 0 <= float(found["prefill_kv", "identical_share"]["median"]) <= 1
+    assert found["prefill_kv", "same_tokens"]["batch"] == "2" and found["stock", "perplexity"]["batch"] == "4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--csv", "nowhere/results.csv"), "folder nowhere does not exist"),
+        (("--recipe", "int3"), "int3: expected one of"),
+        (("--model", "./no-such-folder"), "could not be loaded"),
+        (("--device", "warp"), "warp:"),
+        (("--windows", 99999), "count: got 99999"),
+        (("--context", 2048, "--windows", 1), "expected at most"),
+        (("--prefill", 512, "--windows", 1, "--prompts", 1, "--new-tokens", 1), "prefill: got 512"),
+    ],
+)
+def test_command_refuses_with_a_message(arguments, said, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert said in " ".join(command(*arguments, code=2).replace("│", " ").split())
