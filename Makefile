@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu sanitize codegen cases quality style bench clean
+.PHONY: demo test test-gpu sanitize codegen cases notebooks quality style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -39,6 +39,12 @@ codegen: $(INSTALLED)
 # kernels/CASES.md; its CPU column comes from `make test ARGS="--outcomes tests/outcomes/cpu.json"`
 cases: $(INSTALLED)
 	$(RUN) tests/case_table.py
+
+# notebooks/*.ipynb and the figures, executed in full, from the committed data; new data on a GPU comes from
+#   python notebooks/measure.py --device cuda --images 256 --steps 25 --batch 32 --work measured
+notebooks: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) notebooks/run.py $(ARGS)
+	$(RUN) kernels/benchmarks/plots.py
 
 quality: $(INSTALLED)
 	$(RUN) -m ruff check .

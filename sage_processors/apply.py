@@ -10,7 +10,9 @@ from .config import SageAttnProcessor
 from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .part import Part, RootHook
 from .report import Report, build_report
-from .timestep import can_track, run_of, track, untrack
+from .scale_rules import NEED_RUNS
+from .timestep import can_track, noise_levels, run_of, track, untrack
+from .windows import Steps, check_patterns
 
 
 class Handle:
@@ -18,9 +20,10 @@ class Handle:
 
     It belongs to the model object it was made for. `save_pretrained` writes stock weights and configs, and what is
     loaded from them is stock. A copy of the model (copy.deepcopy, pickle, torch.save) keeps INT8 attention with the
-    same options, its scales computed from the inputs of each call, and no handle: `apply(copy)` gives it one.
+    same options but for the windows of steps, its scales computed from the inputs of each call, and no handle:
+    `apply(copy)` gives it one.
 
-    Attributes: config (SageAttnProcessor).
+    Attributes: config (SageAttnProcessor), steps (windows.Steps: where the run is, and its precision).
     """
 
     def __init__(self, target, config: SageAttnProcessor):
@@ -30,6 +33,8 @@ class Handle:
         self._model = None if self._pipe else target
         self._scheduler = None
         self._active = True
+        self.steps = Steps(config)
+        self._probe = None
         try:
             self.refresh()
             if not any(part.layers for part in self._parts):
@@ -37,9 +42,25 @@ class Handle:
                     "model: got no attention processor that calls scaled_dot_product_attention, "
                     "expected a diffusers model with at least one"
                 )
+            self._check_options()
         except Exception:
             self.remove()  # leave nothing half swapped behind
             raise
+
+    def _check_options(self) -> None:
+        names = [name for part in self._parts for name in part.layer_names()]
+        check_patterns("keep_layers", self.config.keep_layers, names)
+        check_patterns("only_layers", self.config.only_layers, names)
+        check_patterns("layer_scaling", [pattern for pattern, _ in self.config.layer_scaling], names)
+        if self._scheduler is not None:
+            return
+        without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"
+        expected = "expected a pipeline, whose scheduler says where a run is"
+        if self.config.scaling in NEED_RUNS:
+            raise ValueError(f'scaling: got "{self.config.scaling}" for {without}, {expected}')
+        for option in ("keep_first_steps", "keep_last_steps", "keep_below_noise"):
+            if getattr(self.config, option):
+                raise ValueError(f"{option}: got {getattr(self.config, option)} for {without}, {expected}")
 
     def report(self) -> Report:
         """What really ran: per layer recipe, scaling, calls, exact calls with reasons, clipped fraction. Syncs."""
@@ -74,6 +95,8 @@ class Handle:
             part.follow_home()
             part.install()
         self._follow_scheduler()
+        if self._probe is not None:
+            self._probe.attach()
 
     def _models(self) -> dict:
         """What is to be swapped now, by component name."""
@@ -84,21 +107,34 @@ class Handle:
         for part in self._parts:
             part.reset()
 
+    def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32):
+        """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
+        from .probe import Probe
+
+        if not self._active:
+            raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
+        if self._probe is not None:
+            self._probe.stop()
+        self._probe = Probe(self, every=every, heads=heads, rows=rows)
+        return self._probe
+
     def save_scales(self, path) -> None:
         """Write what timestep scaling has learnt to a .safetensors file. Raises: see scale_files.py."""
         from .scale_files import save_scales
 
         save_scales(self, path)
 
-    def load_scales(self, path) -> None:
+    def load_scales(self, path, on_mismatch: str = "error") -> bool:
         """Go on from a file of `save_scales` of the same model; unchanged if it raises: see scale_files.py."""
         from .scale_files import load_scales
 
-        load_scales(self, path)
+        return load_scales(self, path, on_mismatch)
 
     def remove(self) -> None:
         """Put the original processor objects back and stop following the scheduler. Harmless when repeated."""
         self._active = False
+        if self._probe is not None:
+            self._probe.stop()
         if self._scheduler is not None:
             untrack(self._scheduler, self)
             self._scheduler = None
@@ -108,12 +144,14 @@ class Handle:
 
     def begin_run(self, u) -> None:
         """Called by the scheduler's run: denoising starts at noise level u."""
+        self.steps.begin(noise_levels(self._scheduler), getattr(self._scheduler, "begin_index", None) or 0)
         for part in self._parts:
             if part.state is not None and part.follows_scheduler:
                 part.state.begin_run(u)
 
     def advance(self, u_finished, u_next) -> None:
         """Called by the scheduler's run: a step is done."""
+        self.steps.finish(u_finished)
         for part in self._parts:
             if part.state is not None and part.follows_scheduler:
                 part.state.advance(u_finished, u_next)

@@ -1,4 +1,4 @@
-"""The command line: sage-processors demo | report | doctor | bench."""
+"""The command line: sage-processors demo | report | doctor | calibrate | bench."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ except ImportError as missing:
     raise ImportError(f"the command line needs {missing.name}: pip install sage-processors") from missing
 
 from . import pipelines
-from .config import SageAttnProcessor
+from .calibrate_command import calibrate_policy, rules, transfer
+from .config import SCALINGS, SageAttnProcessor
 from .language_command import bench_language
 
 
@@ -36,12 +37,15 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measure, and turn measurements into README's tables.")
 app.add_typer(bench, name="bench")
 bench.command("language")(bench_language)
+bench.command("rules")(rules)
+bench.command("transfer")(transfer)
+app.command("calibrate")(calibrate_policy)
 # a file or a pipe has no width of its own, and 80 columns break the layer names of the report apart
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 PipelineOption = Annotated[str, typer.Option(help="Embedded pipeline, folder, or name on the Hub.")]
 RecipeOption = Annotated[str, typer.Option(help="Number formats of the two matmuls.")]
-ScalingOption = Annotated[str, typer.Option(help="timestep, dynamic, per_token, per_block or per_head.")]
+ScalingOption = Annotated[str, typer.Option(help=f"{', '.join(SCALINGS)}.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU if there is one.")]
 
 

@@ -6,14 +6,18 @@ import math
 from dataclasses import dataclass
 
 
-# What a user may write, and the `scaling=` the op then gets; "timestep" also gets a state.
+# What a user may write, and the `scaling=` the op then gets; those with a rule in scale_rules.py also get a state.
 SCALINGS = {
     "timestep": "per_token",
+    "delayed": "per_token",
+    "static": "per_token",
+    "sigma_power": "per_token",
     "dynamic": "per_token",
     "per_token": "per_token",
     "per_block": "per_block",
     "per_head": "per_head",
 }
+BY_CALL = ("dynamic", "per_token", "per_block", "per_head")  # those whose scales come from the call itself
 POLICIES = ("fallback", "strict")
 # What a user can do about a reason for exact attention, where there is something.
 REMEDIES = {
@@ -36,6 +40,42 @@ class UnsupportedAttentionError(NotImplementedError):
         )
 
 
+def _number(config, name: str, expected: str) -> float:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name}: got {value}, expected {expected}, finite")
+    return value
+
+
+def _whole(config, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= {least}")
+    if value < least:
+        raise ValueError(f"{name}: got {value}, expected at least {least}")
+
+
+def _patterns(name: str, value) -> tuple[str, ...]:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
+        raise TypeError(f"{name}: got {value!r}, expected a tuple of layer names or patterns")
+    return tuple(value)
+
+
+def _pairs(name: str, value) -> tuple[tuple[str, str], ...]:
+    pairs = tuple(tuple(x) if isinstance(x, (tuple, list)) else x for x in _items(value))
+    if not all(isinstance(x, tuple) and len(x) == 2 and all(isinstance(y, str) for y in x) for x in pairs):
+        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, scaling)")
+    return pairs
+
+
+def _items(value):
+    if isinstance(value, dict):
+        return value.items()
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
 @dataclass(frozen=True)
 class SageAttnProcessor:
     """Options of INT8 attention for diffusers models. Give it to `pipe.set_attn_processor` or `sage_processors.apply`.
@@ -45,9 +85,27 @@ class SageAttnProcessor:
         scaling: where the INT8 scales of Q and K come from.
             "timestep": per head, planned from the previous denoising step and earlier runs at the same noise level.
             "per_token", "per_block", "per_head": computed from the inputs of each call. "dynamic" means "per_token".
+            "delayed": per head, planned for the widest of the last `history` steps of the same run.
+            "static": per head, one plan for all steps, frozen after a first run (which plans from the previous step).
+            "sigma_power": as "static" with the scale times (σ/σ_ref)^gamma, σ the noise level. For study: the inputs
+            of attention are normalised at every step, so their range rarely follows σ.
+            In all planned ones ("timestep" to "sigma_power") a tile of keys beyond its plan takes its own larger
+            scale and is counted. "static" and "sigma_power" need a pipeline whose scheduler tells one run from the
+            next.
         margin: planned scale over the one that the largest value seen needs, > 0. Below 1, most tiles of keys get
             finer steps and those with the largest values their own larger scale: nothing is clipped at any margin.
-            Only for "timestep".
+            Only for planned scales.
+        history: steps that "delayed" looks back, >= 1.
+        gamma: exponent of "sigma_power". "fit": fitted per head to the first run, and 0 (static) where no power law
+            fits. A number serves all heads: 1 is s ∝ σ, -1 is s ∝ 1/σ.
+        keep_first_steps, keep_last_steps: so many steps at the start and at the end of a run stay in 16 bit (reason
+            "window"). A step is one step of the scheduler.
+        keep_below_noise: steps at noise levels below this stay in 16 bit, 0 to 1 (1 is pure noise), see timestep.py.
+            These three need a pipeline, whose scheduler says where a run is. A compiled model gets a second version.
+        keep_layers: fnmatch patterns of layer names, as in handle.report(), that stay in 16 bit (reason "kept").
+        only_layers: patterns of the layers that may run in INT8; empty: all.
+        layer_scaling: (pattern, scaling) pairs, or a dict: other scalings for some layers. The first match counts. A
+            pattern that matches no layer is a ValueError.
         min_tokens: calls with fewer queries or keys than this run the exact attention (reason "short"): there INT8
             saves nothing.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
@@ -58,6 +116,14 @@ class SageAttnProcessor:
     recipe: str = "qk_int8_pv_bf16"
     scaling: str = "timestep"
     margin: float = 0.9
+    history: int = 4
+    gamma: float | str = "fit"
+    keep_first_steps: int = 0
+    keep_last_steps: int = 0
+    keep_below_noise: float = 0.0
+    keep_layers: tuple[str, ...] = ()
+    only_layers: tuple[str, ...] = ()
+    layer_scaling: tuple[tuple[str, str], ...] = ()
     min_tokens: int = 128
     policy: str = "fallback"
 
@@ -70,14 +136,34 @@ class SageAttnProcessor:
                 raise TypeError(f"{name}: got {type(value).__name__}, expected one of {sorted(allowed)}")
             if value not in allowed:
                 raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
-        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)):
-            raise TypeError(f"margin: got {type(self.margin).__name__}, expected a number > 0")
-        if not (math.isfinite(self.margin) and self.margin > 0):
+        if _number(self, "margin", "a number > 0") <= 0:
             raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")
-        if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int):
-            raise TypeError(f"min_tokens: got {type(self.min_tokens).__name__}, expected an int >= 1")
-        if self.min_tokens < 1:
-            raise ValueError(f"min_tokens: got {self.min_tokens}, expected at least 1")
+        if self.gamma != "fit":
+            _number(self, "gamma", 'a number or "fit"')
+        for name, least in (("history", 1), ("min_tokens", 1), ("keep_first_steps", 0), ("keep_last_steps", 0)):
+            _whole(self, name, least)
+        if not 0 <= _number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
+            raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
+        for name in ("keep_layers", "only_layers"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        object.__setattr__(self, "layer_scaling", _pairs("layer_scaling", self.layer_scaling))
+        for _, scaling in self.layer_scaling:
+            if scaling not in (*BY_CALL, self.scaling):
+                raise ValueError(
+                    f"layer_scaling: got {scaling!r}, expected one of {sorted(BY_CALL)} or the handle's own "
+                    f"{self.scaling!r}: one rule plans all layers of a handle"
+                )
+
+    @classmethod
+    def from_policy(cls, path, target=None) -> SageAttnProcessor:
+        """The options in a policy file of `sage_processors.calibrate`.
+
+        Args: path: a .json file. target: the pipeline or model it is meant for, compared with the policy's if given.
+        Raises: see policy.read_policy.
+        """
+        from .policy import read_policy
+
+        return read_policy(path, target)[0]
 
     @property
     def call_scaling(self) -> str:

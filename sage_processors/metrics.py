@@ -1,14 +1,23 @@
-"""How far two tensors or pictures are apart: PSNR and SSIM of images, SQNR and relative L1 of anything.
+"""How far two tensors or pictures are apart: PSNR, SSIM, MS-SSIM, LPIPS of images, SQNR and relative L1 of anything.
 
-PSNR and SSIM are torchmetrics' (imported on first use); everything else needs torch alone.
+The metrics of images are torchmetrics' (imported on first use); everything else needs torch alone. Distances between
+sets of images are in feature_distance.py.
 """
 
 from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 
 SSIM_WINDOW = 11  # side of torchmetrics' default Gaussian window, in pixels; a smaller picture has no window to slide
+# Wang, Simoncelli and Bovik 2003, table of weights per scale, finest first
+MS_SSIM_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)
+LPIPS_BACKBONES = {"alex": "alexnet", "vgg": "vgg16", "squeeze": "squeezenet1_1"}  # name -> torchvision's
 
 
 def psnr(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -20,8 +29,8 @@ def psnr(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     Raises: TypeError (no tensor, or not floating point), ValueError (shape, NaN or infinity, values outside [0, 1]),
         ImportError naming the pip command when torchmetrics is missing.
     """
-    functional = _torchmetrics_image()
-    images, reference = _check_images(images, reference)
+    functional = torchmetrics_image("PSNR")
+    images, reference = _check_image_pair(images, reference)
     value = functional.peak_signal_noise_ratio(images, reference, data_range=1.0, reduction="none", dim=(1, 2, 3))
     return value.reshape(-1).float()
 
@@ -34,8 +43,8 @@ def ssim(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     Returns: [N] float32, no unit, on the inputs' device.
     Raises: as `psnr`, and ValueError for pictures smaller than the window.
     """
-    functional = _torchmetrics_image()
-    images, reference = _check_images(images, reference)
+    functional = torchmetrics_image("SSIM")
+    images, reference = _check_image_pair(images, reference)
     if min(images.shape[-2:]) < SSIM_WINDOW:
         raise ValueError(
             f"images: got {images.shape[-2]}x{images.shape[-1]} pixels, expected at least {SSIM_WINDOW}x{SSIM_WINDOW},"
@@ -47,6 +56,115 @@ def ssim(images: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
         for image, other in zip(images, reference, strict=True)
     ]
     return torch.stack(values).float()
+
+
+def ms_ssim(images: torch.Tensor, reference: torch.Tensor, *, scales: int = 5) -> torch.Tensor:
+    """Structural similarity at several resolutions, each half the one before; 1 when identical.
+
+    Args:
+        images, reference: [N, C, H, W] floating point in [0, 1], same shape.
+        scales: 1 to 5 resolutions. 5 is the published measure; fewer take its weights of the finest ones, scaled to
+            sum to 1, and are another measure: name the number beside the value. The smaller side must be at least
+            176 pixels for 5, 99 for 4, 44 for 3, 22 for 2, 11 for 1.
+    Returns: [N] float32, no unit, on the inputs' device.
+    Raises: as `psnr`, and ValueError for too small pictures, naming the most scales that fit.
+    """
+    functional = torchmetrics_image("MS-SSIM")
+    images, reference = _check_image_pair(images, reference)
+    if isinstance(scales, bool) or not isinstance(scales, int) or not 1 <= scales <= len(MS_SSIM_WEIGHTS):
+        raise ValueError(f"scales: got {scales!r}, expected 1 to {len(MS_SSIM_WEIGHTS)}")
+    most = ms_ssim_scales(*images.shape[-2:])
+    if scales > most:
+        remedy = f"pass scales={most}" if most else "compare larger pictures or use psnr"
+        raise ValueError(
+            f"images: got {images.shape[-2]}x{images.shape[-1]} pixels, expected at least "
+            f"{_smallest_side(scales)} on each side for {scales} scales; {remedy}"
+        )
+    weights = MS_SSIM_WEIGHTS[:scales]
+    weights = tuple(weight / sum(weights) for weight in weights)
+    # one picture at a time: see ssim
+    values = [
+        functional.multiscale_structural_similarity_index_measure(
+            image[None], other[None], data_range=1.0, betas=weights, kernel_size=SSIM_WINDOW
+        )
+        for image, other in zip(images, reference, strict=True)
+    ]
+    return torch.stack(values).float().reshape(-1)
+
+
+def ms_ssim_scales(height: int, width: int) -> int:
+    """The most scales that `ms_ssim` can take of pictures of this size, 0 to 5."""
+    return sum(min(height, width) >= _smallest_side(scales) for scales in range(1, len(MS_SSIM_WEIGHTS) + 1))
+
+
+def _smallest_side(scales: int) -> int:
+    """Pixels with which the coarsest of the resolutions still has room for a window, and torchmetrics takes it."""
+    return SSIM_WINDOW * max(2 ** (scales - 1), (scales - 1) ** 2)
+
+
+def lpips(images: torch.Tensor, reference: torch.Tensor, *, backbone: str = "alex") -> torch.Tensor:
+    """Learned perceptual distance of each picture, 0 when identical, for users who have the backbone's weights.
+
+    Args:
+        images, reference: [N, 3, H, W] floating point in [0, 1], same shape.
+        backbone: "alex", "vgg" or "squeeze". Its ImageNet weights must be in torch.hub's checkpoints folder already:
+            nothing is ever downloaded.
+    Returns: [N] float32, no unit, on the inputs' device.
+    Raises: as `psnr`, and ImportError without torchvision, ValueError naming the file where the weights are missing.
+    """
+    if backbone not in LPIPS_BACKBONES:
+        raise ValueError(f"backbone: got {backbone!r}, expected one of {sorted(LPIPS_BACKBONES)}")
+    images, reference = _check_image_pair(images, reference)
+    if images.shape[1] != 3:
+        raise ValueError(f"images: got {images.shape[1]} channels, expected 3 (RGB)")
+    functional = torchmetrics_image("LPIPS")
+    if importlib.util.find_spec("torchvision") is None:
+        raise missing_package("LPIPS", "torchvision", "torchvision")
+    import torchvision
+
+    url = torchvision.models.get_model_weights(LPIPS_BACKBONES[backbone]).DEFAULT.url
+    file = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    if not file.is_file():
+        raise ValueError(
+            f"backbone: {backbone!r} needs the file {file}, which is not there; download {url} to it yourself, "
+            "or use ms_ssim, which needs no weights"
+        )
+    values = [
+        functional.learned_perceptual_image_patch_similarity(
+            image[None].float(), other[None].float(), net_type=backbone, normalize=True
+        )
+        for image, other in zip(images, reference, strict=True)
+    ]
+    return torch.stack(values).detach().float().reshape(-1)
+
+
+class Interval(NamedTuple):
+    """A value and the ends of its 95 % confidence interval, in the value's own unit."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean_interval(values: Sequence[float] | torch.Tensor, *, draws: int = 2000, seed: int = 0) -> Interval:
+    """Mean over pictures with its 95 % interval, by the percentile bootstrap in fp64.
+
+    Args:
+        values: one finite number per picture, at least one (one alone has an empty interval).
+        draws: samples with replacement, at least 100. seed: of the samples; the same seed gives the same interval.
+    Returns: Interval in the unit of the values.
+    Raises: ValueError.
+    """
+    values = torch.as_tensor(values, dtype=torch.float64).flatten().cpu()
+    if values.numel() == 0 or not bool(torch.isfinite(values).all()):
+        raise ValueError(f"values: got {values.numel()} with NaN or infinity, expected at least one, all finite")
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 100:
+        raise ValueError(f"draws: got {draws!r}, expected an int of at least 100")
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.randint(values.numel(), (draws, values.numel()), generator=generator)
+    means = values[picks].mean(1)
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Interval(values.mean().item(), low, high)
 
 
 def sqnr_db(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
@@ -78,24 +196,44 @@ def rel_l1(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     return torch.where(error == 0, torch.zeros_like(error), error / size)
 
 
-def _torchmetrics_image():
+def torchmetrics_image(metric: str):
+    """torchmetrics' functional image metrics. Raises: ImportError naming the pip command."""
     try:
         import torchmetrics.functional.image as functional
     except ImportError as error:
-        raise ImportError(
-            'PSNR and SSIM need torchmetrics, which is not installed: pip install "sage-processors[diffusers]"'
-        ) from error
+        raise missing_package(metric, "torchmetrics") from error
     return functional
 
 
+def missing_package(user: str, package: str, install: str = '"sage-processors[diffusers]"') -> ImportError:
+    """The error to raise where `user` needs a package that is not installed."""
+    return ImportError(f"{user} needs {package}, which is not installed: pip install {install}")
+
+
+def check_images(images: torch.Tensor, name: str = "images") -> None:
+    """Raises TypeError or ValueError unless `images` is a finite floating point [N, C, H, W] in [0, 1], N >= 1."""
+    _check_tensor(name, images)
+    if images.dim() != 4:
+        raise ValueError(f"{name}: got shape {tuple(images.shape)}, expected [N, C, H, W]; use {name}[None] for one")
+    if images.numel() == 0:
+        raise ValueError(f"{name}: got an empty tensor of shape {tuple(images.shape)}, expected at least one picture")
+    low, high = images.aminmax()
+    if low < 0 or high > 1:
+        raise ValueError(f"{name}: got values in [{low:.4g}, {high:.4g}], expected [0, 1]")
+
+
+def _check_tensor(name: str, tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name}: got {type(tensor).__name__}, expected a torch.Tensor")
+    if not tensor.is_floating_point():
+        raise TypeError(f"{name}: got {tensor.dtype}, expected floating point (divide 8-bit pixels by 255)")
+    if not bool(torch.isfinite(tensor).all()):
+        raise ValueError(f"{name}: got NaN or infinity, expected finite values")
+
+
 def _check_pair(values, reference, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    for argument, tensor in ((name, values), ("reference", reference)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{argument}: got {type(tensor).__name__}, expected a torch.Tensor")
-        if not tensor.is_floating_point():
-            raise TypeError(f"{argument}: got {tensor.dtype}, expected floating point (divide 8-bit pixels by 255)")
-        if not bool(torch.isfinite(tensor).all()):
-            raise ValueError(f"{argument}: got NaN or infinity, expected finite values")
+    _check_tensor(name, values)
+    _check_tensor("reference", reference)
     if values.shape != reference.shape:
         raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected reference's {tuple(reference.shape)}")
     if values.numel() == 0:
@@ -103,13 +241,9 @@ def _check_pair(values, reference, name: str) -> tuple[torch.Tensor, torch.Tenso
     return values.detach(), reference.detach().to(values.device)
 
 
-def _check_images(images, reference) -> tuple[torch.Tensor, torch.Tensor]:
+def _check_image_pair(images, reference) -> tuple[torch.Tensor, torch.Tensor]:
     images, reference = _check_pair(images, reference, "images")
-    if images.dim() != 4:
-        raise ValueError(f"images: got shape {tuple(images.shape)}, expected [N, C, H, W]; use images[None] for one")
-    for argument, tensor in (("images", images), ("reference", reference)):
-        low, high = tensor.aminmax()
-        if low < 0 or high > 1:
-            raise ValueError(f"{argument}: got values in [{low:.4g}, {high:.4g}], expected [0, 1]")
+    check_images(images)
+    check_images(reference, "reference")
     # fp64: windowed variances are differences of nearly equal numbers, in fp32 that costs SSIM its fourth digit
     return images.double(), reference.double()

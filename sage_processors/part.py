@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 from .carry import Parked
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .processors import is_sage, sage_class, swap
+from .scale_rules import RULES, rule_for
 from .scales import ScaleState, Site
 from .timestep import TimestepReader
+from .windows import is_kept, scaling_of
 
 
 @dataclass
@@ -57,11 +60,11 @@ class RootHook:
 class Part:
     """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
 
-    Attributes: name ("" for a raw model), model, layers, state (None unless scaling="timestep"), follows_scheduler.
+    Attributes: name ("" for a raw model), model, layers, state (None without planned scales), follows_scheduler.
     """
 
     def __init__(self, name, model, config, handle):
-        self.name, self.model, self.config = name, model, config
+        self.name, self.model, self.config, self._steps = name, model, config, handle.steps
         self.layers: list[Layer] = []
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state = None
@@ -81,7 +84,7 @@ class Part:
                 original = self._stock(module)
                 if sage_class(type(original))._sage_calls == 0:
                     continue  # linear, sliced or hand-written attention: stays, and the report says so
-                sage = swap(original, self.config, self._label(name), device=self.device)
+                sage = self._swapped(original, self._label(name))
                 self._count_on(module, sage)
                 layer = Layer(name, module, original, sage)
                 self._made.append(layer)
@@ -89,6 +92,11 @@ class Part:
             layer.sage._sage_accept_backend()
             self.layers.append(layer)
         self._plan_sites()
+
+    def _swapped(self, original, label: str):
+        """The Sage twin of a processor, with the options that hold for its layer."""
+        config = dataclasses.replace(self.config, scaling=scaling_of(self.config, label), layer_scaling=())
+        return swap(original, config, label, device=self.device, kept=is_kept(self.config, label), steps=self._steps)
 
     def _count_on(self, module, sage) -> None:
         """The counts of the layer so far."""
@@ -105,7 +113,7 @@ class Part:
         sites = []
         for layer in self.layers:
             layer.site_indices = []
-            if self.config.scaling == "timestep":
+            if layer.sage._sage_config.scaling in RULES:
                 for i, shape in enumerate(discover_sites(layer.module, layer.sage)):
                     layer.site_indices.append(len(sites) if shape else None)
                     if shape:
@@ -115,8 +123,11 @@ class Part:
             self.state = None
         if sites and self.state is None:
             with torch.inference_mode(False):  # else updates outside of inference_mode would be refused
-                self.state = ScaleState(sites, device=self.device, margin=self.config.margin)
-                if not self._parked.move_into(self.state):
+                rule = rule_for(self.config)
+                self.state = ScaleState(sites, device=self.device, margin=self.config.margin, rule=rule)
+                if self._parked.move_into(self.state):
+                    rule.refit(self.state)
+                else:
                     self.state.begin_run(1.0)
         self._hand_out()
 
@@ -130,6 +141,10 @@ class Part:
             for tensor in _tensors(layer.sage):
                 torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
 
+    def layer_names(self) -> list[str]:
+        """Names of the swapped layers, as in the report."""
+        return [self._label(layer.name) for layer in self.layers]
+
     def move(self, device: torch.device) -> None:
         """Follow the model to another device. The counts of planned calls start anew."""
         self.device = device
@@ -139,6 +154,8 @@ class Part:
                 self.state.to(device)
             for layer in self.layers:
                 object.__setattr__(layer.sage, "_sage_events", layer.sage._sage_events.to(device))
+                if layer.sage._sage_probe is not None:
+                    layer.sage._sage_probe.to(device)
         self._hand_out()
 
     def follow_home(self) -> None:

@@ -23,6 +23,7 @@ import sage_kernels
 
 from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from .rebind import dispatch_attention_fn, rebind, stand_ins
+from .windows import CHOSEN
 
 
 logger = logging.getLogger("sage_processors")
@@ -56,6 +57,8 @@ EVENTS = (
     "context_parallel",
     "attention_kwargs",
     "softmax_scale",
+    "window",
+    "kept",
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
@@ -69,13 +72,15 @@ class CallSite:
     Attributes:
         state: sage_kernels.HeadState or None (scales computed from the inputs).
         kv_heads, head_dim: layout that `state` was made for.
-        seen_kv_heads, seen_head_dim, elements: of the latest call; elements = numel(Q) + numel(K). Written in forward
-            and never read there: a read would make Dynamo guard on the value, and recompile.
+        seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
+            numel(Q) + numel(K). Written in forward and never read there: a read would make Dynamo guard on the value,
+            and recompile.
     """
 
     def __init__(self, state=None, kv_heads: int = 0, head_dim: int = 0):
         self.state, self.kv_heads, self.head_dim = state, kv_heads, head_dim
         self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
+        self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
 
 
 class _Running(threading.local):
@@ -118,8 +123,9 @@ def _foreign_function_mode() -> bool:
     return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
-def _reason_against(config, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> str | None:
+def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> str | None:
     """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
+    config, steps = processor._sage_config, processor._sage_steps
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         return "block_mask"
     if _running.training:
@@ -133,15 +139,19 @@ def _reason_against(config, query, key, value, attn_mask, dropout_p, is_causal, 
     )
     if reason is None and (query.shape[1] < config.min_tokens or key.shape[1] < config.min_tokens):
         return "short"
+    if reason is None and processor._sage_kept:
+        return "kept"
+    if reason is None and steps is not None and steps.exact:
+        return "window"
     return reason
 
 
 def _stay_exact(processor, reason: str) -> None:
     """Count a call that runs the model's own attention; raise under policy="strict"."""
-    if processor._sage_config.policy == "strict":
+    if processor._sage_config.policy == "strict" and reason not in CHOSEN:
         raise UnsupportedAttentionError(processor._sage_layer, reason)
     processor._sage_events[_EVENT.get(reason, _EVENT["other"])].add_(1)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and reason not in CHOSEN:
         _log_once(processor._sage_layer, reason)
 
 
@@ -153,15 +163,20 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
     if site is not None:
         site.elements = query.numel() + key.numel()
         site.seen_kv_heads, site.seen_head_dim = key.shape[2], key.shape[3]
+        site.seen_batch, site.seen_seq_q, site.seen_seq_kv = query.shape[0], query.shape[1], key.shape[1]
         if site.state is not None and (key.shape[2], key.shape[3]) == (site.kv_heads, site.head_dim):
             if site.state.plan.device == query.device:
                 state = site.state
     if state is None:
         processor._sage_events[0].add_(1)
-    return sage_kernels.sage_attention(
+    out = sage_kernels.sage_attention(
         query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
         recipe=config.recipe, scaling=config.call_scaling, scale=scale, state=state,
     )  # fmt: skip
+    probe = processor._sage_probe
+    if probe is not None and probe.shared.on:
+        probe.compare(index, out, query, key, value, attn_mask, is_causal, scale)
+    return out
 
 
 def _autocast(query, key, value):
@@ -185,7 +200,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
         if query.dim() == key.dim() == value.dim() == 4:
             q, k, v = _autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            reason = _reason_against(processor._sage_config, q, k, v, *options)
+            reason = _reason_against(processor, q, k, v, *options)
         else:
             reason = "rank"
         if reason is None:
@@ -228,9 +243,7 @@ def _dispatch(
             reason = "backend"  # set_attention_backend() after the swap: the user's later word counts
         else:
             q, k, v = _autocast(query, key, value)
-            reason = _reason_against(
-                processor._sage_config, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            )
+            reason = _reason_against(processor, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason is None:
             return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
         _stay_exact(processor, reason)
@@ -252,10 +265,10 @@ def _dispatch(
 _STAND_INS = stand_ins(_sdpa, _dispatch)
 
 
-def _rebuild(base, config, layer):
+def _rebuild(base, config, layer, kept=False):
     """For copy and pickle: a Sage processor of its own, without the state of the handle it came from."""
     processor = object.__new__(sage_class(base))
-    processor._sage_arm(config, layer)
+    processor._sage_arm(config, layer, kept=kept)
     return processor
 
 
@@ -267,12 +280,17 @@ class _SageMethods:
     _sage_sites = ()
     _sage_events = None
     _sage_backend = None
+    _sage_steps = None  # windows.Steps of the handle
+    _sage_kept = False  # stays in 16 bit at all steps
+    _sage_probe = None  # probe.LayerProbe while a probe is on
 
-    def _sage_arm(self, config, layer, *, device="cpu"):
+    def _sage_arm(self, config, layer, *, device="cpu", kept=False, steps=None):
         """Swap under `config` (None: behave as the base class), counting from zero, without planned scales."""
         set_ = functools.partial(object.__setattr__, self)  # nn.Module processors intercept plain assignment
         set_("_sage_config", config)
         set_("_sage_layer", layer)
+        set_("_sage_kept", kept)
+        set_("_sage_steps", steps)
         set_("_sage_events", new_events(device))
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
         self._sage_accept_backend()
@@ -287,7 +305,7 @@ class _SageMethods:
 
     def __reduce__(self):
         state = {k: v for k, v in self.__dict__.items() if not k.startswith("_sage_")}
-        return _rebuild, (type(self)._sage_base, self._sage_config, self._sage_layer), state
+        return _rebuild, (type(self)._sage_base, self._sage_config, self._sage_layer, self._sage_kept), state
 
 
 @functools.cache
@@ -349,11 +367,11 @@ def _register_for_layer_skip(cls, base) -> None:
     AttentionProcessorRegistry.register(cls, metadata)
 
 
-def swap(processor, config: SageAttnProcessor, layer: str, *, device="cpu"):
-    """A Sage twin of a live processor, sharing its attributes and parameters."""
+def swap(processor, config: SageAttnProcessor, layer: str, **options):
+    """A Sage twin of a live processor, sharing its attributes and parameters. Options: of `_sage_arm`."""
     twin = object.__new__(sage_class(type(processor)))
     twin.__dict__.update(processor.__dict__)
-    twin._sage_arm(config, layer, device=device)
+    twin._sage_arm(config, layer, **options)
     return twin
 
 

@@ -13,6 +13,7 @@ import torch
 
 from . import metrics
 from .config import SageAttnProcessor
+from .windows import CHOSEN
 
 
 PSNR_CEILING = (
@@ -30,11 +31,13 @@ class Variant:
         config: the options under test.
         warm: keep the state from batch to batch and run once unmeasured before; otherwise every batch starts with a
             fresh state.
+        scales: a file of `handle.save_scales` that every batch starts from, e.g. of a run with another scheduler.
     """
 
     name: str
     config: SageAttnProcessor
     warm: bool = False
+    scales: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Quality:
         name, recipe: of the variant; recipe is empty for a floor row.
         psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture.
         int8_calls, fallback_calls: attention calls that ran in INT8, and that ran the model's own attention.
+        chosen_calls: those of the latter that the options keep in 16 bit (windows, layers).
     """
 
     name: str
@@ -53,6 +57,7 @@ class Quality:
     ssim: tuple[float, ...]
     int8_calls: int = 0
     fallback_calls: int = 0
+    chosen_calls: int = 0
 
     def rows(self, pipeline: str) -> Iterator[dict]:
         """Fields of results.csv: median and percentiles over pictures, then mean and worst as metrics of their own."""
@@ -83,6 +88,24 @@ def default_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
         Variant("timestep_warm", SageAttnProcessor(recipe=recipe, scaling="timestep"), warm=True),
         Variant("per_block", SageAttnProcessor(recipe=recipe, scaling="per_block")),
         Variant("per_head", SageAttnProcessor(recipe=recipe, scaling="per_head")),
+    )
+
+
+def study_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
+    """Every rule that plans scales, next to dynamic ones. Frozen rules need a first run; so does timestep_warm."""
+
+    def planned(name, scaling, *, warm=True, **options):
+        return Variant(name, SageAttnProcessor(recipe=recipe, scaling=scaling, **options), warm)
+
+    return (
+        planned("dynamic", "dynamic", warm=False),
+        planned("timestep", "timestep", warm=False),
+        planned("timestep_warm", "timestep"),
+        planned("delayed", "delayed", warm=False),
+        planned("static", "static"),
+        planned("sigma_power", "sigma_power"),
+        planned("sigma_ratio", "sigma_power", gamma=1.0),
+        planned("sigma_ratio_printed", "sigma_power", gamma=-1.0),
     )
 
 
@@ -140,7 +163,7 @@ def generate(
 
 
 def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0)) -> Quality:
-    """Distances of pictures [N, 3, H, W] to reference pictures; calls: attention calls in INT8, and exact ones."""
+    """Distances of pictures [N, 3, H, W] to reference pictures; calls: in INT8, exact, and exact by choice."""
     psnr_db = metrics.psnr(pictures, reference).clamp(max=PSNR_CEILING)
     return Quality(name, recipe, tuple(psnr_db.tolist()), tuple(metrics.ssim(pictures, reference).tolist()), *calls)
 
@@ -154,6 +177,8 @@ def evaluate(
     steps: int = 25,
     batch: int = 4,
     on_step: Callable | None = None,
+    stock: torch.Tensor | None = None,
+    on_handle: Callable | None = None,
 ) -> dict[str, Quality]:
     """Run stock attention, then every variant, on the same prompts and seeds.
 
@@ -162,6 +187,8 @@ def evaluate(
         prompts, seeds: of equal length. variants: default `default_variants()`. steps: denoising steps.
         batch: pictures per pipeline call; the last call takes what is left.
         on_step: called without arguments after each denoising step.
+        stock: pictures of stock attention for these prompts and seeds, drawn earlier; None draws them.
+        on_handle: called with the Handle of every variant before it draws.
     Returns: {variant name: Quality}, distances to the stock pictures.
     Raises: ValueError for unequal lengths, batch < 1, or pictures with NaN.
     """
@@ -176,21 +203,27 @@ def evaluate(
     def draw(part):
         return generate(pipe, prompts[part], seeds[part], steps=steps, on_step=on_step)
 
-    stock = torch.cat([draw(part) for part in batches])
+    stock = torch.cat([draw(part) for part in batches]) if stock is None else stock
     results = {}
     for variant in variants:
-        pictures, calls = [], [0, 0]
+        pictures, calls = [], [0, 0, 0]
         with apply(pipe, variant.config) as handle:
+            if on_handle is not None:
+                on_handle(handle)
             if variant.warm:
                 others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
                 generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step)
             for part in batches:
                 if not variant.warm:
                     handle.reset()
+                if variant.scales is not None:
+                    handle.load_scales(variant.scales)
                 pictures.append(draw(part))
                 if not variant.warm or part is batches[-1]:  # resetting forgets the counts too
                     report = handle.report()
-                    calls = [calls[0] + report.calls, calls[1] + sum(report.fallbacks.values())]
+                    chosen = sum(report.fallbacks.get(reason, 0) for reason in CHOSEN)
+                    more = (report.calls, sum(report.fallbacks.values()), chosen)
+                    calls = [a + b for a, b in zip(calls, more, strict=True)]
         results[variant.name] = compare(variant.name, variant.config.recipe, torch.cat(pictures), stock, calls)
     return results
 
@@ -290,6 +323,40 @@ def inject_outliers(model: torch.nn.Module, a: float = 64.0, pairs: int = 2) -> 
         with torch.no_grad():
             for parameter, values in before.items():
                 parameter.copy_(values)
+
+
+@contextmanager
+def bias_keys(factor: float = 30.0) -> Iterator[dict]:
+    """Add one vector per head to every key of every INT8 call, behind RoPE. Softmax stays as it is, INT8 gets harder.
+
+    The constant of channel d is a fraction from -factor to factor (evenly spaced over the channels) of that channel's
+    standard deviation over the tokens of the layer's first call, and stays the same in later calls. Exact calls are
+    not touched. For fp32 models: in 16 bit, adding a large constant rounds K itself.
+
+    Args: factor: largest constant in standard deviations, finite and >= 0.
+    Yields: {(layer, n-th attention call in it): constants fp32 [H_kv, D]}, filled as layers run. All handles of this
+        process are affected meanwhile.
+    Raises: ValueError (factor).
+    """
+    from . import processors
+
+    if not (math.isfinite(factor) and factor >= 0):
+        raise ValueError(f"factor: got {factor}, expected a finite number >= 0")
+    attend, constants = processors._attend, {}
+
+    def biased(query, key, value, attn_mask, is_causal, scale, processor, index):
+        place = (processor._sage_layer, index)
+        if place not in constants:
+            ramp = torch.linspace(-factor, factor, key.shape[3], device=key.device)
+            constants[place] = key.float().std((0, 1)) * ramp
+        key = key + constants[place].to(key.dtype)
+        return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
+
+    processors._attend = biased
+    try:
+        yield constants
+    finally:
+        processors._attend = attend
 
 
 def _outlier_channels(channels: int, head_dim: int, pairs: int) -> list[int]:

@@ -8,6 +8,7 @@ from .config import REMEDIES
 from .discovery import attention_modules
 from .processors import EVENTS, is_sage
 from .rebind import attention_calls
+from .scale_rules import RULES
 
 
 ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
@@ -26,8 +27,8 @@ class Report:
             recipe, scaling: what its INT8 calls ran; None unless active.
             calls: INT8 calls.
             dynamic_calls: those of them, per head on average, whose scales came from the call itself.
-            fallbacks: {reason: exact calls}; "replaced" counts forwards of the model in which another processor was
-                in place, whatever that did.
+            fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "replaced" counts forwards of the
+                model in which another processor was in place, whatever that did.
             clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
                 table); their tiles got a larger scale of their own, so none was.
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
@@ -152,7 +153,7 @@ def _replaced_note(processor) -> str:
     return f"{name} was put here and has no SDPA call: handle.refresh() can swap only what replaces it"
 
 
-def _part_rows(part, config) -> list[dict]:
+def _part_rows(part) -> list[dict]:
     summary = part.state.summary() if part.state is not None else []
     layers = {id(layer.module): layer for layer in part.layers}
     rows, inside = [], set()
@@ -163,10 +164,11 @@ def _part_rows(part, config) -> list[dict]:
         if layer is not None:
             counted = _counted(layer, summary)
             if module.processor is layer.sage:
-                scaling, note = config.call_scaling, ""
-                if config.scaling == "timestep":
+                own = layer.sage._sage_config  # a layer may have a scaling of its own
+                scaling, note = own.call_scaling, ""
+                if own.scaling in RULES:
                     unknown = [i is None for i in layer.site_indices] or [True]
-                    scaling = "timestep" if not all(unknown) else config.call_scaling
+                    scaling = own.scaling if not all(unknown) else own.call_scaling
                     mismatch = any(
                         s.state is not None
                         and s.seen_head_dim
@@ -179,7 +181,7 @@ def _part_rows(part, config) -> list[dict]:
                     note = REMEDIES["backend"]
                 elif module.training:
                     note = REMEDIES["training"]
-                counted |= {"recipe": config.recipe, "scaling": scaling}
+                counted |= {"recipe": own.recipe, "scaling": scaling}
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
                 rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor), **counted))
@@ -199,7 +201,7 @@ def build_report(handle) -> Report:
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
     rows = []
     for part in handle._parts:
-        rows += _part_rows(part, handle.config)
+        rows += _part_rows(part)
         if part.state is not None:
             follows = "the pipeline's scheduler" if part.follows_scheduler else "the timestep argument of the model"
             notes.append(f"Noise level of {part.name or type(part.model).__name__} follows {follows}.")

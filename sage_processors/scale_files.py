@@ -1,16 +1,19 @@
 """Scale files: what timestep scaling has learnt, in one safetensors file, so that a new process starts warm.
 
 A file holds the tensors of `ScaleState.snapshot` for every denoiser, and one metadata entry: JSON that says which
-format, model classes, layers, heads, bins and margin they belong to. Reading trusts nothing: the size is capped before
-anything is read, the header before it is parsed, every name, shape, dtype and value is compared with the handle, and
-only then is the handle written to. Nothing in a file is executed or turned into a name to import, and there is no
-fall-back to another format.
+format, models (class, config, dtype, LoRA adapters), layers, heads, bins and margin they belong to. It does not name
+schedulers, step counts or resolutions: the table is by noise level, and a plan for other shapes is not used. Reading
+trusts nothing: the size is capped before anything is read, the header before it is parsed, every name, shape, dtype
+and value is compared with the handle, and only then is the handle written to. Nothing in a file is executed or turned
+into a name to import, and there is no fall-back to another format.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import struct
 from pathlib import Path
@@ -20,7 +23,10 @@ import torch
 from sage_kernels.state import PLAN_K_WEIGHT, PLAN_Q_WEIGHT, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
 
 from . import __version__
+from .strict_json import some, strict_json, strict_object
 
+
+logger = logging.getLogger("sage_processors")
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 512 * 2**20  # ten times what a video model of 40 layers and 40 heads needs
@@ -30,10 +36,20 @@ MAX_RUN = 2**31 - 2**16  # int32, with room for runs to come
 
 _METADATA_KEY = "sage_processors"
 _FILE_FIELDS = {"format_version": int, "package_version": str, "parts": list}
-_PART_FIELDS = {"name": str, "model_class": str, "bins": int, "margin": float, "layers": list}
+_PART_FIELDS = {
+    "name": str,
+    "model_class": str,
+    "config_hash": str,
+    "dtype": str,
+    "adapters": list,
+    "bins": int,
+    "margin": float,
+    "layers": list,
+}
 _LAYER_FIELDS = {"name": str, "kv_heads": int, "head_dim": int}
 _DTYPE_NAMES = {torch.float32: "F32", torch.int32: "I32", torch.bool: "BOOL"}
 _SAVE_AGAIN = "save it again with handle.save_scales"
+_NO_JSON = f"safetensors only, {_SAVE_AGAIN}"
 
 
 def save_scales(handle, path: str | os.PathLike) -> None:
@@ -67,20 +83,35 @@ def save_scales(handle, path: str | os.PathLike) -> None:
             unfinished.unlink()
 
 
-def load_scales(handle, path: str | os.PathLike) -> None:
+class _MismatchError(ValueError):
+    """A sound file, of another model."""
+
+
+def load_scales(handle, path: str | os.PathLike, on_mismatch: str = "error") -> bool:
     """Go on from what a handle of the same model saved: the next run is, bit for bit, the one that it would have done.
 
     Counts in the report go on. The model should be on the device that it runs on. The handle is unchanged if this
-    raises.
+    raises, or returns False.
+    Args: on_mismatch: what to do with a sound file of another model, config, dtype, adapters, layers or margin.
+        "error" raises ValueError; "fresh" logs a warning, and the scales are learnt anew.
+    Returns: whether the file was used.
     Raises: TypeError, ValueError (a file that is damaged, too large, of another format or of another model; it names
         what differs); RuntimeError for a removed handle; FileNotFoundError and other OSErrors.
     """
+    if on_mismatch not in ("error", "fresh"):
+        raise ValueError(f'on_mismatch: got {on_mismatch!r}, expected "error" or "fresh"')
     _safetensors()
     path = _checked_path(path)
     parts = _planned_parts(handle)
     snapshots = [_snapshot(part) for part in parts]
     expected = {_key(part, name): x for part, own in zip(parts, snapshots, strict=True) for name, x in own.items()}
-    tensors = _parse(_read(path, expected, [_describe(part) for part in parts]))
+    try:
+        tensors = _parse(_read(path, expected, [_describe(part) for part in parts]))
+    except _MismatchError as error:
+        if on_mismatch == "error":
+            raise ValueError(str(error)) from None
+        logger.warning("scales are learnt anew: %s", error)
+        return False
     read = [{name: tensors[_key(part, name)] for name in own} for part, own in zip(parts, snapshots, strict=True)]
     for part, own in zip(parts, read, strict=True):
         _check_values(part, own)
@@ -88,6 +119,7 @@ def load_scales(handle, path: str | os.PathLike) -> None:
         with torch.inference_mode(False):
             part._reader.restore(own.pop("timestep"))
             part.state.restore(own)
+    return True
 
 
 def _safetensors():
@@ -139,10 +171,31 @@ def _describe(part) -> dict:
     return {
         "name": part.name,
         "model_class": type(part.model).__name__,
+        "config_hash": config_hash(part.model),
+        "dtype": str(next((p.dtype for p in part.model.parameters() if p.is_floating_point()), None)),
+        "adapters": _adapters(part.model),
         "bins": part.state.bins,
         "margin": float(part.state.margin),
         "layers": layers,
     }
+
+
+def config_hash(model) -> str:
+    """sha256 of a diffusers model's public config, hex; of its class name for a model without one."""
+    config = getattr(model, "config", None)
+    public = {k: v for k, v in dict(config).items() if not k.startswith("_")} if config is not None else {}
+    text = json.dumps([type(model).__name__, public], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _adapters(model) -> list[str]:
+    """Active LoRA adapters with their scales, "name:scale". (IP-Adapters show in the layers.)"""
+    found = set()
+    for module in model.modules():
+        active, scaling = getattr(module, "active_adapters", None), getattr(module, "scaling", None)
+        if isinstance(active, (list, tuple)) and isinstance(scaling, dict) and not module.disable_adapters:
+            found |= {f"{name}:{scaling[name]:g}" for name in active if name in scaling}
+    return sorted(found)
 
 
 def _key(part, name: str) -> str:
@@ -179,7 +232,7 @@ def _read(path: Path, expected: dict[str, torch.Tensor], parts: list[dict]) -> b
                 f"inside the file; safetensors only, {_SAVE_AGAIN}"
             )
         header = file.read(header_bytes)
-        entries = _json(header, "the header")
+        entries = strict_json(header, "the header", _NO_JSON)
         _check_metadata(entries.pop("__metadata__", None), parts)
         _check_entries(entries, expected)
         wanted = 8 + header_bytes + sum(tensor.nbytes for tensor in expected.values())
@@ -203,71 +256,41 @@ def _refuse_other_formats(start: bytes) -> None:
         raise ValueError(f"path: got a file of {len(start)} bytes, expected safetensors; {_SAVE_AGAIN}")
 
 
-def _json(text: bytes | str, what: str) -> dict:
-    """A JSON object, strictly: no repeated keys, no NaN."""
-
-    def unique(pairs):
-        names = [name for name, _ in pairs]
-        if len(set(names)) != len(names):
-            raise ValueError("a key that is there twice")
-        return dict(pairs)
-
-    def refuse(constant):
-        raise ValueError(f"the constant {constant}")
-
-    try:
-        value = json.loads(
-            str(text, "utf-8") if isinstance(text, bytes) else text, object_pairs_hook=unique, parse_constant=refuse
-        )
-    except (ValueError, RecursionError) as error:  # includes bytes that are no UTF-8
-        raise ValueError(f"path: got {error} in {what}, expected JSON; safetensors only, {_SAVE_AGAIN}") from error
-    return _object(value, None, what)
-
-
-def _object(value, fields: dict | None, what: str) -> dict:
-    """`value` as a dict with exactly these fields of exactly these types."""
-    if not isinstance(value, dict):
-        raise ValueError(f"path: got {type(value).__name__} for {what}, expected an object; {_SAVE_AGAIN}")
-    if fields is None:
-        return value
-    unknown, missing = sorted(set(value) - set(fields)), sorted(set(fields) - set(value))
-    if unknown or missing:
-        raise ValueError(
-            f"path: got {what} with unknown keys {_some(unknown)} and missing keys {_some(missing)}, expected exactly "
-            f"{sorted(fields)}; {_SAVE_AGAIN} and this version"
-        )
-    for name, kind in fields.items():
-        if type(value[name]) is not kind:  # a bool is no int here
-            raise ValueError(
-                f"path: got {type(value[name]).__name__} for {name} of {what}, expected {kind.__name__}; {_SAVE_AGAIN}"
-            )
-    return value
-
-
-def _some(names) -> str:
-    names = [repr(str(name)[:200]) for name in names]
-    return "[" + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") + "]"
-
-
 def _check_metadata(entries, parts: list[dict]) -> None:
-    text = _object(entries, {_METADATA_KEY: str}, "the metadata")[_METADATA_KEY]
+    text = strict_object(entries, {_METADATA_KEY: str}, "the metadata", _SAVE_AGAIN)[_METADATA_KEY]
     if len(text) > MAX_METADATA_BYTES:
         raise ValueError(f"path: got metadata of {len(text)} characters, expected at most {MAX_METADATA_BYTES}")
-    metadata = _json(text, "the metadata")
+    metadata = strict_json(text, "the metadata", _NO_JSON)
     version = metadata.get("format_version")  # before the keys: they are another version's
     if type(version) is int and version != FORMAT_VERSION:
-        raise ValueError(
+        raise _MismatchError(
             f"path: got format_version {version}, expected {FORMAT_VERSION}; {_SAVE_AGAIN} of this version"
         )
-    _object(metadata, _FILE_FIELDS, "the metadata")
-    got = [_object(part, _PART_FIELDS, "an entry of parts") for part in metadata["parts"]]
+    strict_object(metadata, _FILE_FIELDS, "the metadata", _SAVE_AGAIN)
+    got = [strict_object(part, _PART_FIELDS, "an entry of parts", _SAVE_AGAIN) for part in metadata["parts"]]
+    for part in got:
+        for layer in part["layers"]:
+            strict_object(layer, _LAYER_FIELDS, f"a layer of {part['name'] or 'the model'}", _SAVE_AGAIN)
+    try:
+        _check_parts(got, parts)
+    except ValueError as error:
+        raise _MismatchError(str(error)) from None
+
+
+def _check_parts(got: list[dict], parts: list[dict]) -> None:
+    """Whether a sound file is of this model."""
     _same_names([part["name"] for part in got], [part["name"] for part in parts], "denoisers")
     for part, wanted in zip(got, parts, strict=True):
         label = part["name"] or "the model"
-        layers = [_object(layer, _LAYER_FIELDS, f"a layer of {label}") for layer in part["layers"]]
         _same(part["model_class"], wanted["model_class"], f"model_class of {label}", "load it into the same model")
-        _same_names([x["name"] for x in layers], [x["name"] for x in wanted["layers"]], f"layers of {label}")
-        for layer, known in zip(layers, wanted["layers"], strict=True):
+        _same_names([x["name"] for x in part["layers"]], [x["name"] for x in wanted["layers"]], f"layers of {label}")
+        for name, remedy in (
+            ("config_hash", "load it into the same model"),
+            ("dtype", "load it into the model in that dtype"),
+            ("adapters", "load it with the same LoRA adapters active, at the same scales"),
+        ):
+            _same(part[name], wanted[name], f"{name} of {label}", f'{remedy}, or pass on_mismatch="fresh"')
+        for layer, known in zip(part["layers"], wanted["layers"], strict=True):
             for name in ("kv_heads", "head_dim"):
                 remedy = "load it into the same model (after a first run and handle.refresh() where it was saved so)"
                 _same(layer[name], known[name], f"{name} of layer {layer['name']!r}", remedy)
@@ -288,9 +311,9 @@ def _same_names(got: list[str], expected: list[str], what: str) -> None:
         return
     extra, missing = sorted(set(got) - set(expected)), sorted(set(expected) - set(got))
     if extra or missing:
-        why = f"that the model lacks: {_some(extra)}, and none for {_some(missing)}"
+        why = f"that the model lacks: {some(extra)}, and none for {some(missing)}"
     else:
-        why = f"in another order or twice: {_some(got)}"
+        why = f"in another order or twice: {some(got)}"
     raise ValueError(
         f"path: got {what} {why}, expected exactly the {len(expected)} of the model; the file belongs to another "
         "model or to other processors (IP-Adapter, fused projections)"
@@ -301,11 +324,13 @@ def _check_entries(entries: dict, expected: dict[str, torch.Tensor]) -> None:
     unknown, missing = sorted(set(entries) - set(expected)), sorted(set(expected) - set(entries))
     if unknown or missing:
         raise ValueError(
-            f"path: got unknown tensors {_some(unknown)} and missing tensors {_some(missing)}, expected exactly "
+            f"path: got unknown tensors {some(unknown)} and missing tensors {some(missing)}, expected exactly "
             f"{len(expected)}; {_SAVE_AGAIN}"
         )
     for name, tensor in expected.items():
-        entry = _object(entries[name], {"dtype": str, "shape": list, "data_offsets": list}, f"tensor {name}")
+        entry = strict_object(
+            entries[name], {"dtype": str, "shape": list, "data_offsets": list}, f"tensor {name}", _SAVE_AGAIN
+        )
         _same(entry["dtype"], _DTYPE_NAMES[tensor.dtype], f"dtype of tensor {name}", _SAVE_AGAIN)
         _same(entry["shape"], list(tensor.shape), f"shape of tensor {name}", _SAVE_AGAIN)
 

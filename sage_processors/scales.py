@@ -1,4 +1,4 @@
-"""Timestep-adaptive per-head scales: the state of every attention call site, and how one step plans the next.
+"""Planned per-head scales: the state of every attention call site, and how one step plans the next.
 
 Softmax is unchanged when one vector c is subtracted from all keys of a head, and Q·Kᵀ is unchanged when channel d of Q
 is divided by b_d > 0 and channel d of K multiplied by it. Both may therefore come from an EARLIER step without any
@@ -11,7 +11,8 @@ The next step runs K_int = round((k - c)·b/s): one vector per head each, one sc
 needs no
 planned scale: a row of Q lies in the attention kernel's registers, where its own exact scale costs nothing and halves
 Q's error; Q_int = round((q/b) / s_row).
-Derivation and measurements: kernels/README.md.
+Which step's statistics these are is the rule's business (scale_rules.py). Derivation and measurements:
+kernels/README.md.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import torch
 
 from sage_kernels import HeadState, new_head_state
 from sage_kernels.numerics import padded_head_dim
-from sage_kernels.recipe import CHANNEL_FLOOR, INT8_MAX
+from sage_kernels.recipe import INT8_MAX
 from sage_kernels.state import (
     COUNT_CALLS,
     COUNT_DYNAMIC,
@@ -42,6 +43,8 @@ from sage_kernels.state import (
     STAT_Q_AMAX,
     clear_step,
 )
+
+from .scale_rules import Source, Timestep, ranges
 
 
 # A head whose keys reached this much further than its plan had seen no longer trusts the earlier run's table.
@@ -71,10 +74,19 @@ class ScaleState:
         device: where the model runs.
         margin: planned scale over the one that the largest value seen needs, > 0. Tiles beyond it scale themselves.
         bins: noise levels told apart, uniform in asin(u).
+        rule: which statistics plan the next step, of scale_rules.py; Timestep() if None. One rule serves one state.
     Raises: ValueError for no sites, margin <= 0 or bins < 1.
     """
 
-    def __init__(self, sites: list[Site], *, device: torch.device | str, margin: float = 0.9, bins: int = 16):
+    def __init__(
+        self,
+        sites: list[Site],
+        *,
+        device: torch.device | str,
+        margin: float = 0.9,
+        bins: int = 16,
+        rule: Timestep | None = None,
+    ):
         if not sites:
             raise ValueError("sites: got none, expected at least one attention call site")
         if not (math.isfinite(margin) and margin > 0):
@@ -84,6 +96,7 @@ class ScaleState:
         self.sites = list(sites)
         self.margin = margin
         self.bins = bins
+        self.rule = Timestep() if rule is None else rule
         self._first_rows = [sum(s.kv_heads for s in self.sites[:i]) for i in range(len(self.sites))]
         self._allocate(torch.device(device))
 
@@ -102,6 +115,7 @@ class ScaleState:
         self._run = torch.zeros((), dtype=torch.int32, device=device)
         self._totals = torch.zeros(rows, COUNT_KEY_MAX, dtype=torch.int64, device=device)
         self.bin = torch.zeros((), dtype=torch.int64, device=device)  # of the running step
+        self.rule.refit(self)
 
     def head_state(self, site_index: int) -> HeadState:
         """The tensors of one site, for `sage_attention(state=)`; the same objects until `to` moves the state."""
@@ -109,34 +123,30 @@ class ScaleState:
 
     @torch.no_grad()
     def begin_run(self, u: float | torch.Tensor) -> None:
-        """A denoising run starts at noise level u in [0, 1]: plan its first step from earlier runs, if they saw it."""
+        """A denoising run starts at noise level u in [0, 1]: plan its first step from what the rule knows."""
         self._run.add_(1)
+        self.rule.refit(self)
         self._drain()
-        self._plan(*self._from_table(self._bin_of(u)))
+        self._plan(self.rule.first(self, self._enter(u)))
 
     @torch.no_grad()
     def advance(self, u_finished: float | torch.Tensor, u_next: float | torch.Tensor) -> None:
         """The step at noise level `u_finished` is done and the next runs at `u_next` (0-d tensors stay on the device).
 
-        Keeps the step's statistics under its noise level, then plans the next step from an earlier run at that level,
-        or else from the step just finished.
+        Keeps the step's statistics under its noise level, then plans the next step from what the rule chooses.
         """
-        stats, counts = self._shared.stats, self._shared.counts
+        counts = self._shared.counts
         seen = self._seen()
-        self._remember(self._bin_of(u_finished), seen)
-
-        earlier, earlier_known = self._from_table(self._bin_of(u_next))
-        take_earlier = earlier_known & ~(self._outgrown() & seen)
+        self._remember(self._bin_of(u_finished), self.rule.learns(self, seen))
+        source = self.rule.following(self, self._enter(u_next), seen)
         # the shapes of this step's calls: a plan holds for those only (conditional and unconditional calls may differ)
         keys = counts[:, COUNT_KEY_MAX : COUNT_KEY_MIN + 1]
         counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1] = torch.where(
             seen[:, None], keys, counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
         )
-        source = torch.where(take_earlier[:, None, None], earlier, stats)
-        known = take_earlier | seen
         self._drain()
         # a layer that was skipped (attention caches, layer-skip guidance) keeps its plan: it is merely a step older
-        self._plan(source, known, kept=~known)
+        self._plan(source, kept=~source.known)
 
     @torch.no_grad()
     def reset(self) -> None:
@@ -154,6 +164,7 @@ class ScaleState:
             tensor.zero_()
         self.bin.zero_()
         clear_step(shared.stats, shared.counts)
+        self.rule.refit(self)
 
     def to(self, device: torch.device | str) -> None:
         """Move to `device`: what was learnt moves along, the counts start anew. Syncs."""
@@ -204,6 +215,7 @@ class ScaleState:
         # one call marks the open step as seen; that it was none of ours must not show in the report
         shared.counts[:, COUNT_CALLS] = pending.int()
         self._totals[:, COUNT_CALLS] -= pending.long()
+        self.rule.refit(self)
 
     def summary(self) -> list[dict]:
         """Per site: name, calls, dynamic_calls (mean over heads), outside (fraction of K's elements), known. Syncs."""
@@ -237,11 +249,42 @@ class ScaleState:
         level = math.asin(min(max(float(u), 0.0), 1.0)) * (2.0 / math.pi)
         return torch.full((1,), min(int(level * self.bins), self.bins - 1), dtype=torch.int64, device=self.device)
 
-    def _from_table(self, bin_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Statistics that an EARLIER run left at this noise level [R, 3, D], and where there are any [R]."""
+    def _enter(self, u: float | torch.Tensor) -> torch.Tensor:
+        """`_bin_of(u)`, which is the running step's from now on."""
+        bin_ = self._bin_of(u)
         self.bin.copy_(bin_[0])
+        return bin_
+
+    # --- what rules read ---
+
+    @property
+    def table(self) -> torch.Tensor:
+        """Statistics by noise level, fp32 [bins, R, 3, D]; only what `earlier_bins` marks is an earlier run's."""
+        return self._table
+
+    @property
+    def step_stats(self) -> torch.Tensor:
+        """Statistics of the step that `advance` closes, fp32 [R, 3, D]."""
+        return self._shared.stats
+
+    def earlier_bins(self) -> torch.Tensor:
+        """Entries of the table that an EARLIER run left, bool [bins, R]."""
+        return (self._table_run > 0) & (self._table_run < self._run)
+
+    def from_table(self, bin_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Statistics that an EARLIER run left at this noise level [R, 3, D], and where there are any [R]."""
         run = self._table_run.index_select(0, bin_)[0]
         return self._table.index_select(0, bin_)[0], (run > 0) & (run < self._run)
+
+    def bin_levels(self) -> torch.Tensor:
+        """Noise level u at the middle of every bin, fp32 [bins]."""
+        middle = (torch.arange(self.bins, device=self.device, dtype=torch.float32) + 0.5) / self.bins
+        return (middle * (math.pi / 2)).sin()
+
+    def head_scales(self, stats: torch.Tensor) -> torch.Tensor:
+        """INT8 scale that statistics [..., R, 3, D] need, without margin -> [..., R]."""
+        q_amax, _, k_amax = ranges(stats, self._is_channel)
+        return (q_amax.sqrt() * k_amax.sqrt()).amax(-1) / INT8_MAX
 
     def _remember(self, bin_: torch.Tensor, seen: torch.Tensor) -> None:
         """Merge this step's statistics into its bin; a run's first step in a bin replaces what an earlier run left."""
@@ -261,7 +304,7 @@ class ScaleState:
         self._table.index_copy_(0, bin_, torch.where(seen[:, None, None], merged, old)[None])
         self._table_run.index_copy_(0, bin_, torch.where(seen, self._run, run)[None])
 
-    def _outgrown(self) -> torch.Tensor:
+    def outgrown(self) -> torch.Tensor:
         """Heads [R] whose keys of this step reached beyond GROWTH_LIMIT times the range their plan was made from."""
         center, weight = self._shared.plan[:, PLAN_CENTER], self._shared.plan[:, PLAN_K_WEIGHT]
         furthest = torch.maximum(
@@ -275,25 +318,23 @@ class ScaleState:
         self._totals.add_(self._shared.counts[:, :COUNT_KEY_MAX])
         clear_step(self._shared.stats, self._shared.counts)
 
-    def _plan(self, source: torch.Tensor, known: torch.Tensor, kept: torch.Tensor | None = None) -> None:
-        """Write the plan of every known head from statistics `source` [R, 3, D].
+    def _plan(self, source: Source, kept: torch.Tensor | None = None) -> None:
+        """Write the plan of every known head of `source`.
 
         Of the other heads, those in `kept` bool [R] (None: none) keep the plan they have; the rest run dynamic.
         """
-        kept = torch.zeros_like(known) if kept is None else kept
+        kept = torch.zeros_like(source.known) if kept is None else kept
         channel = self._is_channel
-        q_amax = torch.where(channel, source[:, STAT_Q_AMAX], 0.0)
-        center = torch.where(channel, source[:, STAT_K_MAX] * 0.5 + source[:, STAT_K_MIN] * 0.5, 0.0)
-        k_amax = torch.where(channel, source[:, STAT_K_MAX] * 0.5 - source[:, STAT_K_MIN] * 0.5, 0.0)
-        q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR)
-        k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR)
+        q_amax, center, k_amax = ranges(source.stats, channel)
         balance = (q_amax / k_amax).sqrt()
         reach = q_amax.sqrt() * k_amax.sqrt()  # what both |q / b| and |(k - c)·b| reach
         scale = self.margin * reach.amax(-1, keepdim=True) / INT8_MAX
+        if source.gain is not None:
+            scale = scale * source.gain[:, None]
         k_weight, q_weight = balance / scale, 1.0 / balance
         # a head of zeros or of extreme range has no usable balance: it stays unknown and runs dynamic
         good = (
-            known
+            source.known
             & torch.isfinite(k_weight).all(-1)
             & torch.isfinite(q_weight).all(-1)
             & torch.isfinite(center).all(-1)

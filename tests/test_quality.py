@@ -131,6 +131,110 @@ def test_append_results_writes_the_houses_columns(tmp_path):
     assert [row["provider"] for row in rows] == ["sage_kernels"] * 6 + ["torch_sdpa"] * 6
 
 
+def test_evaluate_starts_every_batch_from_a_scale_file(tmp_path):
+    """A table of another scheduler and step count is used: no step is scaled by its own call."""
+    import diffusers
+
+    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor()
+    own, path = pipe.scheduler, tmp_path / "scales.safetensors"
+    try:
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0)
+        with sp.apply(pipe, config) as handle:
+            quality.generate(pipe, PROMPTS[:1], [9], steps=5)
+            handle.save_scales(path)
+        pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+        dynamic = []
+        variants = (quality.Variant("fresh", config), quality.Variant("loaded", config, scales=path))
+        handles = []
+        results = quality.evaluate(
+            pipe, PROMPTS[:2], [0, 1], variants, steps=3, batch=1,
+            on_handle=lambda handle: (handles.append(handle), setattr(handle, "remove", counting(handle, dynamic))),
+        )  # fmt: skip
+    finally:
+        pipe.scheduler = own
+    # dynamic calls of the last batch, whose shape and first noise level the file's run had seen
+    assert len(handles) == 2 and dynamic[0] > 0 and dynamic[1] == 0
+    assert all(value > 40 for value in results["loaded"].psnr_db)
+    assert results["loaded"].psnr_db != results["fresh"].psnr_db
+
+
+def counting(handle, into):
+    remove = handle.remove
+
+    def call():
+        into.append(sum(row["dynamic_calls"] for row in handle.report().rows))
+        remove()
+
+    return call
+
+
+def test_evaluate_takes_pictures_drawn_earlier_and_counts_what_options_keep():
+    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor(keep_first_steps=1, keep_layers=("*single*",))
+    stock = quality.generate(pipe, PROMPTS[:1], [0], steps=2)
+    variants = (quality.Variant("x", config),)
+    given = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2, stock=stock)["x"]
+    assert given == quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2)["x"]
+    double, single = 2, 3
+    assert (given.int8_calls, given.chosen_calls) == (double, double + 2 * single)
+    other = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2, stock=1 - stock)["x"]
+    assert other.psnr_db[0] < 20
+
+
+def test_study_variants_are_every_planned_rule():
+    from sage_processors.scale_rules import RULES
+
+    variants = {variant.name: variant for variant in quality.study_variants()}
+    assert {v.config.scaling for v in variants.values()} == {*RULES, "dynamic"}
+    assert {variants[n].config.gamma for n in ("sigma_power", "sigma_ratio", "sigma_ratio_printed")} == {
+        "fit",
+        1.0,
+        -1.0,
+    }
+    assert all(variants[n].warm for n in ("static", "sigma_power", "sigma_ratio", "sigma_ratio_printed"))
+
+
+# --- biased keys ---
+
+
+def test_biased_keys_leave_exact_attention_and_shift_every_key_alike(monkeypatch):
+    from sage_processors import processors
+
+    model, inputs = MODELS["flux"]()
+    stock, seen = output(model, inputs), []
+    attend = processors._attend
+
+    def recording(query, key, *rest):
+        seen.append(key.clone())
+        return attend(query, key, *rest)
+
+    monkeypatch.setattr(processors, "_attend", recording)
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="dynamic")):
+        plain = output(model, inputs)
+        with quality.bias_keys(30.0) as constants:
+            biased = output(model, inputs)
+    assert processors._attend is recording and len(constants) == 2
+    for before, after, constant in zip(seen[:2], seen[2:4], constants.values(), strict=True):
+        torch.testing.assert_close(constant, before.std((0, 1)) * torch.linspace(-30, 30, before.shape[3]))
+        if after is seen[2]:  # the second layer's inputs have felt the first one's codes
+            torch.testing.assert_close(after, before + constant)
+    # K smoothed: the same codes up to fp32 rounding of the sum
+    assert metrics.sqnr_db(biased, stock) > metrics.sqnr_db(plain, stock) - 1
+    with quality.bias_keys(30.0), sp.apply(model, sp.SageAttnProcessor(min_tokens=10_000)):
+        assert torch.equal(output(model, inputs), stock)
+
+
+def test_biased_keys_are_undone_after_an_error_and_refuse_bad_factors():
+    from sage_processors import processors
+
+    attend = processors._attend
+    with pytest.raises(RuntimeError, match="inside"), quality.bias_keys():
+        raise RuntimeError("inside")
+    assert processors._attend is attend
+    for factor in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match="factor: got"), quality.bias_keys(factor):
+            pass
+
+
 # --- outlier injection ---
 
 

@@ -194,6 +194,9 @@ Q01 = {
     "head_dim": (_set_layer("head_dim", 99), ["got 99 for head_dim of layer", "attn"]),
     "bins": (_set("bins", 8), ["got 8 for bins", "expected 16"]),
     "margin": (_set("margin", 1.5), ["got 1.5 for margin", "expected 0.9", "SageAttnProcessor(margin=1.5)"]),
+    "config": (_set("config_hash", "0" * 64), ["for config_hash of transformer", 'on_mismatch="fresh"']),
+    "dtype": (_set("dtype", "torch.float16"), ["got torch.float16 for dtype", "expected torch.float32"]),
+    "adapters": (_set("adapters", ["style:1"]), ["got ['style:1'] for adapters", "same LoRA adapters"]),
     "version": (lambda m: m.update(format_version=2), ["got format_version 2, expected 1"]),
 }
 
@@ -209,6 +212,35 @@ def test_Q01_a_file_of_another_pipeline_is_refused(refused, tmp_path):
     _, handle, _ = learnt("ddpm", runs=1)
     handle.save_scales(tmp_path / "ddpm.safetensors")
     assert "['unet']" in refused(tmp_path / "ddpm.safetensors")
+
+
+def test_Q01_a_mismatch_may_start_anew_but_damage_never(saved, tmp_path, caplog):
+    pipe, run = PIPES["flux"]()
+    handle = pipe.set_attn_processor(EVERYTHING)
+    before = values_of(handle)
+    path = changed(saved, tmp_path / "x.safetensors", _set("dtype", "torch.float16"))
+    assert handle.load_scales(path, on_mismatch="fresh") is False
+    assert same(before, values_of(handle)) and "learnt anew: path: got torch.float16" in caplog.text
+    assert handle.load_scales(saved[0], on_mismatch="fresh") is True and not same(before, values_of(handle))
+    path.write_bytes(saved[0].read_bytes()[:-9])
+    with pytest.raises(ValueError, match="damaged"):
+        handle.load_scales(path, on_mismatch="fresh")
+    with pytest.raises(ValueError, match="on_mismatch: got 'warn'"):
+        handle.load_scales(saved[0], on_mismatch="warn")
+
+
+def test_Q01_a_table_without_lora_is_none_for_the_model_with_it(tmp_path):
+    peft = pytest.importorskip("peft")
+    pipe, run = PIPES["flux"]()
+    handle = pipe.set_attn_processor(EVERYTHING)
+    run()
+    handle.save_scales(tmp_path / "x.safetensors")
+    config = peft.LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False)
+    pipe.transformer.add_adapter(config, adapter_name="style")
+    with pytest.raises(ValueError, match=r"got \[\] for adapters of transformer, expected \['style:"):
+        handle.load_scales(tmp_path / "x.safetensors")
+    pipe.transformer.disable_adapters()
+    assert handle.load_scales(tmp_path / "x.safetensors")
 
 
 SCHEMA = {

@@ -1,0 +1,132 @@
+"""README's figures, made from results.csv: no number in them is typed by hand.
+
+    python kernels/benchmarks/plots.py                        # writes kernels/benchmarks/figures/*.png
+    python kernels/benchmarks/plots.py --format svg --out somewhere
+
+Of rows with the same case, GPU, provider, recipe and metric the last counts: results.csv is only ever appended to. The
+same rows give the same file, byte for byte, with the same version of matplotlib.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parent.parent, HERE.parent):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+from sage_kernels.results import read_rows  # noqa: E402
+from sage_processors import drawing  # noqa: E402
+from sage_processors.metrics import Interval  # noqa: E402
+
+
+Rows = list[dict[str, str]]
+
+
+def newest(rows: Rows) -> Rows:
+    """The last row of every case, GPU, provider, recipe and metric, in order of first appearance."""
+    names = ("case", "gpu", "provider", "recipe", "metric")
+    return list({tuple(row[name] for name in names): row for row in rows}.values())
+
+
+def speed_rows(rows: Rows) -> Rows:
+    """Throughput of our kernels with a ratio to cuDNN."""
+    chosen = [r for r in rows if r["suite"] == "attention_fwd" and r["provider"] == "sage_kernels"]
+    return newest([r for r in chosen if r["metric"] == "throughput" and r["ratio_vs_cudnn"]])
+
+
+def picture_rows(rows: Rows) -> Rows:
+    """PSNR over pictures: median, 20th and 80th percentile."""
+    return newest([r for r in rows if r["suite"] == "quality" and r["metric"] == "psnr_db" and r["p20"] and r["p80"]])
+
+
+def draw_speed(rows: Rows):
+    """Bars of ours / cuDNN, one panel per GPU, one group per shape, one bar per scaling. Returns a Figure or None."""
+    rows = speed_rows(rows)
+    if not rows:
+        return None
+    gpus = list(dict.fromkeys(row["gpu"] for row in rows))
+    scalings = list(dict.fromkeys(_scaling(row) for row in rows))
+    most = max(len({_shape(row) for row in rows if row["gpu"] == gpu}) for gpu in gpus)
+    figure, axes = drawing.figure(1, len(gpus), width=7.5 * len(gpus), height=1.2 + 0.6 * most)
+    for place, gpu in zip(axes[0], gpus, strict=True):
+        shapes = list(dict.fromkeys(_shape(row) for row in rows if row["gpu"] == gpu))
+        thickness = 0.8 / len(scalings)
+        for index, scaling in enumerate(scalings):
+            found = {_shape(r): float(r["ratio_vs_cudnn"]) for r in rows if (r["gpu"], _scaling(r)) == (gpu, scaling)}
+            where = [i + (index - (len(scalings) - 1) / 2) * thickness for i, s in enumerate(shapes) if s in found]
+            values = [found[shape] for shape in shapes if shape in found]
+            color = drawing.COLORS[index % len(drawing.COLORS)]
+            place.barh(where, values, thickness, color=color, label=scaling)
+            for y, value in zip(where, values, strict=True):
+                place.annotate(
+                    f"{value:.2f}", (value, y), xytext=(3, 0), textcoords="offset points", va="center", size=8
+                )
+        place.axvline(1, color="#333333", lw=1, ls="--")
+        place.set_yticks(range(len(shapes)), shapes)
+        place.invert_yaxis()
+        place.grid(axis="y", visible=False)
+        place.margins(x=0.08)
+        place.set(xlabel="speed, ours / cuDNN 16 bit in the same run (dashed: equal)", title=gpu)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(scalings), fontsize=9)
+    return figure
+
+
+def draw_pictures(rows: Rows):
+    """Bars of the median PSNR with its 20th and 80th percentile, one panel per pipeline and GPU. Figure or None."""
+    rows = picture_rows(rows)
+    if not rows:
+        return None
+    panels = list(dict.fromkeys((row["case"].partition("/")[0], row["gpu"]) for row in rows))
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure, axes = drawing.figure(lines, columns, width=5.2 * columns, height=2.6 * lines)
+    for place in axes.flat[len(panels) :]:
+        place.axis("off")
+    for place, (pipeline, gpu) in zip(axes.flat, panels, strict=False):
+        chosen = [r for r in rows if (r["case"].partition("/")[0], r["gpu"]) == (pipeline, gpu)]
+        values = [Interval(*(float(row[name]) for name in ("median", "p20", "p80"))) for row in chosen]
+        labels = [row["case"].partition("/")[2] for row in chosen]
+        drawing.bars(place, labels, values, unit="PSNR to stock, dB (median, 20 % to 80 %)")
+        place.set_title(f"{pipeline}, {gpu}, {chosen[0]['batch']} pictures", fontsize=10)
+    return figure
+
+
+def _shape(row: dict[str, str]) -> str:
+    return row["case"].partition("/")[0]
+
+
+def _scaling(row: dict[str, str]) -> str:
+    return row["case"].partition("/")[2] or "timestep"  # the bare shape is the default
+
+
+FIGURES = {"speed_vs_cudnn": draw_speed, "psnr_per_scaling": draw_pictures}
+
+
+def write(results: Path, out: Path, suffix: str) -> list[Path]:
+    """Draw every figure that has rows into the folder `out`. Returns the files. Raises: ValueError for no folder."""
+    if not results.is_file():
+        raise ValueError(f"results: got {str(results)!r}, which does not exist, expected a results.csv")
+    rows = read_rows(results)
+    made = ((name, draw(rows)) for name, draw in FIGURES.items())
+    return [drawing.save(figure, out / f"{name}.{suffix}") for name, figure in made if figure is not None]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results.csv")
+    parser.add_argument("--out", type=Path, default=HERE / "figures", help="folder, made if it is missing")
+    parser.add_argument("--format", choices=("png", "svg"), default="png")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    files = write(arguments.results, arguments.out, arguments.format)
+    print("\n".join(map(str, files)) or f"no rows to draw in {arguments.results}")
+    return 0 if files else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

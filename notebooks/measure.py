@@ -1,0 +1,298 @@
+"""Draw pictures with stock attention and with every recipe x scaling, and write what psnr_fid_comparison.py shows.
+
+    python notebooks/measure.py --device cuda --images 256 --steps 25 --batch 32 --work measured
+    python notebooks/measure.py --work measured_cpu                        # the CPU's small run
+    … --minutes 9                                                          # stop in time; the same command goes on
+
+Every batch of pictures is a chunk of its own in the work folder, and its numbers do not depend on the batches before:
+an interrupted run and an uninterrupted one write the same table. Prompts and true pictures are drawn from one
+distribution (examples/tiny_data.py), so that feature-FD compares like with like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+import warnings
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE.parent, HERE.parent / "kernels", HERE.parent / "examples"):
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+
+import tiny_data  # noqa: E402
+
+import sage_processors as sp  # noqa: E402
+from sage_kernels import RECIPES  # noqa: E402
+from sage_kernels.results import append_row, environment  # noqa: E402
+from sage_processors import pipelines, quality  # noqa: E402
+from sage_processors.feature_distance import features, load_classifier  # noqa: E402
+from sage_processors.picture_report import Pictures, Row, report  # noqa: E402
+
+
+COLUMNS = ("pipeline", "recipe", "scaling", "device", "steps", "images", "metric", "unit", "value", "low", "high")
+PIXELS = 128
+SCENE_SEED = 77  # of prompts and true pictures: neither trained the pipelines (seed 0 on) nor the classifier
+FIRST_SEED = 5000  # of the noise: chose no setting
+TRUE_PICTURES = 2048
+
+
+class Size(NamedTuple):
+    """How much to draw: pictures per variant, denoising steps, pictures per pipeline call."""
+
+    images: int
+    steps: int
+    batch: int
+
+
+def variants(recipe: str) -> dict[str, quality.Variant]:
+    """Every way of scaling that this version knows, by name."""
+    both = (*quality.default_variants(recipe), *quality.study_variants(recipe))
+    known = {variant.name: variant for variant in both}
+    covered = {variant.config.scaling for variant in known.values()} | {"per_token"}  # another name of "dynamic"
+    for scaling in sorted(set(sp.config.SCALINGS) - covered):
+        known[scaling] = quality.Variant(scaling, sp.SageAttnProcessor(recipe=recipe, scaling=scaling))
+    return known
+
+
+def load(name: str, device: str):
+    """An embedded pipeline: fp32 on a CPU, bf16 on a GPU. A name that ends in _hard has outliers in Q and K."""
+    from diffusers import DiffusionPipeline
+
+    dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch_dtype: the only name in diffusers 0.36
+        pipe = DiffusionPipeline.from_pretrained(pipelines.path(name.removesuffix("_hard")), torch_dtype=dtype)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(device)
+
+
+def prompts(count: int) -> list[str]:
+    """Captions of drawn scenes, the same for every variant; another count gives others."""
+    scene = tiny_data.sample_scene(count, torch.device("cpu"), torch.Generator().manual_seed(SCENE_SEED))
+    texts = tiny_data.captions()
+    return [texts[i] for i in scene.caption_index().tolist()]
+
+
+def true_features(count: int, model) -> torch.Tensor:
+    """Features fp64 [count, 32] of drawn pictures, of the same scenes' distribution as the prompts."""
+    generator = torch.Generator().manual_seed(SCENE_SEED + 1)
+    found = []
+    for start in range(0, count, 64):
+        scene = tiny_data.sample_scene(min(64, count - start), torch.device("cpu"), generator)
+        found.append(features(tiny_data.draw(scene, PIXELS, generator) * 0.5 + 0.5, model))
+    return torch.cat(found)
+
+
+class Measurement:
+    """All variants of one pipeline, chunk by chunk in `folder`.
+
+    Args: name: embedded pipeline, or one with "_hard" behind it. size, device: what and where. folder: of the chunks;
+        chunks of another size or device in it are an error. texts: one prompt per picture; None: `prompts`.
+    """
+
+    def __init__(self, name: str, size: Size, device: str, folder: Path, texts: list[str] | None = None):
+        self.name, self.size, self.device = name, size, device
+        self.folder = folder / name
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_same({**size._asdict(), "device": torch.device(device).type, "commit": environment()["commit"]})
+        self.model = load_classifier(device)
+        self.pipe = load(name, device)
+        self.arguments = pipelines.call_arguments(name.removesuffix("_hard"))
+        self.texts = prompts(size.images) if texts is None else texts
+        self.batches = [range(s, min(s + size.batch, size.images)) for s in range(0, size.images, size.batch)]
+
+    def _check_same(self, options: dict) -> None:
+        path = self.folder / "options.json"
+        if path.is_file() and json.loads(path.read_text()) != options:
+            raise ValueError(
+                f"work: {path} was made with {path.read_text().strip()}, expected {options}; choose another folder"
+            )
+        path.write_text(json.dumps(options))
+
+    def planted(self):
+        """Context in which the pipeline is the one that the name says."""
+        hard = self.name.endswith("_hard")
+        denoiser = getattr(self.pipe, "unet", None) or self.pipe.transformer
+        return quality.inject_outliers(denoiser) if hard else nullcontext()
+
+    def draw(self, batch: range, first_seed: int = FIRST_SEED) -> torch.Tensor:
+        """Pictures [len(batch), 3, 128, 128] in [0, 1] of the prompts in `batch`."""
+        texts = [self.texts[i] for i in batch]
+        seeds = [first_seed + i for i in batch]
+        return quality.generate(self.pipe, texts, seeds, steps=self.size.steps, **self.arguments)
+
+    def _chunk(self, variant: str, index: int) -> Path:
+        return self.folder / f"{variant}-{index}.pt"
+
+    def stock(self, index: int) -> torch.Tensor:
+        """Stock pictures of batch `index`, drawn once."""
+        return self._kept("stock", index, lambda: {"images": self.draw(self.batches[index])})["images"]
+
+    def _kept(self, variant: str, index: int, make) -> dict:
+        path = self._chunk(variant, index)
+        if not path.is_file():
+            part = path.with_suffix(".part")
+            torch.save(make(), part)
+            part.replace(path)  # a chunk is whole or not there
+        return torch.load(path, weights_only=True)
+
+    def run(self, variant: quality.Variant, over=lambda: False) -> bool:
+        """Draw what is missing of a variant; False if `over()` said to stop before the end."""
+        missing = [i for i in range(len(self.batches)) if not self._chunk(variant.name, i).is_file()]
+        if not missing:
+            return True
+        stock = {}
+        for index in missing:
+            if over():
+                return False
+            stock[index] = self.stock(index)
+        with sp.apply(self.pipe, variant.config) as handle:
+            scales = self._scales(variant, handle) if variant.warm else None
+            for index in missing:
+                if over():
+                    return False
+                handle.reset()
+                if scales is not None:
+                    handle.load_scales(scales)
+                self._kept(variant.name, index, lambda i=index: self._measured(variant, i, handle, stock[i]))
+        return True
+
+    def _measured(self, variant, index: int, handle, stock: torch.Tensor) -> dict:
+        images = self.draw(self.batches[index])
+        pictures = asdict(Pictures.measure(variant.name, images, stock, self.model))
+        found = handle.report()
+        if not found.calls:
+            raise RuntimeError(f"{self.name}/{variant.name}: no attention call ran in INT8, nothing to measure")
+        beyond = max(row["clipped_fraction"] for row in found.rows)
+        return {**pictures, "int8_calls": found.calls, "exact_calls": sum(found.fallbacks.values()), "beyond": beyond}
+
+    def _scales(self, variant, handle) -> Path:
+        """What a first, unmeasured run leaves, in a file: every batch starts from it, whatever ran before."""
+        path = self.folder / f"{variant.name}.safetensors"
+        if not path.is_file():
+            handle.reset()
+            self.draw(self.batches[0], first_seed=quality.WARM_UP_SEED)
+            handle.save_scales(path)
+        return path
+
+    def rows(self, recipe: str, names: list[str], real: torch.Tensor) -> list[dict]:
+        """The finished table of this pipeline, one dict of COLUMNS per number."""
+        sets = []
+        for name in names:
+            chunks = [torch.load(self._chunk(name, i), weights_only=True) for i in range(len(self.batches))]
+            fields = Pictures.__dataclass_fields__
+            sets.append(Pictures.join([Pictures(**{k: chunk[k] for k in fields}) for chunk in chunks]))
+        stock = torch.cat([self.stock(i) for i in range(len(self.batches))])
+        found = report(sets, features(stock, self.model), real)
+        where = {"device": device_name(self.device), "steps": self.size.steps, "pipeline": self.name}
+        return [
+            {**where, "recipe": "stock" if row.label == "stock" else recipe, "scaling": row.label, **_cells(row)}
+            for row in found
+        ]
+
+
+def _cells(row: Row) -> dict:
+    numbers = {name: f"{getattr(row, name):.7g}" for name in ("value", "low", "high")}
+    return {"images": row.images, "metric": row.metric, "unit": row.unit, **numbers}
+
+
+def device_name(device: str) -> str:
+    """What the table calls it: the GPU's name, or cpu."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Rows of a table of this script; [] where there is none yet."""
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def as_rows(table: list[dict[str, str]]) -> list[Row]:
+    """A table's numbers as the rows that `picture_report` shows."""
+    return [
+        Row(r["scaling"], r["metric"], r["unit"], *(float(r[n]) for n in ("value", "low", "high")), int(r["images"]))
+        for r in table
+    ]
+
+
+def write_table(path: Path, rows: list[dict]) -> None:
+    """Put rows into the table: those of the same pipeline, recipe and device are replaced, others stay."""
+    done = {(r["pipeline"], r["recipe"], r["device"]) for r in rows}
+    kept = [r for r in read_table(path) if (r["pipeline"], r["recipe"], r["device"]) not in done]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept + rows)
+
+
+def append_to_results(path: Path, rows: list[dict]) -> None:
+    """The same numbers as rows of results.csv; p20 and p80 stay empty, an interval is not a percentile."""
+    for row in rows:
+        append_row(
+            path, gpu=row["device"], suite="quality", case=f"{row['pipeline']}/{row['scaling']}",
+            provider="torch_sdpa" if row["recipe"] == "stock" else "sage_kernels",
+            recipe="" if row["recipe"] == "stock" else row["recipe"], batch=row["images"],
+            metric=row["metric"], unit=row["unit"], median=row["value"],
+        )  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [name + suffix for name in pipelines.names() for suffix in ("", "_hard")]
+    parser.add_argument("--pipeline", action="append", choices=names, help="may be repeated; default: all")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), action="append", help="may be repeated; default: all")
+    parser.add_argument("--variant", action="append", help="may be repeated; default: all")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--images", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=1e6, help="stop after this; the same command goes on")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the unfinished parts")
+    parser.add_argument("--out", type=Path, default=HERE / "data" / "quality.csv", help="the table")
+    parser.add_argument("--csv", type=Path, help="results.csv to append the table to as well")
+    arguments = parser.parse_args()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    size = Size(arguments.images, arguments.steps, arguments.batch)
+    unfinished, table = 0, []
+    real = true_features(TRUE_PICTURES, load_classifier())
+    for name in arguments.pipeline or names:
+        for recipe in arguments.recipe or sorted(RECIPES):
+            chosen = [v for v in variants(recipe).values() if not arguments.variant or v.name in arguments.variant]
+            folder = arguments.work / recipe
+            measurement = Measurement(name, size, arguments.device, folder)
+            done = []
+            with measurement.planted():
+                for variant in chosen:
+                    start = time.monotonic()
+                    if measurement.run(variant, lambda: time.monotonic() > deadline):
+                        done.append(variant.name)
+                    else:
+                        unfinished += 1
+                    print(f"{name} {recipe} {variant.name}: {time.monotonic() - start:.0f} s", flush=True)
+                if done and not unfinished:
+                    table += measurement.rows(recipe, done, real)
+    if unfinished:
+        print(f"{unfinished} variants are not done: run the same command again", flush=True)
+        return 3
+    write_table(arguments.out, table)
+    if arguments.csv:
+        append_to_results(arguments.csv, table)
+    print(f"{len(table)} numbers in {arguments.out}, commit {environment()['commit']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Execute the notebooks: sources are the .py files (jupytext, percent format), outcomes the .ipynb beside them.
+
+    python notebooks/run.py                                   # all, full size: writes *.ipynb and figures/*.png
+    python notebooks/run.py quality_budget                    # one of them
+    python notebooks/run.py --size small --out some_folder    # what CI does: nothing in notebooks/ is touched
+
+The size is the one parameter: it goes into a cell of its own behind the cell tagged "parameters".
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+TIMEOUT = 1800  # seconds a cell may take
+
+
+def sources() -> list[Path]:
+    """The notebooks: Python files with jupytext's cell markers."""
+    return sorted(path for path in HERE.glob("*.py") if path.read_text(encoding="utf-8").startswith("# ---\n"))
+
+
+def read(source: Path):
+    """A source as a notebook without outputs. Cell ids are numbers: the file changes with its text alone."""
+    import jupytext
+
+    notebook = jupytext.read(source)
+    for index, cell in enumerate(notebook.cells):
+        cell["id"] = f"cell-{index}"
+    notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    return notebook
+
+
+def with_parameters(notebook, **values):
+    """The notebook with a cell that sets `values`, behind the one tagged "parameters"."""
+    import nbformat
+
+    place = next(i for i, cell in enumerate(notebook.cells) if "parameters" in cell.metadata.get("tags", ()))
+    lines = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    notebook.cells.insert(place + 1, nbformat.v4.new_code_cell(lines, id="parameters-of-this-run"))
+    return notebook
+
+
+def execute(notebook, *, timeout: int = TIMEOUT):
+    """Run all cells in a fresh kernel in this folder, with this checkout's packages. Raises CellExecutionError."""
+    from nbclient import NotebookClient
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+            "IPYTHONDIR": folder,  # neither the user's start-up files nor his history
+        }
+        client = NotebookClient(notebook, timeout=timeout, resources={"metadata": {"path": str(HERE)}})
+        client.execute(env=environment)
+    return tidy(notebook)
+
+
+def tidy(notebook):
+    """The notebook without what belongs to this machine and day: times, and progress bars and warnings (stderr)."""
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            noise = [output for output in cell.outputs if output.get("name") == "stderr"]
+            cell.outputs = [output for output in cell.outputs if output not in noise]
+            sys.stderr.write("".join(output.text for output in noise))
+    return notebook
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [path.stem for path in sources()]
+    parser.add_argument("notebook", nargs="*", choices=[*names, []], help="default: all")
+    parser.add_argument("--size", choices=("full", "small"), default="full")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder for the .ipynb, and figures/ in it")
+    arguments = parser.parse_args()
+    import nbformat
+
+    (arguments.out / "figures").mkdir(parents=True, exist_ok=True)
+    for path in sources():
+        if arguments.notebook and path.stem not in arguments.notebook:
+            continue
+        start = time.monotonic()
+        notebook = read(path)
+        if arguments.size != "full" or arguments.out.resolve() != HERE:
+            figures = str((arguments.out / "figures").resolve())
+            notebook = with_parameters(notebook, SIZE=arguments.size, FIGURES=figures)
+        nbformat.write(execute(notebook), arguments.out / f"{path.stem}.ipynb")
+        print(f"{path.stem}: {time.monotonic() - start:.0f} s", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

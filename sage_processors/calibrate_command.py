@@ -1,0 +1,180 @@
+"""The commands of fidelity, `calibrate`, `bench rules` and `bench transfer`: cli.py adds them to `sage-processors`."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from . import quality
+from .calibration import HELD_OUT, calibrate
+from .config import SageAttnProcessor
+
+
+# Ways to make INT8 harder that leave exact attention as it is, by the name of the case: {pipeline}_{name}/{scaling}.
+HARD = {
+    "": lambda denoiser: contextlib.nullcontext(),
+    "hard_a16": lambda denoiser: quality.inject_outliers(denoiser, 16.0, 2),
+    "hard": lambda denoiser: quality.inject_outliers(denoiser, 64.0, 2),
+    "hard_a256": lambda denoiser: quality.inject_outliers(denoiser, 256.0, 2),
+    "hard_k30": lambda denoiser: quality.bias_keys(30.0),
+}
+
+PipelineOption = Annotated[str, typer.Option(help="Embedded pipeline, folder, or name on the Hub.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU if there is one.")]
+ImagesOption = Annotated[int, typer.Option(min=1, help="Pictures.")]
+StepsOption = Annotated[int, typer.Option(min=1, help="Denoising steps.")]
+BatchOption = Annotated[int, typer.Option(min=1, help="Pictures per pipeline call.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the first picture.")]
+HardOption = Annotated[
+    list[str], typer.Option(help=f"Only these variants; {', '.join(filter(None, HARD))}, or plain.")
+]
+CsvOption = Annotated[Path | None, typer.Option(help="results.csv to append to.")]
+
+
+def calibrate_policy(
+    pipeline: PipelineOption = "tiny_sd",
+    target_psnr: Annotated[float | None, typer.Option(help="Mean PSNR against stock attention, dB.")] = None,
+    max_attention_error: Annotated[float | None, typer.Option(help="Relative L2 of every layer's attention.")] = None,
+    scaling: Annotated[list[str], typer.Option(help="To try; may be repeated.")] = ["timestep", "per_block"],  # noqa: B006
+    images: ImagesOption = 8,
+    steps: StepsOption = 25,
+    batch: BatchOption = 8,
+    seed: SeedOption = 2000,
+    hard: Annotated[str, typer.Option(help=f"Calibrate a harder variant: {', '.join(filter(None, HARD))}.")] = "",
+    output: Annotated[Path, typer.Option(help="The policy to write, .json.")] = Path("sage_policy.json"),
+    state: Annotated[Path | None, typer.Option(help="Where to keep what was measured, to go on later; .json.")] = None,
+    cost: Annotated[str, typer.Option(help="counted, measured or auto.")] = "auto",
+    csv: CsvOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Find the fastest attention that meets a quality budget. The exit code is 1 if none does."""
+    from . import cli
+
+    variants = _variants([hard or "plain"])
+    pipe = cli._load_pipeline(pipeline, device)
+    prompts, seeds = cli._prompts(images), [seed + i for i in range(images)]
+    with next(iter(variants.values()))(_denoiser(pipe)):
+        try:
+            found = calibrate(
+                pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
+                scalings=scaling, steps=steps, batch=batch, cost=cost, path=output, state_path=state,
+            )  # fmt: skip
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        found.print(cli.console)
+        cli.console.print(f"Policy: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
+        if csv is not None:
+            fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds that decided nothing
+            size = {"steps": steps, "batch": batch}
+            variant = quality.Variant("policy", found.config)
+            drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)["policy"]
+            label = Path(pipeline).name + (f"_{hard}" if hard else "")
+            quality.append_results(csv, label, [drawn], device=str(pipe.device))
+    if not found.met:
+        raise typer.Exit(1)
+
+
+def rules(
+    pipeline: PipelineOption = "tiny_sd",
+    images: ImagesOption = 8,
+    steps: StepsOption = 25,
+    batch: BatchOption = 8,
+    seed: SeedOption = 1000,
+    hard: HardOption = ["plain", "hard", "hard_a16", "hard_a256", "hard_k30"],  # noqa: B006
+    variant: Annotated[list[str] | None, typer.Option(help="Only these rules; may be repeated.")] = None,
+    csv: CsvOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """PSNR and SSIM of every scaling rule against stock attention, on the plain and the harder variants."""
+    from . import cli
+
+    known = quality.study_variants()
+    if unknown := sorted(set(variant or ()) - {v.name for v in known}):
+        expected = ", ".join(v.name for v in known)
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {expected}", param_hint="--variant")
+    chosen = [v for v in known if not variant or v.name in variant]
+    settings = _variants(hard)
+    pipe = cli._load_pipeline(pipeline, device)
+    prompts, seeds = cli._prompts(images), [seed + i for i in range(images)]
+    for name, harder in settings.items():
+        label = Path(pipeline).name + (f"_{name}" if name else "")
+        calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
+        with cli._steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
+            results = quality.evaluate(pipe, prompts, seeds, chosen, steps=steps, batch=batch, on_step=tick)
+        _record(pipe, label, list(results.values()), csv)
+
+
+def transfer(
+    pipeline: PipelineOption = "tiny_sd",
+    source: Annotated[str, typer.Option(help="Scheduler to learn with, CLASS:STEPS or CLASS:STEPS:shift=S.")] = (
+        "DDIMScheduler:50"
+    ),
+    target: Annotated[list[str], typer.Option(help="Schedulers to run with; may be repeated.")] = [  # noqa: B006
+        "DPMSolverMultistepScheduler:20",
+        "EulerDiscreteScheduler:20",
+    ],
+    images: ImagesOption = 8,
+    seed: SeedOption = 1000,
+    csv: CsvOption = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """What a table of scales loses with another scheduler than it was learnt with: own table, and transferred."""
+    from . import cli
+
+    pipe = cli._load_pipeline(pipeline, device)
+    (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
+    config, prompts = SageAttnProcessor(), cli._prompts(images)
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "table.safetensors"
+        pipe.scheduler = learn
+        with pipe.set_attn_processor(config) as handle, cli._steps_bar(f"learning with {source}", steps) as tick:
+            others = [quality.WARM_UP_SEED + i for i in range(images)]
+            quality.generate(pipe, prompts, others, steps=steps, on_step=tick)
+            handle.save_scales(table)
+        variants = (
+            quality.Variant("timestep_warm", config, warm=True),
+            quality.Variant("timestep_transferred", config, scales=table),
+        )
+        for text, (scheduler, steps) in zip(target, schedulers[1:], strict=True):
+            pipe.scheduler = scheduler
+            label = f"{Path(pipeline).name}_{text}"
+            with cli._steps_bar(label, steps * 4) as tick:
+                seeds = [seed + i for i in range(images)]
+                results = quality.evaluate(pipe, prompts, seeds, variants, steps=steps, batch=images, on_step=tick)
+            _record(pipe, label, list(results.values()), csv)
+
+
+def _variants(names) -> dict:
+    if unknown := sorted(set(names) - {*HARD, "plain"}):
+        expected = ", ".join(("plain", *filter(None, HARD)))
+        raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {expected}", param_hint="--hard")
+    return {name: HARD[name] for name in ("" if n == "plain" else n for n in names)}
+
+
+def _denoiser(pipe):
+    return getattr(pipe, "unet", None) or pipe.transformer
+
+
+def _scheduler(pipe, text: str):
+    """(scheduler, steps) of "CLASS:STEPS" or "CLASS:STEPS:shift=S"."""
+    from . import cli
+
+    name, steps, *more = text.split(":")
+    cls = getattr(cli._diffusers(), name, None)
+    if cls is None or not steps.isdigit() or len(more) > 1 or not all(x.startswith("shift=") for x in more):
+        raise typer.BadParameter(f"{text!r}: expected a scheduler of diffusers as CLASS:STEPS or CLASS:STEPS:shift=S")
+    # a fixed shift instead of the one that FLUX computes from the picture's size
+    options = {"shift": float(more[0].removeprefix("shift=")), "use_dynamic_shifting": False} if more else {}
+    return cls.from_config(pipe.scheduler.config, **options), int(steps)
+
+
+def _record(pipe, label: str, results, csv: Path | None) -> None:
+    from . import cli
+
+    cli.console.print(cli._quality_table(label, results))
+    if csv is not None:
+        quality.append_results(csv, label, results, device=str(pipe.device))

@@ -1,0 +1,381 @@
+"""Find the fastest options that meet a quality budget, by drawing pictures and comparing them with stock attention.
+
+What is tried: every recipe and scaling on its own; then, from the best of them, ladders of more and more 16 bit:
+layers in the order of their measured error, first steps, last steps, other scalings for the worst layers. On each
+ladder the mildest rung that meets the budget is found by bisection. What meets it on the search's seeds is drawn again
+with fresh seeds, cheapest first, and only those numbers count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import hashlib
+import json
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import __version__, policy, quality
+from .attention_cost import EXACT, CostTable
+from .config import BY_CALL, SageAttnProcessor
+from .scale_rules import NEED_RUNS
+from .strict_json import strict_json, strict_object
+
+
+HELD_OUT = 2**24  # added to the seeds for every look at pictures that chose nothing
+MAX_LOOKS = 4
+MAX_STATE_BYTES = 16 * 2**20
+_REMEDY = "delete it, or pass another state_path"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What `calibrate` found.
+
+    Attributes:
+        config: the options, to be given to `pipe.set_attn_processor`.
+        met: whether the pictures of fresh seeds met the budget.
+        budget: {"target_psnr": dB} or {"max_attention_error": relative L2 of the worst layer}.
+        result: on those fresh seeds: psnr_db (mean), psnr_db_worst, attention_error (of the worst layer; 0 where it
+            was not asked for), int8_share (INT8 calls over those that INT8 can do), cost (attention time over that of
+            16 bit, counted or measured), looks (sets of fresh seeds used).
+        curve: everything tried on the search's seeds, by cost: label, cost, psnr_db, psnr_db_worst, int8_share.
+        models: what the policy is for.
+    """
+
+    config: SageAttnProcessor
+    met: bool
+    budget: dict
+    result: dict
+    curve: list[dict]
+    models: list[dict]
+
+    def save(self, path) -> None:
+        """Write the policy file, .json, that `SageAttnProcessor.from_policy` reads."""
+        result = self.result | {"met": self.met}
+        policy.write_policy(path, self.config, self.models, budget=self.budget, result=result, curve=self.curve)
+
+    def print(self, console=None) -> None:
+        """Print the curve and the verdict with rich."""
+        from rich.console import Console
+        from rich.table import Table
+
+        console = console or Console()
+        table = Table(title="tried on the search's seeds", title_justify="left")
+        for name in ("options", "attention time", "PSNR mean, dB", "PSNR worst, dB", "INT8 calls"):
+            table.add_column(name, justify="left" if name == "options" else "right")
+        for row in self.curve:
+            numbers = (f"{row['cost']:.3f}", f"{row['psnr_db']:.2f}", f"{row['psnr_db_worst']:.2f}")
+            table.add_row(row["label"], *numbers, f"{row['int8_share']:.0%}")
+        console.print(table)
+        verdict = "met" if self.met else "NOT met, the best reachable is"
+        console.print(f"budget {self.budget} on fresh seeds {verdict}: {self.result}", highlight=False)
+
+
+def calibrate(
+    pipe,
+    inputs,
+    *,
+    target_psnr: float | None = None,
+    max_attention_error: float | None = None,
+    recipes=None,
+    scalings=("timestep", "per_block", "per_token"),
+    config: SageAttnProcessor | None = None,
+    steps: int = 25,
+    seeds=None,
+    batch: int = 4,
+    cost: str = "auto",
+    path=None,
+    state_path=None,
+    progress: bool = True,
+) -> Calibration:
+    """Find the fastest attention that meets a quality budget. Takes as long as drawing all those pictures.
+
+    Args:
+        pipe: a text-to-image DiffusionPipeline. What was applied to it before is removed.
+        inputs: prompts, one picture each. seeds: one for each, 0, 1, … by default; fresh ones are made from them.
+        target_psnr: mean PSNR, dB, against stock attention on the same seeds. max_attention_error: relative L2 error
+            of every layer's attention output, on sampled heads, rows and steps. Exactly one of the two.
+        recipes, scalings: what to try; recipes default to config's. With max_attention_error the first of both is
+            tried for every layer, and the per-call ones among the other scalings for layers that it fails.
+        config: options that are not searched.
+        steps: denoising steps. batch: pictures per pipeline call.
+        cost: "counted" (operations and bytes; the same everywhere, so the same calibration writes the same file),
+            "measured" (times of this machine) or "auto": measured on a GPU.
+        path: where to write the policy, .json. state_path: where to keep what was measured, .json; a calibration with
+            the same inputs and model goes on from there.
+        progress: show a progress bar (rich).
+    Returns: Calibration; `met` says whether the budget was met.
+    Raises: TypeError, ValueError (arguments, or a state of another calibration).
+    """
+    config = SageAttnProcessor() if config is None else config
+    seeds = list(range(len(inputs))) if seeds is None else list(seeds)
+    kind = ("measured" if pipe.device.type == "cuda" else "counted") if cost == "auto" else cost
+    _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_path)
+    recipes = (config.recipe,) if recipes is None else tuple(recipes)
+    bases = [dataclasses.replace(config, recipe=r, scaling=s) for r in recipes for s in scalings]
+    if not bases:
+        raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")
+    with _bar(progress) as show:
+        search = _Search(pipe, list(inputs), seeds, steps=steps, batch=batch, kind=kind, path=state_path, show=show)
+        if target_psnr is not None:
+            found = _for_psnr(search, bases, float(target_psnr))
+        else:
+            found = _for_error(search, bases, float(max_attention_error))
+    if path is not None:
+        found.save(path)
+    return found
+
+
+def _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_path) -> None:
+    if isinstance(inputs, str) or not all(isinstance(x, str) for x in inputs):
+        raise TypeError("inputs: got something else than a list of prompts, expected a list of str")
+    if not inputs or len(seeds) != len(inputs):
+        raise ValueError(f"seeds: got {len(seeds)} for {len(inputs)} inputs, expected one each and at least one")
+    if (target_psnr is None) == (max_attention_error is None):
+        raise ValueError("target_psnr: got both or neither budget, expected target_psnr= or max_attention_error=")
+    if not (target_psnr or max_attention_error or 0) > 0:
+        raise ValueError(f"target_psnr: got {target_psnr or max_attention_error}, expected a budget > 0")
+    if kind not in ("counted", "measured"):
+        raise ValueError(f'cost: got {kind!r}, expected "auto", "counted" or "measured"')
+    for name, value in (("path", path), ("state_path", state_path)):
+        if value is not None and Path(value).suffix != ".json":
+            raise ValueError(f"{name}: got {Path(value).name!r}, expected a name that ends in .json")
+
+
+@contextmanager
+def _bar(enabled: bool):
+    """Yields show(label, steps) -> on_step."""
+    if not enabled:
+        yield lambda label, steps: None
+        return
+    try:
+        from rich.progress import Progress
+    except ImportError as error:
+        raise ImportError("the progress bar needs rich: pip install sage-processors, or progress=False") from error
+    with Progress() as bar:
+        task = bar.add_task("stock attention", total=None)
+
+        def show(label, steps):
+            bar.reset(task, description=label, total=steps)
+            return lambda: bar.advance(task)
+
+        yield show
+
+
+class _Search:
+    """Draws pictures under options, once each, and remembers the outcome, also in a file."""
+
+    def __init__(self, pipe, prompts, seeds, *, steps, batch, kind, path, show):
+        from .apply import apply, handle_of
+
+        self._pipe, self._prompts, self._seeds = pipe, prompts, seeds
+        self.steps, self._batch, self._show = steps, batch, show
+        if handle_of(pipe) is not None:
+            handle_of(pipe).remove()
+        with apply(pipe, SageAttnProcessor(scaling="dynamic")) as handle:  # who is there, and in which shapes
+            quality.generate(pipe, prompts[:batch], seeds[:batch], steps=min(steps, 2))
+            self.models, self.costs = policy.describe_models(handle), CostTable(handle, kind)
+        if not self.costs.shapes:
+            raise ValueError("pipe: got no attention call that runs in INT8, expected some; see handle.report()")
+        self._stock = {}
+        self._path = None if path is None else Path(path)
+        self._fingerprint = self._identity()
+        self._outcomes = self._resume()
+        self.curve: dict[str, dict] = {}
+
+    def _identity(self) -> str:
+        models = [x for x in self._pipe.components.values() if isinstance(x, torch.nn.Module)]
+        # sums tell fine-tuned weights apart without reading them to the host
+        weights = [float(p.detach().sum(dtype=torch.float64)) for m in models for p in m.parameters()]
+        scheduler = self._pipe.scheduler
+        facts = [
+            __version__, torch.__version__, str(self._pipe.device), str(self._pipe.dtype), self.models, weights,
+            type(scheduler).__name__, {k: str(v) for k, v in dict(scheduler.config).items()},
+            self._prompts, self._seeds, self.steps, self._batch,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def _resume(self) -> dict:
+        if self._path is None or not self._path.exists():
+            return {}
+        content = strict_json(policy.read_small(self._path, MAX_STATE_BYTES), "the state", _REMEDY)
+        strict_object(content, {"fingerprint": str, "outcomes": dict}, "the state", _REMEDY)
+        if content["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                f"state_path: got {self._path.name!r} of another model, prompts, seeds or versions, expected one of "
+                f"this calibration; {_REMEDY}"
+            )
+        fields = {"psnr_db": float, "psnr_db_worst": float, "int8_share": float, "errors": dict}
+        return {k: strict_object(v, fields, "an outcome", _REMEDY) for k, v in content["outcomes"].items()}
+
+    def measure(self, config, *, look: int = 0, probe: bool = False) -> dict:
+        """Outcome of drawing under `config`; look 0: the search's seeds, above: fresh ones.
+
+        Keys: psnr_db, psnr_db_worst, int8_share, errors ({layer: relative L2}, with `probe`), and cost.
+        """
+        key = json.dumps([dataclasses.asdict(config), look, probe], sort_keys=True)
+        if key not in self._outcomes:
+            self._outcomes[key] = self._draw(config, look, probe)
+            if self._path is not None:
+                policy.write_json(self._path, {"fingerprint": self._fingerprint, "outcomes": self._outcomes})
+        outcome = self._outcomes[key] | {"cost": round(self.costs.relative(config, self.steps), 6)}
+        if look == 0:
+            row = {"label": _label(config)} | {k: v for k, v in outcome.items() if k != "errors"}
+            self.curve[json.dumps(dataclasses.asdict(config), sort_keys=True)] = row
+        return outcome
+
+    def _draw(self, config, look: int, probe: bool) -> dict:
+        seeds = [seed + look * HELD_OUT for seed in self._seeds]
+        size = {"steps": self.steps, "batch": self._batch}
+        batches = -(-len(seeds) // self._batch)
+        if look not in self._stock:
+            on_step = self._show("stock attention", self.steps * batches)
+            parts = [slice(i, i + self._batch) for i in range(0, len(seeds), self._batch)]
+            self._stock[look] = torch.cat(
+                [
+                    quality.generate(self._pipe, self._prompts[p], seeds[p], steps=self.steps, on_step=on_step)
+                    for p in parts
+                ]
+            )
+        warm = config.scaling in NEED_RUNS
+        probes = []
+
+        def on_handle(handle):
+            if probe:
+                probes.append(handle.probe(every=max(1, self.steps // 8)))
+
+        on_step = self._show(_label(config), self.steps * (batches + warm))
+        variant = quality.Variant("tried", config, warm)
+        drawn = quality.evaluate(
+            self._pipe, self._prompts, seeds, [variant], stock=self._stock[look], on_step=on_step, on_handle=on_handle,
+            **size,
+        )["tried"]  # fmt: skip
+        possible = drawn.int8_calls + drawn.chosen_calls
+        errors = {r["layer"]: round(r["rel_l2"], 8) for p in probes for r in p.summary("layer")}
+        return {
+            "psnr_db": round(sum(drawn.psnr_db) / len(drawn.psnr_db), 4),
+            "psnr_db_worst": round(min(drawn.psnr_db), 4),
+            "int8_share": round(drawn.int8_calls / possible, 6) if possible else 0.0,
+            "errors": errors,
+        }
+
+    def conclude(self, config, met: bool, budget: dict, outcome: dict, looks: int) -> Calibration:
+        """The result, from the outcome on fresh seeds."""
+        result = {k: v for k, v in outcome.items() if k != "errors"}
+        result |= {"attention_error": max(outcome["errors"].values(), default=0.0), "looks": looks}
+        curve = sorted(self.curve.values(), key=lambda row: (row["cost"], -row["psnr_db"], row["label"]))
+        return Calibration(config, met, budget, result, curve, self.models)
+
+
+def _label(config) -> str:
+    parts = [config.recipe, config.scaling]
+    parts += [f"{len(config.keep_layers)} layers in 16 bit"] if config.keep_layers else []
+    parts += [f"{len(config.layer_scaling)} layers {config.layer_scaling[0][1]}"] if config.layer_scaling else []
+    parts += [f"first {config.keep_first_steps} steps in 16 bit"] if config.keep_first_steps else []
+    parts += [f"last {config.keep_last_steps} steps in 16 bit"] if config.keep_last_steps else []
+    return ", ".join(parts)
+
+
+# --- pictures ---
+
+
+def _for_psnr(search: _Search, bases, target: float) -> Calibration:
+    budget, looked = {"target_psnr": target}, []
+
+    def cost(config):
+        return search.costs.relative(config, search.steps), json.dumps(dataclasses.asdict(config), sort_keys=True)
+
+    def good_enough(configs):
+        """Draws with fresh seeds, cheapest first; the first that meets the budget."""
+        for config in sorted(configs, key=cost):
+            if len(looked) == MAX_LOOKS:
+                return None
+            outcome = search.measure(config, look=len(looked) + 1)
+            looked.append((config, outcome))
+            if outcome["psnr_db"] >= target:
+                return search.conclude(config, True, budget, outcome, len(looked))
+        return None
+
+    tried = {base: search.measure(base)["psnr_db"] for base in bases}
+    found = good_enough([base for base, psnr in tried.items() if psnr >= target])
+    if found is None and len(looked) < MAX_LOOKS:
+        best = max(bases, key=lambda base: (tried[base], -search.costs.relative(base, search.steps)))
+        errors = search.measure(best, probe=True)["errors"]
+        passing = []
+        for ladder in _ladders(search, best, sorted(errors, key=lambda layer: (-errors[layer], layer))):
+            passing += _mildest(search, ladder, target)
+        found = good_enough(passing)
+    if found is not None:
+        return found
+    if not looked:  # nothing came near: the best reachable is what users want to know
+        reachable = max(search.curve, key=lambda key: (search.curve[key]["psnr_db"], key))
+        config = SageAttnProcessor(**json.loads(reachable))
+        looked.append((config, search.measure(config, look=1)))
+    config, outcome = max(looked, key=lambda pair: pair[1]["psnr_db"])
+    return search.conclude(config, outcome["psnr_db"] >= target, budget, outcome, len(looked))
+
+
+def _ladders(search: _Search, base, worst_first: list[str]):
+    """Lists of options, each with more in 16 bit (or of a finer scaling) than the one before."""
+    names, steps = [glob.escape(name) for name in worst_first], search.steps
+    count = len(names)
+
+    def with_(**options):
+        return dataclasses.replace(base, **options)
+
+    finer = [] if base.scaling in ("dynamic", "per_token") else [((name, "per_token"),) for name in names]
+    yield [with_(layer_scaling=sum(finer[:n], ())) for n in range(1, len(finer) + 1)]
+    yield [with_(keep_layers=tuple(names[:n])) for n in range(1, count)]
+    yield [with_(keep_first_steps=n) for n in range(1, steps // 2 + 1)]
+    yield [with_(keep_last_steps=n) for n in range(1, steps // 2 + 1)]
+    yield [
+        with_(keep_layers=tuple(names[:n]), keep_first_steps=steps * n // (3 * count), keep_last_steps=steps // 3)
+        for n in range(1, count)
+    ]
+
+
+def _mildest(search: _Search, ladder, target: float) -> list:
+    """[the mildest rung that meets the target], by bisection; [] where not even the last one does."""
+    if not ladder or search.measure(ladder[-1])["psnr_db"] < target:
+        return []
+    low, high = 0, len(ladder) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if search.measure(ladder[middle])["psnr_db"] >= target:
+            high = middle
+        else:
+            low = middle + 1
+    return [ladder[high]]
+
+
+# --- attention error ---
+
+
+def _for_error(search: _Search, bases, limit: float) -> Calibration:
+    base = bases[0]
+    others = [b.scaling for b in bases[1:] if b.recipe == base.recipe and b.scaling in BY_CALL]
+    errors = {
+        s: search.measure(dataclasses.replace(base, scaling=s), probe=True)["errors"] for s in (base.scaling, *others)
+    }
+    options = {
+        layer: sorted([s for s in errors if errors[s][layer] <= limit], key=lambda s: search.costs.seconds(layer, s))
+        + [EXACT]
+        for layer in errors[base.scaling]
+    }
+    for look in range(1, MAX_LOOKS + 1):
+        kept = tuple(glob.escape(layer) for layer, left in options.items() if left[0] == EXACT)
+        finer = tuple(
+            (glob.escape(layer), left[0]) for layer, left in options.items() if left[0] not in (base.scaling, EXACT)
+        )
+        config = dataclasses.replace(base, keep_layers=kept, layer_scaling=finer)
+        outcome = search.measure(config, look=look, probe=True)
+        over = [layer for layer, error in outcome["errors"].items() if error > limit]
+        if not over:
+            break
+        for layer in over:
+            options[layer] = options[layer][1:]
+    return search.conclude(config, not over, {"max_attention_error": limit}, outcome, look)

@@ -1,0 +1,177 @@
+"""Pictures in, a table and plots out: how far pictures drawn one way are from the same seeds drawn another way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from . import metrics
+from .feature_distance import distance_of_features, features
+from .metrics import Interval, mean_interval
+
+
+PSNR_CEILING = 120.0  # dB: identical pictures would make every mean infinite
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """What is kept of a set of pictures: their distances to the stock pictures of the same seeds, and their features.
+
+    Attributes:
+        label: how they were drawn. psnr_db (dB, at most 120), ssim, ms_ssim: fp64 [N].
+        features: fp64 [N, 32], of the embedded classifier. scales: of ms_ssim, 1 to 5.
+    """
+
+    label: str
+    psnr_db: torch.Tensor
+    ssim: torch.Tensor
+    ms_ssim: torch.Tensor
+    features: torch.Tensor
+    scales: int
+
+    @classmethod
+    def measure(cls, label: str, images: torch.Tensor, stock: torch.Tensor, model=None) -> Pictures:
+        """Compare images [N, 3, H, W] in [0, 1] with stock ones of the same shape; MS-SSIM on as many scales as fit.
+
+        model: a loaded classifier, or None to load it. Raises: TypeError, ValueError (also below 11 pixels).
+        """
+        psnr = metrics.psnr(images, stock).clamp(max=PSNR_CEILING).double().cpu()
+        ssim = metrics.ssim(images, stock).double().cpu()
+        scales = metrics.ms_ssim_scales(*images.shape[-2:])
+        ms_ssim = metrics.ms_ssim(images, stock, scales=scales).double().cpu()
+        return cls(label, psnr, ssim, ms_ssim, features(images, model), scales)
+
+    @classmethod
+    def join(cls, parts: Sequence[Pictures]) -> Pictures:
+        """One set of several with the same label and scales. Raises: ValueError."""
+        if not parts or len({(part.label, part.scales) for part in parts}) != 1:
+            raise ValueError(
+                f"parts: got {[p.label for p in parts]}, expected at least one, all of one label and scales"
+            )
+        names = ("psnr_db", "ssim", "ms_ssim", "features")
+        return cls(parts[0].label, *(torch.cat([getattr(p, name) for p in parts]) for name in names), parts[0].scales)
+
+
+class Row(NamedTuple):
+    """One number of a report, with the ends of its 95 % interval (equal to it where none can be given)."""
+
+    label: str
+    metric: str
+    unit: str
+    value: float
+    low: float
+    high: float
+    images: int
+
+    @property
+    def interval(self) -> Interval:
+        """Value and ends."""
+        return Interval(self.value, self.low, self.high)
+
+
+def report(
+    sets: Iterable[Pictures], stock_features: torch.Tensor, real_features: torch.Tensor | None = None
+) -> list[Row]:
+    """All numbers of several picture sets.
+
+    Args:
+        sets: what to report, each with as many pictures as stock.
+        stock_features: fp64 [N, 32] of the stock pictures. real_features: fp64 [M, 32] of true pictures; without them,
+            or with no more pictures than features, feature-FD is left out: nothing smaller is one.
+    Returns: per set the means over pictures of psnr_db, ssim and ms_ssim (bootstrap intervals), the worst psnr_db;
+        feature_fd to the true pictures (jackknife interval) and feature_fd_excess over stock (paired); and first the
+        feature_fd of "stock" itself.
+    """
+    rows = []
+    enough = real_features is not None and len(stock_features) > stock_features.shape[1]
+    if enough:
+        rows.append(_distance_row("stock", distance_of_features(stock_features, real_features)))
+    for pictures in sets:
+        count = len(pictures.psnr_db)
+        named = (
+            ("psnr_db_mean", "dB", pictures.psnr_db),
+            ("ssim_mean", "1", pictures.ssim),
+            (f"ms_ssim{pictures.scales}_mean", "1", pictures.ms_ssim),
+        )
+        rows += [Row(pictures.label, name, unit, *mean_interval(values), count) for name, unit, values in named]
+        worst = pictures.psnr_db.min().item()
+        rows.append(Row(pictures.label, "psnr_db_worst", "dB", worst, worst, worst, count))
+        if enough:
+            distance = distance_of_features(pictures.features, real_features, stock_features)
+            rows.append(_distance_row(pictures.label, distance))
+            rows.append(Row(pictures.label, "feature_fd_excess", "1", *distance.excess, count))
+    return rows
+
+
+def _distance_row(label: str, distance) -> Row:
+    spread = 1.96 * distance.standard_error
+    # few pictures: no group can be left out, so there is no interval to show
+    low, high = (distance.value - spread, distance.value + spread) if spread == spread else (distance.value,) * 2
+    return Row(label, "feature_fd", "1", distance.value, low, high, distance.images)
+
+
+TITLES = {
+    "psnr_db_mean": "PSNR, dB",
+    "psnr_db_worst": "worst PSNR, dB",
+    "ssim_mean": "SSIM",
+    "ms_ssim": "MS-SSIM",
+    "feature_fd": "feature-FD to true pictures",
+    "feature_fd_excess": "feature-FD above stock's",
+}
+DIGITS = {"psnr_db_mean": 2, "psnr_db_worst": 2, "ssim_mean": 5, "ms_ssim": 5, "feature_fd": 4, "feature_fd_excess": 4}
+
+
+def _kind(metric: str) -> str:
+    return "ms_ssim" if metric.startswith("ms_ssim") else metric
+
+
+def title(metric: str) -> str:
+    """Heading of a metric's column: "MS-SSIM (4 scales)" for ms_ssim4_mean."""
+    text = TITLES[_kind(metric)]
+    return f"{text} ({metric.removeprefix('ms_ssim').removesuffix('_mean')} scales)" if text == "MS-SSIM" else text
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table: one line per label, one column per metric, "value [low, high]" where there is an interval."""
+    columns = list(dict.fromkeys(row.metric for row in rows))
+    columns.sort(key=lambda metric: list(TITLES).index(_kind(metric)))
+    found = {(row.label, row.metric): row for row in rows}
+    lines = []
+    for label in dict.fromkeys(row.label for row in rows):
+        cells = [_cell(found.get((label, metric))) for metric in columns]
+        count = next(row.images for row in rows if row.label == label)
+        lines.append([label, *cells, str(count)])
+    return markdown_table(["drawn with", *map(title, columns), "pictures"], lines)
+
+
+def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of texts, one per column in every line. Raises: ValueError for a line of another length."""
+    lines = [header, ["---"] * len(header), *lines]
+    if any(len(line) != len(header) for line in lines):
+        raise ValueError(f"lines: got lengths {sorted({len(line) for line in lines})}, expected {len(header)} each")
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return "–"
+    digits = DIGITS[_kind(row.metric)]
+    if row.low == row.high:
+        return f"{row.value:.{digits}f}"
+    return f"{row.value:.{digits}f} [{row.low:.{digits}f}, {row.high:.{digits}f}]"
+
+
+def plot(axes, rows: Sequence[Row], metric: str) -> None:
+    """Bars of one metric, with error bars, one per label, into matplotlib Axes. Raises: ValueError without rows."""
+    from .drawing import bars
+
+    chosen = [row for row in rows if row.metric == metric]
+    if not chosen:
+        raise ValueError(f"metric: got {metric!r}, expected one of {sorted({row.metric for row in rows})}")
+    bars(
+        axes, [row.label for row in chosen], [row.interval for row in chosen],
+        unit=title(metric), digits=DIGITS[_kind(metric)],
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""JSON from outside, read strictly: what is not exactly as expected is a ValueError that names what to do.
+
+In all of these: `what` names the thing for the message, `remedy` says what the user can do.
+"""
+
+from __future__ import annotations
+
+import json
+
+
+def strict_json(text: bytes | str, what: str, remedy: str) -> dict:
+    """A JSON object, strictly: no repeated keys, no NaN."""
+
+    def unique(pairs):
+        names = [name for name, _ in pairs]
+        if len(set(names)) != len(names):
+            raise ValueError("a key that is there twice")
+        return dict(pairs)
+
+    def refuse(constant):
+        raise ValueError(f"the constant {constant}")
+
+    try:
+        value = json.loads(
+            str(text, "utf-8") if isinstance(text, bytes) else text, object_pairs_hook=unique, parse_constant=refuse
+        )
+    except (ValueError, RecursionError) as error:  # includes bytes that are no UTF-8
+        raise ValueError(f"path: got {error} in {what}, expected JSON; {remedy}") from error
+    return strict_object(value, None, what, remedy)
+
+
+def strict_object(value, fields: dict | None, what: str, remedy: str) -> dict:
+    """`value` as a dict with exactly these fields of exactly these types."""
+    if not isinstance(value, dict):
+        raise ValueError(f"path: got {type(value).__name__} for {what}, expected an object; {remedy}")
+    if fields is None:
+        return value
+    unknown, missing = sorted(set(value) - set(fields)), sorted(set(fields) - set(value))
+    if unknown or missing:
+        raise ValueError(
+            f"path: got {what} with unknown keys {some(unknown)} and missing keys {some(missing)}, expected exactly "
+            f"{sorted(fields)}; {remedy} and this version"
+        )
+    for name, kind in fields.items():
+        if type(value[name]) is not kind:  # a bool is no int here
+            raise ValueError(
+                f"path: got {type(value[name]).__name__} for {name} of {what}, expected {kind.__name__}; {remedy}"
+            )
+    return value
+
+
+def some(names) -> str:
+    """The first five names, quoted and cut, for a message."""
+    names = [repr(str(name)[:200]) for name in names]
+    return "[" + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "") + "]"

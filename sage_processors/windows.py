@@ -1,0 +1,92 @@
+"""Where attention stays in 16 bit by choice: steps of a run, noise levels, layers.
+
+The INT8 kernels and the model's own attention are different kernels, so the choice is made on the host, between steps:
+the scheduler's step sets one flag that all layers of a handle read. Inside of torch.compile the flag is a guard. Each
+precision is compiled once, when it is first needed, and a step that changes precision picks the other version: two
+versions at most, whatever the number of steps, and with CUDA graphs a recording for each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+
+import torch
+
+
+# Reasons for exact attention that a user asked for: no warning, and policy="strict" does not mind.
+CHOSEN = ("window", "kept")
+
+
+class Steps:
+    """Counts the steps of a run on the host and says which of them stay in 16 bit.
+
+    Attributes:
+        exact: whether the running step stays in 16 bit. Read by every attention call.
+        place: index of the running step in the scheduler's timesteps. total: their number; 0 before a first run.
+    """
+
+    def __init__(self, config):
+        self._first, self._last = config.keep_first_steps, config.keep_last_steps
+        self._below = config.keep_below_noise
+        self.windowed = bool(self._first or self._last or self._below)
+        self.listeners = []
+        self.exact, self.place, self.total = False, 0, 0
+        self._levels, self._taken = [], 0
+
+    def begin(self, levels: torch.Tensor, place: int) -> None:
+        """A run starts at timesteps[place] of a scheduler with these noise levels fp32 [N].
+
+        With windows, waits for the device once: noise levels are compared on the host.
+        """
+        self.total, self.place, self._taken = len(levels), min(max(place, 0), len(levels) - 1), 0
+        self._levels = levels.tolist() if self.windowed else []
+        self._decide()
+
+    def finish(self, u_finished: torch.Tensor) -> None:
+        """A step, at noise level u_finished (0-d), is done.
+
+        Pipelines may start late in the timesteps without telling the scheduler (image to image with DDIM): after the
+        first step of a run, and with windows only, the place is looked up by its noise level, which waits once.
+        """
+        if self._levels and self._taken == 0:
+            u = float(u_finished)
+            if abs(self._levels[self.place] - u) > 1e-6:
+                self.place = min(range(self.total), key=lambda i: abs(self._levels[i] - u))
+        self._taken += 1
+        self.place = min(self.place + 1, max(self.total - 1, 0))
+        self._decide()
+
+    def _decide(self) -> None:
+        self.exact = self.windowed and (
+            self._taken < self._first
+            or self.total - self.place <= self._last
+            or self._levels[self.place] < self._below
+        )
+        for listener in self.listeners:
+            listener.step_starts(self.place)
+
+
+def check_patterns(option: str, patterns, names: list[str]) -> None:
+    """Raise ValueError for a pattern that matches none of the layer names: it would do nothing, silently."""
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            close = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)
+            hint = f"; the closest is {close[0]!r}" if close else ""
+            raise ValueError(
+                f"{option}: got {pattern!r}, which matches no layer, expected a name or pattern of the "
+                f"{len(names)} layers in handle.report(){hint}"
+            )
+
+
+def is_kept(config, name: str) -> bool:
+    """Whether the options leave this layer in 16 bit at all steps."""
+    if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.keep_layers):
+        return True
+    return bool(config.only_layers) and not any(fnmatch.fnmatchcase(name, p) for p in config.only_layers)
+
+
+def scaling_of(config, name: str) -> str:
+    """The scaling of one layer: of the first pattern that matches it, else the handle's."""
+    matches = (scaling for pattern, scaling in config.layer_scaling if fnmatch.fnmatchcase(name, pattern))
+    return next(matches, config.scaling)

@@ -1,0 +1,220 @@
+"""Calibration finds options that meet a budget, says so when it can't, and does the same again, byte by byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import sage_processors as sp
+from sage_processors import calibration, quality
+from sage_processors.attention_cost import (
+    BYTES_PER_SECOND,
+    FLOPS_16BIT,
+    OPS_INT8,
+    CallShape,
+    CostTable,
+    counted_seconds,
+    measured_seconds,
+)
+from tests.test_compile import denoise
+from tests.test_quality import PROMPTS, pipeline
+from tests.test_windows import flux_pipe, options
+
+
+SMALL = {"steps": 2, "batch": 1, "progress": False}
+
+
+def run(**kwargs):
+    return sp.calibrate(pipeline("tiny_flux"), PROMPTS[:1], **SMALL | kwargs)
+
+
+# --- pictures ---
+
+
+def test_an_easy_budget_is_met_by_the_cheapest_and_again_byte_by_byte(tmp_path, monkeypatch):
+    first, second, state = (tmp_path / name for name in ("first.json", "second.json", "state.json"))
+    found = run(target_psnr=35.0, path=first, state_path=state, scalings=("per_token", "timestep"))
+    assert found.met and found.result["psnr_db"] >= 35 and found.result["int8_share"] == 1.0
+    assert found.config == sp.SageAttnProcessor(scaling="timestep")  # by the count, cheaper than per_token
+    assert [row["cost"] for row in found.curve] == sorted(row["cost"] for row in found.curve)
+    assert {row["label"] for row in found.curve} == {"qk_int8_pv_bf16, timestep", "qk_int8_pv_bf16, per_token"}
+    assert sp.SageAttnProcessor.from_policy(first, pipeline("tiny_flux")) == found.config
+
+    run(target_psnr=35.0, path=second, scalings=("per_token", "timestep"))  # everything drawn again
+    assert second.read_bytes() == first.read_bytes()
+    monkeypatch.setattr(quality, "evaluate", None)  # what was measured is not drawn again
+    again = run(target_psnr=35.0, path=second, state_path=state, scalings=("per_token", "timestep"))
+    assert again == found and second.read_bytes() == first.read_bytes()
+
+
+def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
+    state, evaluate, drawn = tmp_path / "state.json", quality.evaluate, []
+
+    def stops_after_one(*args, **kwargs):
+        if drawn:
+            raise KeyboardInterrupt
+        drawn.append(1)
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(quality, "evaluate", stops_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        run(target_psnr=35.0, state_path=state, scalings=("per_token", "timestep"))
+    assert len(json.loads(state.read_text())["outcomes"]) == 1
+
+    def counting(*args, **kwargs):
+        drawn.append(1)
+        return evaluate(*args, **kwargs)
+
+    monkeypatch.setattr(quality, "evaluate", counting)
+    found = run(target_psnr=35.0, state_path=state, scalings=("per_token", "timestep"))
+    assert len(drawn) == 3 and found.met  # one before, the other scaling and the fresh seeds after
+
+
+def test_a_budget_out_of_reach_says_so_with_the_best_and_the_curve():
+    found = run(target_psnr=119.0, scalings=("per_block",))
+    assert not found.met and found.result["psnr_db"] < 119
+    best = max(found.curve, key=lambda row: row["psnr_db"])
+    assert calibration._label(found.config) == best["label"] and best["psnr_db"] > found.curve[0]["psnr_db"]
+    assert len(found.curve) >= 5  # the last rung of every ladder was tried
+    lines = []
+    found.print(type("Console", (), {"print": lambda self, *a, **k: lines.append(str(a[0]))})())
+    assert "NOT met" in lines[-1]
+
+
+def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
+    """With outliers that per-block scaling can't take, some layers or steps have to stay in 16 bit."""
+    pipe = pipeline("tiny_flux")
+    with quality.inject_outliers(pipe.transformer, 64.0, 2):
+        plain = run(target_psnr=1.0, scalings=("per_block",), steps=4)
+        target = plain.result["psnr_db"] + 6
+        found = run(target_psnr=target, scalings=("per_block",), steps=4)
+        assert found.met and found.result["psnr_db"] >= target
+        config = found.config
+        assert config.keep_layers or config.layer_scaling or config.keep_first_steps or config.keep_last_steps
+        assert plain.result["cost"] < found.result["cost"] < 1
+        if not config.layer_scaling:
+            assert 0 < found.result["int8_share"] < 1
+        # it is what it says: drawn here, on the seeds that decided
+        seeds = [found.result["looks"] * calibration.HELD_OUT]
+        drawn = quality.evaluate(pipe, PROMPTS[:1], seeds, [quality.Variant("x", config)], steps=4, batch=1)["x"]
+        assert sum(drawn.psnr_db) == pytest.approx(found.result["psnr_db"], abs=0.01)
+
+
+def test_frozen_rules_are_tried_after_a_first_run():
+    found = run(target_psnr=30.0, scalings=("static",))
+    assert found.met and found.config.scaling == "static" and found.result["int8_share"] == 1.0
+
+
+# --- attention error ---
+
+
+def test_attention_error_demotes_the_layers_over_it():
+    pipe = pipeline("tiny_flux")
+    with sp.apply(pipe, sp.SageAttnProcessor()) as handle, handle.probe(every=1) as probe:
+        quality.generate(pipe, PROMPTS[:1], [0], steps=2)
+        errors = sorted(row["rel_l2"] for row in probe.summary("layer"))
+    limit = (errors[1] + errors[2]) / 2  # between the second and the third of five layers
+    found = run(max_attention_error=limit, scalings=("timestep",))
+    assert found.met and 0 < found.result["attention_error"] <= limit
+    assert 1 <= len(found.config.keep_layers) <= 4 and found.result["int8_share"] < 1
+    assert run(max_attention_error=0.5, scalings=("timestep",)).config == sp.SageAttnProcessor()
+    finer = run(max_attention_error=limit, scalings=("timestep", "per_token"))
+    assert finer.met and len(finer.config.keep_layers) <= len(found.config.keep_layers)
+
+
+# --- cost ---
+
+
+def test_counted_cost_is_the_count():
+    shape = CallShape(2, 512, 1024, 8, 4, 64)
+    matmul, q, k = 2 * 2 * 8 * 512 * 1024 * 64, 2 * 512 * 8 * 64, 2 * 1024 * 4 * 64
+    exact = 2 * matmul / FLOPS_16BIT + 4 * (q + k) / BYTES_PER_SECOND
+    assert counted_seconds(shape, "exact") == pytest.approx(exact)
+    # K in INT8 is a byte less to read for the matmul, and three for the prologue
+    planned = matmul / OPS_INT8 + matmul / FLOPS_16BIT + (4 * (q + k) + 2 * k) / BYTES_PER_SECOND
+    assert counted_seconds(shape, "timestep") == pytest.approx(planned) == counted_seconds(shape, "per_block")
+    assert planned < counted_seconds(shape, "per_token") < counted_seconds(shape, "per_head")
+
+
+def test_relative_cost_counts_windows_and_layers():
+    pipe, model, inputs = flux_pipe()
+    with sp.apply(pipe, options()) as handle:
+        denoise(pipe, model, inputs, steps=1)
+        table = CostTable(handle, "counted")
+        names = [row["layer"] for row in handle.report().rows]
+    assert sorted(table.shapes) == sorted(names)
+    ((shape,), *_) = table.shapes.values()
+    assert shape == CallShape(1, *shape[1:]) if isinstance(shape, tuple) else shape.batch == 1
+    assert shape.heads == shape.kv_heads == model.config.num_attention_heads
+    assert shape.head_dim == model.config.attention_head_dim and shape.seq_q == shape.seq_kv
+    int8 = table.relative(options(), 10)
+    assert table.relative(options(keep_layers=("*",)), 10) == 1.0 == table.relative(options(keep_first_steps=10), 10)
+    mixed = table.relative(options(keep_first_steps=2, keep_last_steps=3), 10)
+    assert mixed == pytest.approx(0.5 + 0.5 * int8)
+
+
+@pytest.mark.parametrize("scaling", ["exact", "timestep", "per_block"])
+def test_measured_cost_is_a_time(scaling):
+    recipe = "qk_int8_pv_bf16"
+    small, large = (
+        measured_seconds(CallShape(1, n, n, 2, 2, 16), scaling, recipe, "cpu", torch.float32, repeats=5)
+        for n in (32, 2048)
+    )
+    assert 0 < small < large < 60
+
+
+# --- refusals ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({}, ValueError, "both or neither"),
+        ({"target_psnr": 40, "max_attention_error": 0.1}, ValueError, "both or neither"),
+        ({"target_psnr": -1}, ValueError, "expected a budget > 0"),
+        ({"target_psnr": 40, "seeds": [1, 2]}, ValueError, "seeds: got 2 for 1 inputs"),
+        ({"target_psnr": 40, "cost": "guessed"}, ValueError, "cost: got 'guessed'"),
+        ({"target_psnr": 40, "path": "policy.safetensors"}, ValueError, "path: got 'policy.safetensors'"),
+        ({"target_psnr": 40, "scalings": ()}, ValueError, "scalings: got no recipe or no scaling"),
+        ({"target_psnr": 40, "scalings": ("sigma",)}, ValueError, "scaling: got 'sigma'"),
+    ],
+)
+def test_bad_arguments(arguments, error, words):
+    with pytest.raises(error, match=words):
+        run(**arguments)
+
+
+def test_inputs_are_a_list_of_prompts():
+    for inputs in ("a red circle", [{"prompt": "a red circle"}]):
+        with pytest.raises(TypeError, match="inputs: got"):
+            sp.calibrate(pipeline("tiny_flux"), inputs, target_psnr=40, **SMALL)
+
+
+def test_a_state_of_another_calibration_is_refused(tmp_path):
+    state = tmp_path / "state.json"
+    run(target_psnr=30.0, state_path=state, scalings=("per_block",))
+    with pytest.raises(ValueError, match="state_path: got 'state.json' of another model, prompts, seeds"):
+        run(target_psnr=30.0, state_path=state, scalings=("per_block",), seeds=[5])
+    pipe = pipeline("tiny_flux")
+    with quality.inject_outliers(pipe.transformer, 64.0, 2), pytest.raises(ValueError, match="another model"):
+        run(target_psnr=30.0, state_path=state, scalings=("per_block",))
+    content = json.loads(state.read_text())
+    for broken in ("[]", "{", json.dumps(content | {"more": 1}), state.read_text().replace('"psnr_db"', '"psnr"')):
+        state.write_text(broken)
+        with pytest.raises(ValueError, match="path: got"):
+            run(target_psnr=30.0, state_path=state, scalings=("per_block",))
+
+
+def test_nothing_to_calibrate_is_an_error():
+    config = sp.SageAttnProcessor(min_tokens=128)
+    assert dataclasses.asdict(config)["min_tokens"] == 128
+    pipe = pipeline("tiny_flux")
+    pipe.transformer.train()
+    try:
+        with pytest.raises(ValueError, match="no attention call that runs in INT8"):
+            run(target_psnr=30.0)
+    finally:
+        pipe.transformer.eval()
