@@ -21,9 +21,10 @@ endif
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
 
-# one thread per worker: two workers with two threads each only fight for the same two cores
+# one thread per worker: two workers with two threads each only fight for the same two cores. Files in their order, not
+# those of many tests first: the one with the longest test has only one, and would be left for the end
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not gpu" -n 2 --dist loadfile -q $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder -q $(ARGS)
 
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu -q --outcomes tests/outcomes/gpu.json $(ARGS)
