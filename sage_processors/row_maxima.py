@@ -19,7 +19,7 @@ class RowMaxima:
     """Row maxima of the call sites of one ScaleState, by shape and by place among the calls of a step.
 
     The n-th call of a site in a step meets what the n-th call of the step before left: guidance that calls a model
-    twice a step keeps both apart. Not used under torch.compile or in CUDA graph capture, whose tensors must not change.
+    twice a step keeps both apart. Not for torch.compile or CUDA graph capture, whose tensors must not change.
 
     Args: limit: bytes that may be kept in all.
     """
@@ -47,7 +47,7 @@ class RowMaxima:
         return self._kept[place, call]
 
     def next_step(self) -> None:
-        """A step is done: the calls are counted anew. What it did not use (another resolution, an earlier prompt) goes."""
+        """A step is done: the calls are counted anew, and what it did not use (another resolution) goes."""
         used = {key: rows for key, rows in self._kept.items() if self._calls.get(key[0], -1) >= key[1]}
         self._kept, self._calls = used, {}
         self.nbytes = sum(rows.nbytes for rows in used.values())

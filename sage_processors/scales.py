@@ -46,7 +46,6 @@ from sage_kernels.state import (
     STAT_FIELDS,
     STAT_K_MAX,
     STAT_K_MIN,
-    STAT_Q_AMAX,
     STAT_V_AMAX,
     clear_step,
 )
@@ -58,8 +57,8 @@ from .scale_rules import Source, Timestep, ranges
 # A head whose keys reached this much further than its plan had seen no longer trusts the earlier run's table.
 GROWTH_LIMIT = 1.25
 # A channel of V that is this much smaller than the head's largest gets room to grow to it: e4m3 has 12 binades below
-# the planned amax before it loses bits, so 8 of them may be given away.
-V_CHANNEL_FLOOR = 2.0**-8
+# the planned amax before it loses bits, so 6 of them may be given away.
+V_CHANNEL_FLOOR = 2.0**-6
 
 
 @dataclass(frozen=True)

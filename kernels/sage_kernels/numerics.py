@@ -72,7 +72,7 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """x rounded to e4m3 as the GPU does, in fp32: to nearest even, ±448 beyond it; NaN stays (torch's own overflows)."""
+    """x rounded to e4m3 as a GPU does, in fp32: to nearest even, saturating (torch's cast overflows); NaN stays."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
 
 

@@ -20,7 +20,18 @@ from .numerics import (
     sample_tokens,
     sampled_center,
 )
-from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, DEFAULT_RECIPE, INT8_MAX, P_EXPONENT, P_EXPONENT_LIMIT, RECIPES
+from .recipe import (
+    AMAX_FLOOR,
+    CHANNEL_FLOOR,
+    DEFAULT_RECIPE,
+    INT8_MAX,
+    LAGGED_EXPONENT,
+    LAGGED_HIGHEST,
+    LAGGED_LOWEST,
+    P_EXPONENT,
+    P_EXPONENT_LIMIT,
+    RECIPES,
+)
 from .state import (
     COUNT_CALLS,
     COUNT_CLIPPED,
@@ -31,6 +42,8 @@ from .state import (
     COUNT_OUTSIDE,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
+    COUNT_REDONE,
+    COUNT_TRIED,
     PLAN_CENTER,
     PLAN_K_WEIGHT,
     PLAN_Q_WEIGHT,
@@ -40,6 +53,7 @@ from .state import (
     STAT_Q_AMAX,
     STAT_V_AMAX,
     HeadState,
+    keeps_row_max,
     shape_key,
 )
 
@@ -155,6 +169,9 @@ def ref_attention(
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
     repeat = heads // kv_heads
     step = max(1, _SCORES_LIMIT // seq_kv)
+    lagged = is_fp8 and keeps_row_max(state, masking)
+    if lagged:  # decided for whole tiles of query rows
+        step = max(1, step // block_q) * block_q
     for b in range(batch):
         for h in range(heads):
             kv = h // repeat
@@ -168,8 +185,11 @@ def ref_attention(
                 round_ = None
                 if round_p:
                     round_ = round_to_e4m3 if is_fp8 else lambda p: p.to(pv_dtype(q.dtype)).float()
-                exponent = P_EXPONENT if is_fp8 else 0.0
-                o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, exponent, round_)
+                reference = _reference(s, P_EXPONENT if is_fp8 else 0.0)
+                if lagged:
+                    counts_of_head = state.counts[int(state.row) + kv]
+                    reference = _lagged(s, state.row_max[b, h, part], reference, block_q, counts_of_head)
+                o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
                 if is_fp8:  # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
                 out[b, part, h] = o.to(q.dtype)
@@ -190,15 +210,36 @@ def _masked_scores(s, shift, masking: Masking, b: int, h: int, rows) -> torch.Te
     return s if seen is None else torch.where(seen, s, -torch.inf)
 
 
-def _softmax_values(s, v, shift, masking: Masking, h: int, exponent: float, round_p):
+def _reference(s, exponent: float) -> torch.Tensor:
+    """What the exponents of each row are taken against [R, 1]: its largest P is 2^exponent."""
+    top = s.amax(-1, keepdim=True)
+    return torch.where(top.abs() < P_EXPONENT_LIMIT, top - exponent, top)
+
+
+def _lagged(s, row_max, running, block_q: int, counts) -> torch.Tensor:
+    """The reference [R, 1] from the rows' largest scores of the call before, where it fits whole tiles of rows.
+
+    row_max [R] gets those of this call. running [R, 1]: for the other tiles. counts: of the head.
+    """
+    top, known = s.amax(-1), row_max.abs() < P_EXPONENT_LIMIT
+    rise = top - (row_max - LAGGED_EXPONENT)
+    fits = known & ((rise >= LAGGED_LOWEST) & (rise <= LAGGED_HIGHEST) | (top == -torch.inf))
+    fits = torch.nn.functional.pad(fits, (0, -len(fits) % block_q), value=True).unflatten(0, (-1, block_q)).all(1)
+    counts[COUNT_TRIED] += len(fits)
+    counts[COUNT_REDONE] += (~fits).sum().int()
+    fits = fits.repeat_interleave(block_q)[: len(top), None] & (top > -torch.inf)[:, None]
+    reference = torch.where(fits, row_max[:, None] - LAGGED_EXPONENT, running)
+    row_max.copy_(torch.where(top == -torch.inf, 0.0, top))
+    return reference
+
+
+def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p):
     """softmax(s) · v of one head's rows, and the natural log of the sum, fp32.
 
-    exponent: the largest P of a row is 2^exponent before it is rounded by `round_p` (None: it is not).
+    reference [R, 1]: what the exponents are taken against, -inf in a row that sees nothing. round_p: of P, or None.
     """
     shift = torch.zeros_like(shift) if masking.softcap else shift  # the capped scores are the true ones
     sink = None if masking.sinks is None else (masking.sinks[h] - shift) * LOG2_E
-    top = s.amax(-1, keepdim=True)
-    reference = torch.where(top.abs() < P_EXPONENT_LIMIT, top - exponent, top)
     safe = torch.where(reference == -torch.inf, 0.0, reference)  # a row that sees nothing
     p = torch.exp2(s - safe)
     total = p.sum(-1, keepdim=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from .masking import Masking
 from .numerics import padded_head_dim
 
 
@@ -59,6 +60,14 @@ class HeadState(NamedTuple):
 def shape_key(batch: int, seq_q: int, seq_kv: int) -> int:
     """A positive int32 that changes with the shape of the call (resolution, prompt length, batch)."""
     return (batch * 73_856_093 ^ seq_q * 19_349_663 ^ seq_kv * 83_492_791) % (_INT32_MAX - 1) + 1
+
+
+def keeps_row_max(state: HeadState | None, masking: Masking) -> bool:
+    """Whether a call with 8-bit P takes its softmax reference from `state.row_max` and leaves the next one there.
+
+    Not where more than a band or a mask of keys is between scores and softmax: such a loop has no registers to spare.
+    """
+    return state is not None and state.row_max.numel() > 0 and not masking.by_row
 
 
 def clear_step(stats: torch.Tensor, counts: torch.Tensor) -> None:

@@ -292,7 +292,8 @@ def _attention_fwd_kernel(
         MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED,
     )  # fmt: skip
     # always true, but not to the compiler: moves the row scales into the layout of the scores once, not once a tile
-    row_scale = tl.where(running_sum > -1.0, row_scale, reference)
+    # (not where the sum is NaN: neither choice may make a number of that)
+    row_scale = tl.where(running_sum > -1.0, row_scale, running_sum if LAGGED else reference)
     if LAGGED:
         reference = tl.where(running_sum > -1.0, reference, top)
     for i in tl.range(1, plain, num_stages=STAGES):
@@ -371,7 +372,8 @@ def _attention_fwd_kernel(
                 acc = _add_product(acc * rescale[:, None], p, v, PV, BLOCK_M, BLOCK_N)
             top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     if LAGGED:
-        tl.store(row_max, top, mask=is_row)
+        # any number does for a row that saw nothing; -inf would have it done again for ever
+        tl.store(row_max, tl.where(top == float("-inf"), 0.0, top), mask=is_row)
         reference = tl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
     if SOFTCAP:

@@ -7,7 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..masking import NO_MASKING, UNLIMITED, Masking
 from ..numerics import LOG2_E, padded_head_dim, pv_dtype
 from ..recipe import DEFAULT_RECIPE, RECIPES
-from ..state import HeadState
+from ..state import HeadState, keeps_row_max
 from .attention_fwd import _attention_fwd_kernel
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
 from .prepare_keys import launch_prepare_keys
@@ -22,11 +22,6 @@ def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
     if v.data_ptr() % 16 == 0 and all(0 < s < 2**36 and s * v.element_size() % 16 == 0 for s in strides):
         return v
     return v.clone(memory_format=torch.contiguous_format)
-
-
-def _by_row(masking: Masking) -> bool:
-    """Whether more than a band or a mask of keys comes between the scores and the softmax."""
-    return (masking.mask is not None and not masking.by_key) or masking.softcap > 0 or masking.sinks is not None
 
 
 def device_tile(
@@ -47,10 +42,10 @@ def device_tile(
     if pv == "fp8_e4m3" and capability < 89:
         name = torch.cuda.get_device_name(device)
         raise NotImplementedError(
-            f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of 8.9 "
-            f"or newer; use recipe={DEFAULT_RECIPE!r}"
+            f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
+            f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
         )
-    return choose_tile(capability, width, scaling, _by_row(masking), pv)
+    return choose_tile(capability, width, scaling, masking.by_row, pv)
 
 
 def launch_attention_fwd(
@@ -121,7 +116,8 @@ def launch_attention_fwd(
 
             hopper.attention_fwd_hopper_kernel[grid](
                 q, hopper.describe(codes, [tile.block_n, width]), keys.scale, hopper.describe(v, value_block),
-                *tensors, *recorded, *numbers, *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
+                *tensors, *recorded, *numbers,
+                *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *sizes,
                 **constants, NUM_BUFFERS=tile.num_stages, KEEP_FIRST_MAX=tile.keep_first_max, num_warps=4,
                 enable_fp_fusion=False,
@@ -134,7 +130,7 @@ def launch_attention_fwd(
         value_strides = v.stride()[:3] if pv == "16bit" else (0, v.stride(0), 0)
         reference = "first" if tile.keep_first_max else "running"
         if pv != "16bit":
-            reference = "running" if state is None or state.row_max.numel() == 0 else "lagged"
+            reference = "lagged" if keeps_row_max(state, masking) else "running"
         kept = [none, none] if state is None else [state.counts, state.row_max]
         _attention_fwd_kernel[grid](
             q, codes, keys.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,

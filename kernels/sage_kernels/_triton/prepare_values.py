@@ -130,8 +130,8 @@ def _found_amax(amax_ptr, channels, chunks, WIDTH: tl.constexpr):
     return tl.where(counting > 0, counting, seen)
 
 
-@triton.jit(do_not_specialize=["shape_key", "seq_kv", "kv_heads", "state_width", "chunks", "spans", "steps", "stride_rb",
-                               "stride_rh"])  # fmt: skip
+@triton.jit(do_not_specialize=["shape_key", "seq_kv", "kv_heads", "state_width", "chunks", "spans", "steps",
+                               "stride_rb", "stride_rh"])  # fmt: skip
 def _prepare_values_kernel(
     v_ptr, codes_ptr, v_scale_ptr, amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key,
     state_width, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh, seq_kv, kv_heads, chunks, spans,
