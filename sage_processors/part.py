@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+
+from sage_kernels import RECIPES
 
 from .carry import Parked
 from .discovery import attention_modules, device_of, discover_sites, put_processor
@@ -138,6 +141,8 @@ class Part:
                 site.state = None if index is None or self.state is None else self.state.head_state(index)
                 if site.state is not None:
                     site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
+                    if RECIPES[self.config.recipe].pv != "16bit":
+                        site.row_max_of = functools.partial(self.state.row_maxima.of, index)
             for tensor in _tensors(layer.sage):
                 torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
 

@@ -31,6 +31,10 @@ class Report:
                 model in which another processor was in place, whatever that did.
             clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
                 table); their tiles got a larger scale of their own, so none was.
+            v_clipped_fraction: fraction of V's elements that a recipe with V in FP8 did clip, at 7 times the largest
+                value of the step that its scale was planned from.
+            redone_fraction: fraction of the tiles of query rows with a softmax reference from the step before that
+                were done again, because their scores had moved too far. It costs time, not accuracy.
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
                 the latest call.
             note: what else to know.
@@ -114,6 +118,8 @@ def _row(layer, processor, status, note="", **values):
         "dynamic_calls": 0.0,
         "fallbacks": {},
         "clipped_fraction": 0.0,
+        "v_clipped_fraction": 0.0,
+        "redone_fraction": 0.0,
         "bytes_saved": 0,
     }
     return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
@@ -135,6 +141,8 @@ def _counted(layer, summary) -> dict:
         "dynamic_calls": scaled_by_call + sum(row["dynamic_calls"] for _, row in planned),
         "fallbacks": {name: count for name, count in zip(EVENTS[1:], events[1:], strict=True) if count},
         "clipped_fraction": max([row["outside"] for _, row in planned], default=0.0),
+        "v_clipped_fraction": max([row["clipped"] for _, row in planned], default=0.0),
+        "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
         "bytes_saved": int(calls[0] * per_call),  # one byte less per element
     }
 
@@ -142,6 +150,11 @@ def _counted(layer, summary) -> dict:
 def _has_attention(forward) -> bool:
     code = getattr(forward, "__code__", None)
     return code is not None and (attention_calls(forward) > 0 or "multi_head_attention_forward" in code.co_names)
+
+
+def _fp8_notes(counted: dict) -> list[str]:
+    notes = {"v_clipped_fraction": "of V's elements clipped", "redone_fraction": "of query tiles done again"}
+    return [f"{counted[name]:.2g} {what}" for name, what in notes.items() if counted[name]]
 
 
 def _replaced_note(processor) -> str:
@@ -182,6 +195,7 @@ def _part_rows(part) -> list[dict]:
                 elif module.training:
                     note = REMEDIES["training"]
                 counted |= {"recipe": own.recipe, "scaling": scaling}
+                note = "; ".join([note] * bool(note) + _fp8_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
                 rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor), **counted))

@@ -20,7 +20,15 @@ from pathlib import Path
 
 import torch
 
-from sage_kernels.state import PLAN_K_WEIGHT, PLAN_Q_WEIGHT, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
+from sage_kernels.state import (
+    PLAN_K_WEIGHT,
+    PLAN_Q_WEIGHT,
+    PLAN_V_SCALE,
+    STAT_K_MAX,
+    STAT_K_MIN,
+    STAT_Q_AMAX,
+    STAT_V_AMAX,
+)
 
 from . import __version__
 from .strict_json import some, strict_json, strict_object
@@ -28,7 +36,7 @@ from .strict_json import some, strict_json, strict_object
 
 logger = logging.getLogger("sage_processors")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: statistics and scales of V
 MAX_FILE_BYTES = 512 * 2**20  # ten times what a video model of 40 layers and 40 heads needs
 MAX_HEADER_BYTES = 4 * 2**20
 MAX_METADATA_BYTES = 2 * 2**20
@@ -356,9 +364,10 @@ def _check_values(part, tensors: dict[str, torch.Tensor]) -> None:
     for name in ("table", "stats"):
         q_amax, k_max, k_min = (per_row[name][..., i, :] for i in (STAT_Q_AMAX, STAT_K_MAX, STAT_K_MIN))
         refuse(q_amax < 0, f"a negative max |q| in {name}", "values >= 0")
+        refuse(per_row[name][..., STAT_V_AMAX, :] < 0, f"a negative max |v| in {name}", "values >= 0")
         refuse(k_max < k_min, f"a max k below min k in {name}", "max k >= min k")
     refuse(scale < 0, "a negative plan_scale", "values >= 0")
-    refuse(plan[:, [PLAN_K_WEIGHT, PLAN_Q_WEIGHT]] < 0, "a negative weight in plan", "values >= 0")
+    refuse(plan[:, [PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCALE]] < 0, "a negative weight in plan", "values >= 0")
     # 0 marks a head without a plan, and means nothing else
     for weight in (PLAN_K_WEIGHT, PLAN_Q_WEIGHT):
         unequal = (scale > 0) != (plan[:, weight] > 0).any(-1)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from sage_kernels.recipe import CHANNEL_FLOOR
-from sage_kernels.state import STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
+from sage_kernels.state import STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
 
 
 # A power law replaces the static scale of a head only where it explains this much of log s and bends this much.
@@ -27,7 +27,7 @@ class Source(NamedTuple):
     """What the next step is planned from.
 
     Attributes:
-        stats: fp32 [R, 3, D], per-channel max |q|, max k, min k of every head.
+        stats: fp32 [R, 4, D], per-channel max |q|, max k, min k, max |v| of every head.
         known: bool [R], heads that get a plan of it; the others keep theirs within a run, or run dynamic.
         gain: fp32 [R], factor on the planned scale; None is 1.
     """
@@ -38,7 +38,7 @@ class Source(NamedTuple):
 
 
 def ranges(stats: torch.Tensor, is_channel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(max |q|, centre of k, its max distance) of statistics [..., R, 3, D], floored -> [..., R, D]; 0 elsewhere."""
+    """(max |q|, centre of k, its max distance) of statistics [..., R, 4, D], floored -> [..., R, D]; 0 elsewhere."""
     q_amax = torch.where(is_channel, stats[..., STAT_Q_AMAX, :], 0.0)
     high, low = stats[..., STAT_K_MAX, :] * 0.5, stats[..., STAT_K_MIN, :] * 0.5
     center = torch.where(is_channel, high + low, 0.0)
@@ -49,12 +49,13 @@ def ranges(stats: torch.Tensor, is_channel: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def merge(stats: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """The widest of statistics [N, R, 3, D] where `valid` bool [N, R]; 0 for heads without any -> [R, 3, D]."""
+    """The widest of statistics [N, R, 4, D] where `valid` bool [N, R]; 0 for heads without any -> [R, 4, D]."""
     chosen = valid[..., None]
     parts = (
         torch.where(chosen, stats[:, :, STAT_Q_AMAX], 0.0).amax(0),
         torch.where(chosen, stats[:, :, STAT_K_MAX], -torch.inf).amax(0),
         torch.where(chosen, stats[:, :, STAT_K_MIN], torch.inf).amin(0),
+        torch.where(chosen, stats[:, :, STAT_V_AMAX], 0.0).amax(0),
     )
     return torch.where(valid.any(0)[:, None, None], torch.stack(parts, 1), 0.0)
 

@@ -11,6 +11,8 @@ The next step runs K_int = round((k - c)·b/s): one vector per head each, one sc
 needs no
 planned scale: a row of Q lies in the attention kernel's registers, where its own exact scale costs nothing and halves
 Q's error; Q_int = round((q/b) / s_row).
+Where V is quantised too (recipe "qk_int8_pv_fp8"), its scale per channel is planned from the same step's amax, with
+room for growth by 7 times: a floating-point format is as precise there. What grew further is clipped, and counted.
 Which step's statistics these are is the rule's business (scale_rules.py). Derivation and measurements:
 kernels/README.md.
 """
@@ -24,9 +26,10 @@ import torch
 
 from sage_kernels import HeadState, new_head_state
 from sage_kernels.numerics import padded_head_dim
-from sage_kernels.recipe import INT8_MAX
+from sage_kernels.recipe import INT8_MAX, V_AMAX_FLOOR, V_CODE
 from sage_kernels.state import (
     COUNT_CALLS,
+    COUNT_CLIPPED,
     COUNT_DYNAMIC,
     COUNT_KEY_MAX,
     COUNT_KEY_MIN,
@@ -34,21 +37,28 @@ from sage_kernels.state import (
     COUNT_OUTSIDE,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
+    COUNT_REDONE,
+    COUNT_TRIED,
     PLAN_CENTER,
     PLAN_K_WEIGHT,
     PLAN_Q_WEIGHT,
+    PLAN_V_SCALE,
     STAT_FIELDS,
     STAT_K_MAX,
     STAT_K_MIN,
-    STAT_Q_AMAX,
+    STAT_V_AMAX,
     clear_step,
 )
 
+from .row_maxima import RowMaxima
 from .scale_rules import Source, Timestep, ranges
 
 
 # A head whose keys reached this much further than its plan had seen no longer trusts the earlier run's table.
 GROWTH_LIMIT = 1.25
+# A channel of V that is this much smaller than the head's largest gets room to grow to it: e4m3 has 12 binades below
+# the planned amax before it loses bits, so 6 of them may be given away.
+V_CHANNEL_FLOOR = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,7 @@ class ScaleState:
         self.margin = margin
         self.bins = bins
         self.rule = Timestep() if rule is None else rule
+        self.row_maxima = RowMaxima()
         self._first_rows = [sum(s.kv_heads for s in self.sites[:i]) for i in range(len(self.sites))]
         self._allocate(torch.device(device))
 
@@ -125,6 +136,7 @@ class ScaleState:
     def begin_run(self, u: float | torch.Tensor) -> None:
         """A denoising run starts at noise level u in [0, 1]: plan its first step from what the rule knows."""
         self._run.add_(1)
+        self.row_maxima.clear()  # the last step of a run says nothing of the first of the next
         self.rule.refit(self)
         self._drain()
         self._plan(self.rule.first(self, self._enter(u)))
@@ -136,6 +148,7 @@ class ScaleState:
         Keeps the step's statistics under its noise level, then plans the next step from what the rule chooses.
         """
         counts = self._shared.counts
+        self.row_maxima.next_step()
         seen = self._seen()
         self._remember(self._bin_of(u_finished), self.rule.learns(self, seen))
         source = self.rule.following(self, self._enter(u_next), seen)
@@ -152,6 +165,7 @@ class ScaleState:
     def reset(self) -> None:
         """Forget every scale, table entry and count, in place."""
         shared = self._shared
+        self.row_maxima.clear()
         for tensor in (
             shared.plan,
             shared.plan_scale,
@@ -170,6 +184,7 @@ class ScaleState:
         """Move to `device`: what was learnt moves along, the counts start anew. Syncs."""
         if torch.device(device) != self.device:
             learnt = self.snapshot()
+            self.row_maxima.clear()
             self._allocate(torch.device(device))
             self.restore(learnt)
 
@@ -177,9 +192,9 @@ class ScaleState:
     def snapshot(self) -> dict[str, torch.Tensor]:
         """Everything that decides the coming steps, as copies on the CPU. Syncs.
 
-        With R heads in all, D channels of the widest: table fp32 [bins, R, 3, D] and table_run int32 [bins, R] (the
-        number of the run that left it, 0: none), run int32 [] (the number of the running one), plan fp32 [R, 3, D]
-        and plan_scale fp32 [R], and of the step that `advance` has not closed yet: stats fp32 [R, 3, D], pending bool
+        With R heads in all, D channels of the widest: table fp32 [bins, R, 4, D] and table_run int32 [bins, R] (the
+        number of the run that left it, 0: none), run int32 [] (the number of the running one), plan fp32 [R, 4, D]
+        and plan_scale fp32 [R], and of the step that `advance` has not closed yet: stats fp32 [R, 4, D], pending bool
         [R] (heads with usable statistics), keys int32 [R, 4]. Every float is finite, and 0 where nothing was learnt.
         """
         shared, channel, pending = self._shared, self._is_channel, self._seen()
@@ -218,7 +233,11 @@ class ScaleState:
         self.rule.refit(self)
 
     def summary(self) -> list[dict]:
-        """Per site: name, calls, dynamic_calls (mean over heads), outside (fraction of K's elements), known. Syncs."""
+        """Per site, as dicts. Syncs.
+
+        name, calls, dynamic_calls (mean over heads), outside (fraction of K's elements), clipped (fraction of V's),
+        redone (fraction of query tiles with a lagged softmax reference that were done again), known.
+        """
         totals = (self._totals + self._shared.counts[:, :COUNT_KEY_MAX]).cpu()
         known = (self._shared.plan_scale > 0).cpu()
         rows = []
@@ -230,6 +249,8 @@ class ScaleState:
                     "calls": int(part[:, COUNT_CALLS].max()),
                     "dynamic_calls": float(part[:, COUNT_DYNAMIC].mean()),
                     "outside": float(part[:, COUNT_OUTSIDE].sum() / part[:, COUNT_KEYS].sum().clamp_min(1)),
+                    "clipped": float(part[:, COUNT_CLIPPED].sum() / part[:, COUNT_KEYS].sum().clamp_min(1)),
+                    "redone": float(part[:, COUNT_REDONE].sum() / part[:, COUNT_TRIED].sum().clamp_min(1)),
                     "known": bool(known[first : first + site.kv_heads].all()),
                 }
             )
@@ -237,8 +258,9 @@ class ScaleState:
 
     def _seen(self) -> torch.Tensor:
         """Heads [R] that were called in this step and whose statistics are finite."""
-        q_amax, k_max, k_min = self._shared.stats.unbind(1)
-        usable = torch.isfinite(torch.where(self._is_channel, q_amax + k_max.abs() + k_min.abs(), 0.0)).all(-1)
+        q_amax, k_max, k_min, v_amax = self._shared.stats.unbind(1)
+        reached = q_amax + k_max.abs() + k_min.abs() + v_amax * 0.0
+        usable = torch.isfinite(torch.where(self._is_channel, reached, 0.0)).all(-1)
         return (self._shared.counts[:, COUNT_CALLS] > 0) & usable
 
     def _bin_of(self, u: float | torch.Tensor) -> torch.Tensor:
@@ -259,12 +281,12 @@ class ScaleState:
 
     @property
     def table(self) -> torch.Tensor:
-        """Statistics by noise level, fp32 [bins, R, 3, D]; only what `earlier_bins` marks is an earlier run's."""
+        """Statistics by noise level, fp32 [bins, R, 4, D]; only what `earlier_bins` marks is an earlier run's."""
         return self._table
 
     @property
     def step_stats(self) -> torch.Tensor:
-        """Statistics of the step that `advance` closes, fp32 [R, 3, D]."""
+        """Statistics of the step that `advance` closes, fp32 [R, 4, D]."""
         return self._shared.stats
 
     def earlier_bins(self) -> torch.Tensor:
@@ -272,7 +294,7 @@ class ScaleState:
         return (self._table_run > 0) & (self._table_run < self._run)
 
     def from_table(self, bin_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Statistics that an EARLIER run left at this noise level [R, 3, D], and where there are any [R]."""
+        """Statistics that an EARLIER run left at this noise level [R, 4, D], and where there are any [R]."""
         run = self._table_run.index_select(0, bin_)[0]
         return self._table.index_select(0, bin_)[0], (run > 0) & (run < self._run)
 
@@ -282,7 +304,7 @@ class ScaleState:
         return (middle * (math.pi / 2)).sin()
 
     def head_scales(self, stats: torch.Tensor) -> torch.Tensor:
-        """INT8 scale that statistics [..., R, 3, D] need, without margin -> [..., R]."""
+        """INT8 scale that statistics [..., R, 4, D] need, without margin -> [..., R]."""
         q_amax, _, k_amax = ranges(stats, self._is_channel)
         return (q_amax.sqrt() * k_amax.sqrt()).amax(-1) / INT8_MAX
 
@@ -292,15 +314,9 @@ class ScaleState:
         old, run = self._table.index_select(0, bin_)[0], self._table_run.index_select(0, bin_)[0]
         same_run = (run == self._run)[:, None]
         merged = torch.empty_like(stats)
-        merged[:, STAT_Q_AMAX] = torch.where(
-            same_run, torch.maximum(old[:, STAT_Q_AMAX], stats[:, STAT_Q_AMAX]), stats[:, STAT_Q_AMAX]
-        )
-        merged[:, STAT_K_MAX] = torch.where(
-            same_run, torch.maximum(old[:, STAT_K_MAX], stats[:, STAT_K_MAX]), stats[:, STAT_K_MAX]
-        )
-        merged[:, STAT_K_MIN] = torch.where(
-            same_run, torch.minimum(old[:, STAT_K_MIN], stats[:, STAT_K_MIN]), stats[:, STAT_K_MIN]
-        )
+        for field in range(STAT_FIELDS):
+            widest = torch.minimum if field == STAT_K_MIN else torch.maximum
+            merged[:, field] = torch.where(same_run, widest(old[:, field], stats[:, field]), stats[:, field])
         self._table.index_copy_(0, bin_, torch.where(seen[:, None, None], merged, old)[None])
         self._table_run.index_copy_(0, bin_, torch.where(seen, self._run, run)[None])
 
@@ -340,8 +356,13 @@ class ScaleState:
             & torch.isfinite(center).all(-1)
         )
         good &= (scale[:, 0] > 0) & torch.isfinite(scale[:, 0])
+        v_amax = torch.where(channel, source.stats[:, STAT_V_AMAX], 0.0)
+        v_largest = v_amax.amax(-1, keepdim=True)
+        v_scale = v_amax.maximum(v_largest * V_CHANNEL_FLOOR).clamp_min(V_AMAX_FLOOR) / V_CODE
+        v_scale = torch.where(v_largest > 0, v_scale, 0.0)  # not recorded, or all zeros: no plan for V
         plan, plan_scale = self._shared.plan, self._shared.plan_scale
-        for field, value in ((PLAN_CENTER, center), (PLAN_K_WEIGHT, k_weight), (PLAN_Q_WEIGHT, q_weight)):
+        fields = (PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCALE)
+        for field, value in zip(fields, (center, k_weight, q_weight, v_scale), strict=True):
             planned = torch.where(good[:, None] & channel, value, 0.0)
             plan[:, field] = torch.where(kept[:, None], plan[:, field], planned)
         plan_scale.copy_(torch.where(kept, plan_scale, torch.where(good, scale[:, 0], 0.0)))

@@ -41,9 +41,9 @@ class Attend:
         self._return_lse = True
         if tier == "reference":
             return
-        from sage_kernels._triton import attention_fwd
+        from sage_kernels._triton import launch_attention
 
-        choose = attention_fwd._device_tile
+        choose = launch_attention.device_tile
 
         def recorded(*args, **kwargs):
             tile = choose(*args, **kwargs)
@@ -51,9 +51,9 @@ class Attend:
             return tile
 
         def launch(*args, **kwargs):
-            return attention_fwd.launch_attention_fwd(*args, **kwargs, return_lse=self._return_lse)
+            return launch_attention.launch_attention_fwd(*args, **kwargs, return_lse=self._return_lse)
 
-        patch.setattr(attention_fwd, "_device_tile", recorded)
+        patch.setattr(launch_attention, "device_tile", recorded)
         if tier == "interpreter":
             patch.setattr(sage_kernels.reference, "ref_attention", launch)
 

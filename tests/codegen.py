@@ -36,7 +36,10 @@ SCALINGS = ("planned", "per_token")
 WIDTHS = (64, 128, 256)
 MASKS = ("keys", "rows", "causal")
 FULL_TARGETS = ("sm_80", "sm_90")  # the others compile a part: each kernel takes seconds
-MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA")
+MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QMMA", "QGMMA")
+FP8_MATRIX = re.compile(
+    r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
+)
 INT8_MATRIX = re.compile(r"wgmma\.\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32|v_mfma_i32\S*_i8")
 
 
@@ -91,6 +94,8 @@ def read(compiled) -> dict:
     """Registers, spills and matrix instructions of one compiled kernel."""
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
     facts = {"shared": compiled.metadata.shared, "int8_matrix": bool(INT8_MATRIX.search(text))}
+    if FP8_MATRIX.search(text):
+        facts["fp8_matrix"] = True
     if "cubin" in compiled.asm:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
@@ -111,17 +116,17 @@ def read(compiled) -> dict:
     return facts
 
 
-def attention(name: str, width: int, scaling: str, mask: str = "none", keep_first_max: bool | None = None) -> dict:
-    """mask: "none", "keys", "rows" or "causal"; keep_first_max: None for the tile table's choice."""
+def attention(name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit") -> dict:
+    """mask: "none", "keys", "rows" or "causal"; reference: of the softmax, "" for the tile table's choice."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = choose_tile(capability, width, scaling, mask == "rows")
-    if keep_first_max is not None:
-        tile = tile._replace(keep_first_max=keep_first_max)
+    tile = choose_tile(capability, width, scaling, mask == "rows", pv)
+    reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
-    constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "KEEP_FIRST_MAX": tile.keep_first_max}
-    types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "values": "*bf16"}
+    constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal"}
+    types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "counts_ptr": "*i32"}
+    types["values"] = "*bf16" if pv == "16bit" else "*fp8e4nv"
     types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
     if tile.kernel == "hopper":
         from triton.experimental.gluon import language as gl
@@ -135,15 +140,16 @@ def attention(name: str, width: int, scaling: str, mask: str = "none", keep_firs
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
         for argument, kind, block, dtype in blocks:
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
-        constants["NUM_BUFFERS"] = tile.num_stages
+        constants |= {"NUM_BUFFERS": tile.num_stages, "KEEP_FIRST_MAX": reference == "first"}
         options = {"num_warps": 4}
     else:
         kernel = _attention_fwd_kernel
         if tile.kernel == "tma":
             types["keys"] = f"tensordesc<i8[{tile.block_n}, {width}]>"
-            types["values"] = f"tensordesc<bf16[1, {tile.block_n}, 1, {width}]>"
+            fp8 = f"fp8e4nv[{width}, {tile.block_n}]"
+            types["values"] = f"tensordesc<{fp8 if pv != '16bit' else f'bf16[1, {tile.block_n}, 1, {width}]'}>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
-        constants |= {"SOFTCAP": False, "HAS_SINKS": False}
+        constants |= {"SOFTCAP": False, "HAS_SINKS": False, "REFERENCE": reference, "PV": pv}
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 
@@ -217,9 +223,8 @@ def kernels(name: str):
     if name not in FULL_TARGETS:
         return
     for scaling in SCALINGS:  # what the tile table does not choose
-        other = not choose_tile(TARGETS[name].arch, 128, scaling).keep_first_max
-        key = f"{name}/attention/128/{scaling}/{'first' if other else 'running'}_max"
-        yield key, attention(name, 128, scaling, keep_first_max=other)
+        other = "running" if choose_tile(TARGETS[name].arch, 128, scaling).keep_first_max else "first"
+        yield f"{name}/attention/128/{scaling}/{other}_max", attention(name, 128, scaling, reference=other)
     for mask in MASKS:
         yield f"{name}/attention/128/planned/{mask}", attention(name, 128, "planned", mask)
         if mask != "causal":

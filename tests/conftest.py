@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +72,31 @@ def _poisoned_memory(monkeypatch):
         return tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def _true_fp8(monkeypatch):
+    """Triton's interpreter casts to and from e4m3 as a GPU does: its own cast rounds ties away from zero, flushes
+    subnormals, wraps around beyond 448 and loses NaN. PyTorch's casts, clamped first, are right."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._convert_float
+    torch_types = {tl.float16: torch.float16, tl.float32: torch.float32, tl.float8e4nv: torch.float8_e4m3fn}
+
+    def converted(data, source, target, rounding):
+        if tl.float8e4nv not in (source, target):
+            return convert(data, source, target, rounding)
+        x = torch.from_numpy(np.ascontiguousarray(data).reshape(-1)).view(torch_types[source]).float()
+        if target == tl.float8e4nv:
+            x = x.clamp(-448.0, 448.0)
+        integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+        result = x.to(torch_types[target])
+        return result.view(integers[result.element_size()]).numpy().reshape(data.shape)
+
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
 
 
 @pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])

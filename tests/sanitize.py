@@ -62,7 +62,7 @@ def run_kernels():
     import torch
 
     from sage_kernels import HeadState
-    from sage_kernels._triton.attention_fwd import _device_tile, launch_attention_fwd
+    from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
     from sage_kernels._triton.tiles import Tile, head_width
     from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
     from sage_processors.scales import ScaleState, Site
@@ -76,7 +76,7 @@ def run_kernels():
         for _ in range(2 if scaling == "planned" else 1):  # without a plan, then with one
             state = scales.head_state(0) if scaling == "planned" else None
             before = None if state is None else HeadState(*(x.clone() for x in state))
-            tile = _device_tile(device, head_width(head_dim), scaling, masking)
+            tile = device_tile(device, head_width(head_dim), scaling, masking)
             tile = Tile(64, 64, 4, 2, kernel) if kernel else tile
             rest = {"scaling": "per_token" if state else scaling, "scale": head_dim**-0.5, "smooth_k": True}
             out, lse = launch_attention_fwd(

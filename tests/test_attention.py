@@ -36,12 +36,12 @@ DTYPES = {"interpreter": (torch.float16,), "cuda": (torch.float16, torch.bfloat1
 
 def run_kernel(q, k, v, device, *, scaling="per_token", state=None, smooth_k=True, return_lse=True):
     """The kernels (not the reference) on `device`, and the block sizes of the scales that they used."""
-    from sage_kernels._triton.attention_fwd import _device_tile, launch_attention_fwd
+    from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
     from sage_kernels._triton.tiles import head_width
 
     q, k, v = (x.to(device) for x in (q, k, v))
     mode = "planned" if state is not None else scaling
-    tile = _device_tile(q.device, head_width(q.shape[3]), mode)
+    tile = device_tile(q.device, head_width(q.shape[3]), mode)
     out, lse = launch_attention_fwd(
         q, k, v, scale=q.shape[3] ** -0.5, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse
     )

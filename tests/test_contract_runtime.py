@@ -177,18 +177,18 @@ def test_E07_a_sample_has_the_same_bits_alone_and_in_a_batch_of_8(attend):
 
 def test_E09_a_gpu_that_is_too_old_is_named(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.attention_fwd import _device_tile
+    from sage_kernels._triton.launch_attention import device_tile
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
     with pytest.raises(NotImplementedError, match=r"7\.5.*8\.0.*scaled_dot_product_attention"):
-        _device_tile(torch.device("cuda"), 64, "per_token")
+        device_tile(torch.device("cuda"), 64, "per_token")
 
 
 def test_E09_small_shared_memory_gets_smaller_tiles(monkeypatch):
     """99 KB a block on sm_86 and sm_89 (and 120) against 163 KB: codes and values of all stages must fit."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.attention_fwd import _device_tile
+    from sage_kernels._triton.launch_attention import device_tile
     from sage_kernels._triton.tiles import head_width
 
     monkeypatch.setattr(torch.version, "hip", None)
@@ -198,7 +198,7 @@ def test_E09_small_shared_memory_gets_smaller_tiles(monkeypatch):
             width = head_width(head_dim)
             for scaling in (*sage_kernels.SCALINGS, "planned"):
                 for masking in (NO_MASKING, NO_MASKING._replace(right=0, softcap=1.0)):
-                    tile = _device_tile(torch.device("cuda"), width, scaling, masking)
+                    tile = device_tile(torch.device("cuda"), width, scaling, masking)
                     stages = tile.num_stages * tile.block_n * width * 3  # int8 codes and 16-bit values
                     assert stages <= limit * 1024, (capability, head_dim, scaling, tile)
 

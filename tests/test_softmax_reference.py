@@ -16,14 +16,14 @@ def kernels(request, attend, monkeypatch):
     """`attend` with and without the first tile's max as the reference, on the kernels only."""
     if attend.tier == "reference":
         pytest.skip("the reference has no key tiles")
-    from sage_kernels._triton import attention_fwd
+    from sage_kernels._triton import launch_attention
 
-    choose = attention_fwd._device_tile
+    choose = launch_attention.device_tile
 
     def chosen(*args, **kwargs):
         return choose(*args, **kwargs)._replace(keep_first_max=request.param == "keep_first_max")
 
-    monkeypatch.setattr(attention_fwd, "_device_tile", chosen)
+    monkeypatch.setattr(launch_attention, "device_tile", chosen)
     return attend
 
 

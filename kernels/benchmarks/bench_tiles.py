@@ -18,7 +18,7 @@ from bench import MAX_ERROR, exact_rows, make_inputs, options_of, torch_sdpa
 from cases import square
 from torch.nn.attention import SDPBackend
 
-from sage_kernels._triton.attention_fwd import launch_attention_fwd
+from sage_kernels._triton.launch_attention import launch_attention_fwd
 from sage_kernels._triton.tiles import Tile
 from sage_kernels.masking import make_masking
 from sage_kernels.testing import relative_l2

@@ -213,11 +213,12 @@ def check_options(recipe, scaling, scale, state, softcap=0.0, cu_seqlens=None) -
         raise TypeError(f"state: got {type(state).__name__}, expected sage_kernels.HeadState or None")
 
 
-def check_state(state: HeadState, kv_heads: int, head_dim: int, device: torch.device) -> None:
-    """Raise unless `state` has the layout of `new_head_state`, wide enough, on the inputs' device.
+def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: torch.device) -> None:
+    """Raise unless `state` has the layout of `new_head_state`, wide enough for q [B, S_q, H, D], on its device.
 
     That row + kv_heads stays inside is the owner's duty (row lives on the device; reading it would sync).
     """
+    batch, seq_q, heads, head_dim = q_shape
     rows = state.plan.shape[0]
     width = state.plan.shape[2] if state.plan.dim() == 3 else -1
     wanted = {
@@ -226,6 +227,7 @@ def check_state(state: HeadState, kv_heads: int, head_dim: int, device: torch.de
         "stats": (torch.float32, (rows, STAT_FIELDS, width)),
         "counts": (torch.int32, (rows, COUNT_FIELDS)),
         "row": (torch.int32, ()),
+        "row_max": (torch.float32, (0,) if state.row_max.numel() == 0 else (batch, heads, seq_q)),
     }
     for name, (dtype, shape) in wanted.items():
         x = getattr(state, name)

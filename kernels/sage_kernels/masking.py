@@ -38,6 +38,11 @@ class Masking(NamedTuple):
         """The mask is one vector of keys a sample: it hides the same keys from all rows and heads."""
         return self.mask is not None and self.mask.shape[1] == 1 and self.mask.shape[2] == 1
 
+    @property
+    def by_row(self) -> bool:
+        """More than a band or a mask of keys comes between the scores and the softmax."""
+        return (self.mask is not None and not self.by_key) or self.softcap > 0 or self.sinks is not None
+
 
 NO_MASKING = Masking()
 

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .recipe import AMAX_FLOOR
+from .recipe import AMAX_FLOOR, E4M3_MAX, V_AMAX_FLOOR, V_CODE
 
 
 LOG2_E = math.log2(math.e)
@@ -69,3 +69,33 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
     amax = sample.abs().amax((2, 3), keepdim=True).clamp_min(AMAX_FLOOR)
     total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()
     return total * (amax / (CENTER_STEPS * number))
+
+
+def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:
+    """x rounded to e4m3 as a GPU does, in fp32: to nearest even, saturating (torch's cast overflows); NaN stays."""
+    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
+
+
+def quantize_values(v, seen=None, counts=None, planned=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """V in e4m3 with one scale a channel. v fp32 [B, H, S, D].
+
+    seen, counts: bool [B or 1, H or 1, S], keys that some row sees at all, and that take part in scales; None: all.
+    planned: fp32 [H, D], 0 in every channel of a head without a plan.
+    Returns: codes [B, H, S, D] fp32 values of e4m3 (NaN for NaN and inf), scale [B, H, 1, D] and which elements were
+        beyond a planned scale's range [B, H, S, D].
+    """
+    if seen is not None:
+        v = torch.where(seen[..., None], v, 0.0)
+    size = torch.where(torch.isfinite(v), v.abs(), 0.0)
+    amax = size.amax(2, keepdim=True)
+    if counts is not None:
+        counted = torch.where(counts[..., None], size, 0.0).amax(2, keepdim=True)
+        amax = torch.where(counted > 0, counted, amax)
+    scale = amax / V_CODE
+    has_plan = torch.zeros_like(scale[:, :, :, :1], dtype=torch.bool)
+    if planned is not None:
+        has_plan = (planned > 0).any(-1)[None, :, None, None]
+        scale = torch.where(has_plan, planned[None, :, None], scale)
+    scale = scale.clamp_min(V_AMAX_FLOOR / V_CODE)
+    inverse = divide(1.0, scale)
+    return round_to_e4m3(v * inverse + v * 0.0), scale, (size * inverse > E4M3_MAX) & has_plan

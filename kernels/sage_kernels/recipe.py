@@ -14,6 +14,21 @@ AMAX_FLOOR = 1e-30
 # Channels this much smaller than the head's largest are balanced as if they were this large: keeps b in fp32's range.
 CHANNEL_FLOOR = 2.0**-24
 
+# e4m3: 4 significant bits from 2^-6 on, steps of 2^-9 below, nothing above 448 but NaN.
+E4M3_MAX = 448.0
+# The largest value known of a channel of V becomes this code. A floating-point format is as precise here as at 448,
+# and a step whose V grew by less than 7 times is not clipped.
+V_CODE = 64.0
+# A channel of V whose amax is below this is all zeros to us: its inverse scale stays in fp32's range.
+V_AMAX_FLOOR = 2.0**-118
+# P is 2^(score - reference): the row's largest is 2^8 = 256 with a running max, the power of two below 448 ...
+P_EXPONENT = 8.0
+# ... which scores beyond this would lose to fp32's rounding, so there the largest P is 1.
+P_EXPONENT_LIMIT = 2.0**18
+# Against the row's largest score of the step before, P of such a score is 2^4: what e4m3 has above (448 = 2^8.8, less
+# what the exponential is off by) and below, in exponents of the largest P of a row. See kernels/README.md, section 8.
+LAGGED_EXPONENT, LAGGED_LOWEST, LAGGED_HIGHEST = 4.0, 1.0, 8.75
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -23,6 +38,7 @@ class Recipe:
         name: the string users write, the test id, the benchmark row.
         qk: format of Q and K in the score matmul.
         pv: format of P and V in the output matmul; "16bit" is the input's own fp16 or bf16 (bf16 for fp32 inputs).
+            "fp8_e4m3" needs a GPU with FP8 matrix units: compute capability 8.9 or newer.
     """
 
     name: str
@@ -30,5 +46,11 @@ class Recipe:
     pv: str
 
 
-RECIPES = {r.name: r for r in (Recipe("qk_int8_pv_bf16", qk="int8", pv="16bit"),)}
+RECIPES = {
+    r.name: r
+    for r in (
+        Recipe("qk_int8_pv_bf16", qk="int8", pv="16bit"),
+        Recipe("qk_int8_pv_fp8", qk="int8", pv="fp8_e4m3"),
+    )
+}
 DEFAULT_RECIPE = "qk_int8_pv_bf16"

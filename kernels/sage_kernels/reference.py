@@ -9,10 +9,32 @@ from __future__ import annotations
 import torch
 
 from .masking import FAINT, NO_MASKING, Masking, key_reach, log2_bias, visible
-from .numerics import LOG2_E, divide, padded_head_dim, pv_dtype, sample_keys, sample_tokens, sampled_center
-from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, INT8_MAX
+from .numerics import (
+    LOG2_E,
+    divide,
+    padded_head_dim,
+    pv_dtype,
+    quantize_values,
+    round_to_e4m3,
+    sample_keys,
+    sample_tokens,
+    sampled_center,
+)
+from .recipe import (
+    AMAX_FLOOR,
+    CHANNEL_FLOOR,
+    DEFAULT_RECIPE,
+    INT8_MAX,
+    LAGGED_EXPONENT,
+    LAGGED_HIGHEST,
+    LAGGED_LOWEST,
+    P_EXPONENT,
+    P_EXPONENT_LIMIT,
+    RECIPES,
+)
 from .state import (
     COUNT_CALLS,
+    COUNT_CLIPPED,
     COUNT_DYNAMIC,
     COUNT_KEY_MAX,
     COUNT_KEY_MIN,
@@ -20,13 +42,18 @@ from .state import (
     COUNT_OUTSIDE,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
+    COUNT_REDONE,
+    COUNT_TRIED,
     PLAN_CENTER,
     PLAN_K_WEIGHT,
     PLAN_Q_WEIGHT,
+    PLAN_V_SCALE,
     STAT_K_MAX,
     STAT_K_MIN,
     STAT_Q_AMAX,
+    STAT_V_AMAX,
     HeadState,
+    keeps_row_max,
     shape_key,
 )
 
@@ -80,6 +107,7 @@ def ref_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     *,
+    recipe: str = DEFAULT_RECIPE,
     scaling: str = "per_token",
     scale: float | None = None,
     smooth_k: bool = True,
@@ -93,8 +121,8 @@ def ref_attention(
 
     Args:
         block_q, block_k: tokens per scale where the granularity is a block (the kernels' own tile sizes on a GPU).
-        round_p: False keeps P, and V as it is given, in fp32: the difference is the rounding floor of the test
-            tolerances.
+        round_p: False keeps P, and V as it is given (in FP8: V as it is rounded), in fp32: the difference is the
+            rounding floor of the test tolerances.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
     """
     batch, seq_q, heads, head_dim = q.shape
@@ -102,12 +130,13 @@ def ref_attention(
     scale = head_dim**-0.5 if scale is None else scale
     qf = q.detach().transpose(1, 2).float()
     kf = k.detach().transpose(1, 2).float()
-    vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p else torch.float32).float()
-    counts = None
+    is_fp8 = RECIPES[recipe].pv == "fp8_e4m3"
+    vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p and not is_fp8 else torch.float32).float()
+    counts = seen = None
     reach = key_reach(masking, batch, heads, kv_heads, seq_q)
     if reach is not None:  # what no row sees may hold anything
-        counts = reach > FAINT
-        vf = torch.where((reach > -torch.inf)[..., None], vf, 0.0)
+        counts, seen = reach > FAINT, reach > -torch.inf
+        vf = torch.where(seen[..., None], vf, 0.0)
     group_q = {"per_block": block_q, "per_token": 1, "per_head": None}[scaling]
     group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]
     planned = None
@@ -116,9 +145,20 @@ def ref_attention(
         x_q, x_k = qf, kf - center
     else:
         group_q, group_k = 1, block_k
-        x_q, x_k, center, planned = _apply_plan(qf, kf, center, counts, state)
+        known = _known(state, batch, seq_q, seq_kv, kv_heads)
+        x_q, x_k, center, planned = _apply_plan(qf, kf, center, counts, state, known)
     if counts is not None:
         x_k = torch.where(counts[..., None], x_k, 0.0)
+    v_scale = None
+    if is_fp8:
+        planned_v = None
+        if state is not None:
+            rows = slice(int(state.row), int(state.row) + kv_heads)
+            planned_v = torch.where(known[:, None], state.plan[rows, PLAN_V_SCALE, :head_dim], 0.0)
+        values, v_scale, clipped = quantize_values(vf, seen, counts, planned_v)
+        if state is not None:
+            _record_values(state, vf, counts, clipped)
+        vf = values
     if state is not None:
         _record(state, qf, kf, x_k, planned, counts)
     q_int, q_scale = ref_quantize(x_q, group_q)
@@ -129,6 +169,9 @@ def ref_attention(
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
     repeat = heads // kv_heads
     step = max(1, _SCORES_LIMIT // seq_kv)
+    lagged = is_fp8 and keeps_row_max(state, masking)
+    if lagged:  # decided for whole tiles of query rows
+        step = max(1, step // block_q) * block_q
     for b in range(batch):
         for h in range(heads):
             kv = h // repeat
@@ -139,7 +182,16 @@ def ref_attention(
                 # smoothing lowered every score of the row by q·c: what is not invariant to that gets it back
                 shift = (qf[b, h, part] @ center[b, kv].T) * scale
                 s = _masked_scores(s, shift, masking, b, h, rows)
-                o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, pv_dtype(q.dtype) if round_p else None)
+                round_ = None
+                if round_p:
+                    round_ = round_to_e4m3 if is_fp8 else lambda p: p.to(pv_dtype(q.dtype)).float()
+                reference = _reference(s, P_EXPONENT if is_fp8 else 0.0)
+                if lagged:
+                    counts_of_head = state.counts[int(state.row) + kv]
+                    reference = _lagged(s, state.row_max[b, h, part], reference, block_q, counts_of_head)
+                o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
+                if is_fp8:  # the rounding of P may push a mean of finite values beyond the largest number
+                    o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
                 out[b, part, h] = o.to(q.dtype)
                 lse[b, part, h] = log_sum[:, 0]
     return out, lse
@@ -158,32 +210,62 @@ def _masked_scores(s, shift, masking: Masking, b: int, h: int, rows) -> torch.Te
     return s if seen is None else torch.where(seen, s, -torch.inf)
 
 
-def _softmax_values(s, v, shift, masking: Masking, h: int, p_dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(s) · v of one head's rows, and the natural log of the sum, fp32; p_dtype None: P is not rounded."""
+def _reference(s, exponent: float) -> torch.Tensor:
+    """What the exponents of each row are taken against [R, 1]: its largest P is 2^exponent."""
+    top = s.amax(-1, keepdim=True)
+    return torch.where(top.abs() < P_EXPONENT_LIMIT, top - exponent, top)
+
+
+def _lagged(s, row_max, running, block_q: int, counts) -> torch.Tensor:
+    """The reference [R, 1] from the rows' largest scores of the call before, where it fits whole tiles of rows.
+
+    row_max [R] gets those of this call. running [R, 1]: for the other tiles. counts: of the head.
+    """
+    top, known = s.amax(-1), row_max.abs() < P_EXPONENT_LIMIT
+    rise = top - (row_max - LAGGED_EXPONENT)
+    fits = known & ((rise >= LAGGED_LOWEST) & (rise <= LAGGED_HIGHEST) | (top == -torch.inf))
+    fits = torch.nn.functional.pad(fits, (0, -len(fits) % block_q), value=True).unflatten(0, (-1, block_q)).all(1)
+    counts[COUNT_TRIED] += len(fits)
+    counts[COUNT_REDONE] += (~fits).sum().int()
+    fits = fits.repeat_interleave(block_q)[: len(top), None] & (top > -torch.inf)[:, None]
+    reference = torch.where(fits, row_max[:, None] - LAGGED_EXPONENT, running)
+    row_max.copy_(torch.where(top == -torch.inf, 0.0, top))
+    return reference
+
+
+def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p):
+    """softmax(s) · v of one head's rows, and the natural log of the sum, fp32.
+
+    reference [R, 1]: what the exponents are taken against, -inf in a row that sees nothing. round_p: of P, or None.
+    """
     shift = torch.zeros_like(shift) if masking.softcap else shift  # the capped scores are the true ones
     sink = None if masking.sinks is None else (masking.sinks[h] - shift) * LOG2_E
-    top = s.amax(-1, keepdim=True)
-    top = top if sink is None else top.maximum(sink)
-    safe = torch.where(top == -torch.inf, 0.0, top)  # a row that sees nothing
+    safe = torch.where(reference == -torch.inf, 0.0, reference)  # a row that sees nothing
     p = torch.exp2(s - safe)
     total = p.sum(-1, keepdim=True)
+    # before the sink joins, which may lie far above: as in the kernels, it only rescales the sums
+    o = (p if round_p is None else round_p(p)) @ v
     if sink is not None:
-        total = total + torch.exp2(sink - safe)
-    o = (p if p_dtype is None else p.to(p_dtype).float()) @ v
-    return torch.where(total == 0, 0.0, o / total), (top + torch.log2(total)) / LOG2_E + shift
+        new = reference.maximum(sink)
+        safe = torch.where(new == -torch.inf, 0.0, new)
+        rescale = torch.exp2(reference - safe)
+        o, total, reference = o * rescale, total * rescale + torch.exp2(sink - safe), new
+    return torch.where(total == 0, 0.0, o / total), (reference + torch.log2(total)) / LOG2_E + shift
 
 
-def _apply_plan(qf, kf, center, kept, state: HeadState):
+def _known(state: HeadState, batch: int, seq_q: int, seq_kv: int, kv_heads: int) -> torch.Tensor:
+    """Heads bool [H_kv] whose plan is for this shape."""
+    rows = slice(int(state.row), int(state.row) + kv_heads)
+    key, counts = shape_key(batch, seq_q, seq_kv), state.counts[rows]
+    fits = (counts[:, COUNT_PLAN_KEY_A] == key) | (counts[:, COUNT_PLAN_KEY_B] == key)
+    return fits & (state.plan_scale[rows] > 0)
+
+
+def _apply_plan(qf, kf, center, kept, state: HeadState, known):
     """Fold each planned head's vectors into q and k [B, H, S, D]; an unplanned head samples its own."""
-    batch, heads, seq_q, head_dim = qf.shape
-    kv_heads, seq_kv = kf.shape[1], kf.shape[2]
-    first = int(state.row)
-    rows = slice(first, first + kv_heads)
+    heads, head_dim, kv_heads = qf.shape[1], qf.shape[3], kf.shape[1]
+    rows = slice(int(state.row), int(state.row) + kv_heads)
     plan = state.plan[rows, :, :head_dim]
-    key = shape_key(batch, seq_q, seq_kv)
-    counts = state.counts[rows]
-    known = (counts[:, COUNT_PLAN_KEY_A] == key) | (counts[:, COUNT_PLAN_KEY_B] == key)
-    known &= state.plan_scale[rows] > 0
     on = known[None, :, None, None]
     balance = ref_balance(qf, kf, center, kept)
     center = torch.where(on, plan[None, :, None, PLAN_CENTER], center)
@@ -191,6 +273,17 @@ def _apply_plan(qf, kf, center, kept, state: HeadState):
     w_q = torch.where(on, plan[None, :, None, PLAN_Q_WEIGHT], divide(1.0, balance))
     planned = torch.where(known, state.plan_scale[rows], 0.0)[None, :, None, None]
     return qf * w_q.repeat_interleave(heads // kv_heads, 1), x_k, center, planned
+
+
+def _record_values(state: HeadState, vf, counts, clipped) -> None:
+    """This step's statistics of V [B, H, S, D], in place."""
+    rows = slice(int(state.row), int(state.row) + vf.shape[1])
+    stats = state.stats[rows, STAT_V_AMAX, : vf.shape[3]]
+    size = torch.where(torch.isfinite(vf), vf.abs(), 0.0)
+    if counts is not None:
+        size = torch.where(counts[..., None], size, 0.0)
+    stats.copy_(torch.maximum(stats, size.amax((0, 2))))
+    state.counts[rows, COUNT_CLIPPED] += clipped.sum((0, 2, 3)).int()
 
 
 def _record(state: HeadState, qf, kf, x_k, planned, kept) -> None:

@@ -12,19 +12,21 @@ from typing import NamedTuple
 
 import torch
 
+from .masking import Masking
 from .numerics import padded_head_dim
 
 
-# plan[row, i, channel], fp32: c, b / s and 1 / b
-PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT = range(3)
-PLAN_FIELDS = 3
-# stats[row, i, channel], fp32
-STAT_Q_AMAX, STAT_K_MAX, STAT_K_MIN = range(3)
-STAT_FIELDS = 3
+# plan[row, i, channel], fp32: c, b / s, 1 / b and the scale of V (0 in all channels: no plan for V)
+PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCALE = range(4)
+PLAN_FIELDS = 4
+# stats[row, i, channel], fp32; that of V is recorded by the recipes that quantise V
+STAT_Q_AMAX, STAT_K_MAX, STAT_K_MIN, STAT_V_AMAX = range(4)
+STAT_FIELDS = 4
 # counts[row, i], int32
 COUNT_CALLS, COUNT_DYNAMIC, COUNT_OUTSIDE, COUNT_KEYS = range(4)
-COUNT_KEY_MAX, COUNT_KEY_MIN, COUNT_PLAN_KEY_A, COUNT_PLAN_KEY_B = range(4, 8)
-COUNT_FIELDS = 8
+COUNT_CLIPPED, COUNT_TRIED, COUNT_REDONE = range(4, 7)
+COUNT_KEY_MAX, COUNT_KEY_MIN, COUNT_PLAN_KEY_A, COUNT_PLAN_KEY_B = range(7, 11)
+COUNT_FIELDS = 11
 
 KEY_NONE = 0  # no call has this shape key
 _INT32_MAX = 2**31 - 1
@@ -34,12 +36,17 @@ class HeadState(NamedTuple):
     """What one attention call site needs of the shared state.
 
     Attributes:
-        plan: fp32 [R, 3, D_max]: per row and channel the smoothing vector c, the K weight b/s and the Q weight 1/b.
+        plan: fp32 [R, 4, D_max]: per row and channel the smoothing vector c, the K weight b/s, the Q weight 1/b and,
+            for recipes that quantise V, its scale.
         plan_scale: fp32 [R]: the INT8 scale s of K; 0 marks a head without a plan (it runs dynamic scaling).
-        stats: fp32 [R, 3, D_max], written: per-channel max |q|, max k, min k of this step.
-        counts: int32 [R, 8], written: calls, dynamic calls, elements of K outside the planned range, elements of K,
-            shape keys.
+        stats: fp32 [R, 4, D_max], written: per-channel max |q|, max k, min k and max |v| of this step.
+        counts: int32 [R, 11], written: calls, dynamic calls, elements of K outside the planned range, elements of K,
+            elements of V clipped at 7 times the planned range, tiles of queries that ran with a softmax reference
+            kept from the step before, those of them that were done again, shape keys.
         row: int32 0-d tensor: first row of this site; its key/value head h uses row + h.
+        row_max: fp32 [B, H, S_q], read and written: largest score of each query row, base 2, which the recipes with
+            8-bit P take as the softmax reference of the next call of this shape. -inf or NaN: unknown. Empty ([0], not
+            None, so that every field is a tensor): running max, nothing kept.
     """
 
     plan: torch.Tensor
@@ -47,6 +54,7 @@ class HeadState(NamedTuple):
     stats: torch.Tensor
     counts: torch.Tensor
     row: torch.Tensor
+    row_max: torch.Tensor
 
 
 def shape_key(batch: int, seq_q: int, seq_kv: int) -> int:
@@ -54,11 +62,20 @@ def shape_key(batch: int, seq_q: int, seq_kv: int) -> int:
     return (batch * 73_856_093 ^ seq_q * 19_349_663 ^ seq_kv * 83_492_791) % (_INT32_MAX - 1) + 1
 
 
+def keeps_row_max(state: HeadState | None, masking: Masking) -> bool:
+    """Whether a call with 8-bit P takes its softmax reference from `state.row_max` and leaves the next one there.
+
+    Not where more than a band or a mask of keys is between scores and softmax: such a loop has no registers to spare.
+    """
+    return state is not None and state.row_max.numel() > 0 and not masking.by_row
+
+
 def clear_step(stats: torch.Tensor, counts: torch.Tensor) -> None:
     """Ready `stats` and the per-step half of `counts` for the next step (the plan keys stay)."""
     stats[:, STAT_Q_AMAX].zero_()
     stats[:, STAT_K_MAX].fill_(-torch.inf)
     stats[:, STAT_K_MIN].fill_(torch.inf)
+    stats[:, STAT_V_AMAX].zero_()
     counts[:, :COUNT_KEY_MAX].zero_()
     counts[:, COUNT_KEY_MAX].fill_(KEY_NONE)
     counts[:, COUNT_KEY_MIN].fill_(_INT32_MAX)
@@ -73,6 +90,7 @@ def new_head_state(rows: int, head_dim: int, device: torch.device | str) -> Head
         stats=torch.empty(rows, STAT_FIELDS, channels, device=device),
         counts=torch.zeros(rows, COUNT_FIELDS, dtype=torch.int32, device=device),
         row=torch.zeros((), dtype=torch.int32, device=device),
+        row_max=torch.zeros(0, device=device),
     )
     clear_step(state.stats, state.counts)
     return state

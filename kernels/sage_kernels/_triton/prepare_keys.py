@@ -369,7 +369,7 @@ def launch_prepare_keys(
     tiles = max(1, TOKENS_PER_PROGRAM // block_n)
     programs = triton.cdiv(n_tiles, tiles)
     none = prepared.scale  # never read where a pointer does not apply
-    plan, plan_scale, stats, counts, row = state if planned else (none, none, none, none, none)
+    plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
     _prepare_keys_kernel[(programs * batch * kv_heads,)](
         q, k, prepared.codes, prepared.scale, none if prepared.center is None else prepared.center,
         none if prepared.q_weight is None else prepared.q_weight, none if k_amax is None else k_amax,

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from .. import recipe
+
 
 # The kernels are launched with enable_fp_fusion=False and write tl.fma where they mean it: a product that the compiler
 # fused into the sum behind it would round codes near a tie differently from the reference.
@@ -16,6 +18,10 @@ AMAX_FLOOR = tl.constexpr(1e-30)
 CHANNEL_FLOOR = tl.constexpr(2.0**-24)
 CENTER_SAMPLES = tl.constexpr(128)
 CENTER_STEPS = tl.constexpr(2.0**22)
+E4M3_MAX = tl.constexpr(recipe.E4M3_MAX)
+P_EXPONENT_LIMIT = tl.constexpr(recipe.P_EXPONENT_LIMIT)
+# From here on the rounding of a score alone may push P out of e4m3 in a step that folds the scale into the exponent.
+_SCORE_LIMIT = tl.constexpr(2.0**27)
 
 
 @triton.jit
@@ -70,26 +76,55 @@ def load_tokens(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WIDTH: 
 
 
 @triton.jit
-def online_softmax_step(scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY: tl.constexpr):
+def to_e4m3(x):
+    """Round to e4m3, saturating: beyond ±448 it has nothing but NaN. NaN stays."""
+    return tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def in_operand_order(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """P [BLOCK_M, BLOCK_N] with its keys permuted inside each 16, as V is stored (prepare_values.py).
+
+    A thread holds other columns of an accumulator than of an 8-bit operand. In this order they are the same ones, so
+    nothing moves between threads; a sum over keys does not care.
+    """
+    p = tl.permute(tl.reshape(p, (BLOCK_M, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(p, (BLOCK_M, BLOCK_N))
+
+
+@triton.jit
+def reference_below(top, EXPONENT: tl.constexpr):
+    """What exponents are taken against in a row whose largest score is `top`: its P is 2^EXPONENT."""
+    if EXPONENT != 0:
+        top = tl.where(tl.abs(top) < P_EXPONENT_LIMIT, top - EXPONENT, top)
+    return top
+
+
+@triton.jit
+def online_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY: tl.constexpr,
+                        EXPONENT: tl.constexpr):  # fmt: skip
     """One wholly visible key tile of the base-2 online softmax.
 
     scores int32 [BLOCK_M, BLOCK_N]; row_scale [BLOCK_M] holds the Q scale, softmax scale and log2(e);
-    key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY. Returns P fp32, the new max, the new sum and the rescale
-    factor.
+    key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY; reference [BLOCK_M] is `reference_below` the largest score
+    so far. Returns P fp32, the new reference, the new sum and the rescale factor.
     """
     if SCALE_PER_KEY:
         values = scores.to(tl.float32) * key_scale[None, :]
         tile_scale = row_scale
-        new_max = tl.maximum(running_max, tl.max(values, 1) * tile_scale)
+        top = tl.max(values, 1) * tile_scale
     else:
         # one positive scale for the tile: the max may be taken on the integers, where Hopper compares three at a time
         values = scores.to(tl.float32)
         tile_scale = row_scale * key_scale
-        new_max = tl.maximum(running_max, tl.max(scores, 1).to(tl.float32) * tile_scale)
+        top = tl.max(scores, 1).to(tl.float32) * tile_scale
+    if EXPONENT != 0:  # no number, rather than a P that saturates beside a sum that does not
+        top = tl.where(tl.abs(top) < _SCORE_LIMIT, top, float("inf"))
+    new_reference = tl.maximum(reference, reference_below(top, EXPONENT))
     # dequantisation folds into the exponent's FMA
-    p = tl.exp2(tl.fma(values, tile_scale[:, None], -new_max[:, None]))
-    rescale = tl.exp2(running_max - new_max)
-    return p, new_max, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale
+    p = tl.exp2(tl.fma(values, tile_scale[:, None], -new_reference[:, None]))
+    rescale = tl.exp2(reference - new_reference)
+    return p, new_reference, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale
 
 
 @triton.jit
@@ -97,7 +132,8 @@ def fixed_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCA
     """As `online_softmax_step` with the reference that there is: no max, nothing to rescale.
 
     Softmax does not depend on its reference, and the relative precision of P does not either. Only its range ends:
-    a score that is too far above gives inf, which stays in the sums (see `outgrown`). Returns P and the new sum.
+    in 16 bit, a score that is too far above gives inf, which stays in the sums (see `outgrown`). Returns P and the new
+    sum.
     """
     values = scores.to(tl.float32)
     tile_scale = row_scale
@@ -117,12 +153,12 @@ def outgrown(acc, running_sum):
 
 
 @triton.jit
-def masked_softmax_step(scores, row_scale, key_scale, shift, bias, visible, softcap, running_max, running_sum,
-                        SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    """As `online_softmax_step` where the scores are more than a product, or not all visible.
+def masked_scores(scores, row_scale, key_scale, shift, bias, softcap,
+                  SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
+    """Scores in base 2, fp32 [BLOCK_M, BLOCK_N], where they are more than a product; the hidden ones too.
 
-    shift [BLOCK_M]: what smoothing took from the scores (softcap); bias: added, base 2; visible: bool, both broadcast
-    to [BLOCK_M, BLOCK_N].
+    shift [BLOCK_M]: what smoothing took from the scores (softcap); bias: added, base 2, broadcast to
+    [BLOCK_M, BLOCK_N].
     """
     values = scores.to(tl.float32)
     tile_scale = row_scale
@@ -138,12 +174,17 @@ def masked_softmax_step(scores, row_scale, key_scale, shift, bias, visible, soft
     if HAS_BIAS:
         values = tl.fma(values, tile_scale[:, None], bias)
         tile_scale = row_scale * 0.0 + 1.0
-    values = values * tile_scale[:, None]  # before it is masked: -inf times a scale of 0 is no number
+    return values * tile_scale[:, None]  # before it is masked: -inf times a scale of 0 is no number
+
+
+@triton.jit
+def masked_softmax_step(values, visible, reference, running_sum, EXPONENT: tl.constexpr):
+    """As `online_softmax_step` on `masked_scores`, of which those not `visible` (broadcast) do not count."""
     top = tl.max(tl.where(visible, values, float("-inf")), 1)
-    new_max = tl.maximum(running_max, top)
-    # a row that has seen nothing yet has a max of -inf: no difference may be taken from that
-    reference = tl.where(new_max == float("-inf"), 0.0, new_max)
-    # not fused: the largest score's exponent is exactly 0, however large the score
-    p = tl.where(visible, tl.exp2(values - reference[:, None]), 0.0)
-    rescale = tl.exp2(running_max - reference)
-    return p, new_max, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale
+    new_reference = tl.maximum(reference, reference_below(top, EXPONENT))
+    # a row that has seen nothing yet has a reference of -inf: no difference may be taken from that
+    finite = tl.where(new_reference == float("-inf"), 0.0, new_reference)
+    # not fused: the largest score's exponent is exactly EXPONENT (0 beyond P_EXPONENT_LIMIT), however large the score
+    p = tl.where(visible, tl.exp2(values - finite[:, None]), 0.0)
+    rescale = tl.exp2(reference - finite)
+    return p, new_reference, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale

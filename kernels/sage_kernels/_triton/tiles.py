@@ -59,6 +59,17 @@ _BLACKWELL = {
     128: Tile(128, 64, 8, 3, "pointers"),
     256: Tile(64, 32, 8, 2, "pointers"),
 }
+# P and V in FP8: 64 x 128 with 4 warps reached 841 TFLOPS at width 128 on an H200 in a prototype of this loop
+# (kernels/README.md, section 8). The others: not timed, the largest tiles whose plain loop does not spill.
+_FP8 = {
+    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 128, 4, 3, "tma"), 256: Tile(64, 64, 4, 2, "tma")},
+    100: {
+        64: Tile(128, 64, 8, 3, "pointers"),
+        128: Tile(128, 64, 8, 3, "pointers"),
+        256: Tile(64, 32, 8, 2, "pointers"),
+    },
+    89: {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers"), 256: _WIDE},
+}
 
 
 def head_width(head_dim: int) -> int:
@@ -66,7 +77,7 @@ def head_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def choose_tile(capability: int, width: int, scaling: str, by_row: bool = False) -> Tile:
+def choose_tile(capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit") -> Tile:
     """The tile of a launch.
 
     Args:
@@ -75,7 +86,10 @@ def choose_tile(capability: int, width: int, scaling: str, by_row: bool = False)
         scaling: "planned" included.
         by_row: there is a mask that differs from row to row, a soft cap or sinks. A band (causal, window) and a mask
             of keys are not that, and run on the tile of plain attention: a padded sample keeps its bits.
+        pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on.
     """
+    if pv == "fp8_e4m3" and not (by_row and width == 128):
+        return _FP8[90 if capability == 90 else 100 if 100 <= capability < 120 else 89][width]
     if by_row and width == 128:
         return _HOPPER_ROWS if capability == 90 else _OTHER_ROWS
     if capability == 90:

@@ -1,0 +1,158 @@
+"""How attention is launched: tile, prologues, the kernel that the tile names, on q's device and current stream."""
+
+import torch
+import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ..masking import NO_MASKING, UNLIMITED, Masking
+from ..numerics import LOG2_E, padded_head_dim, pv_dtype
+from ..recipe import DEFAULT_RECIPE, RECIPES
+from ..state import HeadState, keeps_row_max
+from .attention_fwd import _attention_fwd_kernel
+from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
+from .prepare_keys import launch_prepare_keys
+from .prepare_values import launch_prepare_values
+from .tiles import Tile, choose_tile, head_width
+
+
+def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
+    """V [B, S, H, D] itself where the bulk copy engine can read it (rows aligned to 16 bytes), else a copy."""
+    strides = v.stride()[:3]
+    # 0 (expanded) and the absurd stride of a dimension of size 1 can't be described
+    if v.data_ptr() % 16 == 0 and all(0 < s < 2**36 and s * v.element_size() % 16 == 0 for s in strides):
+        return v
+    return v.clone(memory_format=torch.contiguous_format)
+
+
+def device_tile(
+    device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING, pv: str = "16bit"
+) -> Tile:
+    """The tile of a launch on `device`; NotImplementedError where the device can't run it at all.
+
+    Args: as `tiles.choose_tile`; pv: of the recipe.
+    """
+    if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
+        return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma")
+    major, minor = torch.cuda.get_device_capability(device)
+    capability = 0 if torch.version.hip else major * 10 + minor
+    if capability and capability < 80:
+        raise NotImplementedError(
+            f"GPU: got compute capability {major}.{minor}, expected 8.0 or newer; use scaled_dot_product_attention"
+        )
+    if pv == "fp8_e4m3" and capability < 89:
+        name = torch.cuda.get_device_name(device)
+        raise NotImplementedError(
+            f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
+            f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
+        )
+    return choose_tile(capability, width, scaling, masking.by_row, pv)
+
+
+def launch_attention_fwd(
+    q, k, v, *, scale, scaling, smooth_k, state: HeadState | None, return_lse, recipe: str = DEFAULT_RECIPE,
+    masking: Masking = NO_MASKING, tile: Tile | None = None,
+):  # fmt: skip
+    """Launch the prologue and the attention kernel on q's device and current stream. Arguments are checked already.
+
+    Args:
+        tile: overrides the tile table (benchmarks, tests).
+    Returns: out [B, S_q, H, D] contiguous in q.dtype, lse [B, S_q, H] fp32 or None.
+    """
+    batch, seq_q, heads, head_dim = q.shape
+    seq_kv, kv_heads = k.shape[1], k.shape[2]
+    if head_dim != padded_head_dim(head_dim):
+        # rare head dims: channels of zeros change nothing but the layout
+        extra = (0, padded_head_dim(head_dim) - head_dim)
+        q, k, v = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
+        out, lse = launch_attention_fwd(
+            q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse,
+            recipe=recipe, masking=masking, tile=tile,
+        )  # fmt: skip
+        return out[..., :head_dim].contiguous(), lse
+    width = head_width(head_dim)
+    if state is not None:
+        scaling = "planned"
+    pv = RECIPES[recipe].pv
+    tile = tile or device_tile(q.device, width, scaling, masking, pv)
+    if pv == "16bit":
+        v = v.to(pv_dtype(q.dtype))
+    q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v))
+    out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device) if return_lse else None
+    with torch.cuda.device_of(q):
+        mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
+        keys = launch_prepare_keys(
+            q, k, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
+            return_center=return_lse or masking.sinks is not None or masking.softcap > 0,
+            block_n=tile.block_n, width=width,
+        )  # fmt: skip
+        codes = keys.codes.view(-1, width)
+        none = keys.scale  # never read where a pointer does not apply
+        v_scale = none
+        value_block = [1, tile.block_n, 1, width]
+        if pv != "16bit":
+            v, v_scale = launch_prepare_values(v, seq_q=seq_q, state=state, mask=mask, width=width)
+            value_block = [width, tile.block_n]
+        elif tile.kernel != "pointers":
+            v = _copyable_by_engine(v)
+        tensors = [none if x is None else x for x in (out, lse, keys.center, keys.q_weight, keys.q_amax)]
+        recorded = [none, none] if state is None else [state.stats, state.row]
+        numbers = [0 if state is None else state.plan.shape[-1], q.stride(0), q.stride(1), q.stride(2)]
+        sizes = [seq_q, seq_kv, heads, heads // kv_heads, float(scale)]
+        grid = (triton.cdiv(seq_q, tile.block_m) * batch * heads,)
+        constants = {
+            "HEAD_DIM": head_dim,
+            "WIDTH": width,
+            "BLOCK_N": tile.block_n,
+            "SCALING": scaling,
+            "RETURN_LSE": return_lse,
+            "MASK": mask.kind,
+            "HAS_BIAS": masking.mask is not None and masking.mask.dtype != torch.bool,
+            "HAS_LEFT": masking.left != UNLIMITED,
+            "HAS_RIGHT": masking.right != UNLIMITED,
+        }
+        if tile.kernel == "hopper":
+            from . import attention_fwd_hopper as hopper
+
+            scales = keys.scale
+            if scaling == "per_token":
+                scales = hopper.describe(scales.view(-1, tile.block_n), [1, tile.block_n])
+            hopper.attention_fwd_hopper_kernel[grid](
+                q, hopper.describe(codes, [tile.block_n, width]), scales, hopper.describe(v, value_block),
+                *tensors, *recorded, *numbers,
+                *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
+                mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *sizes,
+                **constants, NUM_BUFFERS=tile.num_stages, KEEP_FIRST_MAX=tile.keep_first_max, num_warps=4,
+                enable_fp_fusion=False,
+            )  # fmt: skip
+            return out, lse
+        use_tma = tile.kernel == "tma"
+        if use_tma:
+            codes = TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tile.block_n, width])
+        values = TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
+        value_strides = v.stride()[:3] if pv == "16bit" else (0, v.stride(0), 0)
+        reference = "first" if tile.keep_first_max else "running"
+        if pv != "16bit":
+            reference = "lagged" if keeps_row_max(state, masking) else "running"
+        kept = [none, none] if state is None else [state.counts, state.row_max]
+        _attention_fwd_kernel[grid](
+            q, codes, keys.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
+            *_mask_arguments(masking, mask, none), *sizes,
+            **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
+            REFERENCE=reference, PV=pv, SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return out, lse
+
+
+def _mask_arguments(masking: Masking, mask: MaskTiles, none: torch.Tensor) -> list:
+    """The kernel's arguments from mask_ptr to softcap."""
+    given, strides = None, (0, 0, 0, 0)
+    if mask.kind == "rows":
+        given = as_loadable(masking.mask)
+        strides = broadcast_strides(given)
+    tensors = [given, mask.reach, mask.tiles, mask.numbers, masking.sinks]
+    return [
+        *(none if x is None else x for x in tensors), *strides, *mask.reach_strides, *mask.list_strides,
+        masking.left, masking.right, masking.offset, masking.softcap * LOG2_E,
+    ]  # fmt: skip

@@ -1,0 +1,315 @@
+"""The recipe qk_int8_pv_fp8: V in e4m3 per channel, P in e4m3, and its softmax reference of the step before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage_kernels import new_head_state, sage_attention
+from sage_kernels.masking import NO_MASKING
+from sage_kernels.numerics import quantize_values
+from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX
+from sage_kernels.testing import exact_attention, relative_l2
+from sage_processors.scales import ScaleState, Site
+from tests.attention_cases import DTYPES, band_mask, key_padding, normal
+from tests.test_softmax_reference import LOGITS, RAMP, climbing
+
+
+# the interpreter is numpy: it warns where a GPU returns inf
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FP8 = "qk_int8_pv_fp8"
+NAN, INF = float("nan"), float("inf")
+BAR = 0.042  # relative L2 of the recipe on N(0, 1)
+ROUNDING = 2.0**-4  # largest relative error of one rounding to e4m3
+
+
+@pytest.fixture
+def fp8(attend):
+    """`attend`, running this recipe. P·V of fp32 inputs is right in the interpreter too: no bf16 is involved."""
+    attend.dtypes = (*DTYPES[attend.tier], *([torch.float32] if attend.tier == "interpreter" else []))
+
+    def run(method):
+        return lambda *inputs, **options: method(*inputs, recipe=FP8, **options)
+
+    for name in ("check", "planned"):
+        setattr(attend, name, run(getattr(attend, name)))
+    return attend
+
+
+def call(attend, q, k, v, **options):
+    return attend(q, k, v, recipe=FP8, **options)
+
+
+def lagging(attend, q, k, v) -> ScaleState:
+    """A planned state whose calls keep their rows' maxima: `steps` gives the HeadState of the running step."""
+    state = ScaleState([Site("a", k.shape[2], q.shape[3])], device=attend.device)
+    rows = state.row_maxima.of(0, (q.shape[0], q.shape[2], q.shape[1]), attend.device)
+    return state, state.head_state(0)._replace(row_max=rows)
+
+
+def rates(state):
+    counts = state.counts.sum(0)
+    return int(counts[COUNT_TRIED]), int(counts[COUNT_REDONE])
+
+
+# --- V ---
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("shape", [(1, 330, 2, 64), (2, 17, 1, 40), (1, 129, 1, 160)])
+def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(shape, hidden, kernel_device):
+    from sage_kernels._triton.mask_tiles import launch_mask_tiles
+    from sage_kernels._triton.prepare_values import launch_prepare_values
+    from sage_kernels._triton.tiles import head_width
+    from sage_kernels.masking import make_masking
+
+    batch, seq, heads, head_dim = shape
+    v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()
+    v[..., 3] *= 1000
+    v[0, 5, 0, 1], v[0, 6, 0, 2] = NAN, INF
+    seen = None
+    masking = NO_MASKING
+    if hidden:
+        seen = key_padding([seq - 9] * batch, seq)
+        v[:, -9:] = 6e4
+        v[:, -4] = NAN
+        masking, _ = make_masking(seen.to(kernel_device), False, None, 0.0, None, 70, seq)
+        seen = seen[:, :, 0]
+    width = head_width(head_dim)
+    mask = launch_mask_tiles(masking, heads, heads, 70, seq, 64, 64)
+    codes, scale = launch_prepare_values(v.to(kernel_device), seq_q=70, state=None, mask=mask, width=width)
+    wanted, wanted_scale, _ = quantize_values(v.transpose(1, 2).float(), seen, seen)
+    assert torch.equal(scale[..., :head_dim].cpu(), wanted_scale[:, :, 0])
+    padded = codes.shape[1]
+    stored = codes.float().cpu().view(batch, heads, width, padded // 16, 4, 2, 2).transpose(-2, -3)  # back in order
+    stored = stored.reshape(batch, heads, width, padded)
+    torch.testing.assert_close(stored[:, :, :head_dim, :seq], wanted.mT, rtol=0, atol=0, equal_nan=True)
+    assert (stored[:, :, head_dim:] == 0).all() and (stored[..., seq:] == 0).all()
+    assert stored.isnan().sum() == (v if not hidden else v[:, :-9]).isfinite().logical_not().sum()
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_bad_element_of_v_poisons_its_channel_and_nothing_else(value, fp8):
+    q, k, v = normal(1, 70, 140, 2, 2, 64)
+    clean = call(fp8, q, k, v)[0]
+    v[0, 33, 1, 7] = value
+    bad = torch.zeros(1, 70, 2, 64, dtype=torch.bool)
+    bad[:, :, 1, 7] = True
+    for options in ({}, {"state": new_head_state(2, 64, fp8.device)}, {"state": fp8.planned(q, k, v)}):
+        out = call(fp8, q, k, v, **options)[0]
+        assert torch.equal(~torch.isfinite(out), bad), options
+    assert torch.equal(call(fp8, q, k, v)[0][~bad], clean[~bad])
+
+
+def test_values_of_every_size_are_right(fp8):
+    """fp16's limit, one value for all keys (a mean that rounding must not push to inf), fp32's limits."""
+    q, k, v = normal(1, 64, 300, 1, 1, 64)
+    v = v.sign() * 6e4
+    out, _ = fp8.check(q, k, v)
+    assert torch.isfinite(out).all()
+    v[...] = 65504.0
+    out, _ = call(fp8, q, k, v)
+    assert torch.isfinite(out).all() and ((out.double() / 65504 - 1).abs() <= ROUNDING).all()
+    if torch.float32 in fp8.dtypes:
+        for size in (1e5, 3e38, 1e-30):
+            big = [q.float(), k.float(), normal(1, 64, 300, 1, 1, 64)[2].float().clamp(-1, 1) * size]
+            out, _ = call(fp8, *big)
+            assert relative_l2(out, exact_attention(*big)[0]) <= BAR, size
+
+
+def test_a_loud_channel_does_not_cost_the_quiet_ones_their_bits(fp8):
+    q, k, v = normal(1, 64, 256, 1, 1, 64)
+    v[..., 5] *= 1000
+    out, _ = fp8.check(q, k, v)
+    exact, _ = exact_attention(q, k, v)
+    assert relative_l2(out, exact, (0, 1, 2)).max() <= 1.5 * BAR  # per channel
+
+
+# --- the whole recipe ---
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 2, 2, 64),
+        (2, 100, 300, 4, 2, 64),
+        (1, 70, 200, 3, 1, 128),
+        (1, 33, 66, 2, 2, 59),
+        (1, 40, 70, 1, 1, 256),
+    ],
+)
+def test_every_shape_matches_the_reference(shape, fp8):
+    q, k, v = normal(*shape)
+    for options in ({}, {"scaling": "per_block"}, {"state": fp8.planned(q, k, v)}):
+        fp8.check(q, k, v, **options)
+
+
+OPTIONS = {
+    "causal": {"causal": "bottom_right"},
+    "top_left": {"causal": "top_left"},
+    "window": {"causal": "bottom_right", "window": 40},
+    "key padding": {"attn_mask": key_padding([150, 97], 150)},
+    "rows": {"attn_mask": band_mask(70, 150, "bottom_right", 60)},
+    "bias": {"attn_mask": torch.randn(70, 150, generator=torch.Generator().manual_seed(0))},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.tensor([1.0, 9.0])},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_mask_matches_the_reference(name, fp8):
+    q, k, v = normal(2, 70, 150, 2, 1, 64)
+    hidden = "padding" in name
+    for options in ({}, {"state": fp8.planned(q, k, v, **OPTIONS[name])}):
+        out, _ = fp8.check(q, k, v, **options, **OPTIONS[name])
+        if hidden:
+            bad = [x.clone() for x in (k, v)]
+            for x in bad:
+                x[1, 97:] = NAN
+            if not options:
+                assert torch.equal(call(fp8, q, *bad, **OPTIONS[name])[0], out)
+
+
+@pytest.mark.parametrize("seq", [640, 4096])
+def test_error_on_normal_inputs_stays_below_the_bar(seq):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = normal(1, 256, seq, 2, 2, 128, dtype=torch.float16)
+    q, k, v = (x.to(device) for x in (q, k, v))
+    state = new_head_state(2, 128, device)._replace(row_max=torch.full((1, 2, 256), -INF, device=device))
+    exact, _ = exact_attention(q, k, v)
+    for options in ({}, {"scaling": "per_block"}, {"state": state}, {"state": state}):
+        out = sage_attention(q, k, v, recipe=FP8, **options)
+        assert relative_l2(out, exact) <= BAR and relative_l2(out, exact, (1, 3)).max() <= BAR, options
+
+
+# --- planned scales of V ---
+
+
+def test_planned_values_record_and_clip_as_the_reference(kernel_device):
+    from sage_kernels._triton.launch_attention import launch_attention_fwd
+    from sage_kernels.reference import ref_attention
+
+    state = ScaleState([Site("a", 2, 40)], device=kernel_device)
+    for step, factor in enumerate((1.0, 3.0, 50.0)):
+        q, k, v = normal(1, 70, 200, 2, 2, 40, seed=step)
+        v *= factor
+        v[..., 9] *= (0.0, 0.02, 1.0)[step]  # a channel that wakes up
+        before = type(state.head_state(0))(*(x.cpu().clone() for x in state.head_state(0)))
+        options = {"scale": 0.1, "scaling": "per_token", "smooth_k": True, "recipe": FP8}
+        inputs = [x.to(kernel_device) for x in (q, k, v)]
+        launch_attention_fwd(*inputs, state=state.head_state(0), return_lse=False, **options)
+        ref_attention(q, k, v, state=before, block_q=64, block_k=64, **options)
+        after = state.head_state(0)
+        assert torch.equal(after.counts.cpu(), before.counts)
+        assert torch.equal(after.stats[:, STAT_V_AMAX, :40].cpu(), before.stats[:, STAT_V_AMAX, :40])
+        clipped = int(after.counts[:, COUNT_CLIPPED].sum())
+        assert (clipped > 0) == (step == 2)  # 3 times larger fits, 17 times does not, and shows
+        state.advance(1 - step / 3, 1 - (step + 1) / 3)
+    assert 0 < state.summary()[0]["clipped"] < 1
+
+
+def test_a_state_that_saw_no_values_runs_dynamic_ones(fp8):
+    q, k, v = normal(1, 64, 128, 2, 2, 64)
+    state = ScaleState([Site("a", 2, 64)], device=fp8.device)
+    fp8(q, k, v, state=state.head_state(0))  # the 16-bit recipe: no statistics of V
+    state.advance(1.0, 0.9)
+    assert state.summary()[0]["known"]
+    out, _ = fp8.check(q, k, 1000 * v, state=state.head_state(0))
+    assert relative_l2(out, exact_attention(q, k, 1000 * v)[0]) <= BAR
+
+
+# --- the softmax reference of the step before ---
+
+
+def test_the_second_step_takes_the_first_ones_row_maxima(fp8):
+    q, k, v = normal(2, 70, 200, 4, 2, 64)
+    scales, state = lagging(fp8, q, k, v)
+    call(fp8, q, k, v, state=state)
+    tried, redone = rates(state)
+    assert tried == redone > 0  # nothing known: all of it with a running max
+    scores = (
+        torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(2, 2)) * 64**-0.5 / 0.6931471805599453
+    )
+    exact = (scores - scores.mean(-1, keepdim=True)).amax(-1)  # smoothing moved all scores of a row
+    assert torch.isfinite(state.row_max).all() and (state.row_max.cpu() - exact).abs().max() < 1.0
+    scales.advance(1.0, 0.9)
+    for step in range(2):
+        near = q + 0.05 * torch.randn(q.shape, generator=torch.Generator().manual_seed(step)).half()
+        fp8.check(near, k, v, state=state)
+        tried, redone = rates(state)
+        assert tried > 0 and redone == 0
+        scales.advance(0.9 - step / 10, 0.8 - step / 10)
+    assert 0 < scales.summary()[0]["redone"] < 1
+
+
+@pytest.mark.parametrize("name", LOGITS)
+def test_scores_of_any_course_match_the_reference_from_step_to_step(name, fp8):
+    q, k, v = climbing(LOGITS[name])
+    scales, state = lagging(fp8, q, k, v)
+    exponent = max(64.0, 4 * float(LOGITS[name].abs().max()))
+    for _ in range(2):
+        fp8.check(q, k, v, state=state, exponent=exponent)
+        scales.advance(0.5, 0.5)
+    fp8.check(q, k, v, state=state, exponent=exponent)
+    assert rates(state)[1] == 0  # same rows, same maxima: nothing to do again
+
+
+@pytest.mark.parametrize("rise", [4.5, 5.5, -2.5, -4.0, 300.0, -300.0])
+def test_rows_that_left_the_range_are_done_again_and_others_are_not(rise, fp8):
+    """A key's logit moves the row maxima of head 0 by `rise`; head 1 keeps its own."""
+    q, k, v = climbing(0 * RAMP)
+    scales, state = lagging(fp8, q, k, v)
+    for _ in range(2):
+        call(fp8, q, k, v, state=state)
+        scales.advance(0.5, 0.5)
+    state.row_max[:, 0] -= rise
+    fp8.check(q, k, v, state=state, exponent=1200.0)
+    tried, redone = rates(state)
+    assert redone == (0 if -3 <= rise <= 4.75 else tried // 2)
+
+
+def test_changed_prompts_and_unknown_rows_are_right(fp8):
+    q, k, v = normal(1, 70, 140, 2, 2, 64)
+    scales, state = lagging(fp8, q, k, v)
+    for seed, factor in ((1, 1), (2, 40), (3, 0.01)):
+        fp8.check(q * factor, normal(1, 70, 140, 2, 2, 64, seed=seed)[1], v, state=state, exponent=500.0)
+        scales.advance(0.5, 0.5)
+    for bad in (NAN, INF, -INF, 1e30):
+        state.row_max.fill_(bad)
+        fp8.check(q, k, v, state=state)
+        assert rates(state)[0] == rates(state)[1]
+        assert torch.isfinite(state.row_max).all()
+        scales.advance(0.5, 0.5)
+
+
+@pytest.mark.parametrize("options", [{"causal": "bottom_right"}, {"causal": "bottom_right", "window": 90},
+                                     {"attn_mask": key_padding([130], 140)}, {"causal": "top_left"}])  # fmt: skip
+def test_bands_and_key_masks_lag_too(options, fp8):
+    q, k, v = normal(1, 150, 140, 2, 2, 64)
+    scales, state = lagging(fp8, q, k, v)
+    for _ in range(3):
+        out, _ = fp8.check(q, k, v, state=state, **options)
+        scales.advance(0.5, 0.5)
+    call(fp8, q, k, v, state=state, **options)
+    assert rates(state)[0] > 0 and rates(state)[1] == 0
+    if options == {"causal": "bottom_right"}:
+        assert (out[:, :10] == 0).all()  # rows that see nothing
+
+
+def test_nan_rows_stay_alone_and_are_forgotten(fp8):
+    q, k, v = normal(1, 70, 140, 2, 2, 64)
+    scales, state = lagging(fp8, q, k, v)
+    call(fp8, q, k, v, state=state)
+    bad = q.clone()
+    bad[0, 33, 1] = NAN
+    out, _ = call(fp8, bad, k, v, state=state)
+    assert torch.equal(out.isnan().all(-1), torch.arange(70)[None, :, None].eq(33) & torch.tensor([False, True]))
+    fp8.check(q, k, v, state=state)
+
+
+def test_row_maxima_of_another_shape_are_an_error(fp8):
+    q, k, v = normal(1, 40, 70, 2, 2, 64)
+    state = new_head_state(2, 64, fp8.device)._replace(row_max=torch.zeros(1, 2, 41, device=fp8.device))
+    with pytest.raises(ValueError, match=r"state.row_max: got .* expected contiguous torch.float32 \(1, 2, 40\)"):
+        call(fp8, q, k, v, state=state)
