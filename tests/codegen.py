@@ -124,7 +124,7 @@ def attention(name: str, width: int, scaling: str, mask: str = "none", reference
     reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
-    constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal"}
+    constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "REFERENCE": reference, "PV": pv}
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "counts_ptr": "*i32"}
     types["values"] = "*bf16" if pv == "16bit" else "*fp8e4nv"
     types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
@@ -134,13 +134,16 @@ def attention(name: str, width: int, scaling: str, mask: str = "none", reference
         from sage_kernels._triton.attention_fwd_hopper import attention_fwd_hopper_kernel as kernel
 
         blocks = [("keys", "i8", [tile.block_n, width], gl.int8)]
-        blocks += [("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16)]
+        if pv == "16bit":
+            blocks += [("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16)]
+        else:
+            blocks += [("values", "fp8e4nv", [width, tile.block_n], gl.float8e4nv)]
         types["key_scales"] = "*fp32"
         if scaling == "per_token":
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
         for argument, kind, block, dtype in blocks:
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
-        constants |= {"NUM_BUFFERS": tile.num_stages, "KEEP_FIRST_MAX": reference == "first"}
+        constants |= {"NUM_BUFFERS": tile.num_stages}
         options = {"num_warps": 4}
     else:
         kernel = _attention_fwd_kernel
@@ -149,7 +152,7 @@ def attention(name: str, width: int, scaling: str, mask: str = "none", reference
             fp8 = f"fp8e4nv[{width}, {tile.block_n}]"
             types["values"] = f"tensordesc<{fp8 if pv != '16bit' else f'bf16[1, {tile.block_n}, 1, {width}]'}>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
-        constants |= {"SOFTCAP": False, "HAS_SINKS": False, "REFERENCE": reference, "PV": pv}
+        constants |= {"SOFTCAP": False, "HAS_SINKS": False}
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 

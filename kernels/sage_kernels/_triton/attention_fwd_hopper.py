@@ -2,7 +2,8 @@
 
 Same mathematics as attention_fwd.py, for masks that need not be read beside the loop: bands and masks of keys. What
 Triton's own pipeliner can't give: the copy engine runs ahead by NUM_BUFFERS tiles, and P·V of one tile stays in flight
-under the softmax of the next.
+under the softmax of the next. REFERENCE and PV are those of attention_fwd.py; see hopper_parts.py for what its tuples
+hold.
 """
 
 import torch
@@ -16,32 +17,45 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..state import STAT_FIELDS, STAT_Q_AMAX
+from .. import recipe
+from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q_AMAX
 from .hopper_parts import (
+    ROWS,
+    as_operand,
     band_tiles,
     copy_keys,
     copy_keys_and_values,
+    copy_values,
     fixed_softmax_tile,
     load_key_scale,
-    load_tile,
     masked_softmax_tile,
     outgrown,
+    promote,
     silence_hidden,
     silence_together,
     softmax_tile,
     tile_at,
+    value_operand,
 )
 
 
 _thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 _STATS = gl.constexpr(STAT_FIELDS)
 _STAT_Q_AMAX = gl.constexpr(STAT_Q_AMAX)
+_COUNTS = gl.constexpr(COUNT_FIELDS)
+_TRIED = gl.constexpr(COUNT_TRIED)
+_REDONE = gl.constexpr(COUNT_REDONE)
+_P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
+_P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
+_LAGGED_EXPONENT = gl.constexpr(recipe.LAGGED_EXPONENT)
+_LAGGED_LOWEST = gl.constexpr(recipe.LAGGED_LOWEST)
+_LAGGED_HIGHEST = gl.constexpr(recipe.LAGGED_HIGHEST)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-_ROWS = gl.constexpr(64)  # query rows of one warpgroup
+_PROMOTED_TILES = gl.constexpr(8)  # key tiles whose 8-bit products are summed in the tensor cores; a power of two
 
 
 @gluon.jit
@@ -53,119 +67,148 @@ def _next_slot(slot, phase, NUM_BUFFERS: gl.constexpr):
 
 @gluon.jit
 def _key_step(
-    i, before, tile, v_slot, v_phase, slot, phase, acc, p, running_max, running_sum, q_codes, zero, row_scale,
-    k_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left,
-    right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
+    i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, kept, silenced,
     GROUP_INDEX: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
-    MASK: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-    PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, MASKED: gl.constexpr,
-    KEEP_FIRST_MAX: gl.constexpr, SCALE_PER_KEY: gl.constexpr,
+    MASKING: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the i-th key tile, under its softmax P·V of the one `before`. Returns the tile after it first, and
-    that one's slot in the ring and phase, which are counted up: i % NUM_BUFFERS takes a dozen instructions."""
-    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    """Scores of the i-th key tile, under its softmax P·V of the one before.
+
+    at: the tile before, this tile, and for both slot in the ring and phase, which are counted up: i % NUM_BUFFERS
+    takes a dozen instructions. sums: acc, P of the tile before, reference, running sum, largest score (lagged
+    reference), the reference of what is kept in shared memory (8-bit P).
+    """
+    SCALE_PER_KEY: gl.constexpr = FORMAT[0]
+    FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
+    LAGGED: gl.constexpr = FORMAT[2] == "lagged"
+    SCORES: gl.constexpr = LAYOUTS[0]
+    OUT: gl.constexpr = LAYOUTS[1]
+    before, tile, v_slot, v_phase, slot, phase = at
+    acc, p, reference, running_sum, top, kept_reference = sums
+    k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
     # a list is read one tile ahead: its latency would add to that of the scale
-    after = tile_at(gl.minimum(i + 1, visited - 1), tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    after = tile_at(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
     if not SCALE_PER_KEY:
         key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
     mbarrier.wait(k_full.index(slot), phase)
     scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     mbarrier.wait(v_full.index(v_slot), v_phase)
-    v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
-    if MASKED and MASK == "keys":
-        turn = i - gl.maximum(full, 1)
-        silence_together(v_tile, reach, before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
-    p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
+    v_tile = value_operand(v_smem.index(v_slot), WIDTH, BLOCK_N, FORMAT[1])
+    if MASKED and MASKING[0] == "keys" and not FP8:
+        turn = i - gl.maximum(seen[5], 1)
+        silence_together(v_tile, seen[0], before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+    p_operand = as_operand(p, PV_DTYPE, LAYOUTS[2], BLOCK_N)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
         key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
     mbarrier.arrive(k_empty.index(slot), count=1)
     if MASKED:
-        p, running_max, running_sum, rescale = masked_softmax_tile(
-            scores, row_scale, key_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max,
-            running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY,
+        p, reference, running_sum, top, rescale = masked_softmax_tile(
+            scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
+            SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
         )  # fmt: skip
-    elif KEEP_FIRST_MAX:
-        p, running_sum = fixed_softmax_tile(scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY)
+    elif FORMAT[2] == "running":
+        p, reference, running_sum, rescale = softmax_tile(scores, row_scale, key_scale, reference, running_sum, FORMAT)
     else:
-        p, running_max, running_sum, rescale = softmax_tile(
-            scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY
-        )
+        p, running_sum, top = fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top, FORMAT)
     # waiting here for the next keys ends a basic block: without it ptxas sinks the exponentials below the wait
     # for P·V
     next_slot, next_phase = _next_slot(slot, phase, NUM_BUFFERS)
-    mbarrier.wait(k_full.index(next_slot), next_phase, pred=i + 1 < visited)
-    acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
+    mbarrier.wait(k_full.index(next_slot), next_phase, pred=i + 1 < seen[6])
+    if FP8:  # an 8-bit operand can't be waited for
+        acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
+    else:
+        acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
     mbarrier.arrive(v_empty.index(v_slot), count=1)
-    if MASKED or not KEEP_FIRST_MAX:
+    if FORMAT[2] == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    return after, next_slot, next_phase, acc, p, running_max, running_sum
+    if FP8:
+        if i & (_PROMOTED_TILES - 1) == 0:
+            kept.store(promote(acc, kept, kept_reference, reference, OUT, FORMAT[2]))
+            acc = gl.zeros_like(acc)
+            kept_reference = reference
+    at = (tile, after, slot, phase, next_slot, next_phase)
+    return at, (acc, p, reference, running_sum, top, kept_reference)
 
 
 @gluon.jit
 def _redo(
-    keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_tile, v_tile, scale_tile, landed, k_row, b, h_kv,
-    reach, tiles_ptr, left, right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
-    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
-    SCALE_PER_KEY: gl.constexpr,
+    keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_tile, v_tile, scale_tile, landed, k_row, v_row, b,
+    h_kv, score_rows, seen,
+    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr,
+    PV_DTYPE: gl.constexpr,
 ):  # fmt: skip
     """All key tiles of one warpgroup with a running max, one after the other: it copies them itself."""
-    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    running_max = gl.full([_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    running_sum = gl.full([_ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
-    acc = gl.zeros((_ROWS, WIDTH), gl.float32, OUT)
-    v_rows = v_tile.reshape((BLOCK_N, WIDTH))
-    for i in range(visited):
-        tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    SCORES: gl.constexpr = LAYOUTS[0]
+    OUT: gl.constexpr = LAYOUTS[1]
+    reference = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+    running_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+    acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
+    v_rows = value_operand(v_tile, WIDTH, BLOCK_N, FORMAT[1])
+    for i in range(seen[6]):
+        tile = tile_at(i, seen, MASKING)
         # the copy engine may overwrite what this warpgroup has read and zeroed
         fence_async_shared()
         _thread_barrier()
         copy_keys(
-            keys, key_scales, k_row, tile, landed, k_tile, scale_tile, values.block_type.nbytes, BLOCK_N, SCALE_PER_KEY
+            keys, key_scales, k_row, tile, landed, k_tile, scale_tile, values.block_type.nbytes, BLOCK_N, FORMAT[0]
         )
-        load_tile(values, [b, tile * BLOCK_N, h_kv, 0], landed, v_tile)
+        copy_values(values, v_row, b, h_kv, tile, landed, v_tile, WIDTH, BLOCK_N, FORMAT[1])
         mbarrier.wait(landed, i & 1)
         scores = warpgroup_mma(q_codes, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        p, running_max, running_sum, rescale = masked_softmax_tile(
-            scores, row_scale, load_key_scale(k_scales, scale_tile, tile, SCALE_PER_KEY, SCORES), reach, score_rows,
-            tile * BLOCK_N, left, right, offset, seq_kv, running_max, running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS,
-            HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY,
+        key_scale = load_key_scale(k_scales, scale_tile, tile, FORMAT[0], SCORES)
+        p, reference, running_sum, _, rescale = masked_softmax_tile(
+            scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, running_sum,
+            SCORES, BLOCK_N, MASKING, FORMAT, False,
         )  # fmt: skip
-        if MASK == "keys":
-            silence_hidden(v_rows, reach, tile * BLOCK_N, 0, BLOCK_N, WIDTH)
+        if MASKING[0] == "keys" and FORMAT[1] != "fp8_e4m3":
+            silence_hidden(v_rows, seen[0], tile * BLOCK_N, 0, BLOCK_N, WIDTH)
             _thread_barrier()
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-        acc = warpgroup_mma(gl.convert_layout(p.to(PV_DTYPE), P_OPERAND), v_rows, acc, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    return acc, running_max, running_sum
+        p_operand = as_operand(p, PV_DTYPE, LAYOUTS[2], BLOCK_N)
+        if FORMAT[1] == "fp8_e4m3":  # each tile a sum of its own: this is not the fast path
+            product = warpgroup_mma(p_operand, v_rows, gl.zeros_like(acc), use_acc=False, is_async=True)
+            acc += warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+        else:
+            acc = warpgroup_mma(p_operand, v_rows, acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    return acc, reference, running_sum
 
 
 @gluon.jit
 def _consume(
     q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
-    state_width, q_smem, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed,
-    k_row, stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
-    seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
+    counts_ptr, row_max_ptr, v_scale_ptr, state_width, q_smem, kept_smem, ring, silenced, finished, landed,
+    k_row, stride_qb, stride_qs, stride_qh, seen, full, visited, tries, seq_q, heads, group, b, h, first_row,
+    softmax_scale,
     GROUP_INDEX: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_BUFFERS: gl.constexpr, SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr,
-    HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr,
-    KEEP_FIRST_MAX: gl.constexpr, SCALE_PER_KEY: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr, SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASKING: gl.constexpr,
+    FORMAT: gl.constexpr, PV_DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: quantise 64 query rows, walk the key tiles, write the output."""
+    """One warpgroup: quantise 64 query rows, walk the key tiles, write the output.
+
+    seen: of the tiles in the ring; full, visited: of all tiles, which are done again where the ring's were in vain.
+    """
+    SCALE_PER_KEY: gl.constexpr = FORMAT[0]
+    FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
+    LAGGED: gl.constexpr = FORMAT[2] == "lagged"
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
     )
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16])
-    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
+    BITS: gl.constexpr = PV_DTYPE.primitive_bitwidth
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 256 // BITS]
+    )
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=32 // BITS)
+    LAYOUTS: gl.constexpr = (SCORES, OUT, P_OPERAND)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
 
+    k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
     h_kv = h // group
     kv_head_of_batch = b * (heads // group) + h_kv
-    rows = first_row + GROUP_INDEX * _ROWS + gl.arange(0, _ROWS, gl.SliceLayout(1, IO))
+    rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
     channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
     inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
 
@@ -199,88 +242,99 @@ def _consume(
     q_codes = q_smem.index(GROUP_INDEX)
     k_scales = key_scales
     if not SCALE_PER_KEY:
-        k_scales += kv_head_of_batch * n_tiles
-    running_max = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
-    running_sum = gl.full([_ROWS], 0.0, gl.float32, ROW)
-    acc = gl.zeros((_ROWS, WIDTH), gl.float32, OUT)
-    zero = gl.zeros((_ROWS, BLOCK_N), gl.int32, SCORES)
+        k_scales += kv_head_of_batch * seen[2]
+    reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    kept_reference = reference
+    top = reference
+    running_sum = gl.full([ROWS], 0.0, gl.float32, ROW)
+    acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
+    zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
+    score_rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
+    row_max = row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
+    if LAGGED:
+        earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
+        reference = gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
+    kept = kept_smem
+    if FP8:
+        kept = kept_smem.index(GROUP_INDEX)
+        kept.store(acc)
 
-    score_rows = first_row + GROUP_INDEX * _ROWS + gl.arange(0, _ROWS, ROW)
-    tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    tile = tile_at(0, seen, MASKING)
     mbarrier.wait(k_full.index(0), 0)
     scores = warpgroup_mma(q_codes, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     key_scale = load_key_scale(k_scales, scale_smem.index(0), tile, SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     mbarrier.arrive(k_empty.index(0), count=1)
-    p, running_max, running_sum, rescale = masked_softmax_tile(
-        scores, row_scale, key_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max,
-        running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY,
+    p, reference, running_sum, top, rescale = masked_softmax_tile(
+        scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
+        SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
     )  # fmt: skip
-    v_slot = 0
-    v_phase = 0
-    slot = 1
-    phase = 0
-    before = tile
-    tile = tile_at(gl.minimum(1, visited - 1), tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-    for i in range(1, full):
-        after, next_slot, next_phase, acc, p, running_max, running_sum = _key_step(
-            i, before, tile, v_slot, v_phase, slot, phase, acc, p, running_max, running_sum, q_codes, zero, row_scale,
-            k_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left,
-            right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
-            GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
-            False, KEEP_FIRST_MAX, SCALE_PER_KEY,
+    at = (tile, tile_at(gl.minimum(1, seen[6] - 1), seen, MASKING), 0, 0, 1, 0)
+    sums = (acc, p, reference, running_sum, top, kept_reference)
+    for i in range(1, seen[5]):
+        at, sums = _key_step(
+            i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, kept, silenced,
+            GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, False,
         )  # fmt: skip
-        before = tile
-        tile = after
-        v_slot = slot
-        v_phase = phase
-        slot = next_slot
-        phase = next_phase
-    for i in range(gl.maximum(full, 1), visited):
-        after, next_slot, next_phase, acc, p, running_max, running_sum = _key_step(
-            i, before, tile, v_slot, v_phase, slot, phase, acc, p, running_max, running_sum, q_codes, zero, row_scale,
-            k_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left,
-            right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
-            GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
-            True, KEEP_FIRST_MAX, SCALE_PER_KEY,
+    for i in range(gl.maximum(seen[5], 1), seen[6]):
+        at, sums = _key_step(
+            i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, kept, silenced,
+            GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, True,
         )  # fmt: skip
-        before = tile
-        tile = after
-        v_slot = slot
-        v_phase = phase
-        slot = next_slot
-        phase = next_phase
-    mbarrier.wait(v_full.index(v_slot), v_phase)
-    v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
-    if MASK == "keys":
-        if visited > full:
-            tile = tile_at(visited - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-            turn = visited - gl.maximum(full, 1)
-            silence_together(v_tile, reach, tile * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
-    p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
-    acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
+    acc, p, reference, running_sum, top, kept_reference = sums
+    mbarrier.wait(v_full.index(at[2]), at[3])
+    v_tile = value_operand(v_smem.index(at[2]), WIDTH, BLOCK_N, FORMAT[1])
+    if MASKING[0] == "keys" and not FP8:
+        if seen[6] > seen[5]:
+            turn = seen[6] - gl.maximum(seen[5], 1)
+            silence_together(v_tile, seen[0], at[0] * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+    acc = warpgroup_mma(as_operand(p, PV_DTYPE, P_OPERAND, BLOCK_N), v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    if KEEP_FIRST_MAX:
+    if FP8:
+        acc = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
+    if FORMAT[2] != "running":
         # the ring is free for other use once both warpgroups are through
         mbarrier.arrive(finished, count=1)
-        if outgrown(acc, running_sum, OUT):
+        if LAGGED:
+            fits = (top <= reference + _LAGGED_HIGHEST) & (top >= reference + _LAGGED_LOWEST)
+            fits = fits | (top == float("-inf")) | (score_rows >= seq_q)
+            again = (gl.min(fits.to(gl.int32), 0) == 0) | (tries == 0)
+        else:
+            again = outgrown(acc, running_sum, OUT)
+        if SCALING == "planned":
+            count = counts_ptr + (gl.load(row_ptr) + h_kv) * _COUNTS + channels * 0
+            one = gl.full_like(channels, 1)
+            gl.atomic_add(count + _TRIED, one, mask=channels == 0)
+            gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=channels == 0)
+        if again:
             mbarrier.wait(finished, 0)
-            acc, running_max, running_sum = _redo(
+            reach, tiles_ptr, n_tiles, first, first_full, _, _, left, right, offset, seq_kv = seen
+            everything = (reach, tiles_ptr, n_tiles, first, first_full, full, visited, left, right, offset, seq_kv)
+            acc, reference, running_sum = _redo(
                 keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_smem.index(GROUP_INDEX),
-                v_smem.index(GROUP_INDEX), scale_smem.index(GROUP_INDEX), landed.index(GROUP_INDEX), k_row, b, h_kv,
-                reach, tiles_ptr, left, right, offset, score_rows, seq_kv,
-                n_tiles, first, first_full, full, visited,
-                WIDTH, BLOCK_N, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT, SCALE_PER_KEY,
+                v_smem.index(GROUP_INDEX), scale_smem.index(GROUP_INDEX), landed.index(GROUP_INDEX), k_row,
+                kv_head_of_batch, b, h_kv, score_rows, everything,
+                WIDTH, BLOCK_N, MASKING, FORMAT, LAYOUTS, PV_DTYPE,
             )  # fmt: skip
+            top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
+    if LAGGED:
+        # any number does for a row that saw nothing; -inf would have it done again for ever
+        gl.store(row_max, gl.where(top == float("-inf"), 0.0, top), mask=score_rows < seq_q)
+        reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
     acc = acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None]
-    sees_nothing = gl.convert_layout((running_sum == 0.0) & (running_max == float("-inf")), gl.SliceLayout(1, OUT))
+    sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
     acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
     out = gl.convert_layout(acc, IO)
+    if FP8:
+        out = out * gl.load(v_scale_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+        # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
+        LARGEST: gl.constexpr = 65504.0 if out_ptr.dtype.element_ty == gl.float16 else 3.38e38
+        out = gl.where(out > LARGEST, LARGEST, gl.where(out < -LARGEST, -LARGEST, out))
     out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
     gl.store(out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
     if RETURN_LSE:
-        lse = (running_max + gl.log2(running_sum)) * _LN_2 + shift
+        lse = (reference + gl.log2(running_sum)) * _LN_2 + shift
         lse_at = lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
         gl.store(lse_at, lse, mask=score_rows < seq_q)
 
@@ -290,32 +344,34 @@ def _consume(
 ])  # fmt: skip
 def attention_fwd_hopper_kernel(
     q_ptr, keys, key_scales, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
-    stats_ptr, row_ptr, state_width,
+    stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
     left, right, offset, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, KEEP_FIRST_MAX: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, PV: gl.constexpr,
 ):  # fmt: skip
-    m_tiles = (seq_q + 2 * _ROWS - 1) // (2 * _ROWS)
+    m_tiles = (seq_q + 2 * ROWS - 1) // (2 * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
     m_tile = gl.program_id(0) % m_tiles
     if HAS_RIGHT:
         m_tile = m_tiles - 1 - m_tile  # the long ones of a head first: the last to run are then short
-    first_row = m_tile * (2 * _ROWS)
+    first_row = m_tile * (2 * ROWS)
     head_of_batch = gl.program_id(0) // m_tiles
     b = head_of_batch // heads
     h = head_of_batch % heads
     h_kv = h // group
-    k_row = (b * (heads // group) + h_kv) * n_tiles * BLOCK_N
+    kv_head_of_batch = b * (heads // group) + h_kv
+    k_row = kv_head_of_batch * n_tiles * BLOCK_N
     PV_DTYPE: gl.constexpr = values.dtype
-    SCALE_PER_KEY: gl.constexpr = SCALING == "per_token"
+    MASKING: gl.constexpr = (MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT)
+    FORMAT: gl.constexpr = (SCALING == "per_token", PV, REFERENCE)
     reach = reach_ptr
     first = 0
     first_full = 0
     if MASK == "none":
         first, first_full, full, visited = band_tiles(
-            first_row, 2 * _ROWS, seq_q, seq_kv, left, right, offset, BLOCK_N, HAS_LEFT, HAS_RIGHT
+            first_row, 2 * ROWS, seq_q, seq_kv, left, right, offset, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
@@ -323,15 +379,29 @@ def attention_fwd_hopper_kernel(
         visited = gl.load(numbers_ptr + b * list_step_b * 2 + 1)
         reach += b.to(gl.int64) * reach_step_b
     visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
+    tries = 1
+    ring_full = full
+    ring_visited = visited
+    if REFERENCE == "lagged":
+        # a row that was never seen has no reference: one tile through the ring, then all with a running max
+        rows = first_row + gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+        earlier = gl.load(row_max_ptr + head_of_batch.to(gl.int64) * seq_q + rows, mask=rows < seq_q, other=0.0)
+        tries = gl.min((gl.abs(earlier) < _P_EXPONENT_LIMIT).to(gl.int32), 0)
+        ring_full = gl.where(tries != 0, full, 0)
+        ring_visited = gl.where(tries != 0, visited, 1)
 
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([_ROWS, WIDTH], gl.int8)
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
+    KEPT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(gl.int8, [2, _ROWS, WIDTH], Q_LAYOUT)
+    q_smem = gl.allocate_shared_memory(gl.int8, [2, ROWS, WIDTH], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
     scale_smem = k_smem  # never read without a scale per key
-    if SCALE_PER_KEY:
+    if SCALING == "per_token":
         scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1, BLOCK_N], key_scales.layout)
+    kept_smem = k_smem  # never read in 16 bit
+    if PV == "fp8_e4m3":
+        kept_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], KEPT_LAYOUT)
     k_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
@@ -349,30 +419,27 @@ def attention_fwd_hopper_kernel(
         mbarrier.init(k_empty.index(i), count=2)
         mbarrier.init(v_empty.index(i), count=2)
     fence_async_shared()
+    ring = (k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty)
+    seen = (reach, tiles_ptr, n_tiles, first, first_full, ring_full, ring_visited, left, right, offset, seq_kv)
     gl.warp_specialize(
         [
             (_consume, (
                 q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
-                row_ptr, state_width,
-                q_smem, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed,
-                k_row, stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
-                seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
-                0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
-                PV_DTYPE, KEEP_FIRST_MAX, SCALE_PER_KEY,
+                row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width, q_smem, kept_smem, ring, silenced,
+                finished, landed, k_row, stride_qb, stride_qs, stride_qh, seen, full, visited, tries, seq_q, heads,
+                group, b, h, first_row, softmax_scale,
+                0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASKING, FORMAT, PV_DTYPE,
             )),
             (_consume, (
                 q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
-                row_ptr, state_width,
-                q_smem, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed,
-                k_row, stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
-                seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
-                1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
-                PV_DTYPE, KEEP_FIRST_MAX, SCALE_PER_KEY,
+                row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width, q_smem, kept_smem, ring, silenced,
+                finished, landed, k_row, stride_qb, stride_qs, stride_qh, seen, full, visited, tries, seq_q, heads,
+                group, b, h, first_row, softmax_scale,
+                1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASKING, FORMAT, PV_DTYPE,
             )),
             (copy_keys_and_values, (
-                keys, values, key_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, k_row, b,
-                h_kv, tiles_ptr, n_tiles, first, first_full, full, visited, BLOCK_N, NUM_BUFFERS, MASK, HAS_LEFT,
-                SCALE_PER_KEY,
+                keys, values, key_scales, ring, seen, k_row, kv_head_of_batch, b, h_kv, WIDTH, BLOCK_N, NUM_BUFFERS,
+                MASKING, FORMAT,
             )),
         ],
         [4, 1],
@@ -382,6 +449,7 @@ def attention_fwd_hopper_kernel(
 
 _GLUON_DTYPES = {
     torch.int8: gl.int8,
+    torch.float8_e4m3fn: gl.float8e4nv,
     torch.float16: gl.float16,
     torch.bfloat16: gl.bfloat16,
     torch.float32: gl.float32,

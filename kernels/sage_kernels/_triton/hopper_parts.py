@@ -1,12 +1,26 @@
-"""Parts of the Hopper kernel: which key tiles a program visits, their copies, one tile of the softmax."""
+"""Parts of the Hopper kernel: which key tiles a program visits, their copies, one tile of the softmax, P·V.
+
+What belongs together travels as a tuple:
+    ring        k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty: buffers and their barriers
+    seen        reach, tiles_ptr, n_tiles, first, first_full, full, visited, left, right, offset, seq_kv: who sees what
+    MASKING     MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT
+    FORMAT      SCALE_PER_KEY, PV, REFERENCE, as in attention_fwd.py
+    LAYOUTS     of scores, output and P as an operand
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from .. import recipe
+
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
+ROWS = gl.constexpr(64)  # query rows of one warpgroup
 _SILENCED_ROWS = gl.constexpr(16)  # values rewritten together: few registers, in the middle of the key loop
+_P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
+_P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
+_SCORE_LIMIT = gl.constexpr(2.0**27)  # as in primitives.py
 
 
 @gluon.jit
@@ -32,11 +46,12 @@ def band_tiles(first_row, rows, seq_q, seq_kv, left, right, offset, BLOCK_N: gl.
 
 
 @gluon.jit
-def tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK: gl.constexpr, HAS_LEFT: gl.constexpr):
+def tile_at(i, seen, MASKING: gl.constexpr):
     """The i-th visited key tile: the wholly visible ones come first."""
-    if MASK != "none":
+    _, tiles_ptr, n_tiles, first, first_full, full, _, _, _, _, _ = seen
+    if MASKING[0] != "none":
         tile = gl.load(tiles_ptr + gl.where(i < full, i, n_tiles - 1 - (i - full)))
-    elif HAS_LEFT:
+    elif MASKING[2]:
         edge = first + i - full
         tile = gl.where(i < full, first_full + i, gl.where(edge >= first_full, edge + full, edge))
     else:
@@ -59,15 +74,25 @@ def copy_keys(keys, key_scales, k_row, tile, landed, k_tile, scale_tile, OTHER_B
 
 
 @gluon.jit
+def copy_values(values, v_row, b, h_kv, tile, landed, v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
+                PV: gl.constexpr):  # fmt: skip
+    """Start the copy of a value tile. v_row: the head's number among all of the batch, for values laid out by us."""
+    if PV == "fp8_e4m3":
+        load_tile(values, [v_row * WIDTH, tile * BLOCK_N], landed, v_tile)
+    else:
+        load_tile(values, [b, tile * BLOCK_N, h_kv, 0], landed, v_tile)
+
+
+@gluon.jit
 def copy_keys_and_values(
-    keys, values, key_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv,
-    tiles_ptr, n_tiles, first, first_full, full, visited,
-    BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
-    SCALE_PER_KEY: gl.constexpr,
+    keys, values, key_scales, ring, seen, k_row, v_row, b, h_kv, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
+    NUM_BUFFERS: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
 ):  # fmt: skip
     """The producer: fills the ring of buffers as the consumers free them."""
-    for i in range(visited):
-        tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    SCALE_PER_KEY: gl.constexpr = FORMAT[0]
+    k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
+    for i in range(seen[6]):
+        tile = tile_at(i, seen, MASKING)
         slot = i % NUM_BUFFERS
         phase = (i // NUM_BUFFERS) & 1
         mbarrier.wait(k_empty.index(slot), phase ^ 1)
@@ -77,7 +102,7 @@ def copy_keys_and_values(
         )  # fmt: skip
         mbarrier.wait(v_empty.index(slot), phase ^ 1)
         mbarrier.expect(v_full.index(slot), values.block_type.nbytes)
-        load_tile(values, [b, tile * BLOCK_N, h_kv, 0], v_full.index(slot), v_smem.index(slot))
+        copy_values(values, v_row, b, h_kv, tile, v_full.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
 
 
 @gluon.jit
@@ -102,53 +127,107 @@ def scaled(scores, row_scale, key_scale, SCALE_PER_KEY: gl.constexpr):
 
 
 @gluon.jit
-def softmax_tile(scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY: gl.constexpr):
+def reference_below(top, PV: gl.constexpr):
+    """As primitives.reference_below."""
+    if PV == "fp8_e4m3":
+        top = gl.where(gl.abs(top) < _P_EXPONENT_LIMIT, top - _P_EXPONENT, top)
+    return top
+
+
+@gluon.jit
+def softmax_tile(scores, row_scale, key_scale, reference, running_sum, FORMAT: gl.constexpr):
     """As primitives.online_softmax_step: without a scale per key, the max is taken on the integers."""
-    values, tile_scale = scaled(scores, row_scale, key_scale, SCALE_PER_KEY)
-    if SCALE_PER_KEY:
-        top = gl.max(values, 1)
+    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
+    if FORMAT[0]:
+        top = gl.max(values, 1) * tile_scale
     else:
-        top = gl.max(scores, 1).to(gl.float32)
-    new_max = gl.maximum(running_max, top * tile_scale)
-    rescale = gl.exp2(running_max - new_max)
-    p = gl.exp2(gl.fma(values, tile_scale[:, None], -new_max[:, None]))
-    return p, new_max, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
+        top = gl.max(scores, 1).to(gl.float32) * tile_scale
+    if FORMAT[1] == "fp8_e4m3":  # no number, rather than a P that saturates beside a sum that does not
+        top = gl.where(gl.abs(top) < _SCORE_LIMIT, top, float("inf"))
+    new_reference = gl.maximum(reference, reference_below(top, FORMAT[1]))
+    rescale = gl.exp2(reference - new_reference)
+    p = gl.exp2(gl.fma(values, tile_scale[:, None], -new_reference[:, None]))
+    return p, new_reference, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
 
 
 @gluon.jit
-def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY: gl.constexpr):
-    """As primitives.fixed_softmax_step."""
-    values, tile_scale = scaled(scores, row_scale, key_scale, SCALE_PER_KEY)
+def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top, FORMAT: gl.constexpr):
+    """As primitives.fixed_softmax_step; with a reference of the call before, also the largest score so far."""
+    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
+    if FORMAT[2] == "lagged":  # nothing waits for it: only what is decided after the loop
+        top = gl.maximum(top, gl.max(scores, 1).to(gl.float32) * tile_scale)
     p = gl.exp2(gl.fma(values, tile_scale[:, None], -reference[:, None]))
-    return p, running_sum + gl.sum(p, 1)
+    return p, running_sum + gl.sum(p, 1), top
 
 
 @gluon.jit
-def masked_softmax_tile(scores, row_scale, key_scale, reach, rows, first_key, left, right, offset, seq_kv,
-                         running_max, running_sum, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, MASK: gl.constexpr,
-                         HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
-                         SCALE_PER_KEY: gl.constexpr):  # fmt: skip
-    """As `softmax_tile` where not all keys are visible; as primitives.masked_softmax_step."""
+def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, reference, running_sum, top,
+                        SCORES: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
+                        LAGGED: gl.constexpr):  # fmt: skip
+    """As attention_fwd._masked_step."""
+    reach, _, _, _, _, _, _, left, right, offset, seq_kv = seen
     keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    values, tile_scale = scaled(scores, row_scale, key_scale, SCALE_PER_KEY)
-    if MASK == "keys":
+    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
+    if MASKING[0] == "keys":
         bias = gl.load(reach + keys)
         visible = (bias > float("-inf"))[None, :] & gl.full_like(scores, 1).to(gl.int1)
-        if HAS_BIAS:
+        if MASKING[1]:
             values = gl.fma(values, tile_scale[:, None], bias[None, :])
             tile_scale = tile_scale * 0.0 + 1.0
     else:
         visible = (keys < seq_kv)[None, :] & gl.full_like(scores, 1).to(gl.int1)
-        if HAS_LEFT:
+        if MASKING[2]:
             visible = visible & (keys[None, :] >= rows[:, None] + (offset - left))
-        if HAS_RIGHT:
+        if MASKING[3]:
             visible = visible & (keys[None, :] <= rows[:, None] + (offset + right))
     values = values * tile_scale[:, None]
-    new_max = gl.maximum(running_max, gl.max(gl.where(visible, values, gl.full_like(values, float("-inf"))), 1))
-    reference = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.where(visible, gl.exp2(values - reference[:, None]), 0.0)
-    rescale = gl.exp2(running_max - reference)
-    return p, new_max, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
+    largest = gl.max(gl.where(visible, values, gl.full_like(values, float("-inf"))), 1)
+    if LAGGED:
+        top = gl.maximum(top, largest)
+        p = gl.where(visible, gl.exp2(values - reference[:, None]), 0.0)
+        running_sum += gl.sum(p, 1)
+        rescale = running_sum  # not used
+    else:
+        new_reference = gl.maximum(reference, reference_below(largest, FORMAT[1]))
+        finite = gl.where(new_reference == float("-inf"), 0.0, new_reference)
+        p = gl.where(visible, gl.exp2(values - finite[:, None]), 0.0)
+        rescale = gl.exp2(reference - finite)
+        running_sum = gl.fma(running_sum, rescale, gl.sum(p, 1))
+        reference = new_reference
+    return p, reference, running_sum, top, rescale
+
+
+@gluon.jit
+def as_operand(p, PV_DTYPE: gl.constexpr, P_OPERAND: gl.constexpr, BLOCK_N: gl.constexpr):
+    """P in the format and the layout of P·V; 8-bit keys permuted as V is, see primitives.in_operand_order."""
+    codes = p.to(PV_DTYPE)
+    if PV_DTYPE.primitive_bitwidth == 8:
+        codes = gl.permute(gl.reshape(codes, (ROWS, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+        codes = gl.reshape(codes, (ROWS, BLOCK_N))
+    return gl.convert_layout(codes, P_OPERAND)
+
+
+@gluon.jit
+def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.constexpr):
+    """A value tile in shared memory as [BLOCK_N, WIDTH]."""
+    if PV == "fp8_e4m3":
+        rows = v_tile.permute((1, 0))
+    else:
+        rows = v_tile.reshape((BLOCK_N, WIDTH))
+    return rows
+
+
+@gluon.jit
+def promote(acc, kept, kept_reference, reference, OUT: gl.constexpr, REFERENCE: gl.constexpr):
+    """Sums kept in shared memory plus acc, on the terms of `reference`.
+
+    The tensor cores add 8-bit products to a sum of some 14 bits, cut off: long sums are made of short ones.
+    """
+    total = kept.load(OUT)
+    if REFERENCE == "running":
+        factor = gl.where(kept_reference == float("-inf"), 0.0, gl.exp2(kept_reference - reference))
+        total = total * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
+    return total + acc
 
 
 @gluon.jit

@@ -111,6 +111,10 @@ def launch_attention_fwd(
             "HAS_LEFT": masking.left != UNLIMITED,
             "HAS_RIGHT": masking.right != UNLIMITED,
         }
+        reference = "first" if tile.keep_first_max else "running"
+        if pv != "16bit":
+            reference = "lagged" if keeps_row_max(state, masking) else "running"
+        kept = [none, none] if state is None else [state.counts, state.row_max]
         if tile.kernel == "hopper":
             from . import attention_fwd_hopper as hopper
 
@@ -119,10 +123,10 @@ def launch_attention_fwd(
                 scales = hopper.describe(scales.view(-1, tile.block_n), [1, tile.block_n])
             hopper.attention_fwd_hopper_kernel[grid](
                 q, hopper.describe(codes, [tile.block_n, width]), scales, hopper.describe(v, value_block),
-                *tensors, *recorded, *numbers,
+                *tensors, *recorded, *kept, v_scale, *numbers,
                 *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *sizes,
-                **constants, NUM_BUFFERS=tile.num_stages, KEEP_FIRST_MAX=tile.keep_first_max, num_warps=4,
+                **constants, NUM_BUFFERS=tile.num_stages, REFERENCE=reference, PV=pv, num_warps=4,
                 enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
@@ -131,10 +135,6 @@ def launch_attention_fwd(
             codes = TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tile.block_n, width])
         values = TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
         value_strides = v.stride()[:3] if pv == "16bit" else (0, v.stride(0), 0)
-        reference = "first" if tile.keep_first_max else "running"
-        if pv != "16bit":
-            reference = "lagged" if keeps_row_max(state, masking) else "running"
-        kept = [none, none] if state is None else [state.counts, state.row_max]
         _attention_fwd_kernel[grid](
             q, codes, keys.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
             *_mask_arguments(masking, mask, none), *sizes,
