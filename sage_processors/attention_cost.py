@@ -44,7 +44,11 @@ def counted_seconds(shape: CallShape, scaling: str, recipe: str = sage_kernels.D
     if SCALINGS[scaling] == "per_token" and scaling not in RULES:
         prologue += 2 * 4 * shape.batch * shape.seq_kv * shape.kv_heads  # a scale per key, written and read
     traffic += prologue - k  # the matmul reads K in INT8
-    pv_rate = FLOPS_16BIT if sage_kernels.RECIPES[recipe].pv == "16bit" else OPS_INT8
+    pv_rate = FLOPS_16BIT
+    if sage_kernels.RECIPES[recipe].pv != "16bit":
+        pv_rate = OPS_INT8
+        # V as K: read in 16 bit, written in 8, which the matmul reads; without a plan a look at its range first
+        traffic += 2 * k + k - k + (0 if scaling in RULES else 2 * k)
     return matmul / OPS_INT8 + matmul / pv_rate + traffic / BYTES_PER_SECOND
 
 

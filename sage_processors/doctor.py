@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels import RECIPES, SCALINGS, sage_attention
+from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, sage_attention
 from sage_kernels.numerics import pv_dtype
 from sage_kernels.recipe import INT8_MAX
 from sage_kernels.testing import make_qkv, relative_l2
@@ -65,7 +65,10 @@ CASES = (
 
 @dataclass
 class Outcome:
-    """One case in one recipe and scaling: SQNR of the worst head against the least that is right (dB), or an error."""
+    """One case in one recipe and scaling: SQNR of the worst head against the least that is right (dB), or an error.
+
+    skipped: why this machine can't run the recipe at all; "" if it can. That is no failure.
+    """
 
     recipe: str
     scaling: str
@@ -73,10 +76,11 @@ class Outcome:
     sqnr_db: float | None = None
     least_db: float | None = None
     error: str = ""
+    skipped: str = ""
     passed: bool = field(init=False)
 
     def __post_init__(self):
-        self.passed = not self.error and self.sqnr_db >= self.least_db
+        self.passed = bool(self.skipped) or (not self.error and self.sqnr_db >= self.least_db)
 
 
 def examine(device: torch.device) -> dict:
@@ -168,18 +172,32 @@ def self_test(device: torch.device) -> list[Outcome]:
         mask = _mask(case, device)
         exact = _exact(q, k, v, mask if mask is not None else _causal_mask(case, device))
         for recipe in RECIPES:
+            skipped = recipe_problem(recipe, device)
             for scaling in (*SCALINGS, "timestep"):
                 named = {"recipe": recipe, "scaling": scaling, "case": case.name}
+                if skipped:
+                    outcomes.append(Outcome(**named, skipped=skipped))
+                    continue
                 try:
                     out = _run(q, k, v, recipe, scaling, attn_mask=mask, causal=case.causal)
                     error = relative_l2(out, exact, (1, 3)).max().item()
                     if not math.isfinite(error):
                         raise ArithmeticError("the output is not finite")
                     worst = -20 * math.log10(max(error, 1e-30))
-                    outcomes.append(Outcome(**named, sqnr_db=worst, least_db=least_sqnr_db(q, k, scaling)))
+                    outcomes.append(Outcome(**named, sqnr_db=worst, least_db=least_sqnr_db(q, k, scaling, recipe)))
                 except Exception as error:  # a crash in one case must not hide the others
                     outcomes.append(Outcome(**named, error=_summary(error)))
     return outcomes
+
+
+def recipe_problem(recipe: str, device: torch.device) -> str:
+    """Why `device` can't run a recipe that others can; "" if it can."""
+    if device.type != "cuda" or RECIPES[recipe].pv != "fp8_e4m3":
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and (major, minor) >= (8, 9):
+        return ""
+    return f"P and V in FP8 need an NVIDIA GPU of compute capability 8.9 or newer; this one has {major}.{minor}"
 
 
 def _run(q, k, v, recipe, scaling, **masking):
@@ -195,14 +213,15 @@ def _run(q, k, v, recipe, scaling, **masking):
     return out
 
 
-def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str) -> float:
+def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = DEFAULT_RECIPE) -> float:
     """The least SQNR, in dB, of attention on q [B, S_q, H, D], k [B, S_kv, H_kv, D] that rounds right.
 
     Rounding to steps of s is noise of variance s² / 12, so a score q·k / √D is off by a variance of
     (mean s_q² · mean k² + mean s_k² · mean q²) / 12, and so is the logarithm of its weight. For values without
-    structure, the output is off by the same part of itself. To this come P and the output in 16 bit. As in all our
-    rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`). The scales are those of whole heads
-    (the coarsest that a block can have), but of single tokens for "per_token".
+    structure, the output is off by the same part of itself. To this come P and the output in 16 bit, or P and V in
+    e4m3: steps of 2^-3 of the power of two below, so a variance of 2^-6 / 12 of that, half of it of the number's own
+    square on average. As in all our rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`).
+    The scales are those of whole heads (the coarsest that a block can have), but of single tokens for "per_token".
     """
     repeat = q.shape[2] // k.shape[2]
     k = (k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
@@ -212,6 +231,8 @@ def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str) -> float:
         step = rounded.abs().amax(group, keepdim=True) / INT8_MAX
         variance = variance + step.square().mean((1, 3)) * other.square().mean((1, 3)) / 12
     variance = variance + 2 * (torch.finfo(pv_dtype(q.dtype)).eps / 2) ** 2
+    if RECIPES[recipe].pv == "fp8_e4m3":
+        variance = variance + 2 * 0.5 * torch.finfo(torch.float8_e4m3fn).eps ** 2 / 12
     return -10 * math.log10(4 * variance.max().item())
 
 
@@ -347,10 +368,12 @@ def show(found: dict, console) -> None:
     for name in ("worst head, dB", "at least, dB", ""):
         tested.add_column(name, justify="right")
     for row in found["self_test"]:
-        numbers = ("", "") if row["error"] else (f"{row['sqnr_db']:.1f}", f"{row['least_db']:.1f}")
-        verdict = "[green]passed[/]" if row["passed"] else "[red]failed[/]"
+        numbers = ("", "") if row["error"] or row["skipped"] else (f"{row['sqnr_db']:.1f}", f"{row['least_db']:.1f}")
+        verdict = "skipped" if row["skipped"] else "[green]passed[/]" if row["passed"] else "[red]failed[/]"
         tested.add_row(row["recipe"], row["scaling"], row["case"], *numbers, verdict)
     console.print(tested)
+    for reason in dict.fromkeys(row["skipped"] for row in found["self_test"] if row["skipped"]):
+        console.print(f"Skipped: {reason}", markup=False)
     for error in dict.fromkeys(row["error"] for row in found["self_test"] if row["error"]):
         console.print(f"Error: {error}", style="red", markup=False)
 

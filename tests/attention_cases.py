@@ -22,6 +22,7 @@ DTYPES = {
 without_interpreter = pytest.mark.parametrize(
     "attend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
+FP8 = "qk_int8_pv_fp8"
 MASKING = ("attn_mask", "causal", "window", "softcap", "sinks")
 
 
@@ -88,6 +89,11 @@ class Attend:
         self(q, k, v, state=state.head_state(0), **options)
         state.advance(1.0, 0.9)
         return state.head_state(0)
+
+
+def runs_fp8(tier: str) -> bool:
+    """Whether the recipe with P and V in FP8 runs on a tier."""
+    return tier != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9))
 
 
 def normal(batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=torch.float16, seed=0):

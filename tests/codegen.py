@@ -26,6 +26,7 @@ from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
 from sage_kernels._triton.decode_tiles import decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prepare_keys import TOKENS_PER_PROGRAM, _prepare_keys_kernel
+from sage_kernels._triton.prepare_values import _prepare_values_kernel, _value_amax_kernel
 from sage_kernels._triton.tiles import choose_tile
 
 
@@ -36,6 +37,7 @@ SCALINGS = ("planned", "per_token")
 WIDTHS = (64, 128, 256)
 MASKS = ("keys", "rows", "causal")
 FULL_TARGETS = ("sm_80", "sm_90")  # the others compile a part: each kernel takes seconds
+FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QMMA", "QGMMA")
 FP8_MATRIX = re.compile(
     r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
@@ -110,7 +112,12 @@ def read(compiled) -> dict:
         facts["stack"] = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
         loops = main_loops(sass)
         facts["loops"] = [
-            {"instructions": sum(c.values()), "spills": c["LDL"] + c["STL"], "matrix": sum(c[op] for op in MATRIX_OPS)}
+            {
+                "instructions": sum(c.values()),
+                "spills": c["LDL"] + c["STL"],
+                "matrix": sum(c[op] for op in MATRIX_OPS),
+                "shuffles": c["SHFL"],
+            }
             for c in loops
         ]
     return facts
@@ -172,6 +179,13 @@ def prepare(name: str, width: int, scaling: str, mask: str = "none") -> dict:
     return {"kernel": "prepare", **read(build(_prepare_keys_kernel, constants, types, target, **options))}
 
 
+def values(name: str, kernel, width: int) -> dict:
+    """The prologue of V: `kernel` is the one that looks for the largest values or the one that casts."""
+    constants = {"HEAD_DIM": width, "WIDTH": width, "PLANNED": True, "HAS_MASK": True}
+    types = {"v_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "counts_ptr": "*i32", "row_ptr": "*i32"}
+    return {"kernel": "values", **read(build(kernel, constants, types, TARGETS[name], num_warps=8, maxnreg=128))}
+
+
 def mask_tiles(name: str, kind: str) -> dict:
     """The kernels that read a mask: nothing to count but that they compile without spilling."""
     kernel = _key_mask_kernel if kind == "keys" else _row_mask_kernel
@@ -219,6 +233,15 @@ def kernels(name: str):
             yield f"{name}/prepare/{width}/{scaling}", prepare(name, width, scaling)
         for rows in (8, 32) if width == 128 or name in FULL_TARGETS else ():
             yield f"{name}/decode/{width}/{rows}", decode(name, width, rows)
+    if name in FP8_TARGETS:
+        for width in WIDTHS if name == "sm_90" else (128,):
+            for reference in ("running", "lagged"):
+                facts = attention(name, width, "planned", reference=reference, pv="fp8_e4m3")
+                yield f"{name}/attention_fp8/{width}/planned/{reference}", facts
+    if name == "sm_90":
+        yield "sm_90/attention_fp8/128/planned/rows", attention(name, 128, "planned", "rows", pv="fp8_e4m3")
+        yield "sm_90/values/128/amax", values(name, _value_amax_kernel, 128)
+        yield "sm_90/values/128/cast", values(name, _prepare_values_kernel, 128)
     yield f"{name}/decode/128/8/keys", decode(name, 128, 8, "keys")
     yield f"{name}/combine/128", combine(name, 128)
     for tokens in (1, 16):

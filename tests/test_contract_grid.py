@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.attention_cases import Attend, key_padding, normal
+from tests.attention_cases import FP8, Attend, key_padding, normal, runs_fp8
 
 
 HEAD_DIMS = (40, 64, 72, 96, 128, 160, 256)
@@ -42,6 +42,8 @@ def run_grid(attend: Attend, head_dim, mode, dtype, lengths, groups):
             runs = [{"scaling": "per_token"}]
             if name == "GQA" and dtype == torch.bfloat16:
                 runs.append({"state": attend.planned(q, k, v, **options)})
+            if name == "GQA" and dtype == torch.float16 and runs_fp8(attend.tier):
+                runs.append({"recipe": FP8, "scaling": "per_block"})
             for run in runs:
                 cases += 1
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -185,6 +186,19 @@ def test_E09_a_gpu_that_is_too_old_is_named(monkeypatch):
         device_tile(torch.device("cuda"), 64, "per_token")
 
 
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 4)])
+def test_E09_a_gpu_without_fp8_is_named_with_the_recipe_that_it_runs(capability, monkeypatch):
+    """(9, 4) on ROCm: its e4m3 is another format."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from sage_kernels._triton.launch_attention import device_tile
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    monkeypatch.setattr(torch.version, "hip", "6.4" if capability == (9, 4) else None)
+    with pytest.raises(NotImplementedError, match=r"Some GPU.*8\.9.*qk_int8_pv_bf16"):
+        device_tile(torch.device("cuda"), 64, "per_token", pv="fp8_e4m3")
+
+
 def test_E09_small_shared_memory_gets_smaller_tiles(monkeypatch):
     """99 KB a block on sm_86 and sm_89 (and 120) against 163 KB: codes and values of all stages must fit."""
     pytest.importorskip("triton", reason="triton is not installed")
@@ -194,11 +208,12 @@ def test_E09_small_shared_memory_gets_smaller_tiles(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     for capability, limit in (((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((12, 0), 99), ((10, 0), 227)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, cc=capability: cc)
-        for head_dim in (64, 128, 256):
+        formats = ("16bit", "fp8_e4m3") if capability >= (8, 9) else ("16bit",)
+        for head_dim, pv in itertools.product((64, 128, 256), formats):
             width = head_width(head_dim)
             for scaling in (*sage_kernels.SCALINGS, "planned"):
                 for masking in (NO_MASKING, NO_MASKING._replace(right=0, softcap=1.0)):
-                    tile = device_tile(torch.device("cuda"), width, scaling, masking)
+                    tile = device_tile(torch.device("cuda"), width, scaling, masking, pv)
                     stages = tile.num_stages * tile.block_n * width * 3  # int8 codes and 16-bit values
                     assert stages <= limit * 1024, (capability, head_dim, scaling, tile)
 

@@ -11,14 +11,13 @@ from sage_kernels.numerics import quantize_values
 from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX
 from sage_kernels.testing import exact_attention, relative_l2
 from sage_processors.scales import ScaleState, Site
-from tests.attention_cases import DTYPES, band_mask, key_padding, normal
+from tests.attention_cases import DTYPES, FP8, band_mask, key_padding, normal, runs_fp8
 from tests.test_softmax_reference import LOGITS, RAMP, climbing
 
 
 # the interpreter is numpy: it warns where a GPU returns inf
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-FP8 = "qk_int8_pv_fp8"
 NAN, INF = float("nan"), float("inf")
 BAR = 0.042  # relative L2 of the recipe on N(0, 1)
 ROUNDING = 2.0**-4  # largest relative error of one rounding to e4m3
@@ -27,6 +26,8 @@ ROUNDING = 2.0**-4  # largest relative error of one rounding to e4m3
 @pytest.fixture
 def fp8(attend):
     """`attend`, running this recipe. P·V of fp32 inputs is right in the interpreter too: no bf16 is involved."""
+    if not runs_fp8(attend.tier):
+        pytest.skip("needs a GPU of compute capability 8.9 or newer")
     attend.dtypes = (*DTYPES[attend.tier], *([torch.float32] if attend.tier == "interpreter" else []))
 
     def run(method):
@@ -59,6 +60,8 @@ def rates(state):
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("shape", [(1, 330, 2, 64), (2, 17, 1, 40), (1, 129, 1, 160)])
 def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(shape, hidden, kernel_device):
+    if not runs_fp8(kernel_device.type):
+        pytest.skip("needs a GPU of compute capability 8.9 or newer")
     from sage_kernels._triton.mask_tiles import launch_mask_tiles
     from sage_kernels._triton.prepare_values import launch_prepare_values
     from sage_kernels._triton.tiles import head_width
@@ -173,7 +176,7 @@ def test_every_mask_matches_the_reference(name, fp8):
 
 @pytest.mark.parametrize("seq", [640, 4096])
 def test_error_on_normal_inputs_stays_below_the_bar(seq):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() and runs_fp8("cuda") else "cpu"
     q, k, v = normal(1, 256, seq, 2, 2, 128, dtype=torch.float16)
     q, k, v = (x.to(device) for x in (q, k, v))
     state = new_head_state(2, 128, device)._replace(row_max=torch.full((1, 2, 256), -INF, device=device))
@@ -187,6 +190,8 @@ def test_error_on_normal_inputs_stays_below_the_bar(seq):
 
 
 def test_planned_values_record_and_clip_as_the_reference(kernel_device):
+    if not runs_fp8(kernel_device.type):
+        pytest.skip("needs a GPU of compute capability 8.9 or newer")
     from sage_kernels._triton.launch_attention import launch_attention_fwd
     from sage_kernels.reference import ref_attention
 

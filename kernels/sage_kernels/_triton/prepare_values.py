@@ -173,7 +173,7 @@ def _prepare_values_kernel(
     key = place // 16 * 16 + place // 2 % 2 * 8 + place % 16 // 4 * 2 + place % 2
     codes = codes_ptr + (head_of_batch.to(tl.int64) * WIDTH + channels)[:, None] * (n_steps * KEYS) + place[None, :]
     reached = tl.zeros([CHANNELS], tl.float32)
-    clipped = tl.zeros([KEYS, CHANNELS], tl.int32)
+    clipped = tl.zeros([CHANNELS], tl.int32)
     for step in range(span * steps, tl.minimum(span * steps + steps, n_steps)):
         x, counted = _load(v_base, key + step * KEYS, channels, stride_vs, seq_kv, reach_ptr, HEAD_DIM, HAS_MASK)
         y = x * inverse[None, :] + x * 0.0  # e4m3 has no inf: NaN, in its row and channel
@@ -181,11 +181,11 @@ def _prepare_values_kernel(
         if PLANNED:
             size = _finite_size(x)
             reached = tl.maximum(reached, tl.max(tl.where(counted[:, None], size, 0.0), 0))
-            clipped += (size * inverse[None, :] > E4M3_MAX).to(tl.int32)
+            clipped += tl.sum((size * inverse[None, :] > E4M3_MAX).to(tl.int32), 0)
     if PLANNED:
         stat = stats_ptr + row * (_STATS * state_width) + _STAT_V_AMAX * state_width + channels
         tl.atomic_max(stat, reached, mask=channels < HEAD_DIM)
-        lost = tl.sum(tl.sum(clipped, 1), 0)
+        lost = tl.sum(clipped, 0)
         if lost > 0:
             tl.atomic_add(counts_ptr + row * _COUNTS + _CLIPPED, lost)
 
@@ -219,6 +219,8 @@ def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles,
         v, amax, plan, plan_scale, counts, row, key, state_width, *strides, reach, *mask.reach_strides,
         seq_kv, kv_heads, chunks, chunk_keys, **constants,
     )  # fmt: skip
+    # two programs an SM; 151 registers without
+    constants["maxnreg"] = 128 if v.is_cuda else None
     spans = triton.cdiv(n_steps, STEPS)
     _prepare_values_kernel[(spans * (width // CHANNELS.value) * heads,)](
         v, codes, scale, amax, plan, plan_scale, stats, counts, row, key, state_width, *strides, reach,
