@@ -2,6 +2,7 @@
 
     python kernels/benchmarks/bench_tiles.py
     python kernels/benchmarks/bench_tiles.py --width 128 --scaling planned --seq 8192 --seq 16384
+    python kernels/benchmarks/bench_tiles.py --recipe qk_int8_pv_fp8
 
 Prints a line a tile, the fastest first; each is held against exact attention before it is timed. Saves nothing: a row
 of results.csv is what `bench.py` measures with the tile that was then chosen.
@@ -18,6 +19,7 @@ from bench import MAX_ERROR, exact_rows, make_inputs, options_of, torch_sdpa
 from cases import square
 from torch.nn.attention import SDPBackend
 
+from sage_kernels import DEFAULT_RECIPE, RECIPES
 from sage_kernels._triton.launch_attention import launch_attention_fwd
 from sage_kernels._triton.tiles import Tile
 from sage_kernels.masking import make_masking
@@ -25,16 +27,19 @@ from sage_kernels.testing import relative_l2
 from sage_processors.scales import ScaleState, Site
 
 
-def candidates(width: int, scaling: str) -> list[Tile]:
+def candidates(width: int, pv: str) -> list[Tile]:
     """Tiles worth a try on Hopper; those that do not compile or fit are reported and left out."""
+    first = (False, True) if pv == "16bit" else (False,)  # what else 8-bit P may keep is in the state
     sizes = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3)]
-    tiles = [Tile(*size, "tma", keep) for size in sizes for keep in (False, True)]
+    tiles = [Tile(*size, "tma", keep) for size in sizes for keep in first]
     hopper = [(128, n, 4, buffers) for n in (64, 128) for buffers in (2, 3, 4)]
-    tiles += [Tile(*size, "hopper", keep) for size in hopper for keep in (False, True)]
-    return [tile for tile in tiles if width * tile.block_n * tile.num_stages * 3 < 220_000]
+    tiles += [Tile(*size, "hopper", keep) for size in hopper for keep in first]
+    bytes_a_token = 3 if pv == "16bit" else 2
+    return [tile for tile in tiles if width * tile.block_n * tile.num_stages * bytes_a_token < 220_000]
 
 
-def time_tiles(case, scaling: str) -> None:
+def time_tiles(case, scaling: str, recipe: str) -> None:
+    pv = RECIPES[recipe].pv
     q, k, v = make_inputs(case, torch.bfloat16)
     options = options_of(case)
     exact = exact_rows(case, q, k, v)
@@ -45,13 +50,16 @@ def time_tiles(case, scaling: str) -> None:
     if scaling == "planned":
         scales = ScaleState([Site("bench", case.kv_heads, case.head_dim)], device=q.device)
         state = scales.head_state(0)
+        if pv != "16bit":
+            unknown = q.new_full((case.batch, case.heads, case.seq_q), -torch.inf).float()
+            state = state._replace(row_max=unknown)
     rows = []
-    for tile in candidates(case.head_dim, scaling):
+    for tile in candidates(case.head_dim, pv):
 
         def run(tile=tile):
             return launch_attention_fwd(
                 q, k, v, scale=case.head_dim**-0.5, scaling=scaling, smooth_k=True, state=state, return_lse=False,
-                masking=masking, tile=tile,
+                recipe=recipe, masking=masking, tile=tile,
             )[0]  # fmt: skip
 
         try:
@@ -63,13 +71,13 @@ def time_tiles(case, scaling: str) -> None:
             print(f"{case.name} {scaling} {tile}: {type(error).__name__}", flush=True)
             continue
         error = float(relative_l2(out[:, -exact.shape[1] :], exact))
-        if not error <= MAX_ERROR["16bit"]:
+        if not error <= MAX_ERROR[pv]:
             print(f"FAILED {case.name} {scaling} {tile}: relative L2 {error:.3g}", flush=True)
             continue
         ms = triton.testing.do_bench(run, warmup=30, rep=150, return_mode="median")
         rows.append((cudnn_ms / ms, tile, error))
     for ratio, tile, error in sorted(rows, reverse=True):
-        print(f"{case.name:20} {scaling:9} {ratio:.3f}x cuDNN  {error:.4f}  {tile}", flush=True)
+        print(f"{case.name:20} {recipe} {scaling:9} {ratio:.3f}x cuDNN  {error:.4f}  {tile}", flush=True)
 
 
 def main() -> int:
@@ -78,6 +86,7 @@ def main() -> int:
     parser.add_argument("--scaling", action="append", help="planned, per_block, per_token; all by default")
     parser.add_argument("--seq", type=int, action="append", help="8192 by default")
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default=DEFAULT_RECIPE)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_tiles.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
@@ -86,7 +95,7 @@ def main() -> int:
     for width in arguments.width or (128, 64):
         for seq in arguments.seq or (8192,):
             for scaling in arguments.scaling or ("planned", "per_block", "per_token"):
-                time_tiles(square(width, seq, causal=arguments.causal), scaling)
+                time_tiles(square(width, seq, causal=arguments.causal), scaling, arguments.recipe)
     return 0
 
 
