@@ -1,0 +1,96 @@
+"""The Hopper kernel itself, whatever the tile table chooses: every recipe, scaling and softmax reference it knows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage_kernels import RECIPES, sage_attention
+from sage_processors.scales import ScaleState, Site
+from tests.attention_cases import FP8, Attend, key_padding, normal
+
+
+pytestmark = pytest.mark.gpu
+
+BF16 = "qk_int8_pv_bf16"
+HEAD_DIM = 128
+# (queries, keys): within one tile, ragged ones, more tiles than the ring has buffers and than are summed in FP8
+LENGTHS = [(1, 1), (64, 128), (113, 203), (300, 1025), (129, 2049)]
+MASKS = {
+    "full": {},
+    "top_left": {"causal": "top_left"},
+    "bottom_right": {"causal": "bottom_right"},
+    "window": {"causal": "bottom_right", "window": 100},
+}
+
+
+@pytest.fixture(params=["running", "first"])
+def hopper(request, monkeypatch):
+    """The op on the GPU, whose calls of width 128 all take the Hopper kernel; 16-bit P with either reference."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    from sage_kernels._triton import launch_attention
+    from sage_kernels._triton.tiles import Tile
+
+    tile = Tile(128, 128, 4, 3, "hopper", request.param == "first")
+    monkeypatch.setattr(launch_attention, "device_tile", lambda *_, **__: tile)
+    return Attend("cuda", monkeypatch)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("scaling", ["per_token", "per_block", "per_head"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_matches_the_reference(recipe, scaling, lengths, mask, hopper):
+    q, k, v = normal(2, *lengths, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
+    hopper.check(q, k, v, recipe=recipe, scaling=scaling, **MASKS[mask])
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_hidden_keys_are_hidden_and_may_be_nan(recipe, hopper):
+    q, k, v = normal(3, 200, 700, 2, 2, HEAD_DIM, dtype=torch.float16)
+    seen = key_padding([700, 300, 129], 700)
+    k[1, 300:], v[1, 300:] = torch.nan, torch.nan
+    for scaling in ("per_token", "per_block"):
+        hopper.check(q, k, v, recipe=recipe, scaling=scaling, attn_mask=seen)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_planned_steps_match_the_reference(recipe, mask, hopper):
+    q, k, v = normal(1, 300, 1025, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
+    scales = ScaleState([Site("a", 2, HEAD_DIM)], device="cuda")
+    state = scales.head_state(0)
+    if recipe == FP8:
+        state = state._replace(row_max=torch.full((1, 4, 300), -torch.inf, device="cuda"))
+    for step in range(4):
+        if step == 2:  # nothing like the step before: the kept maxima do not fit
+            q = 30 * q
+        hopper.check(q, k, v, recipe=recipe, state=state, exponent=2000.0, **MASKS[mask])
+        scales.advance(1.0 - step / 4, 0.9 - step / 4)
+
+
+@pytest.mark.parametrize("value", [1.0, -3.0])
+@pytest.mark.parametrize("lagged", [False, True])
+def test_long_sums_in_fp8_do_not_shrink(lagged, value, hopper):
+    """All values alike: the mean is known exactly, and sums that were cut off at every step would fall short of it."""
+    q, k, _ = normal(1, 200, 32768, 1, 1, HEAD_DIM, dtype=torch.bfloat16)
+    v = torch.full_like(k, value)
+    scales = ScaleState([Site("a", 1, HEAD_DIM)], device="cuda")
+    state = scales.head_state(0)
+    if lagged:
+        state = state._replace(row_max=torch.full((1, 1, 200), -torch.inf, device="cuda"))
+    for _ in range(2):
+        out = sage_attention(*(x.cuda() for x in (q, k, v)), recipe=FP8, state=state).float()
+        scales.advance(1.0, 0.9)
+    # P is rounded to 4 bits on both sides of the fraction's line but not in its sum: errors of many keys average out
+    assert float((out / value - 1).abs().max()) < 0.01
+    assert abs(float((out / value).mean()) - 1) < 0.003
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_results_are_bitwise_repeatable(recipe, hopper):
+    q, k, v = (x.cuda() for x in normal(4, 500, 3000, 8, 4, HEAD_DIM, dtype=torch.bfloat16))
+    for scaling in ("per_token", "per_block"):
+        first = sage_attention(q, k, v, recipe=recipe, scaling=scaling)
+        assert all(torch.equal(first, sage_attention(q, k, v, recipe=recipe, scaling=scaling)) for _ in range(50))
