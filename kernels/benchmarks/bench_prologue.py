@@ -1,0 +1,110 @@
+"""Time what comes before attention, as bandwidth beside a copy of the device in the same run: gate, clock, rows.
+
+    python kernels/benchmarks/bench_prologue.py
+    python kernels/benchmarks/bench_prologue.py --no-save
+
+K is read in 16 bit and written in 8: three bytes an element; with FP8, V as well. The copy reads and writes 16 bit.
+`timestep` is the planned call in its steady state. The bytes are those that must move, not those that did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+import triton
+from bench import FP8_RECIPE, GATE_ROWS, MAX_ERROR, RESULTS, exact_rows, make_inputs
+from cases import Case, square
+
+from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
+from sage_kernels._triton.launch_attention import device_tile
+from sage_kernels._triton.mask_tiles import launch_mask_tiles
+from sage_kernels._triton.prepare_keys import launch_prepare_keys
+from sage_kernels._triton.prepare_values import launch_prepare_values
+from sage_kernels.masking import NO_MASKING
+from sage_kernels.results import append_row
+from sage_kernels.testing import relative_l2
+from sage_processors.scales import ScaleState, Site
+
+
+CASES = [square(head_dim, seq) for head_dim in (128, 64) for seq in (4096, 16384, 32768)]
+
+
+def prologues(case: Case, q, k, v):
+    """(recipe, scaling, what is prepared, function, bytes an element of K and V that it must move)."""
+    width = case.head_dim
+    mask = launch_mask_tiles(NO_MASKING, case.heads, case.kv_heads, case.seq_q, case.seq_kv, 128, 128)
+    for recipe in (DEFAULT_RECIPE, FP8_RECIPE):
+        scales = ScaleState([Site("bench", case.kv_heads, case.head_dim)], device=q.device)
+        state = scales.head_state(0)
+        sage_attention(q, k, v, state=state, recipe=recipe)
+        scales.advance(1.0, 0.9)
+        for scaling in ("planned", "per_block", "per_token"):
+            planned = state if scaling == "planned" else None
+            block_n = device_tile(q.device, width, scaling, pv=RECIPES[recipe].pv).block_n
+
+            def keys(scaling=scaling, planned=planned, block_n=block_n):
+                return launch_prepare_keys(
+                    q, k, scaling=scaling, smooth_k=True, state=planned, mask=mask, return_center=False,
+                    block_n=block_n, width=width,
+                )  # fmt: skip
+
+            def keys_and_values(keys=keys, planned=planned):
+                keys()
+                return launch_prepare_values(v, seq_q=case.seq_q, state=planned, mask=mask, width=width)
+
+            if recipe == DEFAULT_RECIPE:
+                yield recipe, scaling, planned, keys, 3
+            else:
+                yield recipe, scaling, planned, keys_and_values, 6
+
+
+def run_case(case: Case, save: bool) -> list[str]:
+    q, k, v = make_inputs(case, torch.bfloat16)
+    exact = exact_rows(case, q, k, v)
+    target = torch.empty_like(k)
+    failures = []
+
+    def row(provider, recipe, suffix, milliseconds, nbytes, error):
+        p20, median, p80 = (nbytes / ms / 1e9 for ms in reversed(milliseconds))
+        print(f"{case.name + suffix:34} {provider:14} {recipe:16} {median:6.2f} TB/s", flush=True)
+        if save:
+            append_row(
+                RESULTS, suite="prologue", case=case.name + suffix, provider=provider, recipe=recipe,
+                batch=case.batch, heads=case.heads, kv_heads=case.kv_heads, seq_q=case.seq_q, seq_k=case.seq_kv,
+                head_dim=case.head_dim, causal=case.causal, includes_quantization=provider == "sage_kernels",
+                metric="bandwidth", unit="TB_s", median=f"{median:.3f}", p20=f"{p20:.3f}", p80=f"{p80:.3f}",
+                ratio_vs_cudnn="", rel_l2_error=error,
+            )  # fmt: skip
+
+    def clock(function):
+        return triton.testing.do_bench(function, warmup=30, rep=150, quantiles=[0.2, 0.5, 0.8])
+
+    row("device_copy", "", "", clock(lambda: target.copy_(k)), 4 * k.numel(), "")
+    for recipe, scaling, state, function, bytes_an_element in prologues(case, q, k, v):
+        how = {"state": state} if state is not None else {"scaling": scaling}
+        error = float(relative_l2(sage_attention(q, k, v, recipe=recipe, **how)[:, -GATE_ROWS:], exact))
+        if not error <= MAX_ERROR[RECIPES[recipe].pv]:
+            failures.append(f"{case.name} {recipe} {scaling}: relative L2 {error:.3g}")
+            print(f"FAILED {failures[-1]}", flush=True)
+            continue
+        suffix = "/timestep" if scaling == "planned" else f"/{scaling}"
+        row("sage_kernels", recipe, suffix, clock(function), bytes_an_element * k.numel(), f"{error:.5f}")
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_prologue.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    failures = [failure for case in CASES for failure in run_case(case, not arguments.no_save)]
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
