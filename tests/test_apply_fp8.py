@@ -1,4 +1,4 @@
-"""The recipe qk_int8_pv_fp8 in a pipeline: its row maxima are kept from step to step, and the report shows what ran."""
+"""The recipe qk_int8_pv_fp8 in a pipeline: row maxima kept from step to step, and a report of what ran."""
 
 import dataclasses
 
