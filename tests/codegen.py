@@ -112,14 +112,11 @@ def read(compiled) -> dict:
         facts["stack"] = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
         loops = main_loops(sass)
         facts["loops"] = [
-            {
-                "instructions": sum(c.values()),
-                "spills": c["LDL"] + c["STL"],
-                "matrix": sum(c[op] for op in MATRIX_OPS),
-                "shuffles": c["SHFL"],
-            }
+            {"instructions": sum(c.values()), "spills": c["LDL"] + c["STL"], "matrix": sum(c[op] for op in MATRIX_OPS)}
             for c in loops
         ]
+        if "fp8_matrix" in facts and loops:
+            facts["shuffles"] = loops[0]["SHFL"]
     return facts
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 
-from sage_kernels import HeadState, new_head_state, sage_attention
-from tests.attention_cases import key_padding, normal
+from sage_kernels import DEFAULT_RECIPE, HeadState, new_head_state, sage_attention
+from tests.attention_cases import FP8, key_padding, normal, runs_fp8
 
 
 OPTIONS = {
@@ -24,16 +24,21 @@ OPTIONS = {
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("op", ["attention", "attention_lse", "attention_planned", "attention_planned_lse"])
-def test_T03_opcheck(op, options, device):
+@pytest.mark.parametrize("recipe", [DEFAULT_RECIPE, FP8])
+def test_T03_opcheck(recipe, op, options, device):
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
+    if recipe == FP8 and (options != "plain" or not runs_fp8(device)):
+        pytest.skip("the options do not depend on the recipe, or this GPU has no FP8")
     dtype = torch.float16 if device == "cuda" else torch.float32
     plain = [x.to(device) for x in normal(2, 24, 24, 2, 2, 16, dtype=dtype)]
     bhsd = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in plain]
     given = [x.to(device) if isinstance(x, torch.Tensor) else x for x in OPTIONS[options]]
     for inputs in (plain, bhsd, torch.cat(plain, 3).chunk(3, 3)):
         state = tuple(new_head_state(2, 16, device)) if "planned" in op else ()
-        torch.library.opcheck(getattr(torch.ops.sage_kernels, op).default, (*inputs, *given, *state))
+        if state and recipe == FP8:
+            state = (*state[:-1], torch.zeros(2, 2, 24, device=device))  # the row maxima
+        torch.library.opcheck(getattr(torch.ops.sage_kernels, op).default, (*inputs, *given, recipe, *state))
 
 
 COMPILED = {
