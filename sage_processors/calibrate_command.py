@@ -62,6 +62,7 @@ def calibrate_policy(
             found = calibrate(
                 pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
                 scalings=scaling, steps=steps, batch=batch, cost=cost, path=output, state_path=state,
+                config=SageAttnProcessor(min_tokens=quality.MIN_TOKENS),
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
@@ -127,7 +128,7 @@ def transfer(
 
     pipe = cli._load_pipeline(pipeline, device)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
-    config, prompts = SageAttnProcessor(), cli._prompts(images)
+    config, prompts = SageAttnProcessor(min_tokens=quality.MIN_TOKENS), cli._prompts(images)
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.safetensors"
         pipe.scheduler = learn
