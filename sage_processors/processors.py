@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 import sage_kernels
+from sage_kernels import crossover
 
 from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from .rebind import dispatch_attention_fn, rebind, stand_ins
@@ -139,7 +140,7 @@ def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causa
     )
     if reason is None:
         batch, seq_q, heads, head_dim = query.shape
-        if sage_kernels.is_short(
+        if crossover.is_short(
             query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=key.shape[1], head_dim=head_dim,
             causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
         ):  # fmt: skip

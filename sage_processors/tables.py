@@ -97,7 +97,9 @@ def _language(rows: list[dict[str, str]]) -> str:
 
 
 def _attention(rows: list[dict[str, str]]) -> str:
-    rows = [row for row in rows if row["metric"] == "throughput"]
+    from sage_kernels.results import is_crossover_row
+
+    rows = [row for row in rows if row["metric"] == "throughput" and not is_crossover_row(row)]
     ours = [row for row in rows if row["provider"] == "sage_kernels"]
     if not ours:
         return "No rows yet: `make bench` on a machine with a GPU."

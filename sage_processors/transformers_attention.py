@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 import sage_kernels
+from sage_kernels import crossover
 
 from .config import POLICIES, UnsupportedAttentionError
 from .transformers_call import Call, autocast, exact, masking, refuse_gradients, refuse_packed
@@ -198,7 +199,7 @@ def _reason_against(implementation, call, query, key, value) -> str | None:
     if call.sinks is not None and tuple(call.sinks.shape) != (query.shape[1],):
         return "sinks"
     batch, heads, seq_q, head_dim = query.shape
-    if sage_kernels.is_short(
+    if crossover.is_short(
         query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=key.shape[2], head_dim=head_dim,
         causal=bool(call.is_causal), recipe=implementation.recipe, min_tokens=implementation.min_tokens,
     ):  # fmt: skip

@@ -98,7 +98,7 @@ def test_gpu_classes(capability, name, monkeypatch):
 
 def short(seq_q, seq_kv, *, batch=1, heads=8, **options):
     sizes = {"batch": batch, "heads": heads, "seq_q": seq_q, "seq_kv": seq_kv, "head_dim": 128}
-    return sage_kernels.is_short(torch.device("cpu"), **sizes, **options)
+    return crossover.is_short(torch.device("cpu"), **sizes, **options)
 
 
 def test_a_cpu_runs_everything_in_int8():

@@ -28,15 +28,16 @@ from model_cases import CASES, ModelCase, make_inputs, make_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_processors as sp
-from sage_kernels import DEFAULT_RECIPE, RECIPES, is_short
+from sage_kernels import DEFAULT_RECIPE, RECIPES
+from sage_kernels.crossover import is_short
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
 
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
-# Relative L1 of the model's output against stock attention's. Thinned models with these weights were at 0.002 to 0.02
-# on a CPU; leaving attention out makes 0.5 and more.
-MAX_ERROR = 0.06
+# Relative L1 of the model's output against stock attention's. At full depth and a quarter of the width, on a CPU in
+# bf16, INT8 made 0.012 (Wan) to 0.031 (SDXL), and attention removed 0.97 and more.
+MAX_ERROR = 0.08
 WARM_UP = 3  # forwards before the first timed one: kernels compile, the first step has no plan, the second makes one
 OURS, REMOVED = "sage_kernels", "attention_removed"
 BACKENDS = {"torch_sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "torch_sdpa_flash": SDPBackend.FLASH_ATTENTION}

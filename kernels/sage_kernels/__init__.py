@@ -2,7 +2,6 @@
 
 from .attention import sage_attention
 from .checks import unsupported
-from .crossover import is_short
 from .decode import append_kv, sage_decode_attention
 from .recipe import DEFAULT_RECIPE, RECIPES, SCALINGS, Recipe
 from .state import HeadState, new_head_state
@@ -15,7 +14,6 @@ __all__ = [
     "HeadState",
     "Recipe",
     "append_kv",
-    "is_short",
     "new_head_state",
     "sage_attention",
     "sage_decode_attention",

@@ -3,6 +3,8 @@
 INT8 halves the time of one of the two matmuls and pays for it with a pass over K, a launch, and quantising Q in every
 program. A short call, or one with little work in all, does not earn that back, and 16-bit attention is faster. On a
 CPU nothing is timed and everything runs in INT8: the reference is there to check numbers.
+
+The ops do not ask it, their callers do. It loads torch._dynamo, so `import sage_kernels` leaves it out.
 """
 
 from __future__ import annotations
