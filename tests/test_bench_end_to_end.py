@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +10,13 @@ import torch
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.results import read_rows
+from tests.test_import_boundaries import ROOT, fresh
 
 
 pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "kernels" / "benchmarks"
+BENCHMARKS = ROOT / "kernels" / "benchmarks"
 CPU = torch.device("cpu")
 # of the published checkpoints, by the headers of their files
 PARAMETERS = {
@@ -51,15 +51,34 @@ def small(bench):
     return make
 
 
+def test_models_are_the_published_ones():
+    """In a process of its own: here torch.empty fills what it makes, and these models would fill the machine."""
+    code = f"""
+        from model_cases import CASES, parameters_on_meta
+        with parameters_on_meta():
+            for name in {list(PARAMETERS)}:
+                model = CASES[name].build()
+                assert all(p.is_meta for p in model.parameters())
+                print(name, sum(p.numel() for p in model.parameters()))
+        """
+    printed = fresh(code, path=(ROOT, ROOT / "kernels", BENCHMARKS)).split()
+    assert dict(zip(printed[::2], map(int, printed[1::2]), strict=True)) == PARAMETERS
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_models_are_the_published_ones(name, bench):
+def test_parameters_are_drawn_and_buffers_are_kept(name, bench):
+    """RoPE's tables are buffers: a model from the meta device alone would hold garbage there."""
     from model_cases import parameters_on_meta
 
+    case = bench.CASES[name].tiny()
     with parameters_on_meta():
-        model = bench.CASES[name].build()
-    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name]
+        model = case.build()
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert {b.device.type for b in model.buffers()} <= {"cpu"}, "buffers hold values, such as RoPE's"
+    made, stock = bench.make_model(case, CPU, torch.bfloat16), case.build()
+    assert all(p.dtype == torch.bfloat16 and p.any() for n, p in made.named_parameters() if "bias" not in n)
+    buffers = dict(made.named_buffers())
+    assert buffers.keys() == dict(stock.named_buffers()).keys()
+    assert all(torch.equal(buffers[n], b) for n, b in stock.named_buffers())
 
 
 def test_sizes_are_those_of_the_names(bench):
