@@ -46,14 +46,17 @@ def row(tokens, scores=0, *, causal=False, head_dim=256):
 @pytest.mark.parametrize("row", [r for r in crossover.CROSSOVERS if r.evidence], ids=lambda r: r.evidence[0])
 def test_a_row_is_what_was_measured(row):
     """The newest measurements of a row's cases reach break-even, and the shortest of them is where INT8 begins."""
-    newest = {(r["case"], r["provider"]): r for r in read_rows(RESULTS) if r["metric"] == "throughput"}
+    speeds = [r for r in read_rows(RESULTS) if r["metric"] in ("throughput", "time")]
+    newest = {(r["case"], r["provider"]): r for r in speeds}
     assert row.evidence and row.against in (crossover.CUDNN, crossover.FLASH)
     lengths, scores = [], []
     for case in row.evidence:
         ours = newest[case, "sage_kernels"]
         assert ours["recipe"] == row.recipe and ours["causal"] == str(row.causal)
         assert int(ours["head_dim"]) <= row.head_dim and {"hopper": "H200"}[row.gpu] in ours["gpu"]
-        speed = float(ours["median"]) / float(newest[case.partition("/")[0], row.against]["median"])
+        stock = newest.get((case, row.against)) or newest[case.partition("/")[0], row.against]
+        speed = float(ours["median"]) / float(stock["median"])
+        speed = speed if ours["metric"] == "throughput" else 1 / speed
         assert speed >= crossover.BREAK_EVEN, f"{case}: {speed:.3f} times {row.against}"
         lengths.append(min(int(ours["seq_q"]), int(ours["seq_k"])))
         scores.append(int(ours["batch"]) * int(ours["heads"]) * int(ours["seq_q"]) * int(ours["seq_k"]))
@@ -73,8 +76,9 @@ def test_rows_that_were_not_measured_are_the_careful_ones():
 @pytest.mark.parametrize("gpu", ["ampere", "ada", "hopper", "blackwell", "consumer_blackwell", "amd"])
 @pytest.mark.parametrize("head_dim", [1, 64, 72, 128, 136, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_every_call_finds_a_row(gpu, head_dim, causal):
-    found = crossover.find_crossover(gpu, head_dim, RECIPE, causal)
+@pytest.mark.parametrize("recipe", sage_kernels.RECIPES)
+def test_every_call_finds_a_row(gpu, head_dim, causal, recipe):
+    found = crossover.find_crossover(gpu, head_dim, recipe, causal)
     assert found in crossover.CROSSOVERS and found.causal == causal and found.head_dim >= head_dim
     assert found.gpu in (gpu, crossover.ANY_GPU)
 
