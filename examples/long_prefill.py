@@ -1,6 +1,6 @@
 """Time the reading of a long prompt with stock and with INT8 attention, and weigh the KV caches.
 
-python examples/long_prefill.py --min-tokens 2        # the embedded model: prompts of 512 tokens would stay exact
+python examples/long_prefill.py --min-tokens 2        # the embedded model: on a GPU 512 tokens would stay exact
 python examples/long_prefill.py --model meta-llama/Llama-3.1-8B --tokens 32768
 python examples/long_prefill.py --model folder/with/config.json --random --tokens 131072
 """
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--model", default="tiny_lm", help="name on the Hub, folder, or embedded: tiny_lm")
     parser.add_argument("--random", action="store_true", help="take the config only: true shapes, random weights")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--min-tokens", type=int, default=513, help="shorter prompts run exact attention")
+    parser.add_argument("--min-tokens", type=int, help="shorter prompts run exact attention; measured by default")
     args = parser.parse_args()
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)

@@ -61,7 +61,9 @@ def variants(recipe: str) -> dict[str, quality.Variant]:
     known = {variant.name: variant for variant in both}
     covered = {variant.config.scaling for variant in known.values()} | {"per_token"}  # another name of "dynamic"
     for scaling in sorted(set(sp.config.SCALINGS) - covered):
-        known[scaling] = quality.Variant(scaling, sp.SageAttnProcessor(recipe=recipe, scaling=scaling))
+        known[scaling] = quality.Variant(
+            scaling, sp.SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=quality.MIN_TOKENS)
+        )
     return known
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import quality
+from . import pipelines, quality
 from .calibration import HELD_OUT, calibrate
 from .config import SageAttnProcessor
 
@@ -33,6 +33,11 @@ HardOption = Annotated[
     list[str], typer.Option(help=f"Only these variants; {', '.join(filter(None, HARD))}, or plain.")
 ]
 CsvOption = Annotated[Path | None, typer.Option(help="results.csv to append to.")]
+
+
+def _options(pipeline: str) -> SageAttnProcessor:
+    """The defaults; at the few tokens of an embedded pipeline a GPU's table would leave all of it exact."""
+    return SageAttnProcessor(min_tokens=quality.MIN_TOKENS if pipeline in pipelines.names() else None)
 
 
 def calibrate_policy(
@@ -62,6 +67,7 @@ def calibrate_policy(
             found = calibrate(
                 pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
                 scalings=scaling, steps=steps, batch=batch, cost=cost, path=output, state_path=state,
+                config=_options(pipeline),
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
@@ -127,7 +133,7 @@ def transfer(
 
     pipe = cli._load_pipeline(pipeline, device)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
-    config, prompts = SageAttnProcessor(), cli._prompts(images)
+    config, prompts = _options(pipeline), cli._prompts(images)
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.safetensors"
         pipe.scheduler = learn

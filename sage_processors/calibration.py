@@ -120,7 +120,10 @@ def calibrate(
     if not bases:
         raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")
     with _bar(progress) as show:
-        search = _Search(pipe, list(inputs), seeds, steps=steps, batch=batch, kind=kind, path=state_path, show=show)
+        search = _Search(
+            pipe, list(inputs), seeds, min_tokens=config.min_tokens, steps=steps, batch=batch, kind=kind,
+            path=state_path, show=show,
+        )  # fmt: skip
         if target_psnr is not None:
             found = _for_psnr(search, bases, float(target_psnr))
         else:
@@ -169,14 +172,15 @@ def _bar(enabled: bool):
 class _Search:
     """Draws pictures under options, once each, and remembers the outcome, also in a file."""
 
-    def __init__(self, pipe, prompts, seeds, *, steps, batch, kind, path, show):
+    def __init__(self, pipe, prompts, seeds, *, min_tokens, steps, batch, kind, path, show):
         from .apply import apply, handle_of
 
         self._pipe, self._prompts, self._seeds = pipe, prompts, seeds
         self.steps, self._batch, self._show = steps, batch, show
         if handle_of(pipe) is not None:
             handle_of(pipe).remove()
-        with apply(pipe, SageAttnProcessor(scaling="dynamic")) as handle:  # who is there, and in which shapes
+        probing = SageAttnProcessor(scaling="dynamic", min_tokens=min_tokens)
+        with apply(pipe, probing) as handle:  # who is there, and in which shapes
             quality.generate(pipe, prompts[:batch], seeds[:batch], steps=min(steps, 2))
             self.models, self.costs = policy.describe_models(handle), CostTable(handle, kind)
         if not self.costs.shapes:

@@ -237,8 +237,10 @@ def _fail(message: str) -> NoReturn:
 
 
 def _config(recipe: str, scaling: str) -> SageAttnProcessor:
+    from .quality import MIN_TOKENS
+
     try:
-        return SageAttnProcessor(recipe=recipe, scaling=scaling)
+        return SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=MIN_TOKENS)
     except ValueError as error:
         option = "--recipe" if str(error).startswith("recipe") else "--scaling"
         raise typer.BadParameter(str(error), param_hint=option) from error

@@ -24,6 +24,7 @@ REMEDIES = {
     "training": "the module is in training mode: call model.eval()",
     "replaced": "another processor was put there: call handle.refresh()",
     "backend": "set_attention_backend came after the swap: call handle.refresh()",
+    "short": "16-bit attention is the faster one there: min_tokens=0 runs it in INT8 all the same",
 }
 
 
@@ -107,7 +108,8 @@ class SageAttnProcessor:
         layer_scaling: (pattern, scaling) pairs, or a dict: other scalings for some layers. The first match counts. A
             pattern that matches no layer is a ValueError.
         min_tokens: calls with fewer queries or keys than this run the exact attention (reason "short"): there INT8
-            saves nothing.
+            saves nothing. None: as measured for the running GPU, head_dim and recipe (sage_kernels/crossover.py), on
+            a CPU never. 0: never.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
             is counted per layer with its reason and logged once. "strict": UnsupportedAttentionError.
     Raises: TypeError or ValueError for an option of wrong type or value.
@@ -124,7 +126,7 @@ class SageAttnProcessor:
     keep_layers: tuple[str, ...] = ()
     only_layers: tuple[str, ...] = ()
     layer_scaling: tuple[tuple[str, str], ...] = ()
-    min_tokens: int = 128
+    min_tokens: int | None = None
     policy: str = "fallback"
 
     def __post_init__(self):
@@ -140,8 +142,10 @@ class SageAttnProcessor:
             raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")
         if self.gamma != "fit":
             _number(self, "gamma", 'a number or "fit"')
-        for name, least in (("history", 1), ("min_tokens", 1), ("keep_first_steps", 0), ("keep_last_steps", 0)):
+        for name, least in (("history", 1), ("keep_first_steps", 0), ("keep_last_steps", 0)):
             _whole(self, name, least)
+        if self.min_tokens is not None:
+            _whole(self, "min_tokens", 0)
         if not 0 <= _number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
             raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
         for name in ("keep_layers", "only_layers"):

@@ -20,6 +20,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 import sage_kernels
+from sage_kernels import crossover
 
 from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from .rebind import dispatch_attention_fn, rebind, stand_ins
@@ -139,8 +140,13 @@ def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causa
     reason = sage_kernels.unsupported(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
     )
-    if reason is None and (query.shape[1] < config.min_tokens or key.shape[1] < config.min_tokens):
-        return "short"
+    if reason is None:
+        batch, seq_q, heads, head_dim = query.shape
+        if crossover.is_short(
+            query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=key.shape[1], head_dim=head_dim,
+            causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
+        ):  # fmt: skip
+            return "short"
     if reason is None and processor._sage_kept:
         return "kept"
     if reason is None and steps is not None and steps.exact:

@@ -26,6 +26,7 @@ def results_markdown(rows: Iterable[dict[str, str]]) -> str:
             "### Picture quality\n\n" + _quality([row for row in quality if row["metric"] not in LANGUAGE]),
             "### Language models\n\n" + _language([row for row in quality if row["metric"] in LANGUAGE]),
             "### Attention forward\n\n" + _attention([r for r in rows if r["suite"] == "attention_fwd"]),
+            "### Whole models\n\n" + _whole_models([r for r in rows if r["suite"] == "end_to_end"]),
         )
     )
 
@@ -97,7 +98,9 @@ def _language(rows: list[dict[str, str]]) -> str:
 
 
 def _attention(rows: list[dict[str, str]]) -> str:
-    rows = [row for row in rows if row["metric"] == "throughput"]
+    from sage_kernels.results import is_crossover_row
+
+    rows = [row for row in rows if row["metric"] == "throughput" and not is_crossover_row(row)]
     ours = [row for row in rows if row["provider"] == "sage_kernels"]
     if not ours:
         return "No rows yet: `make bench` on a machine with a GPU."
@@ -111,6 +114,29 @@ def _attention(rows: list[dict[str, str]]) -> str:
         lines.append([shape, scaling or "timestep", recipe, gpu, counted, *speeds, row["rel_l2_error"] or "–"])
     header = ["shape", "scaling", "recipe", "on", "quantisation included", "ours, TFLOPS", "cuDNN, TFLOPS"]
     header += ["ours / cuDNN, same run", "relative L2 error"]
+    return _table(header, lines)
+
+
+def _whole_models(rows: list[dict[str, str]]) -> str:
+    if not rows:
+        return "No rows yet: `python kernels/benchmarks/bench_end_to_end.py` on a machine with a GPU."
+    by_key = _newest(rows, "case", "gpu", "provider", "recipe", "metric")
+    lines = []
+    for case, gpu, _, recipe, metric in by_key:
+        row = by_key.get((case, gpu, "sage_kernels", recipe, metric))
+        if row is None or metric != "time":
+            continue
+
+        def value(provider, metric="time", recipe="", case=case, gpu=gpu):
+            found = by_key.get((case, gpu, provider, recipe, metric))
+            return "–" if found is None else found["median"]
+
+        stock = [value(name) for name in ("torch_sdpa_cudnn", "torch_sdpa_flash", "attention_removed")]
+        peaks = [value("torch_sdpa_cudnn", "peak_memory"), value("sage_kernels", "peak_memory", recipe)]
+        error = value("sage_kernels", "rel_l1", recipe)
+        lines.append([case, recipe, gpu, row["median"], *stock, row["ratio_vs_cudnn"] or "–", *peaks, error])
+    header = ["model", "recipe", "on", "ours, ms", "cuDNN, ms", "flash, ms", "attention removed, ms"]
+    header += ["cuDNN / ours, same run", "peak GiB, cuDNN", "peak GiB, ours", "relative L1"]
     return _table(header, lines)
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 import sage_kernels
+from sage_kernels import crossover
 
 from .config import POLICIES, UnsupportedAttentionError
 from .transformers_call import Call, autocast, exact, masking, refuse_gradients, refuse_packed
@@ -33,9 +34,6 @@ except ImportError as error:
 
 logger = logging.getLogger("sage_processors")
 
-# Calls with fewer queries or keys stay exact: prompts of up to 512 tokens, and decoding on a cache that is not INT8,
-# where quantising every key again at every step costs more than it saves.
-MIN_TOKENS = 513
 _logged: set[tuple[type, str]] = set()
 
 
@@ -44,7 +42,7 @@ class Implementation:
     """What one registered name runs. Arguments as in `register_transformers`."""
 
     recipe: str = sage_kernels.DEFAULT_RECIPE
-    min_tokens: int = MIN_TOKENS
+    min_tokens: int | None = None
     policy: str = "fallback"
 
     scaling = "per_token"  # a token's codes then depend on no other token: what a cache and causality need
@@ -53,8 +51,9 @@ class Implementation:
         for name, allowed in (("recipe", sage_kernels.RECIPES), ("policy", POLICIES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {sorted(allowed)}")
-        if isinstance(self.min_tokens, bool) or not isinstance(self.min_tokens, int) or self.min_tokens < 1:
-            raise ValueError(f"min_tokens: got {self.min_tokens!r}, expected an int >= 1")
+        tokens = self.min_tokens
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
+            raise ValueError(f"min_tokens: got {tokens!r}, expected None or an int >= 0")
 
 
 _implementations: dict[str, Implementation] = {}
@@ -64,7 +63,7 @@ def register_transformers(
     name: str | None = None,
     *,
     recipe: str = sage_kernels.DEFAULT_RECIPE,
-    min_tokens: int = MIN_TOKENS,
+    min_tokens: int | None = None,
     policy: str = "fallback",
 ) -> list[str]:
     """Make INT8 attention known to transformers, attention and mask function together. Repeating it changes nothing.
@@ -77,14 +76,16 @@ def register_transformers(
             which mean something to transformers.
         recipe: number formats of the two matmuls, a key of sage_kernels.RECIPES.
         min_tokens: calls with fewer queries or keys run the exact attention (reason "short"): there INT8 saves
-            nothing. Calls on an INT8 cache always read the cache as it is.
+            nothing. None: as measured for the running GPU, head_dim and recipe (sage_kernels/crossover.py), on a CPU
+            never. 0: never. Decoding on a cache that is not INT8 is short on every GPU: quantising every key again
+            at every step costs more than it saves. Calls on an INT8 cache always read the cache as it is.
         policy: "fallback": a call that INT8 attention can't do runs the model's own exact attention, is counted per
             layer with its reason and logged once. "strict": it raises UnsupportedAttentionError; short calls don't.
     Returns: the names registered.
     Raises: ValueError for a name or an option that can't be.
     """
     if name is None:
-        if (recipe, min_tokens, policy) != (sage_kernels.DEFAULT_RECIPE, MIN_TOKENS, "fallback"):
+        if (recipe, min_tokens, policy) != (sage_kernels.DEFAULT_RECIPE, None, "fallback"):
             raise ValueError("name: got None with options, expected a name for an implementation of your own")
         wanted = {"sage_int8": Implementation()}
         wanted |= {f"sage_{recipe}": Implementation(recipe) for recipe in sage_kernels.RECIPES}
@@ -197,7 +198,11 @@ def _reason_against(implementation, call, query, key, value) -> str | None:
         return "softmax_scale"  # reading a tensor would sync
     if call.sinks is not None and tuple(call.sinks.shape) != (query.shape[1],):
         return "sinks"
-    if query.shape[2] < implementation.min_tokens or key.shape[2] < implementation.min_tokens:
+    batch, heads, seq_q, head_dim = query.shape
+    if crossover.is_short(
+        query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=key.shape[2], head_dim=head_dim,
+        causal=bool(call.is_causal), recipe=implementation.recipe, min_tokens=implementation.min_tokens,
+    ):  # fmt: skip
         return "short"
     return None
 

@@ -200,7 +200,7 @@ def test_apply_bad_options():
         ("margin", 0, ValueError),
         ("margin", "1", TypeError),
         ("margin", float("nan"), ValueError),
-        ("min_tokens", 0, ValueError),
+        ("min_tokens", -1, ValueError),
         ("min_tokens", 1.5, TypeError),
         ("policy", "maybe", ValueError),
     ):

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_kernels.results import read_rows
+from sage_processors import quality
 from sage_processors.calibrate_command import HARD
 from sage_processors.cli import app
 
@@ -39,7 +40,7 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     done = invoke("calibrate", *small, "--target-psnr", 35, "--scaling", "timestep", "--output", output, "--csv", csv)
     assert done.exit_code == 0, done.output
     assert "met" in done.output and "NOT met" not in done.output
-    assert sp.SageAttnProcessor.from_policy(output) == sp.SageAttnProcessor()
+    assert sp.SageAttnProcessor.from_policy(output) == sp.SageAttnProcessor(min_tokens=quality.MIN_TOKENS)
     assert json.loads(output.read_text())["budget"] == {"target_psnr": 35.0} and cases(csv) == {"tiny_flux/policy"}
 
 

@@ -141,7 +141,7 @@ def test_P05_one_stand_alone_processor_serves_all_layers():
     model.set_attn_processor(shared)
     assert sqnr_db(forward(model, inputs), stock) > 30
     counts = counted(shared)
-    assert sum(counts.values()) == len(processors_of(model)) and counts["called"] == 3  # the text has 7 tokens
+    assert counts == {"called": len(processors_of(model))}
 
 
 def test_P06_a_dict_that_diffusers_empties_is_nobody_elses():

@@ -163,7 +163,7 @@ def test_a_mask_reaches_the_op(kind):
 
 
 def test_fallback_strict_raises_with_layer_and_reason():
-    attention, x, _, _ = sage_attention_module(policy="strict")
+    attention, x, _, _ = sage_attention_module(policy="strict", min_tokens=128)
     attention(x)
     with pytest.raises(sp.UnsupportedAttentionError, match="short") as caught:
         attention(x[:, :100])
@@ -173,8 +173,7 @@ def test_fallback_strict_raises_with_layer_and_reason():
 
 @pytest.mark.parametrize("tokens, reason", [(127, "short"), (128, "called")])
 def test_min_tokens_is_the_first_length_that_runs_in_int8(tokens, reason):
-    attention, x, _, _ = sage_attention_module()
-    assert sp.SageAttnProcessor().min_tokens == 128
+    attention, x, _, _ = sage_attention_module(min_tokens=128)
     attention(x[:, :tokens])
     assert counted(attention.processor) == {reason: 1}
 
@@ -326,7 +325,7 @@ def test_module_processors_keep_their_parameters():
     text, image = torch.randn(2, 130, 64), [torch.randn(2, 1, 4, 64)]
     stock = attention(x, encoder_hidden_states=(text, image))
     parent = torch.nn.ModuleDict({"attn": attention})
-    with sp.apply(parent, sp.SageAttnProcessor(scaling="dynamic")) as handle:
+    with sp.apply(parent, sp.SageAttnProcessor(scaling="dynamic", min_tokens=128)) as handle:
         assert attention.state_dict().keys() == keys
         result = attention(x, encoder_hidden_states=(text, image))
         report = handle.report()

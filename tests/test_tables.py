@@ -50,6 +50,31 @@ def test_attention_table_sets_cudnn_beside_ours(tmp_path):
     assert text.count("| D128_N8192_full |") == 2 and "No rows yet: `sage-processors bench quality" in text
 
 
+def test_crossover_rows_stay_off_the_page(tmp_path):
+    path = tmp_path / "results.csv"
+    append_row(path, **TIMED, median=650)
+    append_row(path, **TIMED | {"case": "D128_N512_full_BH16/per_token"}, median=12)
+    text = results_markdown(read_rows(path))
+    assert "D128_N8192_full" in text and "BH16" not in text
+
+
+def test_whole_models_sets_ours_beside_the_others(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "end_to_end", "case": "flux_2048", "gpu": "H200", "metric": "time", "unit": "ms"}
+    memory = timed | {"metric": "peak_memory", "unit": "GiB"}
+    ours = {"provider": "sage_kernels", "recipe": "r"}
+    for median in (900, 858):  # the second is the newer one
+        append_row(path, **timed, provider="torch_sdpa_cudnn", median=median, ratio_vs_cudnn=1.0)
+    append_row(path, **memory, provider="torch_sdpa_cudnn", median=30.5)
+    append_row(path, **timed, provider="attention_removed", median=536)
+    append_row(path, **timed, **ours, median=750, ratio_vs_cudnn=1.144)
+    append_row(path, **memory, **ours, median=31)
+    append_row(path, **timed | {"metric": "rel_l1", "unit": "1"}, **ours, median=0.02)
+    text = results_markdown(read_rows(path))
+    assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 | 1.144 | 30.5 | 31 | 0.02 |" in text
+    assert text.count("| flux_2048 |") == 1 and "No rows yet: `python kernels" not in text
+
+
 def test_update_rewrites_between_the_markers_only(tmp_path):
     readme, path = tmp_path / "README.md", tmp_path / "results.csv"
     append_row(path, **QUALITY, case="tiny_sd/dynamic", metric="psnr_db_mean", median=61.0)

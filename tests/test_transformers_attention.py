@@ -131,7 +131,9 @@ def test_names_that_mean_something_to_transformers_are_refused(name):
     assert name not in sp.transformers_attention._implementations
 
 
-@pytest.mark.parametrize("options", [{"recipe": "int3"}, {"policy": "maybe"}, {"min_tokens": 0}, {"min_tokens": True}])
+@pytest.mark.parametrize(
+    "options", [{"recipe": "int3"}, {"policy": "maybe"}, {"min_tokens": -1}, {"min_tokens": True}]
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         sp.register_transformers("sage_never", **options)
@@ -290,7 +292,8 @@ def test_short_calls_are_the_models_own_exact_attention(name):
     if "decoder_input_ids" not in inputs and "input_ids" in inputs:
         inputs = padded(inputs, "left")
     stock = forward(model, inputs)
-    model.set_attn_implementation("sage_int8_strict")  # short is no failure
+    name = sp.register_transformers("sage_strict_from_513", min_tokens=513, policy="strict")[0]
+    model.set_attn_implementation(name)  # short is no failure
     real = slice(None)
     if "attention_mask" in inputs and stock.shape[1] == inputs["attention_mask"].shape[1]:
         real = inputs["attention_mask"].bool()
@@ -300,8 +303,8 @@ def test_short_calls_are_the_models_own_exact_attention(name):
 
 
 @pytest.mark.parametrize("length", [512, 513])
-def test_prompts_of_up_to_512_tokens_are_exact(length):
-    model, _, _ = tiny(implementation="sage_int8")
+def test_min_tokens_is_the_first_length_that_runs_in_int8(length):
+    model, _, _ = tiny(implementation=sp.register_transformers("sage_from_513", min_tokens=513)[0])
     forward(model, {"input_ids": tokens(1, length)})
     report = sp.attention_report(model)
     assert (report.calls, report.fallbacks) == ((0, {"short": 2}) if length == 512 else (2, {}))

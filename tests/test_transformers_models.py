@@ -9,6 +9,7 @@ import torch
 
 import sage_kernels
 import sage_processors as sp
+from sage_kernels import crossover
 from sage_kernels.testing import exact_attention, relative_l2
 
 
@@ -211,7 +212,10 @@ def test_INT8_generation_never_meets_NaN(name):
     assert report.calls == 32 * 2 and not report.fallbacks
 
 
-def test_the_default_name_decodes_exactly_and_says_so():
+@pytest.mark.parametrize("gpu", ["hopper", "ada"])
+def test_the_default_name_decodes_exactly_on_a_gpu_and_says_so(gpu, monkeypatch):
+    monkeypatch.setattr(crossover, "_limits", crossover._limits.__wrapped__)
+    monkeypatch.setattr(crossover, "gpu_class", lambda device: gpu)
     model, _ = MODELS["llama"]()
     wanted = generated(model, "llama")
     model.set_attn_implementation("sage_int8")

@@ -11,6 +11,8 @@ class Case(NamedTuple):
     Attributes:
         causal: bottom-right aligned.
         hidden_keys: the last so many keys of every sample are padding, hidden by a mask [B, 1, 1, S_kv].
+        rep: milliseconds that a provider is timed for.
+        host_time: also record how long a call of ours takes to return.
     """
 
     name: str
@@ -22,11 +24,22 @@ class Case(NamedTuple):
     head_dim: int
     causal: bool = False
     hidden_keys: int = 0
+    rep: int = 300
+    host_time: bool = False
 
 
 def square(head_dim: int, seq: int, batch: int = 2, heads: int = 32, causal=False, hidden_keys=0) -> Case:
     kind = "causal" if causal else f"padded{hidden_keys}" if hidden_keys else "full"
     return Case(f"D{head_dim}_N{seq}_{kind}", batch, seq, seq, heads, heads, head_dim, causal, hidden_keys)
+
+
+def short(head_dim: int, seq: int, heads: int, causal=False, group: int = 1) -> Case:
+    """One sample at a length where INT8 may not pay; `group` query heads share a key/value head."""
+    kind = ("causal" if causal else "full") + (f"_gqa{group}" if group > 1 else "")
+    return Case(
+        f"D{head_dim}_N{seq}_{kind}_BH{heads}", 1, seq, seq, heads, heads // group, head_dim, causal, rep=100,
+        host_time=True,
+    )  # fmt: skip
 
 
 HEADLINE = [square(128, 8192)]
@@ -40,7 +53,16 @@ MODELS = [
 ]
 # each masked case follows its unmasked one: what the mask costs is the ratio of the two
 MASKED = [square(128, n, **mask) for n in (8192, 16384) for mask in ({}, {"hidden_keys": 100}, {"causal": True})]
+# full, causal, and causal with four query heads to a key/value head, as language models have
+CROSSOVER = [
+    short(d, n, heads, causal, group)
+    for d in (64, 128)
+    for causal, group in ((False, 1), (True, 1), (True, 4))
+    for heads in (16, 64)
+    for n in (128, 256, 512, 1024, 2048)
+]
 SETS = {
+    "crossover": CROSSOVER,
     "headline": HEADLINE,
     "squares": SQUARES,
     "models": MODELS,

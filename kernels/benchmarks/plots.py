@@ -19,7 +19,7 @@ for folder in (HERE.parent.parent, HERE.parent):
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
 
-from sage_kernels.results import read_rows  # noqa: E402
+from sage_kernels.results import is_crossover_row, read_rows  # noqa: E402
 from sage_processors import drawing  # noqa: E402
 from sage_processors.metrics import Interval  # noqa: E402
 
@@ -36,7 +36,8 @@ def newest(rows: Rows) -> Rows:
 def speed_rows(rows: Rows) -> Rows:
     """Throughput of our kernels with a ratio to cuDNN."""
     chosen = [r for r in rows if r["suite"] == "attention_fwd" and r["provider"] == "sage_kernels"]
-    return newest([r for r in chosen if r["metric"] == "throughput" and r["ratio_vs_cudnn"]])
+    chosen = [r for r in chosen if r["metric"] == "throughput" and not is_crossover_row(r)]
+    return newest([r for r in chosen if r["ratio_vs_cudnn"]])
 
 
 def picture_rows(rows: Rows) -> Rows:

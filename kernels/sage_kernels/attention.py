@@ -81,17 +81,49 @@ def sage_attention(
     causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     arguments = (q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, float(softcap), recipe)
+    if state is not None:
+        check_state(state, q.shape, k.shape[2], q.device)
+    if _is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
+        return _run(*arguments, state=state, return_lse=return_lse)
     ops = torch.ops.sage_kernels
     if state is None:
         return (ops.attention_lse if return_lse else ops.attention)(*arguments)
-    check_state(state, q.shape, k.shape[2], q.device)
     return (ops.attention_planned_lse if return_lse else ops.attention_planned)(*arguments, *state)
 
 
-def _run(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, recipe, *, state=None,
-         return_lse):  # fmt: skip
+_PLAIN = (torch.Tensor, torch.nn.Parameter, type(None))
+
+
+def _is_plain_call(*tensors) -> bool:
+    """Whether the dispatcher would only hand this call on to `_run`, which saves it a third of the time on the host.
+
+    It is needed where someone looks on (compiler, tracer, profiler, a mode) or the tensors are not what they seem
+    (subclasses such as FakeTensor, torch.func transforms).
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd._profiler_enabled()
+        and all(type(x) in _PLAIN for x in tensors)
+    )
+
+
+def _run(q, *arguments, **options):
+    """The computation. Under autocast the reference's own matmuls would be cast too."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return _compute(q, *arguments, **options)
+    with torch.autocast(q.device.type, enabled=False):
+        return _compute(q, *arguments, **options)
+
+
+def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, recipe, *, state,
+             return_lse):  # fmt: skip
     masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, q.shape[1], k.shape[1])
-    k, v = k[:, keys], v[:, keys]
+    if (keys.start, keys.stop) != (0, k.shape[1]):  # a view costs a microsecond
+        k, v = k[:, keys], v[:, keys]
     if 0 in q.shape or 0 in k.shape:
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
@@ -115,9 +147,7 @@ _INPUTS = 12  # arguments before the state
 def _implementation(planned: bool, return_lse: bool):
     def run(*arguments):
         state = HeadState(*arguments[_INPUTS:]) if planned else None
-        # under autocast the reference's own matmuls would be cast too
-        with torch.autocast(arguments[0].device.type, enabled=False):
-            return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse)
+        return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse)
 
     return run
 

@@ -60,6 +60,11 @@ def append_row(path: str | Path, **fields) -> None:
         writer.writerow({**environment(), **fields})
 
 
+def is_crossover_row(row: dict[str, str]) -> bool:
+    """Whether a row is of `bench.py --set crossover`: evidence for crossover.py, too many rows for a page."""
+    return row["suite"] == "attention_fwd" and "_BH" in row["case"]
+
+
 def read_header(path: Path) -> list[str]:
     with path.open(newline="") as file:
         return next(csv.reader(file))

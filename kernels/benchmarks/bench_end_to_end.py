@@ -1,0 +1,258 @@
+"""Time one forward of whole models, stock and in INT8: correctness gate, then rows of suite end_to_end.
+
+    python kernels/benchmarks/bench_end_to_end.py                         # every case, about four minutes on an H200
+    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --min-tokens 0 --no-save
+    python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
+
+Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
+the other in one process. Ours is what a user gets: `apply` with timestep scaling for denoisers, `sage_int8` for
+language models, warmed up, each forward a denoising step further; calls that it leaves exact run on the back end that
+it is compared with. `attention_removed` returns the queries: the floor of what attention alone can give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional
+from model_cases import CASES, ModelCase, make_inputs, make_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import sage_processors as sp
+from sage_kernels import DEFAULT_RECIPE, RECIPES
+from sage_kernels.crossover import is_short
+from sage_kernels.results import append_row
+from sage_kernels.testing import relative_l2
+
+
+RESULTS = Path(__file__).resolve().parent / "results.csv"
+# Relative L1 of the model's output against stock attention's. At full depth and a quarter of the width, on a CPU in
+# bf16, INT8 made 0.012 (Wan) to 0.031 (SDXL), and attention removed 0.97 and more.
+MAX_ERROR = 0.08
+WARM_UP = 3  # forwards before the first timed one: kernels compile, the first step has no plan, the second makes one
+OURS, REMOVED = "sage_kernels", "attention_removed"
+BACKENDS = {"torch_sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "torch_sdpa_flash": SDPBackend.FLASH_ATTENTION}
+
+
+class Gated(Exception):
+    """A provider's result must not become a row."""
+
+
+class Measured(NamedTuple):
+    """Times of the forwards in ms, peak memory in GiB (None on a CPU), output of the last forward."""
+
+    times: list[float]
+    peak: float | None
+    output: torch.Tensor
+
+
+@contextmanager
+def attention_removed():
+    """Every scaled_dot_product_attention of the process returns its queries."""
+    functional = torch.nn.functional
+    original = functional.scaled_dot_product_attention
+    functional.scaled_dot_product_attention = lambda query, *_, **__: query
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = original
+
+
+def held_to(provider: str, device):
+    """SDPA on one back end; on a CPU, which has none of them, as it is."""
+    return sdpa_kernel(BACKENDS[provider]) if device.type == "cuda" else nullcontext()
+
+
+class Bench:
+    """One case on one model. Providers are measured in the order of `providers`."""
+
+    def __init__(self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps):
+        self.case, self.model, self.device, self.dtype = case, model, device, dtype
+        self.recipe, self.min_tokens, self.reps = recipe, min_tokens, reps
+
+    def providers(self):
+        """(provider, what measures it), stock ones first."""
+        backends = [name for name in BACKENDS if not self.case.is_denoiser or name == "torch_sdpa_cudnn"]
+        for name in backends:
+            yield name, partial(self.stock, name)
+        yield REMOVED, self.removed
+        yield OURS, self.ours_denoiser if self.case.is_denoiser else self.ours_language
+
+    def stock(self, provider: str) -> Measured:
+        with held_to(provider, self.device):
+            # what compiles nothing needs no long warm-up: a forward may take 17 s
+            return self.measure(1 if provider == "torch_sdpa_cudnn" or self.reps > 1 else 0)
+
+    def removed(self) -> Measured:
+        with attention_removed():
+            return self.measure(1 if self.reps > 1 else 0)
+
+    def ours_denoiser(self) -> Measured:
+        options = sp.SageAttnProcessor(recipe=self.recipe, scaling="timestep", min_tokens=self.min_tokens)
+        with sp.apply(self.model, options) as handle, held_to("torch_sdpa_cudnn", self.device):
+            result = self.measure(WARM_UP)
+            self.check_report(handle.report(), WARM_UP + self.reps)
+        return result
+
+    def ours_language(self) -> Measured:
+        name = f"sage_bench_{self.recipe}"
+        sp.register_transformers(name, recipe=self.recipe, min_tokens=self.min_tokens)
+        self.model.set_attn_implementation(name)
+        before = sp.attention_report(self.model)
+        try:
+            with held_to("torch_sdpa_cudnn", self.device):
+                result = self.measure(1)
+        finally:
+            self.model.set_attn_implementation("sdpa")
+        self.check_report(sp.attention_report(self.model), 1 + self.reps, before)
+        return result
+
+    def measure(self, warm_up: int) -> Measured:
+        """Timed forwards at steps WARM_UP to WARM_UP + reps - 1, after `warm_up` ones at the steps before."""
+        on_gpu, times = self.device.type == "cuda", []
+        for step in range(WARM_UP - warm_up, WARM_UP + self.reps):
+            inputs = make_inputs(self.case, step, self.device, self.dtype)
+            if step == WARM_UP and on_gpu:
+                torch.cuda.reset_peak_memory_stats(self.device)
+            self.wait()
+            start = time.perf_counter()
+            output = self.model(**inputs, return_dict=True)[0]
+            self.wait()
+            if step >= WARM_UP:
+                times.append((time.perf_counter() - start) * 1e3)
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
+        return Measured(times, peak, output.clone())
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def check_report(self, report, forwards: int, before=None) -> None:
+        """Raise unless every layer that is worth INT8 ran in it, and the others were short."""
+        calls, exact = report.calls, dict(report.fallbacks)
+        if before is not None:  # the model is used by several cases
+            calls -= before.calls
+            exact = {reason: number - before.fallbacks.get(reason, 0) for reason, number in exact.items()}
+        sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
+        short = is_short(self.device, **sizes, recipe=self.recipe, min_tokens=self.min_tokens)
+        wanted = 0 if short else forwards * self.case.int8_calls()
+        print(f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards", flush=True)
+        unmeant = {reason: number for reason, number in exact.items() if number and reason != "short"}
+        if calls < wanted or unmeant:
+            raise Gated(f"{calls} calls ran in INT8, at least {wanted} should have; not meant to be exact: {unmeant}")
+
+
+def check_output(output, stock) -> tuple[float, float]:
+    """(relative L1, relative L2) of a model's output against stock attention's. Raises: Gated."""
+    output, stock = output.float(), stock.float()
+    l1 = float((output - stock).abs().sum() / stock.abs().sum())
+    if not l1 <= MAX_ERROR:
+        raise Gated(f"relative L1 {l1:.3g} of the output against stock, expected at most {MAX_ERROR}")
+    return l1, float(relative_l2(output, stock))
+
+
+def run_case(bench: Bench, csv: Path | None) -> list[str]:
+    """Measure every provider and append its rows. Returns the failures."""
+    case, failures, stock, cudnn = bench.case, [], None, None
+    for provider, measure in bench.providers():
+        try:
+            result = measure()
+            errors = check_output(result.output, stock) if stock is not None and provider != REMOVED else None
+        except (Gated, RuntimeError, NotImplementedError, ValueError) as error:
+            failures.append(f"{case.name} {provider}: {str(error).strip().splitlines()[0]}")
+            print(f"FAILED {failures[-1]}", flush=True)
+            continue
+        median = statistics.median(result.times)
+        if stock is None:
+            stock = result.output
+        if provider == "torch_sdpa_cudnn":
+            cudnn = median
+        ratio = None if cudnn is None else cudnn / median
+        print(
+            f"{case.name:32} {provider:18} {median:10.2f} ms  {'' if ratio is None else f'{ratio:.3f}x'}"
+            f"  {'' if result.peak is None else f'{result.peak:.2f} GiB'}"
+            f"  {'' if errors is None else f'relative L1 {errors[0]:.4f}'}",
+            flush=True,
+        )
+        if csv is not None:
+            save(csv, bench, provider, result, ratio, errors)
+    return failures
+
+
+def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors) -> None:
+    sizes = bench.case.attention()
+    shared = {
+        "suite": "end_to_end", "case": bench.case.name, "provider": provider,
+        "recipe": bench.recipe if provider == OURS else "", "batch": sizes["batch"], "heads": sizes["heads"],
+        "kv_heads": sizes["kv_heads"], "seq_q": sizes["seq_q"], "seq_k": sizes["seq_kv"],
+        "head_dim": sizes["head_dim"], "causal": sizes["causal"], "includes_quantization": provider == OURS,
+        "rel_l2_error": "" if errors is None else f"{errors[1]:.5f}",
+    }  # fmt: skip
+    times = torch.tensor(result.times, dtype=torch.float64)
+    p20, median, p80 = (f"{x:.3f}" for x in times.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)))
+    append_row(
+        csv, **shared, metric="time", unit="ms", median=median, p20=p20, p80=p80,
+        ratio_vs_cudnn="" if ratio is None else f"{ratio:.3f}",
+    )  # fmt: skip
+    if result.peak is not None:
+        append_row(csv, **shared, metric="peak_memory", unit="GiB", median=f"{result.peak:.3f}")
+    if provider == OURS:
+        append_row(csv, **shared, metric="rel_l1", unit="1", median=f"{errors[0]:.5f}")
+
+
+def parse(arguments=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; all by default")
+    parser.add_argument("--recipe", choices=sorted(RECIPES), default=DEFAULT_RECIPE)
+    parser.add_argument("--reps", type=int, help="timed forwards; the case's own number by default")
+    parser.add_argument("--layers", type=int, help="at most so many blocks of each kind; the case's name says so")
+    parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
+    parser.add_argument("--no-save", action="store_true", help="print only")
+    return parser.parse_args(arguments)
+
+
+def chosen_cases(options) -> list[ModelCase]:
+    cases = [CASES[name] for name in options.case or CASES]
+    if options.layers is not None:
+        cases = [case.thinned(options.layers) for case in cases]
+    return [case.tiny() for case in cases] if options.tiny else cases
+
+
+@torch.no_grad()
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("bench_end_to_end.py times models on a GPU: no CUDA GPU was found here.", file=sys.stderr)
+        return 2
+    csv = None if options.no_save else options.csv or (None if options.tiny else RESULTS)
+    failures, model, built = [], None, None
+    for case in chosen_cases(options):
+        if built != (type(case), case.config):
+            model = None  # before the next one is made: two do not fit
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+            model, built = make_model(case, device, torch.bfloat16), (type(case), case.config)
+        bench = Bench(
+            case if options.min_tokens is None else case.renamed(f"min_tokens{options.min_tokens}"), model, device,
+            torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens, reps=options.reps or case.reps,
+        )  # fmt: skip
+        failures += run_case(bench, csv)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""From which size on INT8 attention is worth it: the one table that the diffusers and the transformers side ask.
+
+INT8 halves the time of one of the two matmuls and pays for it with a pass over K, a launch, and quantising Q in every
+program. A short call, or one with little work in all, does not earn that back, and 16-bit attention is faster. On a
+CPU nothing is timed and everything runs in INT8: the reference is there to check numbers.
+
+The ops do not ask it, their callers do. It loads torch._dynamo, so `import sage_kernels` leaves it out.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from .recipe import DEFAULT_RECIPE
+
+
+ANY_GPU = "any GPU"
+CUDNN, FLASH = "torch_sdpa_cudnn", "torch_sdpa_flash"
+# A row may name measurements in which INT8 had at least this share of the 16-bit provider's speed.
+BREAK_EVEN = 0.97
+NEVER = 2**62
+
+
+class Crossover(NamedTuple):
+    """One row. The first that fits a call counts.
+
+    Attributes:
+        gpu: class of GPUs, see `gpu_class`; ANY_GPU.
+        head_dim: up to so many channels a head.
+        recipe: a key of RECIPES.
+        causal: rows see keys up to their own number.
+        tokens: fewest queries, and fewest keys, of a call that is worth it.
+        scores: fewest scores of all its heads and samples, B · H · S_q · S_kv.
+        against: the 16-bit provider that a call is held against: cuDNN where a user may choose it; flash where
+            SDPA chooses by itself (Hopper).
+        evidence: cases of benchmarks/results.csv in which ours is worth it. Empty: not measured, and so conservative.
+    """
+
+    gpu: str
+    head_dim: int
+    recipe: str
+    causal: bool
+    tokens: int
+    scores: int
+    against: str
+    evidence: tuple[str, ...] = ()
+
+
+# Filled from `bench.py --set crossover` and `--set all`. tests/test_crossover.py holds every row to its evidence: the
+# shortest measured case is the row's number of tokens, so nothing is interpolated.
+CROSSOVERS = (
+    # not measured: the exponentials, which INT8 does not touch, weigh twice as much as at 128 channels
+    Crossover("hopper", 64, DEFAULT_RECIPE, False, 16384, 2**31, CUDNN),
+    Crossover("hopper", 64, DEFAULT_RECIPE, True, 16384, 2**31, FLASH),
+    Crossover("hopper", 128, DEFAULT_RECIPE, False, 8192, 2**30, CUDNN, ("D128_N8192_full", "D128_N16384_full")),
+    # causal calls are those of language models: a scale per token, and SDPA as it chooses by itself
+    Crossover(
+        "hopper", 128, DEFAULT_RECIPE, True, 8192, 2**30, FLASH,
+        ("D128_N8192_causal/per_token", "D128_N16384_causal/per_token"),
+    ),
+    Crossover("hopper", 256, DEFAULT_RECIPE, False, 16384, 2**31, CUDNN),  # not measured
+    Crossover("hopper", 256, DEFAULT_RECIPE, True, 16384, 2**31, FLASH),  # not measured
+    # not measured on any other GPU. There SDPA runs flash, which is slower than what Hopper's rows are held against
+    Crossover(ANY_GPU, 256, DEFAULT_RECIPE, False, 4096, 2**28, FLASH),
+    Crossover(ANY_GPU, 256, DEFAULT_RECIPE, True, 4096, 2**28, FLASH),
+)  # fmt: skip
+
+
+def find_crossover(gpu: str, head_dim: int, recipe: str, causal: bool) -> Crossover:
+    """The row for a call. A recipe without a row never pays: nothing is known of it."""
+    for row in CROSSOVERS:
+        if row.gpu in (gpu, ANY_GPU) and head_dim <= row.head_dim and (row.recipe, row.causal) == (recipe, causal):
+            return row
+    return Crossover(gpu, head_dim, recipe, causal, NEVER, NEVER, CUDNN)
+
+
+def gpu_class(device: torch.device) -> str | None:
+    """The class of GPUs that a table row names; None for a CPU.
+
+    "ampere" (compute capability 8.0 to 8.7), "ada" (8.9), "hopper" (9), "blackwell" (10, 11), "consumer_blackwell"
+    (12), "amd".
+    """
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        return "amd"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major == 8:
+        return "ada" if minor == 9 else "ampere"
+    return {9: "hopper", 10: "blackwell", 11: "blackwell"}.get(major, "consumer_blackwell")
+
+
+@functools.cache
+def _limits(device: torch.device, head_dim: int, recipe: str, causal: bool) -> tuple[int, int]:
+    """(tokens, scores) below which a call on this device is short."""
+    gpu = gpu_class(device)
+    if gpu is None:
+        return 0, 0
+    row = find_crossover(gpu, head_dim, recipe, causal)
+    return row.tokens, row.scores
+
+
+# a traced call asks once, when it is traced: the answer hangs on nothing but its arguments
+_traced_limits = torch.compiler.assume_constant_result(lambda *arguments: _limits(*arguments))
+
+
+def is_short(
+    device: torch.device,
+    *,
+    batch: int,
+    heads: int,
+    seq_q: int,
+    seq_kv: int,
+    head_dim: int,
+    causal: bool = False,
+    recipe: str = DEFAULT_RECIPE,
+    min_tokens: int | None = None,
+) -> bool:
+    """Whether 16-bit attention is the faster one for a call of these sizes: no device sync, traceable by Dynamo.
+
+    Args:
+        device: where the tensors are.
+        batch, heads, seq_q, seq_kv, head_dim: B, H (query heads), S_q, S_kv, D.
+        causal: rows see keys up to their own number, by a flag or by a mask.
+        recipe: a key of RECIPES.
+        min_tokens: fewest queries, and fewest keys, of a call that is not short; 0: none is. None: the table's.
+    """
+    if min_tokens is not None:
+        return seq_q < min_tokens or seq_kv < min_tokens
+    limits = _traced_limits if torch.compiler.is_compiling() else _limits
+    tokens, scores = limits(device, head_dim, recipe, causal)
+    return seq_q < tokens or seq_kv < tokens or batch * heads * seq_q * seq_kv < scores
