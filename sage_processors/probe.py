@@ -100,10 +100,11 @@ class Probe:
         every: one step in so many is probed, the first of a run included.
         heads, rows: compared per layer, and per sample and head; evenly spread. Cost: heads · rows / (H · S_q) of an
             exact attention in fp32, plus a copy of the K and V of these heads.
+        only: names of the layers to watch; None: all.
     Raises: TypeError, ValueError (every, heads, rows).
     """
 
-    def __init__(self, handle, *, every: int = 4, heads: int = 4, rows: int = 32):
+    def __init__(self, handle, *, every: int = 4, heads: int = 4, rows: int = 32, only=None):
         for name, value in (("every", every), ("heads", heads), ("rows", rows)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 1")
@@ -111,7 +112,7 @@ class Probe:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
         if every > 1 and handle._scheduler is None:
             raise ValueError(f"every: got {every} without a scheduler to count steps, expected 1; apply to a pipeline")
-        self._handle, self._every, self._heads = handle, every, heads
+        self._handle, self._every, self._heads, self._only = handle, every, heads, only
         self._shared = _Shared(rows)
         self._layers: dict[str, LayerProbe] = {}
         self.attach()
@@ -123,6 +124,8 @@ class Probe:
         for part in self._handle._parts:
             for layer in part.layers:
                 label, calls = part._label(layer.name), len(layer.sage._sage_sites)
+                if self._only is not None and label not in self._only:
+                    continue
                 known = self._layers.get(label)
                 if known is None or known.sums.shape[0] != calls:
                     self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device)
@@ -140,10 +143,15 @@ class Probe:
         self._handle.steps.listeners[:] = [x for x in self._handle.steps.listeners if x is not self]
         for part in self._handle._parts:
             for layer in part.layers:
-                if layer.sage._sage_probe is self._layers.get(part._label(layer.name)):
+                own = self._layers.get(part._label(layer.name))
+                if own is not None and layer.sage._sage_probe is own:
                     object.__setattr__(layer.sage, "_sage_probe", None)
         if self._handle._probe is self:
             self._handle._probe = None
+
+    def has_seen(self, part) -> bool:
+        """Whether any call of this denoiser was compared since the probe began, known on the host."""
+        return any(self._layers[name].seen_heads for name in part.layer_names() if name in self._layers)
 
     def reset(self) -> None:
         """Forget all sums."""

@@ -9,7 +9,16 @@ from __future__ import annotations
 import torch
 
 from .masking import FAINT, NO_MASKING, Masking, key_reach, log2_bias, visible
-from .numerics import LOG2_E, divide, padded_head_dim, pv_dtype, sample_keys, sample_tokens, sampled_center
+from .numerics import (
+    LOG2_E,
+    divide,
+    padded_head_dim,
+    pv_dtype,
+    rotation_block,
+    sample_keys,
+    sample_tokens,
+    sampled_center,
+)
 from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, INT8_MAX
 from .state import (
     COUNT_CALLS,
@@ -32,6 +41,22 @@ from .state import (
 
 
 _SCORES_LIMIT = 1 << 25  # fp32 elements of one score matrix held at a time
+
+
+def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [B, S, H, D] times the block-diagonal Hadamard matrix, [B, S, H, padded_head_dim(D)] in x's dtype.
+
+    Blocks of n = rotation_block(D) channels with entries (-1)^popcount(i & j) / sqrt(n): symmetric and orthogonal.
+    Summed and scaled in fp32, rounded once, to `dtype` (x's if None).
+    """
+    block, channels = rotation_block(x.shape[3]), padded_head_dim(x.shape[3])
+    y = torch.nn.functional.pad(x.detach().float(), (0, channels - x.shape[3])).unflatten(3, (-1, block))
+    width = 1
+    while width < block:  # one bit of the channel's number at a time
+        low, high = y.unflatten(-1, (-1, 2, width)).unbind(-2)
+        y = torch.stack((low + high, low - high), -2).flatten(-3)
+        width *= 2
+    return (y * block**-0.5).flatten(3).to(dtype or x.dtype)
 
 
 def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
@@ -83,11 +108,13 @@ def ref_attention(
     scaling: str = "per_token",
     scale: float | None = None,
     smooth_k: bool = True,
+    rotation: str = "none",
     state: HeadState | None = None,
     masking: Masking = NO_MASKING,
     block_q: int = 128,
     block_k: int = 128,
     round_p: bool = True,
+    rotated_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8-QK attention as the kernels compute it. Arguments as `sage_attention`, unchecked.
 
@@ -95,13 +122,18 @@ def ref_attention(
         block_q, block_k: tokens per scale where the granularity is a block (the kernels' own tile sizes on a GPU).
         round_p: False keeps P, and V as it is given, in fp32: the difference is the rounding floor of the test
             tolerances.
+        rotated_dtype: what rotated Q and K are rounded to; None: the dtype of q. They are what the scales and codes
+            are made of, so the reference with round_p=False, of fp32 inputs, has to round them too.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
     """
     batch, seq_q, heads, head_dim = q.shape
     seq_kv, kv_heads = k.shape[1], k.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
-    qf = q.detach().transpose(1, 2).float()
-    kf = k.detach().transpose(1, 2).float()
+    if rotation == "hadamard":
+        q_in, k_in = (ref_rotate(x, rotated_dtype) for x in (q, k))
+    else:
+        q_in, k_in = q.detach(), k.detach()
+    qf, kf = q_in.transpose(1, 2).float(), k_in.transpose(1, 2).float()
     vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p else torch.float32).float()
     counts = None
     reach = key_reach(masking, batch, heads, kv_heads, seq_q)
@@ -116,11 +148,11 @@ def ref_attention(
         x_q, x_k = qf, kf - center
     else:
         group_q, group_k = 1, block_k
-        x_q, x_k, center, planned = _apply_plan(qf, kf, center, counts, state)
+        x_q, x_k, center, planned = _apply_plan(qf, kf, center, counts, state, rotation)
     if counts is not None:
         x_k = torch.where(counts[..., None], x_k, 0.0)
     if state is not None:
-        _record(state, qf, kf, x_k, planned, counts)
+        _record(state, qf, kf, x_k, planned, counts, rotation)
     q_int, q_scale = ref_quantize(x_q, group_q)
     k_int, k_scale = ref_quantize(x_k, group_k, planned)
     row_scale = q_scale * (scale * LOG2_E)
@@ -173,14 +205,14 @@ def _softmax_values(s, v, shift, masking: Masking, h: int, p_dtype) -> tuple[tor
     return torch.where(total == 0, 0.0, o / total), (top + torch.log2(total)) / LOG2_E + shift
 
 
-def _apply_plan(qf, kf, center, kept, state: HeadState):
+def _apply_plan(qf, kf, center, kept, state: HeadState, rotation: str):
     """Fold each planned head's vectors into q and k [B, H, S, D]; an unplanned head samples its own."""
     batch, heads, seq_q, head_dim = qf.shape
     kv_heads, seq_kv = kf.shape[1], kf.shape[2]
     first = int(state.row)
     rows = slice(first, first + kv_heads)
     plan = state.plan[rows, :, :head_dim]
-    key = shape_key(batch, seq_q, seq_kv)
+    key = shape_key(batch, seq_q, seq_kv, rotation)
     counts = state.counts[rows]
     known = (counts[:, COUNT_PLAN_KEY_A] == key) | (counts[:, COUNT_PLAN_KEY_B] == key)
     known &= state.plan_scale[rows] > 0
@@ -193,7 +225,7 @@ def _apply_plan(qf, kf, center, kept, state: HeadState):
     return qf * w_q.repeat_interleave(heads // kv_heads, 1), x_k, center, planned
 
 
-def _record(state: HeadState, qf, kf, x_k, planned, kept) -> None:
+def _record(state: HeadState, qf, kf, x_k, planned, kept, rotation: str) -> None:
     """This step's true statistics, in place: what the plan of the next step is made of."""
     batch, _, seq_q, head_dim = qf.shape
     kv_heads, seq_kv = kf.shape[1], kf.shape[2]
@@ -212,6 +244,6 @@ def _record(state: HeadState, qf, kf, x_k, planned, kept) -> None:
     counts[:, COUNT_DYNAMIC] += (planned[0, :, 0, 0] == 0).int()
     counts[:, COUNT_OUTSIDE] += ((x_k.abs() > INT8_MAX) & (planned > 0)).sum((0, 2, 3)).int()
     counts[:, COUNT_KEYS] += kept.sum((0, 2)).int() * padded_head_dim(head_dim)
-    key = shape_key(batch, seq_q, seq_kv)
+    key = shape_key(batch, seq_q, seq_kv, rotation)
     counts[:, COUNT_KEY_MAX].clamp_(min=key)
     counts[:, COUNT_KEY_MIN].clamp_(max=key)

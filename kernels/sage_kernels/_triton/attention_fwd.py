@@ -31,6 +31,7 @@ from .primitives import (
     outgrown,
     round_to_int8,
 )
+from .rotate import launch_rotate
 from .tiles import Tile, choose_tile, head_width
 
 
@@ -361,7 +362,7 @@ def _device_tile(device: torch.device, width: int, scaling: str, masking: Maskin
 
 def launch_attention_fwd(
     q, k, v, *, scale, scaling, smooth_k, state: HeadState | None, return_lse, masking: Masking = NO_MASKING,
-    tile: Tile | None = None,
+    rotation: str = "none", tile: Tile | None = None,
 ):  # fmt: skip
     """Launch the prologue and the attention kernel on q's device and current stream. Arguments are checked already.
 
@@ -377,13 +378,15 @@ def launch_attention_fwd(
         q, k, v = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
         out, lse = launch_attention_fwd(
             q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse,
-            masking=masking, tile=tile,
+            masking=masking, rotation=rotation, tile=tile,
         )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse
     width = head_width(head_dim)
     if state is not None:
         scaling = "planned"
     tile = tile or _device_tile(q.device, width, scaling, masking)
+    if rotation == "hadamard":
+        q, k = launch_rotate(q, k)
     q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v.to(pv_dtype(q.dtype))))
     out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device) if return_lse else None
@@ -392,7 +395,7 @@ def launch_attention_fwd(
         keys = launch_prepare_keys(
             q, k, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
             return_center=return_lse or masking.sinks is not None or masking.softcap > 0,
-            block_n=tile.block_n, width=width,
+            block_n=tile.block_n, width=width, rotation=rotation,
         )  # fmt: skip
         codes = keys.codes.view(-1, width)
         if tile.kernel != "pointers":
