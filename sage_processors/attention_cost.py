@@ -119,7 +119,8 @@ class CostTable:
     def seconds(
         self, layer: str, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE, rotation: str = "none"
     ) -> float:
-        """Of one step of one layer."""
+        """Of one step of one layer. rotation: "auto", which the run decides, counts as none."""
+        rotation = "none" if rotation == "auto" else rotation
         return sum(self._call(shape, scaling, recipe, rotation) for shape in self.shapes[layer])
 
     def _call(self, *what) -> float:
@@ -132,8 +133,7 @@ class CostTable:
     def relative(self, config, steps: int) -> float:
         """Attention time of a whole run under these options, over that of 16-bit attention; 1 is no gain.
 
-        Windows count by their number of steps; calls that INT8 can't do are left out on both sides. A rotation that
-        is decided in the run ("auto") is not counted.
+        Windows count by their number of steps; calls that INT8 can't do are left out on both sides.
         """
         from .windows import is_kept, option_of
 
@@ -143,7 +143,6 @@ class CostTable:
             own = int8 = self.seconds(layer, EXACT)
             if not is_kept(config, layer):
                 scaling, rotation = (option_of(config, option, layer) for option in ("scaling", "rotation"))
-                rotation = "none" if rotation == "auto" else rotation
                 int8 = self.seconds(layer, scaling, config.recipe, rotation)
             total += windowed * own + (steps - windowed) * int8
             exact += steps * own

@@ -1,7 +1,9 @@
 """rotation="auto": the first INT8 step is compared with exact attention, and layers that need it are rotated after it.
 
-The choice is a flag on the host that changes between two steps, as precision windows do it: inside of torch.compile it
-is a guard. The compared step is one version of a compiled model, all later steps are the other.
+A layer needs it if a sampled head is below ROTATE_BELOW_DB and the rotation does better on the same inputs: outliers
+that stay in their channels are what planned scales balance away, and a rotation would only spread them. The choice is
+a flag on the host that changes between two steps, as precision windows do it: inside of torch.compile it is a guard.
+The compared step is one version of a compiled model, all later steps are the other.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 
-from .config import ROTATE_BELOW_DB
+from .config import ROTATE_BELOW_DB, ROTATION_GAIN_DB
 from .probe import Probe
 
 
@@ -27,7 +29,12 @@ class AutoRotation:
 
     def __init__(self, handle):
         self._handle, self._probe = handle, None
-        self._decided: dict[str, tuple[float, int, bool]] = {}  # label: lowest SQNR of a head, step, rotated
+        # label: SQNR of the worst head without and with rotation, step, rotated
+        self._decided: dict[str, tuple[float, float, int, bool]] = {}
+
+    def is_open(self, layer, label: str) -> bool:
+        """Whether a layer is to be decided yet."""
+        return layer.sage._sage_config.rotation == "auto" and label not in self._decided
 
     def _open(self) -> list:
         """(part, layer, label) of the layers that are not decided yet."""
@@ -35,7 +42,7 @@ class AutoRotation:
             (part, layer, part._label(layer.name))
             for part in self._handle._parts
             for layer in part.layers
-            if layer.sage._sage_config.rotation == "auto" and part._label(layer.name) not in self._decided
+            if self.is_open(layer, part._label(layer.name))
         ]
 
     def watch(self) -> None:
@@ -54,19 +61,18 @@ class AutoRotation:
             ran = [part for part in self._handle._parts if probe.has_seen(part)]  # known without waiting
             if not any(part in ran for part, *_ in layers):
                 return
-            self._decide([row for row in layers if row[0] in ran], probe.data())
+            self._decide([row for row in layers if row[0] in ran], probe.data(), probe.trials())
             if probe is self._probe:
                 probe.stop()
                 self._probe = None
         self.watch()  # what is still open
 
-    def _decide(self, layers, data: list[dict]) -> None:
+    def _decide(self, layers, data: list[dict], trials: list[dict]) -> None:
         for part, layer, label in layers:
-            rows = [row for row in data if row["layer"].partition("#")[0] == label]
-            worst = min(rows, key=lambda row: row["sqnr_db"], default={"sqnr_db": math.nan, "step": -1})
+            (plain, step), (tried, _) = _worst(data, label), _worst(trials, label)
             # NaN and infinity are no outliers: no rotation helps them
-            rotated = math.isfinite(worst["sqnr_db"]) and worst["sqnr_db"] < ROTATE_BELOW_DB
-            self._decided[label] = (worst["sqnr_db"], worst["step"], rotated)
+            rotated = math.isfinite(plain) and plain < ROTATE_BELOW_DB and tried > plain + ROTATION_GAIN_DB
+            self._decided[label] = (plain, tried, step, rotated)
             if rotated:
                 part.rotate(layer, True)
                 logger.info("layer %s is rotated from the next step on: %s", label, self.note(label))
@@ -84,7 +90,14 @@ class AutoRotation:
         """What the report says of a layer."""
         if label not in self._decided:
             return ""
-        sqnr, step, rotated = self._decided[label]
-        if math.isnan(sqnr):
+        plain, tried, step, rotated = self._decided[label]
+        if math.isnan(plain):
             return "rotation auto: no INT8 call was measured"
-        return f"rotation auto: {sqnr:.1f} dB in step {step}" + (", rotated since" if rotated else "")
+        found = f"rotation auto: {plain:.1f} dB in step {step}, {tried:.1f} dB with it"
+        return found + (", rotated since" if rotated else "")
+
+
+def _worst(rows: list[dict], label: str) -> tuple[float, int]:
+    """SQNR in dB of a layer's worst head, and its step; NaN without any."""
+    own = [(row["sqnr_db"], row["step"]) for row in rows if row["layer"].partition("#")[0] == label]
+    return min(own, default=(math.nan, -1))

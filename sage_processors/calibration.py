@@ -22,6 +22,7 @@ import torch
 from . import __version__, policy, quality
 from .attention_cost import EXACT, CostTable
 from .config import BY_CALL, SageAttnProcessor
+from .ladders import ladders
 from .scale_rules import NEED_RUNS
 from .strict_json import strict_json, strict_object
 
@@ -310,7 +311,8 @@ def _for_psnr(search: _Search, bases, target: float) -> Calibration:
         best = max(bases, key=lambda base: (tried[base], -search.costs.relative(base, search.steps)))
         errors = search.measure(best, probe=True)["errors"]
         passing = []
-        for ladder in _ladders(search, best, sorted(errors, key=lambda layer: (-errors[layer], layer))):
+        worst_first = sorted(errors, key=lambda layer: (-errors[layer], layer))
+        for ladder in ladders(best, worst_first, search.steps):
             passing += _mildest(search, ladder, target)
         found = good_enough(passing)
     if found is not None:
@@ -321,31 +323,6 @@ def _for_psnr(search: _Search, bases, target: float) -> Calibration:
         looked.append((config, search.measure(config, look=1)))
     config, outcome = max(looked, key=lambda pair: pair[1]["psnr_db"])
     return search.conclude(config, outcome["psnr_db"] >= target, budget, outcome, len(looked))
-
-
-def _ladders(search: _Search, base, worst_first: list[str]):
-    """Lists of options, each with more in 16 bit (or of a finer scaling) than the one before."""
-    names, steps = [glob.escape(name) for name in worst_first], search.steps
-    count = len(names)
-
-    def with_(**options):
-        return dataclasses.replace(base, **options)
-
-    finer = [] if base.scaling in ("dynamic", "per_token") else [((name, "per_token"),) for name in names]
-    yield [with_(layer_scaling=sum(finer[:n], ())) for n in range(1, len(finer) + 1)]
-    rotated = tuple((name, "hadamard") for name in names) if base.rotation == "none" else ()
-    yield [with_(layer_rotation=rotated[:n]) for n in range(1, len(rotated) + 1)]
-    if finer:
-        yield [
-            with_(layer_rotation=rotated[:n], layer_scaling=sum(finer[:n], ())) for n in range(1, len(rotated) + 1)
-        ]
-    yield [with_(keep_layers=tuple(names[:n])) for n in range(1, count)]
-    yield [with_(keep_first_steps=n) for n in range(1, steps // 2 + 1)]
-    yield [with_(keep_last_steps=n) for n in range(1, steps // 2 + 1)]
-    yield [
-        with_(keep_layers=tuple(names[:n]), keep_first_steps=steps * n // (3 * count), keep_last_steps=steps // 3)
-        for n in range(1, count)
-    ]
 
 
 def _mildest(search: _Search, ladder, target: float) -> list:

@@ -10,6 +10,8 @@ import math
 
 import torch
 
+import sage_kernels
+
 
 SLOTS = 256  # steps told apart; later ones share the last
 SIGNAL, NOISE, ROWS = range(3)
@@ -55,22 +57,30 @@ class _Shared:
 
 
 class LayerProbe:
-    """The sums of one layer. Read by processors._attend; everything it computes stays on the device."""
+    """The sums of one layer. Read by processors._attend; everything it computes stays on the device.
 
-    def __init__(self, shared: _Shared, calls: int, heads: int, device):
-        self.shared, self.seen_heads = shared, {}
-        with torch.inference_mode(False):
-            self.sums = torch.zeros(calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
+    trial: try on the same inputs what the Hadamard rotation would do.
+    """
+
+    def __init__(self, shared: _Shared, calls: int, heads: int, device, trial: bool = False):
+        self.shared, self.seen_heads, self.trial = shared, {}, trial
+        with torch.inference_mode(False):  # of what ran, and of the trial
+            self.both = torch.zeros(2, calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
         self.to(device)
 
     def to(self, device) -> None:
         """Follow the model."""
-        self.sums = self.sums.to(device)
+        self.both = self.both.to(device)
+        self.sums, self.trial_sums = self.both
         self.slot = self.shared.slot(device)
-        torch._dynamo.mark_static_address(self.sums, guard=False)
+        for sums in (self.sums, self.trial_sums):
+            torch._dynamo.mark_static_address(sums, guard=False)
 
-    def compare(self, index, out, query, key, value, attn_mask, is_causal, scale) -> None:
-        """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call."""
+    def compare(self, index, out, query, key, value, attn_mask, is_causal, scale, tried=None) -> None:
+        """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call.
+
+        tried: options of `sage_attention` with which a trial runs the same inputs.
+        """
         heads_in_all, seq = query.shape[2], query.shape[1]
         count = min(self.sums.shape[2], heads_in_all)
         heads = [i * heads_in_all // count for i in range(count)]
@@ -78,12 +88,19 @@ class LayerProbe:
         rows = torch.arange(min(self.shared.rows, seq), device=query.device) * seq // min(self.shared.rows, seq)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         exact = exact_rows(query, key, value, rows, heads, attn_mask, is_causal, scale)
+        self._add(self.sums[index], out, exact, rows, heads)
+        if self.trial and tried is not None:
+            mask = {"attn_mask": attn_mask, "causal": "top_left" if is_causal else False, "scale": scale}
+            out = sage_kernels.sage_attention(query, key, value, rotation="hadamard", **tried, **mask)
+            self._add(self.trial_sums[index], out, exact, rows, heads)
+
+    def _add(self, target, out, exact, rows, heads) -> None:
         error = out[:, rows][:, :, heads].float() - exact
-        sums = torch.zeros_like(self.sums[0, :1])
-        sums[0, :count, SIGNAL] = exact.double().square().sum((0, 1, 3))
-        sums[0, :count, NOISE] = error.double().square().sum((0, 1, 3))
-        sums[0, :count, ROWS] = exact.shape[0] * exact.shape[1]
-        self.sums[index].index_add_(0, self.slot, sums)
+        sums = torch.zeros_like(target[:1])
+        sums[0, : len(heads), SIGNAL] = exact.double().square().sum((0, 1, 3))
+        sums[0, : len(heads), NOISE] = error.double().square().sum((0, 1, 3))
+        sums[0, : len(heads), ROWS] = exact.shape[0] * exact.shape[1]
+        target.index_add_(0, self.slot, sums)
 
 
 class Probe:
@@ -128,7 +145,8 @@ class Probe:
                     continue
                 known = self._layers.get(label)
                 if known is None or known.sums.shape[0] != calls:
-                    self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device)
+                    trial = self._handle._rotation.is_open(layer, label)
+                    self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device, trial)
                 object.__setattr__(layer.sage, "_sage_probe", self._layers[label])
 
     def step_starts(self, place: int) -> None:
@@ -156,7 +174,7 @@ class Probe:
     def reset(self) -> None:
         """Forget all sums."""
         for layer in self._layers.values():
-            layer.sums.zero_()
+            layer.both.zero_()
 
     def data(self) -> list[dict]:
         """One dict per layer, head and step that was compared. Syncs.
@@ -165,9 +183,16 @@ class Probe:
             rows (compared), signal, noise (sums of squares of the exact output and of the difference), sqnr_db (+inf
             without any difference), rel_l2 (root of noise over signal).
         """
+        return self._rows(0)
+
+    def trials(self) -> list[dict]:
+        """As `data`, of the rotated trials of layers whose rotation is not decided yet (rotation="auto"). Syncs."""
+        return self._rows(1)
+
+    def _rows(self, kind: int) -> list[dict]:
         found = []
         for name, layer in self._layers.items():
-            sums = layer.sums.cpu()
+            sums = layer.both[kind].cpu()
             for call, step, i in sums[..., ROWS].nonzero().tolist():
                 signal, noise, rows = sums[call, step, i].tolist()
                 count = min(sums.shape[2], layer.seen_heads[call])

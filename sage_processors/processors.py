@@ -181,7 +181,8 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
     )  # fmt: skip
     probe = processor._sage_probe
     if probe is not None and probe.shared.on:
-        probe.compare(index, out, query, key, value, attn_mask, is_causal, scale)
+        tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.call_scaling}
+        probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
     return out
 
 

@@ -117,7 +117,7 @@ def planned_state(traffic, margin, *calls):
 
 
 def codes(traffic, seq=SEQ):
-    """Codes of the keys [B·H_kv, S, D] and how often each was stored; those that pad the last tile are checked here."""
+    """Codes of the keys [B·H_kv, S, D] and how often each was stored; the padding is checked here."""
     times = traffic.times("store", traffic.keys.codes)
     assert (times[:, seq:] >= 1).all()
     return times[:, :seq]
@@ -128,7 +128,7 @@ PLANNED = ["_prepare_keys_kernel", "_attention_fwd_kernel"]
 
 @pytest.mark.parametrize("seq", [SEQ, 1000])
 def test_a_planned_head_reads_its_keys_once_and_writes_its_codes_once(traffic, seq):
-    """3 bytes per element of K in 16 bit: 2 read, 1 written. The vectors of the plan come on top, once per 512 keys."""
+    """3 bytes per element of K in 16 bit: 2 read, 1 written. The plan comes on top, once per 512 keys."""
     q, k, v = inputs(seq=seq)
     state = planned_state(traffic, 2.0, (q, k, v))  # a margin that nothing leaves
     attend(traffic, q, k, v, state=state)

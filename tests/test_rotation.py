@@ -223,6 +223,6 @@ def test_rotation_is_an_option_that_is_checked():
     with pytest.raises(ValueError, match="rotation: got 'givens', expected one of"):
         sage_attention(q, k, v, rotation="givens")
     state = new_head_state(1, 16, "cpu")
-    assert torch.equal(
-        sage_attention(q, k, v, rotation="none"), sage_attention(q, k, v)
-    ) and not torch.equal(sage_attention(q, k, v, rotation="hadamard", state=state), sage_attention(q, k, v))
+    assert torch.equal(sage_attention(q, k, v, rotation="none"), sage_attention(q, k, v)) and not torch.equal(
+        sage_attention(q, k, v, rotation="hadamard", state=state), sage_attention(q, k, v)
+    )

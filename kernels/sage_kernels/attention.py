@@ -65,9 +65,9 @@ def sage_attention(
             planned scale per head, or one per tile where a head has no plan.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         smooth_k: subtract from K a vector shared by all keys of a head; exact for softmax, and the LSE is corrected.
-        rotation: "hadamard" multiplies Q and K by one orthogonal matrix along the channels before everything else, in a
-            launch of its own: outliers that sit in a few channels of some tokens spread over all channels. Q·Kᵀ stays
-            as it is but for the rounding of the rotated Q and K to their dtype; in fp16, elements beyond
+        rotation: "hadamard" multiplies Q and K by one orthogonal matrix along the channels before everything else, in
+            a launch of its own: outliers that sit in a few channels of some tokens spread over all channels. Q·Kᵀ
+            stays as it is but for the rounding of the rotated Q and K to their dtype; in fp16, elements beyond
             65504 / sqrt(D) may overflow, and then give NaN. Statistics and plans in `state` are of the rotated
             channels: a plan never serves a call of another rotation.
         return_lse: also return the log-sum-exp of the scaled and masked scores.

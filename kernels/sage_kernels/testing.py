@@ -10,7 +10,14 @@ from .reference import ref_attention
 
 
 # What real attention inputs look like, from harmless to hard.
-FAMILIES = ("normal", "biased_keys", "outlier_channels", "outlier_tokens", "varying_outliers", "biased_varying_outliers")
+FAMILIES = (
+    "normal",
+    "biased_keys",
+    "outlier_channels",
+    "outlier_tokens",
+    "varying_outliers",
+    "biased_varying_outliers",
+)
 
 
 def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=torch.float32, device="cpu", seed=0):
