@@ -53,7 +53,7 @@ def counted_seconds(
 
 
 def measured_seconds(
-    shape: CallShape, scaling: str, recipe: str, rotation: str, device, dtype, *, repeats: int = 10
+    shape: CallShape, scaling: str, recipe: str, device, dtype, *, rotation: str = "none", repeats: int = 10
 ) -> float:
     """Median wall time of one call on random inputs, after a first one, everything included."""
     generator = torch.Generator().manual_seed(0)
@@ -124,10 +124,11 @@ class CostTable:
         return sum(self._call(shape, scaling, recipe, rotation) for shape in self.shapes[layer])
 
     def _call(self, *what) -> float:
+        """what: shape, scaling, recipe, rotation."""
         if self._kind == "counted":
             return counted_seconds(*what)
         if what not in self._known:
-            self._known[what] = measured_seconds(*what, self._device, self._dtype)
+            self._known[what] = measured_seconds(*what[:3], self._device, self._dtype, rotation=what[3])
         return self._known[what]
 
     def relative(self, config, steps: int) -> float:

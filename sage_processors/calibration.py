@@ -10,6 +10,7 @@ with fresh seeds, cheapest first, and only those numbers count.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -361,13 +362,12 @@ def _for_error(search: _Search, bases, limit: float) -> Calibration:
         scaling, rotation = choice
         return search.costs.seconds(layer, scaling, base.recipe, rotation)
 
-    options = {
-        layer: sorted(
-            [choice for choice, found in errors.items() if found[layer] <= limit], key=lambda c: cost(layer, c)
-        )
-        + [EXACT]
-        for layer in layers
-    }
+    options = {}
+    for layer in layers:
+        choices = [choice for choice, found in errors.items() if found[layer] <= limit]
+        # short sequences cost more rotated than in 16 bit
+        cheaper = [choice for choice in choices if cost(layer, choice) < search.costs.seconds(layer, EXACT)]
+        options[layer] = [*sorted(cheaper, key=functools.partial(cost, layer)), EXACT]
     for look in range(1, MAX_LOOKS + 1):
         kept = tuple(glob.escape(layer) for layer, left in options.items() if left[0] == EXACT)
         chosen = {glob.escape(layer): left[0] for layer, left in options.items() if left[0] != EXACT}

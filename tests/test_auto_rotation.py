@@ -215,7 +215,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("scaling", ["per_token", "per_block", "timestep"])
 def test_auto_on_the_family_of_outliers_that_vary_by_token(scaling):
-    """Scales of the call itself gain 10 dB; planned ones balance K's channels against Q's, as well without rotation."""
+    """Scales of the call itself gain 10 dB; planned ones balance K's channels against Q's, without rotation."""
     model = Model().eval()
     pipe, inputs = Pipe(model, FlowMatchEulerDiscreteScheduler()), {"hidden_states": torch.zeros(1, 4)}
     with sp.apply(pipe, options(scaling=scaling, rotation="auto")) as handle:
