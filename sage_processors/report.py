@@ -66,7 +66,8 @@ class Report:
         from rich.table import Table
 
         table = Table(title="INT8 attention: what really ran", title_justify="left")
-        for name in ("layer", "status", "recipe", "scaling", "rotation"):
+        rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
+        for name in ("layer", "status", "recipe", "scaling", *(["rotated"] if rotated else [])):
             table.add_column(name, overflow="fold")
         for name in ("calls", "dynamic", "exact", "beyond plan", "MB saved"):
             table.add_column(name, justify="right")
@@ -78,7 +79,7 @@ class Report:
                 status,
                 row["recipe"] or "-",
                 row["scaling"] or "-",
-                row["rotation"] or "-",
+                *([str(row["rotated_calls"])] if rotated else []),
                 str(row["calls"]),
                 f"{row['dynamic_calls']:.4g}",
                 exact,
@@ -88,7 +89,18 @@ class Report:
         exact = ", ".join(f"{reason} {count}" for reason, count in self.fallbacks.items()) or "0"
         dynamic = f"{sum(row['dynamic_calls'] for row in self.rows):.4g}"
         table.add_section()
-        table.add_row("total", "", "", "", "", str(self.calls), dynamic, exact, "", f"{self.bytes_saved / 1e6:.1f}")
+        table.add_row(
+            "total",
+            "",
+            "",
+            "",
+            *([""] if rotated else []),
+            str(self.calls),
+            dynamic,
+            exact,
+            "",
+            f"{self.bytes_saved / 1e6:.1f}",
+        )
         return table
 
     def print(self, console=None) -> None:

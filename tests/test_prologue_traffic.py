@@ -161,7 +161,7 @@ def test_only_the_tile_that_outgrew_its_plan_is_read_and_written_twice(traffic):
 
 
 def test_a_head_without_a_plan_reads_twice_and_a_sample_of_itself(traffic):
-    """5 bytes per element and what the sample costs: three passes over 128 keys, for each 512."""
+    """6 bytes per element and what the sample costs: three passes over 128 keys, for each 512."""
     q, k, v = inputs()
     state = planned_state(traffic, 2.0)
     attend(traffic, q, k, v, state=state)

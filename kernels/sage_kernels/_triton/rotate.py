@@ -1,7 +1,7 @@
 """The Hadamard pre-pass: one launch that reads Q and K once and writes them rotated, contiguous, in their dtype.
 
 A matmul with ±1 on the tensor cores. A butterfly of log2(n) sums in registers needs a layout change for every bit:
-compiled for sm_90 at 128 channels, 1048 instructions and 68 barriers for 64 rows, against 470 and 2 for the matmul.
+compiled for sm_90, 1048 instructions and 68 barriers for 64 rows of 128 channels, against 534 and a few here.
 """
 
 import torch
