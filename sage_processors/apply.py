@@ -45,7 +45,6 @@ class Handle:
                     "expected a diffusers model with at least one"
                 )
             self._check_options()
-            self._rotation.watch()
         except Exception:
             self.remove()  # leave nothing half swapped behind
             raise
@@ -103,6 +102,7 @@ class Handle:
         self._follow_scheduler()
         if self._probe is not None:
             self._probe.attach()
+        self._rotation.watch()
 
     def _models(self) -> dict:
         """What is to be swapped now, by component name."""

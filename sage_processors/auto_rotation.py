@@ -29,6 +29,7 @@ class AutoRotation:
 
     def __init__(self, handle):
         self._handle, self._probe = handle, None
+        self._pending = False  # so that a step with nothing to decide costs nothing
         # label: SQNR of the worst head without and with rotation, step, rotated
         self._decided: dict[str, tuple[float, float, int, bool]] = {}
 
@@ -47,16 +48,20 @@ class AutoRotation:
 
     def watch(self) -> None:
         """Start measuring, if there is something to decide and no other probe does it."""
-        if self._open() and self._handle._probe is None:
+        names = [label for *_, label in self._open()]
+        self._pending = bool(names)
+        if names and self._handle._probe is None:
             self._probe = self._handle._probe = Probe(
-                self._handle, every=1, heads=SAMPLED_HEADS, rows=SAMPLED_ROWS, only=[x for *_, x in self._open()]
+                self._handle, every=1, heads=SAMPLED_HEADS, rows=SAMPLED_ROWS, only=names
             )
+        elif names and self._handle._probe is self._probe:
+            self._probe.attach(only=names)
 
     def step_done(self) -> None:
         """Between two steps, with all statistics taken up: decide what was measured."""
-        layers, probe = self._open(), self._handle._probe
-        if not layers:
+        if not self._pending:
             return
+        layers, probe = self._open(), self._handle._probe
         if probe is not None:
             ran = [part for part in self._handle._parts if probe.has_seen(part)]  # known without waiting
             if not any(part in ran for part, *_ in layers):
@@ -84,6 +89,10 @@ class AutoRotation:
                 if layer.sage._sage_config.rotation == "auto":
                     part.rotate(layer, False)
         self._decided = {}
+        if self._open() and self._handle._probe is not None:
+            # what was measured before is of no run that is to come, also in a probe of the user's
+            self._handle._probe.reset()
+            self._handle._probe.attach()
         self.watch()
 
     def note(self, label: str) -> str:

@@ -59,11 +59,11 @@ class _Shared:
 class LayerProbe:
     """The sums of one layer. Read by processors._attend; everything it computes stays on the device.
 
-    trial: try on the same inputs what the Hadamard rotation would do.
+    Attributes: trial: whether to try on the same inputs what the Hadamard rotation would do.
     """
 
-    def __init__(self, shared: _Shared, calls: int, heads: int, device, trial: bool = False):
-        self.shared, self.seen_heads, self.trial = shared, {}, trial
+    def __init__(self, shared: _Shared, calls: int, heads: int, device):
+        self.shared, self.seen_heads, self.trial = shared, {}, False
         with torch.inference_mode(False):  # of what ran, and of the trial
             self.both = torch.zeros(2, calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
         self.to(device)
@@ -136,8 +136,9 @@ class Probe:
         handle.steps.listeners.append(self)
         self.step_starts(handle.steps.place)
 
-    def attach(self) -> None:
-        """Watch every swapped layer, also those swapped since."""
+    def attach(self, only=None) -> None:
+        """Watch every swapped layer, also those swapped since. only: other names than so far."""
+        self._only = self._only if only is None else only
         for part in self._handle._parts:
             for layer in part.layers:
                 label, calls = part._label(layer.name), len(layer.sage._sage_sites)
@@ -145,8 +146,8 @@ class Probe:
                     continue
                 known = self._layers.get(label)
                 if known is None or known.sums.shape[0] != calls:
-                    trial = self._handle._rotation.is_open(layer, label)
-                    self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device, trial)
+                    self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device)
+                self._layers[label].trial = self._handle._rotation.is_open(layer, label)
                 object.__setattr__(layer.sage, "_sage_probe", self._layers[label])
 
     def step_starts(self, place: int) -> None:
@@ -169,12 +170,13 @@ class Probe:
 
     def has_seen(self, part) -> bool:
         """Whether any call of this denoiser was compared since the probe began, known on the host."""
-        return any(self._layers[name].seen_heads for name in part.layer_names() if name in self._layers)
+        return any(any(self._layers[name].seen_heads.values()) for name in part.layer_names() if name in self._layers)
 
     def reset(self) -> None:
         """Forget all sums."""
         for layer in self._layers.values():
             layer.both.zero_()
+            layer.seen_heads.update(dict.fromkeys(layer.seen_heads, 0))  # other keys would compile anew
 
     def data(self) -> list[dict]:
         """One dict per layer, head and step that was compared. Syncs.

@@ -139,6 +139,10 @@ def test_auto_only_where_it_was_asked_for_and_beside_a_probe_of_the_user(outlier
             assert {row["step"] for row in probe.data()} == {0, 2}  # it goes on
         assert {row["layer"] for row in probe.data()} == {JOINT, SINGLE}
         assert rotations(handle) == {JOINT: ("hadamard", 3, 4), SINGLE: ("none", 0, 4)}
+        with handle.probe(every=2) as probe:
+            handle.reset()
+            denoise(pipe, model, inputs, steps=4)
+            assert rotations(handle)[JOINT] == ("hadamard", 3, 4) and {row["step"] for row in probe.data()} == {0, 2}
         twin = copy.deepcopy(model)
         with torch.no_grad():
             twin(**inputs)
