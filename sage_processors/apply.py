@@ -6,7 +6,8 @@ import weakref
 
 from torch import nn
 
-from .config import SageAttnProcessor
+from .auto_rotation import AutoRotation
+from .config import LAYER_OPTIONS, SageAttnProcessor
 from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .part import Part, RootHook
 from .report import Report, build_report
@@ -35,6 +36,7 @@ class Handle:
         self._active = True
         self.steps = Steps(config)
         self._probe = None
+        self._rotation = AutoRotation(self)
         try:
             self.refresh()
             if not any(part.layers for part in self._parts):
@@ -51,13 +53,16 @@ class Handle:
         names = [name for part in self._parts for name in part.layer_names()]
         check_patterns("keep_layers", self.config.keep_layers, names)
         check_patterns("only_layers", self.config.only_layers, names)
-        check_patterns("layer_scaling", [pattern for pattern, _ in self.config.layer_scaling], names)
+        for option in LAYER_OPTIONS:
+            check_patterns(f"layer_{option}", [p for p, _ in getattr(self.config, f"layer_{option}")], names)
         if self._scheduler is not None:
             return
         without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"
         expected = "expected a pipeline, whose scheduler says where a run is"
         if self.config.scaling in NEED_RUNS:
             raise ValueError(f'scaling: got "{self.config.scaling}" for {without}, {expected}')
+        if "auto" in (self.config.rotation, *(rotation for _, rotation in self.config.layer_rotation)):
+            raise ValueError(f'rotation: got "auto" for {without}, {expected}')
         for option in ("keep_first_steps", "keep_last_steps", "keep_below_noise"):
             if getattr(self.config, option):
                 raise ValueError(f"{option}: got {getattr(self.config, option)} for {without}, {expected}")
@@ -97,6 +102,7 @@ class Handle:
         self._follow_scheduler()
         if self._probe is not None:
             self._probe.attach()
+        self._rotation.watch()
 
     def _models(self) -> dict:
         """What is to be swapped now, by component name."""
@@ -106,6 +112,7 @@ class Handle:
         """Forget all scales and counts: the next run behaves as the first one after `apply`."""
         for part in self._parts:
             part.reset()
+        self._rotation.reset()
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32):
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
@@ -155,6 +162,7 @@ class Handle:
         for part in self._parts:
             if part.state is not None and part.follows_scheduler:
                 part.state.advance(u_finished, u_next)
+        self._rotation.step_done()
 
     def _before_forward(self, part: Part, args, kwargs) -> None:
         """Eager only: notice that processors were replaced, the model moved, or the pipeline has a new scheduler."""

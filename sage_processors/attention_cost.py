@@ -30,7 +30,9 @@ class CallShape:
     head_dim: int
 
 
-def counted_seconds(shape: CallShape, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE) -> float:
+def counted_seconds(
+    shape: CallShape, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE, rotation: str = "none"
+) -> float:
     """Counted operations and bytes over the data sheet's rates; no exponentials, no launches. scaling: or "exact"."""
     matmul = 2.0 * shape.batch * shape.heads * shape.seq_q * shape.seq_kv * shape.head_dim
     q = shape.batch * shape.seq_q * shape.heads * shape.head_dim
@@ -43,6 +45,8 @@ def counted_seconds(shape: CallShape, scaling: str, recipe: str = sage_kernels.D
         prologue += 2 * k  # a reduction first
     if SCALINGS[scaling] == "per_token" and scaling not in RULES:
         prologue += 2 * 4 * shape.batch * shape.seq_kv * shape.kv_heads  # a scale per key, written and read
+    if rotation == "hadamard":
+        prologue += 2 * 2 * (q + k)  # Q and K read and written once more; its matmul hides behind that
     traffic += prologue - k  # the matmul reads K in INT8
     pv_rate = FLOPS_16BIT
     if sage_kernels.RECIPES[recipe].pv != "16bit":
@@ -52,7 +56,9 @@ def counted_seconds(shape: CallShape, scaling: str, recipe: str = sage_kernels.D
     return matmul / OPS_INT8 + matmul / pv_rate + traffic / BYTES_PER_SECOND
 
 
-def measured_seconds(shape: CallShape, scaling: str, recipe: str, device, dtype, *, repeats: int = 10) -> float:
+def measured_seconds(
+    shape: CallShape, scaling: str, recipe: str, device, dtype, *, rotation: str = "none", repeats: int = 10
+) -> float:
     """Median wall time of one call on random inputs, after a first one, everything included."""
     generator = torch.Generator().manual_seed(0)
     sizes = ((shape.seq_q, shape.heads), (shape.seq_kv, shape.kv_heads), (shape.seq_kv, shape.kv_heads))
@@ -70,13 +76,15 @@ def measured_seconds(shape: CallShape, scaling: str, recipe: str, device, dtype,
         if scaling in RULES:
             from .scales import ScaleState, Site
 
-            scales = ScaleState([Site("timed", shape.kv_heads, shape.head_dim)], device=device)
+            scales = ScaleState([Site("timed", shape.kv_heads, shape.head_dim, rotation)], device=device)
             state = scales.head_state(0)
-            sage_kernels.sage_attention(q, k, v, recipe=recipe, state=state)
+            sage_kernels.sage_attention(q, k, v, recipe=recipe, rotation=rotation, state=state)
             scales.advance(1.0, 1.0)  # from here on there is a plan
 
         def call():
-            return sage_kernels.sage_attention(q, k, v, recipe=recipe, scaling=SCALINGS[scaling], state=state)
+            return sage_kernels.sage_attention(
+                q, k, v, recipe=recipe, scaling=SCALINGS[scaling], rotation=rotation, state=state
+            )
 
     with torch.no_grad():
         times = []
@@ -95,7 +103,7 @@ def _wait(device) -> None:
 
 
 class CostTable:
-    """Seconds of every layer of a handle that ran, by scaling.
+    """Seconds of every layer of a handle that ran, by scaling, recipe and rotation.
 
     Args:
         handle: after a run. kind: "counted" or "measured".
@@ -112,15 +120,19 @@ class CostTable:
                 if shapes:
                     self.shapes[part._label(layer.name)] = shapes
 
-    def seconds(self, layer: str, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE) -> float:
-        """Of one step of one layer."""
-        return sum(self._call(shape, scaling, recipe) for shape in self.shapes[layer])
+    def seconds(
+        self, layer: str, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE, rotation: str = "none"
+    ) -> float:
+        """Of one step of one layer. rotation: "auto", which the run decides, counts as none."""
+        rotation = "none" if rotation == "auto" else rotation
+        return sum(self._call(shape, scaling, recipe, rotation) for shape in self.shapes[layer])
 
     def _call(self, *what) -> float:
+        """what: shape, scaling, recipe, rotation."""
         if self._kind == "counted":
             return counted_seconds(*what)
         if what not in self._known:
-            self._known[what] = measured_seconds(*what, self._device, self._dtype)
+            self._known[what] = measured_seconds(*what[:3], self._device, self._dtype, rotation=what[3])
         return self._known[what]
 
     def relative(self, config, steps: int) -> float:
@@ -128,13 +140,15 @@ class CostTable:
 
         Windows count by their number of steps; calls that INT8 can't do are left out on both sides.
         """
-        from .windows import is_kept, scaling_of
+        from .windows import is_kept, option_of
 
         windowed = min(config.keep_first_steps + config.keep_last_steps, steps)
         total = exact = 0.0
         for layer in self.shapes:
-            own = self.seconds(layer, EXACT)
-            int8 = own if is_kept(config, layer) else self.seconds(layer, scaling_of(config, layer), config.recipe)
+            own = int8 = self.seconds(layer, EXACT)
+            if not is_kept(config, layer):
+                scaling, rotation = (option_of(config, option, layer) for option in ("scaling", "rotation"))
+                int8 = self.seconds(layer, scaling, config.recipe, rotation)
             total += windowed * own + (steps - windowed) * int8
             exact += steps * own
         return total / exact if exact else 1.0

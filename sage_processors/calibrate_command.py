@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
-from . import pipelines, quality
+from . import metrics, pipelines, quality
 from .calibration import HELD_OUT, calibrate
 from .config import SageAttnProcessor
 
@@ -95,7 +96,10 @@ def rules(
     csv: CsvOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """PSNR and SSIM of every scaling rule against stock attention, on the plain and the harder variants."""
+    """PSNR and SSIM of every scaling rule against stock attention, on the plain and the harder variants.
+
+    Two rules differ if the interval of their paired differences, seed by seed, does not hold 0.
+    """
     from . import cli
 
     known = quality.study_variants()
@@ -111,7 +115,7 @@ def rules(
         calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
         with cli._steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
             results = quality.evaluate(pipe, prompts, seeds, chosen, steps=steps, batch=batch, on_step=tick)
-        _record(pipe, label, list(results.values()), csv)
+        _record(pipe, label, list(results.values()), csv, "timestep")
 
 
 def transfer(
@@ -151,7 +155,7 @@ def transfer(
             with cli._steps_bar(label, steps * 4) as tick:
                 seeds = [seed + i for i in range(images)]
                 results = quality.evaluate(pipe, prompts, seeds, variants, steps=steps, batch=images, on_step=tick)
-            _record(pipe, label, list(results.values()), csv)
+            _record(pipe, label, list(results.values()), csv, "timestep_warm")
 
 
 def _variants(names) -> dict:
@@ -178,9 +182,32 @@ def _scheduler(pipe, text: str):
     return cls.from_config(pipe.scheduler.config, **options), int(steps)
 
 
-def _record(pipe, label: str, results, csv: Path | None) -> None:
+def _record(pipe, label: str, results, csv: Path | None, baseline: str) -> None:
     from . import cli
 
     cli.console.print(cli._quality_table(label, results))
+    if any(result.name == baseline for result in results) and len(results) > 1:
+        cli.console.print(_differences(results, baseline))
     if csv is not None:
         quality.append_results(csv, label, results, device=str(pipe.device))
+
+
+def _differences(results, baseline: str) -> Table:
+    """PSNR over that of the baseline on the same seeds: mean, 95 % interval, and what it says."""
+    base = next(result for result in results if result.name == baseline)
+    table = Table(title=f"PSNR minus that of {baseline}, paired by seed", title_justify="left")
+    for name in ("scaling", "mean, dB", "95 % interval", "largest", "that is"):
+        table.add_column(name, justify="right" if name.endswith(("dB", "interval", "largest")) else "left")
+    for result in results:
+        if result is not base:
+            found = metrics.paired_interval(result.psnr_db, base.psnr_db)
+            largest = max((a - b for a, b in zip(result.psnr_db, base.psnr_db, strict=True)), key=abs)
+            interval = f"{found.low:+.2f} to {found.high:+.2f}"
+            table.add_row(result.name, f"{found.value:+.2f}", interval, f"{largest:+.2f}", _verdict(found, base))
+    return table
+
+
+def _verdict(found, base) -> str:
+    if len(base.psnr_db) < 2:
+        return "one picture: nothing"
+    return "better" if found.low > 0 else "worse" if found.high < 0 else "no difference shown"

@@ -1,7 +1,8 @@
 """Find the fastest options that meet a quality budget, by drawing pictures and comparing them with stock attention.
 
 What is tried: every recipe and scaling on its own; then, from the best of them, ladders of more and more 16 bit:
-layers in the order of their measured error, first steps, last steps, other scalings for the worst layers. On each
+layers in the order of their measured error, first steps, last steps, other scalings or the Hadamard rotation for the
+worst layers. On each
 ladder the mildest rung that meets the budget is found by bisection. What meets it on the search's seeds is drawn again
 with fresh seeds, cheapest first, and only those numbers count.
 """
@@ -9,6 +10,7 @@ with fresh seeds, cheapest first, and only those numbers count.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -21,6 +23,7 @@ import torch
 from . import __version__, policy, quality
 from .attention_cost import EXACT, CostTable
 from .config import BY_CALL, SageAttnProcessor
+from .ladders import ladders
 from .scale_rules import NEED_RUNS
 from .strict_json import strict_json, strict_object
 
@@ -100,7 +103,8 @@ def calibrate(
         target_psnr: mean PSNR, dB, against stock attention on the same seeds. max_attention_error: relative L2 error
             of every layer's attention output, on sampled heads, rows and steps. Exactly one of the two.
         recipes, scalings: what to try; recipes default to config's. With max_attention_error the first of both is
-            tried for every layer, and the per-call ones among the other scalings for layers that it fails.
+            tried for every layer, and the per-call ones among the other scalings for layers that it fails, then all of
+            these with the Hadamard rotation.
         config: options that are not searched.
         steps: denoising steps. batch: pictures per pipeline call.
         cost: "counted" (operations and bytes; the same everywhere, so the same calibration writes the same file),
@@ -278,7 +282,9 @@ class _Search:
 def _label(config) -> str:
     parts = [config.recipe, config.scaling]
     parts += [f"{len(config.keep_layers)} layers in 16 bit"] if config.keep_layers else []
+    parts += [config.rotation] if config.rotation != "none" else []
     parts += [f"{len(config.layer_scaling)} layers {config.layer_scaling[0][1]}"] if config.layer_scaling else []
+    parts += [f"{len(config.layer_rotation)} layers {config.layer_rotation[0][1]}"] if config.layer_rotation else []
     parts += [f"first {config.keep_first_steps} steps in 16 bit"] if config.keep_first_steps else []
     parts += [f"last {config.keep_last_steps} steps in 16 bit"] if config.keep_last_steps else []
     return ", ".join(parts)
@@ -310,7 +316,8 @@ def _for_psnr(search: _Search, bases, target: float) -> Calibration:
         best = max(bases, key=lambda base: (tried[base], -search.costs.relative(base, search.steps)))
         errors = search.measure(best, probe=True)["errors"]
         passing = []
-        for ladder in _ladders(search, best, sorted(errors, key=lambda layer: (-errors[layer], layer))):
+        worst_first = sorted(errors, key=lambda layer: (-errors[layer], layer))
+        for ladder in ladders(best, worst_first, search.steps):
             passing += _mildest(search, ladder, target)
         found = good_enough(passing)
     if found is not None:
@@ -321,25 +328,6 @@ def _for_psnr(search: _Search, bases, target: float) -> Calibration:
         looked.append((config, search.measure(config, look=1)))
     config, outcome = max(looked, key=lambda pair: pair[1]["psnr_db"])
     return search.conclude(config, outcome["psnr_db"] >= target, budget, outcome, len(looked))
-
-
-def _ladders(search: _Search, base, worst_first: list[str]):
-    """Lists of options, each with more in 16 bit (or of a finer scaling) than the one before."""
-    names, steps = [glob.escape(name) for name in worst_first], search.steps
-    count = len(names)
-
-    def with_(**options):
-        return dataclasses.replace(base, **options)
-
-    finer = [] if base.scaling in ("dynamic", "per_token") else [((name, "per_token"),) for name in names]
-    yield [with_(layer_scaling=sum(finer[:n], ())) for n in range(1, len(finer) + 1)]
-    yield [with_(keep_layers=tuple(names[:n])) for n in range(1, count)]
-    yield [with_(keep_first_steps=n) for n in range(1, steps // 2 + 1)]
-    yield [with_(keep_last_steps=n) for n in range(1, steps // 2 + 1)]
-    yield [
-        with_(keep_layers=tuple(names[:n]), keep_first_steps=steps * n // (3 * count), keep_last_steps=steps // 3)
-        for n in range(1, count)
-    ]
 
 
 def _mildest(search: _Search, ladder, target: float) -> list:
@@ -362,20 +350,34 @@ def _mildest(search: _Search, ladder, target: float) -> list:
 def _for_error(search: _Search, bases, limit: float) -> Calibration:
     base = bases[0]
     others = [b.scaling for b in bases[1:] if b.recipe == base.recipe and b.scaling in BY_CALL]
-    errors = {
-        s: search.measure(dataclasses.replace(base, scaling=s), probe=True)["errors"] for s in (base.scaling, *others)
-    }
-    options = {
-        layer: sorted([s for s in errors if errors[s][layer] <= limit], key=lambda s: search.costs.seconds(layer, s))
-        + [EXACT]
-        for layer in errors[base.scaling]
-    }
+    errors = {}
+
+    def measure(rotation):
+        for scaling in (base.scaling, *others):
+            config = dataclasses.replace(base, scaling=scaling, rotation=rotation)
+            errors[scaling, rotation] = search.measure(config, probe=True)["errors"]
+
+    measure(base.rotation)
+    layers = list(errors[base.scaling, base.rotation])
+    if base.rotation == "none" and any(min(found[layer] for found in errors.values()) > limit for layer in layers):
+        measure("hadamard")  # dearer than a scaling, cheaper than 16 bit: measured where no scaling is enough
+
+    def cost(layer, choice):
+        scaling, rotation = choice
+        return search.costs.seconds(layer, scaling, base.recipe, rotation)
+
+    options = {}
+    for layer in layers:
+        choices = [choice for choice, found in errors.items() if found[layer] <= limit]
+        # short sequences cost more rotated than in 16 bit
+        cheaper = [choice for choice in choices if cost(layer, choice) < search.costs.seconds(layer, EXACT)]
+        options[layer] = [*sorted(cheaper, key=functools.partial(cost, layer)), EXACT]
     for look in range(1, MAX_LOOKS + 1):
         kept = tuple(glob.escape(layer) for layer, left in options.items() if left[0] == EXACT)
-        finer = tuple(
-            (glob.escape(layer), left[0]) for layer, left in options.items() if left[0] not in (base.scaling, EXACT)
-        )
-        config = dataclasses.replace(base, keep_layers=kept, layer_scaling=finer)
+        chosen = {glob.escape(layer): left[0] for layer, left in options.items() if left[0] != EXACT}
+        finer = tuple((layer, scaling) for layer, (scaling, _) in chosen.items() if scaling != base.scaling)
+        rotated = tuple((layer, rotation) for layer, (_, rotation) in chosen.items() if rotation != base.rotation)
+        config = dataclasses.replace(base, keep_layers=kept, layer_scaling=finer, layer_rotation=rotated)
         outcome = search.measure(config, look=look, probe=True)
         over = [layer for layer, error in outcome["errors"].items() if error > limit]
         if not over:

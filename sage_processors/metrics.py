@@ -167,6 +167,20 @@ def mean_interval(values: Sequence[float] | torch.Tensor, *, draws: int = 2000, 
     return Interval(values.mean().item(), low, high)
 
 
+def paired_interval(values: Sequence[float], baseline: Sequence[float], **options) -> Interval:
+    """Mean of values - baseline, picture by picture, with its 95 % interval.
+
+    Two sets of the same seeds are to be compared so, never by their means: what differs from picture to picture is
+    several times larger than what differs between two ways to draw it, and cancels here.
+
+    Args: values, baseline: one number per picture, in the same order. options: of `mean_interval`.
+    Raises: ValueError (lengths that differ, and as mean_interval).
+    """
+    if len(values) != len(baseline):
+        raise ValueError(f"values: got {len(values)}, expected as many as baseline's {len(baseline)}")
+    return mean_interval([a - b for a, b in zip(values, baseline, strict=True)], **options)
+
+
 def sqnr_db(values: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Signal to quantisation noise: 10·log10(sum reference² / sum (values − reference)²), summed in fp64.
 

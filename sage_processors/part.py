@@ -12,12 +12,13 @@ from torch import nn
 from sage_kernels import RECIPES
 
 from .carry import Parked
+from .config import LAYER_OPTIONS
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .processors import is_sage, sage_class, swap
 from .scale_rules import RULES, rule_for
 from .scales import ScaleState, Site
 from .timestep import TimestepReader
-from .windows import is_kept, scaling_of
+from .windows import is_kept, option_of
 
 
 @dataclass
@@ -98,14 +99,16 @@ class Part:
 
     def _swapped(self, original, label: str):
         """The Sage twin of a processor, with the options that hold for its layer."""
-        config = dataclasses.replace(self.config, scaling=scaling_of(self.config, label), layer_scaling=())
+        own = {option: option_of(self.config, option, label) for option in LAYER_OPTIONS}
+        config = dataclasses.replace(self.config, **own, **{f"layer_{option}": () for option in LAYER_OPTIONS})
         return swap(original, config, label, device=self.device, kept=is_kept(self.config, label), steps=self._steps)
 
     def _count_on(self, module, sage) -> None:
-        """The counts of the layer so far."""
+        """The counts of the layer so far, and whether it turned out to need a rotation."""
         earlier = next((layer.sage for layer in reversed(self._made) if layer.module is module), None)
         if earlier is not None:
             sage._sage_events.copy_(earlier._sage_events)
+            object.__setattr__(sage, "_sage_rotated", earlier._sage_rotated)
             for site, before in zip(sage._sage_sites, earlier._sage_sites, strict=False):
                 site.elements = before.elements
 
@@ -120,7 +123,8 @@ class Part:
                 for i, shape in enumerate(discover_sites(layer.module, layer.sage)):
                     layer.site_indices.append(len(sites) if shape else None)
                     if shape:
-                        sites.append(Site(self._label(layer.name) + (f"#{i}" if i else ""), *shape))
+                        name = self._label(layer.name) + (f"#{i}" if i else "")
+                        sites.append(Site(name, *shape, _rotation_of(layer.sage)))
         if self.state is not None and self.state.sites != sites:
             self._parked.park(self.state)
             self.state = None
@@ -145,6 +149,13 @@ class Part:
                         site.row_max_of = functools.partial(self.state.row_maxima.of, index)
             for tensor in _tensors(layer.sage):
                 torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
+
+    def rotate(self, layer: Layer, on: bool) -> None:
+        """Between two steps: run the calls of one of its layers rotated from now on, or no longer."""
+        object.__setattr__(layer.sage, "_sage_rotated", on)
+        for index in layer.site_indices:
+            if index is not None:
+                self.state.set_rotation(index, _rotation_of(layer.sage))
 
     def layer_names(self) -> list[str]:
         """Names of the swapped layers, as in the report."""
@@ -222,6 +233,10 @@ class Part:
         stock = object.__new__(base)
         stock.__dict__.update({k: v for k, v in processor.__dict__.items() if not k.startswith("_sage_")})
         return stock
+
+
+def _rotation_of(processor) -> str:
+    return "hadamard" if processor._sage_rotated else "none"
 
 
 def _tensors(processor):

@@ -10,6 +10,8 @@ import math
 
 import torch
 
+import sage_kernels
+
 
 SLOTS = 256  # steps told apart; later ones share the last
 SIGNAL, NOISE, ROWS = range(3)
@@ -55,22 +57,30 @@ class _Shared:
 
 
 class LayerProbe:
-    """The sums of one layer. Read by processors._attend; everything it computes stays on the device."""
+    """The sums of one layer. Read by processors._attend; everything it computes stays on the device.
+
+    Attributes: trial: whether to try on the same inputs what the Hadamard rotation would do.
+    """
 
     def __init__(self, shared: _Shared, calls: int, heads: int, device):
-        self.shared, self.seen_heads = shared, {}
-        with torch.inference_mode(False):
-            self.sums = torch.zeros(calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
+        self.shared, self.seen_heads, self.trial = shared, {}, False
+        with torch.inference_mode(False):  # of what ran, and of the trial
+            self.both = torch.zeros(2, calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
         self.to(device)
 
     def to(self, device) -> None:
         """Follow the model."""
-        self.sums = self.sums.to(device)
+        self.both = self.both.to(device)
+        self.sums, self.trial_sums = self.both
         self.slot = self.shared.slot(device)
-        torch._dynamo.mark_static_address(self.sums, guard=False)
+        for sums in (self.sums, self.trial_sums):
+            torch._dynamo.mark_static_address(sums, guard=False)
 
-    def compare(self, index, out, query, key, value, attn_mask, is_causal, scale) -> None:
-        """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call."""
+    def compare(self, index, out, query, key, value, attn_mask, is_causal, scale, tried=None) -> None:
+        """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call.
+
+        tried: options of `sage_attention` with which a trial runs the same inputs.
+        """
         heads_in_all, seq = query.shape[2], query.shape[1]
         count = min(self.sums.shape[2], heads_in_all)
         heads = [i * heads_in_all // count for i in range(count)]
@@ -78,12 +88,19 @@ class LayerProbe:
         rows = torch.arange(min(self.shared.rows, seq), device=query.device) * seq // min(self.shared.rows, seq)
         scale = query.shape[3] ** -0.5 if scale is None else scale
         exact = exact_rows(query, key, value, rows, heads, attn_mask, is_causal, scale)
+        self._add(self.sums[index], out, exact, rows, heads)
+        if self.trial and tried is not None:
+            mask = {"attn_mask": attn_mask, "causal": "top_left" if is_causal else False, "scale": scale}
+            out = sage_kernels.sage_attention(query, key, value, rotation="hadamard", **tried, **mask)
+            self._add(self.trial_sums[index], out, exact, rows, heads)
+
+    def _add(self, target, out, exact, rows, heads) -> None:
         error = out[:, rows][:, :, heads].float() - exact
-        sums = torch.zeros_like(self.sums[0, :1])
-        sums[0, :count, SIGNAL] = exact.double().square().sum((0, 1, 3))
-        sums[0, :count, NOISE] = error.double().square().sum((0, 1, 3))
-        sums[0, :count, ROWS] = exact.shape[0] * exact.shape[1]
-        self.sums[index].index_add_(0, self.slot, sums)
+        sums = torch.zeros_like(target[:1])
+        sums[0, : len(heads), SIGNAL] = exact.double().square().sum((0, 1, 3))
+        sums[0, : len(heads), NOISE] = error.double().square().sum((0, 1, 3))
+        sums[0, : len(heads), ROWS] = exact.shape[0] * exact.shape[1]
+        target.index_add_(0, self.slot, sums)
 
 
 class Probe:
@@ -100,10 +117,11 @@ class Probe:
         every: one step in so many is probed, the first of a run included.
         heads, rows: compared per layer, and per sample and head; evenly spread. Cost: heads · rows / (H · S_q) of an
             exact attention in fp32, plus a copy of the K and V of these heads.
+        only: names of the layers to watch; None: all.
     Raises: TypeError, ValueError (every, heads, rows).
     """
 
-    def __init__(self, handle, *, every: int = 4, heads: int = 4, rows: int = 32):
+    def __init__(self, handle, *, every: int = 4, heads: int = 4, rows: int = 32, only=None):
         for name, value in (("every", every), ("heads", heads), ("rows", rows)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 1")
@@ -111,21 +129,25 @@ class Probe:
                 raise ValueError(f"{name}: got {value}, expected at least 1")
         if every > 1 and handle._scheduler is None:
             raise ValueError(f"every: got {every} without a scheduler to count steps, expected 1; apply to a pipeline")
-        self._handle, self._every, self._heads = handle, every, heads
+        self._handle, self._every, self._heads, self._only = handle, every, heads, only
         self._shared = _Shared(rows)
         self._layers: dict[str, LayerProbe] = {}
         self.attach()
         handle.steps.listeners.append(self)
         self.step_starts(handle.steps.place)
 
-    def attach(self) -> None:
-        """Watch every swapped layer, also those swapped since."""
+    def attach(self, only=None) -> None:
+        """Watch every swapped layer, also those swapped since. only: other names than so far."""
+        self._only = self._only if only is None else only
         for part in self._handle._parts:
             for layer in part.layers:
                 label, calls = part._label(layer.name), len(layer.sage._sage_sites)
+                if self._only is not None and label not in self._only:
+                    continue
                 known = self._layers.get(label)
                 if known is None or known.sums.shape[0] != calls:
                     self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device)
+                self._layers[label].trial = self._handle._rotation.is_open(layer, label)
                 object.__setattr__(layer.sage, "_sage_probe", self._layers[label])
 
     def step_starts(self, place: int) -> None:
@@ -140,15 +162,21 @@ class Probe:
         self._handle.steps.listeners[:] = [x for x in self._handle.steps.listeners if x is not self]
         for part in self._handle._parts:
             for layer in part.layers:
-                if layer.sage._sage_probe is self._layers.get(part._label(layer.name)):
+                own = self._layers.get(part._label(layer.name))
+                if own is not None and layer.sage._sage_probe is own:
                     object.__setattr__(layer.sage, "_sage_probe", None)
         if self._handle._probe is self:
             self._handle._probe = None
 
+    def has_seen(self, part) -> bool:
+        """Whether any call of this denoiser was compared since the probe began, known on the host."""
+        return any(any(self._layers[name].seen_heads.values()) for name in part.layer_names() if name in self._layers)
+
     def reset(self) -> None:
         """Forget all sums."""
         for layer in self._layers.values():
-            layer.sums.zero_()
+            layer.both.zero_()
+            layer.seen_heads.update(dict.fromkeys(layer.seen_heads, 0))  # other keys would compile anew
 
     def data(self) -> list[dict]:
         """One dict per layer, head and step that was compared. Syncs.
@@ -157,9 +185,16 @@ class Probe:
             rows (compared), signal, noise (sums of squares of the exact output and of the difference), sqnr_db (+inf
             without any difference), rel_l2 (root of noise over signal).
         """
+        return self._rows(0)
+
+    def trials(self) -> list[dict]:
+        """As `data`, of the rotated trials of layers whose rotation is not decided yet (rotation="auto"). Syncs."""
+        return self._rows(1)
+
+    def _rows(self, kind: int) -> list[dict]:
         found = []
         for name, layer in self._layers.items():
-            sums = layer.sums.cpu()
+            sums = layer.both[kind].cpu()
             for call, step, i in sums[..., ROWS].nonzero().tolist():
                 signal, noise, rows = sums[call, step, i].tolist()
                 count = min(sums.shape[2], layer.seen_heads[call])

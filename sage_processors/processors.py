@@ -29,9 +29,11 @@ from .windows import CHOSEN
 
 logger = logging.getLogger("sage_processors")
 
-# Slots of a processor's event counter. "called" counts calls of the op without a state (a state counts its own calls).
+# Slots of a processor's event counter. "called" counts calls of the op without a state (a state counts its own calls),
+# "rotated" all rotated ones; the others are reasons for exact attention.
+CALLS = ("called", "rotated")
 EVENTS = (
-    "called",
+    *CALLS,
     # from sage_kernels.unsupported
     "dropout",
     "not_a_tensor",
@@ -179,14 +181,19 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
                     rows = (query.shape[0], query.shape[2], query.shape[1])
                     state = state._replace(row_max=site.row_max_of(rows, query.device))
     if state is None:
-        processor._sage_events[0].add_(1)
+        processor._sage_events[_EVENT["called"]].add_(1)
+    rotation = "none"
+    if processor._sage_rotated:
+        processor._sage_events[_EVENT["rotated"]].add_(1)
+        rotation = "hadamard"
     out = sage_kernels.sage_attention(
         query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
-        recipe=config.recipe, scaling=config.call_scaling, scale=scale, state=state,
+        recipe=config.recipe, scaling=config.call_scaling, rotation=rotation, scale=scale, state=state,
     )  # fmt: skip
     probe = processor._sage_probe
     if probe is not None and probe.shared.on:
-        probe.compare(index, out, query, key, value, attn_mask, is_causal, scale)
+        tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.call_scaling}
+        probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
     return out
 
 
@@ -276,10 +283,11 @@ def _dispatch(
 _STAND_INS = stand_ins(_sdpa, _dispatch)
 
 
-def _rebuild(base, config, layer, kept=False):
+def _rebuild(base, config, layer, kept=False, rotated=False):
     """For copy and pickle: a Sage processor of its own, without the state of the handle it came from."""
     processor = object.__new__(sage_class(base))
     processor._sage_arm(config, layer, kept=kept)
+    object.__setattr__(processor, "_sage_rotated", rotated)
     return processor
 
 
@@ -293,6 +301,7 @@ class _SageMethods:
     _sage_backend = None
     _sage_steps = None  # windows.Steps of the handle
     _sage_kept = False  # stays in 16 bit at all steps
+    _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
     _sage_probe = None  # probe.LayerProbe while a probe is on
 
     def _sage_arm(self, config, layer, *, device="cpu", kept=False, steps=None):
@@ -301,6 +310,7 @@ class _SageMethods:
         set_("_sage_config", config)
         set_("_sage_layer", layer)
         set_("_sage_kept", kept)
+        set_("_sage_rotated", config is not None and config.rotation == "hadamard")
         set_("_sage_steps", steps)
         set_("_sage_events", new_events(device))
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
@@ -316,7 +326,8 @@ class _SageMethods:
 
     def __reduce__(self):
         state = {k: v for k, v in self.__dict__.items() if not k.startswith("_sage_")}
-        return _rebuild, (type(self)._sage_base, self._sage_config, self._sage_layer, self._sage_kept), state
+        own = (self._sage_config, self._sage_layer, self._sage_kept, self._sage_rotated)
+        return _rebuild, (type(self)._sage_base, *own), state
 
 
 @functools.cache

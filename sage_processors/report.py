@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from .config import REMEDIES
 from .discovery import attention_modules
-from .processors import EVENTS, is_sage
+from .processors import CALLS, EVENTS, is_sage
 from .rebind import attention_calls
 from .scale_rules import RULES
 
@@ -25,6 +25,8 @@ class Report:
                 can do; "not swappable": attention that doesn't go through a processor's SDPA call, it runs as in
                 stock.
             recipe, scaling: what its INT8 calls ran; None unless active.
+            rotation: "hadamard" or "none", of its next INT8 call; None unless active. rotated_calls: INT8 calls that
+                were rotated.
             calls: INT8 calls.
             dynamic_calls: those of them, per head on average, whose scales came from the call itself.
             fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "replaced" counts forwards of the
@@ -68,7 +70,8 @@ class Report:
         from rich.table import Table
 
         table = Table(title="INT8 attention: what really ran", title_justify="left")
-        for name in ("layer", "status", "recipe", "scaling"):
+        rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
+        for name in ("layer", "status", "recipe", "scaling", *(["rotated"] if rotated else [])):
             table.add_column(name, overflow="fold")
         for name in ("calls", "dynamic", "exact", "beyond plan", "MB saved"):
             table.add_column(name, justify="right")
@@ -80,6 +83,7 @@ class Report:
                 status,
                 row["recipe"] or "-",
                 row["scaling"] or "-",
+                *([str(row["rotated_calls"])] if rotated else []),
                 str(row["calls"]),
                 f"{row['dynamic_calls']:.4g}",
                 exact,
@@ -89,7 +93,18 @@ class Report:
         exact = ", ".join(f"{reason} {count}" for reason, count in self.fallbacks.items()) or "0"
         dynamic = f"{sum(row['dynamic_calls'] for row in self.rows):.4g}"
         table.add_section()
-        table.add_row("total", "", "", "", str(self.calls), dynamic, exact, "", f"{self.bytes_saved / 1e6:.1f}")
+        table.add_row(
+            "total",
+            "",
+            "",
+            "",
+            *([""] if rotated else []),
+            str(self.calls),
+            dynamic,
+            exact,
+            "",
+            f"{self.bytes_saved / 1e6:.1f}",
+        )
         return table
 
     def print(self, console=None) -> None:
@@ -114,7 +129,9 @@ def _row(layer, processor, status, note="", **values):
     empty = {
         "recipe": None,
         "scaling": None,
+        "rotation": None,
         "calls": 0,
+        "rotated_calls": 0,
         "dynamic_calls": 0.0,
         "fallbacks": {},
         "clipped_fraction": 0.0,
@@ -128,18 +145,19 @@ def _row(layer, processor, status, note="", **values):
 def _counted(layer, summary) -> dict:
     """The numbers of a swapped layer. `summary`: ScaleState.summary() rows, or []."""
     sage = layer.sage
-    events = sage._sage_events.tolist()
+    events = dict(zip(EVENTS, sage._sage_events.tolist(), strict=True))
     planned = [
         (site, summary[i]) for site, i in zip(sage._sage_sites, layer.site_indices, strict=False) if i is not None
     ]
-    scaled_by_call = events[0]
+    scaled_by_call = events["called"]
     calls = [scaled_by_call + sum(row["calls"] for _, row in planned)]
     elements = [site.elements for site in sage._sage_sites if site.elements]
     per_call = sum(elements) / len(elements) if elements else 0
     return {
         "calls": calls[0],
+        "rotated_calls": events["rotated"],
         "dynamic_calls": scaled_by_call + sum(row["dynamic_calls"] for _, row in planned),
-        "fallbacks": {name: count for name, count in zip(EVENTS[1:], events[1:], strict=True) if count},
+        "fallbacks": {name: count for name, count in events.items() if count and name not in CALLS},
         "clipped_fraction": max([row["outside"] for _, row in planned], default=0.0),
         "v_clipped_fraction": max([row["clipped"] for _, row in planned], default=0.0),
         "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
@@ -166,7 +184,7 @@ def _replaced_note(processor) -> str:
     return f"{name} was put here and has no SDPA call: handle.refresh() can swap only what replaces it"
 
 
-def _part_rows(part) -> list[dict]:
+def _part_rows(part, rotation) -> list[dict]:
     summary = part.state.summary() if part.state is not None else []
     layers = {id(layer.module): layer for layer in part.layers}
     rows, inside = [], set()
@@ -194,7 +212,9 @@ def _part_rows(part) -> list[dict]:
                     note = REMEDIES["backend"]
                 elif module.training:
                     note = REMEDIES["training"]
-                counted |= {"recipe": own.recipe, "scaling": scaling}
+                note = note or rotation.note(label)
+                rotated = "hadamard" if layer.sage._sage_rotated else "none"
+                counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
                 note = "; ".join([note] * bool(note) + _fp8_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
@@ -215,7 +235,7 @@ def build_report(handle) -> Report:
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
     rows = []
     for part in handle._parts:
-        rows += _part_rows(part)
+        rows += _part_rows(part, handle._rotation)
         if part.state is not None:
             follows = "the pipeline's scheduler" if part.follows_scheduler else "the timestep argument of the model"
             notes.append(f"Noise level of {part.name or type(part.model).__name__} follows {follows}.")

@@ -54,7 +54,7 @@ _PART_FIELDS = {
     "margin": float,
     "layers": list,
 }
-_LAYER_FIELDS = {"name": str, "kv_heads": int, "head_dim": int}
+_LAYER_FIELDS = {"name": str, "kv_heads": int, "head_dim": int, "rotation": str}
 _DTYPE_NAMES = {torch.float32: "F32", torch.int32: "I32", torch.bool: "BOOL"}
 _SAVE_AGAIN = "save it again with handle.save_scales"
 _NO_JSON = f"safetensors only, {_SAVE_AGAIN}"
@@ -175,7 +175,7 @@ def _planned_parts(handle) -> list:
 
 def _describe(part) -> dict:
     """What a file must say of this denoiser to fit it."""
-    layers = [{"name": s.name, "kv_heads": s.kv_heads, "head_dim": s.head_dim} for s in part.state.sites]
+    layers = [{name: getattr(site, name) for name in _LAYER_FIELDS} for site in part.state.sites]
     return {
         "name": part.name,
         "model_class": type(part.model).__name__,
@@ -302,6 +302,8 @@ def _check_parts(got: list[dict], parts: list[dict]) -> None:
             for name in ("kv_heads", "head_dim"):
                 remedy = "load it into the same model (after a first run and handle.refresh() where it was saved so)"
                 _same(layer[name], known[name], f"{name} of layer {layer['name']!r}", remedy)
+            remedy = f"use SageAttnProcessor(layer_rotation={{{layer['name']!r}: {layer['rotation'][:20]!r}, …}})"
+            _same(layer["rotation"], known["rotation"], f"rotation of layer {layer['name']!r}", remedy)
         _same(part["bins"], wanted["bins"], f"bins of {label}", _SAVE_AGAIN)
         _same(
             part["margin"], wanted["margin"], f"margin of {label}", f"use SageAttnProcessor(margin={part['margin']})"

@@ -71,6 +71,9 @@ class Timestep:
     def refit(self, state) -> None:
         """The table, or the run's number, has changed. Called at the start of a run and after a restore."""
 
+    def forget(self, state, rows: slice) -> None:
+        """What was learnt of these heads no longer holds; their entries of the table are gone already."""
+
     def learns(self, state, seen: torch.Tensor) -> torch.Tensor:
         """Heads bool [R] of those `seen` in the finished step whose statistics enter the table."""
         return seen
@@ -105,6 +108,9 @@ class Delayed(Timestep):
         self._valid.zero_()
         self._place.zero_()
 
+    def forget(self, state, rows):
+        self._valid[:, rows] = False
+
     def first(self, state, bin_):
         return Source(state.step_stats, torch.zeros_like(self._valid[0]))
 
@@ -124,6 +130,9 @@ class Static(Timestep):
     def refit(self, state) -> None:
         self._learnt = state.earlier_bins()
         self._stats = merge(state.table, self._learnt)
+
+    def forget(self, state, rows):
+        self.refit(state)
 
     def learns(self, state, seen):
         return seen & ~self._learnt.any(0)

@@ -20,7 +20,7 @@ kernels/README.md.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -69,11 +69,18 @@ class Site:
         name: the module's name in the model ("#1" appended for a second call in the same processor).
         kv_heads: number of key/value heads.
         head_dim: channels per head.
+        rotation: of its calls, "none" or "hadamard": what is learnt of one kind of channels says nothing of the other.
     """
 
     name: str
     kv_heads: int
     head_dim: int
+    rotation: str = "none"
+
+    @property
+    def channels(self) -> int:
+        """Channels per head that the kernels see: rotated, those that pad the head are in use too."""
+        return self.head_dim if self.rotation == "none" else padded_head_dim(self.head_dim)
 
 
 class ScaleState:
@@ -119,7 +126,7 @@ class ScaleState:
         starts = [torch.full((), first, dtype=torch.int32, device=device) for first in self._first_rows]
         self._head_states = [shared._replace(row=start) for start in starts]
         self._shared = shared
-        dims = torch.tensor([s.head_dim for s in self.sites for _ in range(s.kv_heads)])
+        dims = torch.tensor([s.channels for s in self.sites for _ in range(s.kv_heads)])
         self._is_channel = (torch.arange(width) < dims[:, None]).to(device)
         self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, device=device)
         self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # 0: never seen
@@ -179,6 +186,22 @@ class ScaleState:
         self.bin.zero_()
         clear_step(shared.stats, shared.counts)
         self.rule.refit(self)
+
+    @torch.no_grad()
+    def set_rotation(self, index: int, rotation: str) -> None:
+        """From the next step on, the calls of one site run with another rotation: forget what it learnt.
+
+        Call it after `advance`, before any call of the next step.
+        """
+        if self.sites[index].rotation == rotation:
+            return
+        site = self.sites[index] = replace(self.sites[index], rotation=rotation)
+        rows = slice(self._first_rows[index], self._first_rows[index] + site.kv_heads)
+        shared = self._shared
+        self._is_channel[rows] = torch.arange(self._is_channel.shape[1], device=self.device) < site.channels
+        for tensor in (shared.plan[rows], shared.plan_scale[rows], self._table[:, rows], self._table_run[:, rows]):
+            tensor.zero_()
+        self.rule.forget(self, rows)
 
     def to(self, device: torch.device | str) -> None:
         """Move to `device`: what was learnt moves along, the counts start anew. Syncs."""

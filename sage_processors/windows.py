@@ -86,7 +86,8 @@ def is_kept(config, name: str) -> bool:
     return bool(config.only_layers) and not any(fnmatch.fnmatchcase(name, p) for p in config.only_layers)
 
 
-def scaling_of(config, name: str) -> str:
-    """The scaling of one layer: of the first pattern that matches it, else the handle's."""
-    matches = (scaling for pattern, scaling in config.layer_scaling if fnmatch.fnmatchcase(name, pattern))
-    return next(matches, config.scaling)
+def option_of(config, option: str, name: str) -> str:
+    """One of config.LAYER_OPTIONS of one layer: of the first pattern that matches it, else the handle's."""
+    pairs = getattr(config, f"layer_{option}")
+    matches = (value for pattern, value in pairs if fnmatch.fnmatchcase(name, pattern))
+    return next(matches, getattr(config, option))

@@ -27,6 +27,7 @@ from sage_kernels._triton.decode_tiles import decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prepare_keys import TOKENS_PER_PROGRAM, _prepare_keys_kernel
 from sage_kernels._triton.prepare_values import _prepare_values_kernel, _value_amax_kernel
+from sage_kernels._triton.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
 from sage_kernels._triton.tiles import choose_tile
 
 
@@ -191,6 +192,18 @@ def mask_tiles(name: str, kind: str) -> dict:
     return {"kernel": "mask_tiles", **read(build(kernel, constants, types, TARGETS[name], num_warps=8))}
 
 
+def rotate(name: str, block: int, fp32: bool = False) -> dict:
+    """The Hadamard pre-pass, of packed channels."""
+    width = min(block, MAX_WIDTH)
+    constants = {
+        "BLOCKS": 1, "BLOCK": width, "HALVES": block // width, "WIDTH": max(width, MIN_WIDTH), "SCALE": block**-0.5,
+        "ROWS": ROWS, "TILES": TILES, "SPLIT": fp32, "stride_qd": 1, "stride_kd": 1,
+    }  # fmt: skip
+    types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr"), "*fp32" if fp32 else "*bf16")
+    compiled = build(_rotate_kernel, constants, types, TARGETS[name], num_warps=8 if fp32 else 4)
+    return {"kernel": "rotate", **read(compiled)}
+
+
 def decode(name: str, width: int, rows: int, mask: str = "none") -> dict:
     """Attention over the INT8 cache: of one token (8 rows, split keys) or of a chunk of a prompt (32 rows, causal)."""
     target, tile, few = TARGETS[name], decode_tile(width, rows), rows == 8
@@ -241,6 +254,11 @@ def kernels(name: str):
         yield "sm_90/values/128/cast", values(name, _prepare_values_kernel, 128)
     yield f"{name}/decode/128/8/keys", decode(name, 128, 8, "keys")
     yield f"{name}/combine/128", combine(name, 128)
+    yield f"{name}/rotate/128", rotate(name, 128)
+    if name in FULL_TARGETS:
+        for block in (8, 64, 256):
+            yield f"{name}/rotate/{block}", rotate(name, block)
+        yield f"{name}/rotate/128/fp32", rotate(name, 128, fp32=True)
     for tokens in (1, 16):
         yield f"{name}/append/128/{tokens}", append(name, 128, tokens)
     if name not in FULL_TARGETS:

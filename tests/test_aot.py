@@ -117,6 +117,21 @@ def test_attention_over_the_cache_does_not_spill(kernels):
             assert all(loop["spills"] == 0 for loop in facts.get("loops", [])[:1]), (key, facts)
 
 
+def test_rotation_runs_on_matrix_units_without_spilling(kernels):
+    skip_unless_pinned()
+    found = {key: facts for key, facts in kernels.items() if "/rotate/" in key}
+    assert len(found) == (5 if target_of(kernels) in ("sm_80", "sm_90") else 1)
+    for key, facts in found.items():
+        # two programs on an SM of a GPU with little shared memory; fp32 in three parts needs more
+        assert facts["shared"] <= (99 if key.endswith(("256", "fp32")) else 74) * 1024 or "sm_90" in key, (key, facts)
+        # five registers on sm_120, whose compiler keeps the matrix in them; fp32, rare, on sm_80 far more
+        if key == "sm_80/rotate/128/fp32":
+            continue
+        assert all(loop["spills"] <= (5 if "sm_120" in key else 0) for loop in facts.get("loops", [])), (key, facts)
+        if facts.get("loops"):
+            assert all(loop["matrix"] for loop in facts["loops"])
+
+
 def test_table_of_registers_and_loop_counts_is_the_committed_one(kernels):
     """A change here is a change of the machine code: look at it, then `make codegen`."""
     skip_unless_pinned()

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_kernels.results import read_rows
-from sage_processors import quality
+from sage_processors import calibrate_command, quality
 from sage_processors.calibrate_command import HARD
 from sage_processors.cli import app
 
@@ -31,7 +31,21 @@ def test_rules_measures_plain_and_hard_variants(tmp_path):
     assert cases(csv) == {f"tiny_flux{x}/{v}" for x in ("", "_hard_k30") for v in ("dynamic", "timestep")}
     values = {row["case"]: float(row["median"]) for row in read_rows(csv) if row["metric"] == "psnr_db_mean"}
     assert all(value > 35 for value in values.values())
+    assert done.output.count("PSNR minus that of timestep, paired by seed") == 2 and "one picture" in done.output
     assert {"hard", "hard_a16", "hard_a256", "hard_k30"} == set(HARD) - {""}
+
+
+def test_differences_are_judged_by_pairs():
+    """Pictures that differ by 30 dB, rules that differ by a tenth: only the pairs tell."""
+    base = quality.Quality("timestep", "r", (40.0, 50.0, 60.0, 70.0), (1.0,) * 4)
+    better = quality.Quality("dynamic", "r", (40.1, 50.2, 60.1, 70.2), (1.0,) * 4)
+    same = quality.Quality("static", "r", (43.0, 45.0, 62.0, 70.0), (1.0,) * 4)
+    table = calibrate_command._differences([better, base, same], "timestep")
+    names, means, intervals, largest, verdicts = (list(column.cells) for column in table.columns)
+    assert names == ["dynamic", "static"] and verdicts == ["better", "no difference shown"]
+    assert means == ["+0.15", "+0.00"] and largest == ["+0.20", "-5.00"]
+    low, high = (float(x) for x in intervals[1].split(" to "))
+    assert low < -1 and high > 1
 
 
 def test_calibrate_writes_a_policy_and_its_rows(tmp_path):

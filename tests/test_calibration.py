@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors import calibration, quality
+from sage_processors import attention_cost, calibration, processors, quality
 from sage_processors.attention_cost import (
     BYTES_PER_SECOND,
     FLOPS_16BIT,
@@ -125,6 +125,39 @@ def test_attention_error_demotes_the_layers_over_it():
     assert finer.met and len(finer.config.keep_layers) <= len(found.config.keep_layers)
 
 
+def test_attention_error_rotates_before_it_gives_a_layer_16_bit(monkeypatch):
+    """Outliers that vary by token, in every layer: what is left over the limit at every scaling tries the rotation."""
+    attend = processors._attend
+
+    def harder(query, key, *rest):
+        factor = torch.ones(key.shape[3])
+        factor[[1, key.shape[3] // 2]] = 24.0
+        return attend(query * factor, key * factor, *rest)
+
+    monkeypatch.setattr(processors, "_attend", harder)
+    monkeypatch.setattr(attention_cost, "BYTES_PER_SECOND", 1e15)  # as with long sequences: traffic counts little
+    pipe, errors = pipeline("tiny_flux"), {}
+    for rotation in ("none", "hadamard"):
+        with sp.apply(pipe, sp.SageAttnProcessor(scaling="per_block", rotation=rotation)) as handle:
+            with handle.probe(every=1) as probe:
+                quality.generate(pipe, PROMPTS[:1], [0], steps=2)
+                errors[rotation] = {row["layer"]: row["rel_l2"] for row in probe.summary("layer")}
+    layer = min(errors["none"], key=lambda name: errors["hadamard"][name] / errors["none"][name])
+    limit = (errors["none"][layer] * errors["hadamard"][layer]) ** 0.5
+    assert errors["hadamard"][layer] < 0.6 * limit  # else the test could not fail
+    found = run(max_attention_error=limit, scalings=("per_block",))
+    chosen = dict(found.config.layer_rotation)
+    assert found.met and chosen[layer] == "hadamard" and layer not in found.config.keep_layers
+    assert found.result["cost"] < 1 and 0 < found.result["attention_error"] <= limit
+    assert any("per_block, hadamard" in row["label"] for row in found.curve)
+    for name in chosen:  # only where it was needed
+        assert errors["none"][name] > 0.7 * limit
+    monkeypatch.undo()
+    monkeypatch.setattr(processors, "_attend", harder)
+    found = run(max_attention_error=limit, scalings=("per_block",))  # in truth these are short: 16 bit costs less
+    assert found.met and not found.config.layer_rotation and layer in found.config.keep_layers
+
+
 # --- cost ---
 
 
@@ -137,6 +170,8 @@ def test_counted_cost_is_the_count():
     planned = matmul / OPS_INT8 + matmul / FLOPS_16BIT + (4 * (q + k) + 2 * k) / BYTES_PER_SECOND
     assert counted_seconds(shape, "timestep") == pytest.approx(planned) == counted_seconds(shape, "per_block")
     assert planned < counted_seconds(shape, "per_token") < counted_seconds(shape, "per_head")
+    rotated = counted_seconds(shape, "timestep", rotation="hadamard")  # Q and K read and written once more
+    assert rotated == pytest.approx(planned + 4 * (q + k) / BYTES_PER_SECOND)
 
 
 def test_relative_cost_counts_windows_and_layers():
@@ -152,15 +187,25 @@ def test_relative_cost_counts_windows_and_layers():
     assert shape.head_dim == model.config.attention_head_dim and shape.seq_q == shape.seq_kv
     int8 = table.relative(options(), 10)
     assert table.relative(options(keep_layers=("*",)), 10) == 1.0 == table.relative(options(keep_first_steps=10), 10)
+    rotated = [
+        table.relative(options(**o), 10)
+        for o in ({"rotation": "hadamard"}, {"layer_rotation": {names[0]: "hadamard"}})
+    ]
+    assert rotated[0] > rotated[1] > int8 == table.relative(options(rotation="auto"), 10)
     mixed = table.relative(options(keep_first_steps=2, keep_last_steps=3), 10)
     assert mixed == pytest.approx(0.5 + 0.5 * int8)
 
 
-@pytest.mark.parametrize("scaling", ["exact", "timestep", "per_block"])
-def test_measured_cost_is_a_time(scaling):
+@pytest.mark.parametrize(
+    ("scaling", "rotation"),
+    [("exact", "none"), ("timestep", "none"), ("per_block", "none"), ("timestep", "hadamard")],
+)
+def test_measured_cost_is_a_time(scaling, rotation):
     recipe = "qk_int8_pv_bf16"
     small, large = (
-        measured_seconds(CallShape(1, n, n, 2, 2, 16), scaling, recipe, "cpu", torch.float32, repeats=5)
+        measured_seconds(
+            CallShape(1, n, n, 2, 2, 16), scaling, recipe, "cpu", torch.float32, rotation=rotation, repeats=5
+        )
         for n in (32, 2048)
     )
     assert 0 < small < large < 60

@@ -13,11 +13,12 @@ from tests.attention_cases import FP8, key_padding, normal, runs_fp8
 
 
 OPTIONS = {
-    "plain": (None, None, 0.25, "per_token", True, "", None, 0.0),
-    "per_block": (None, None, 0.25, "per_block", False, "", None, 0.0),
-    "key mask": (key_padding([24, 9], 24), None, 0.25, "per_token", True, "", None, 0.0),
-    "bias and softcap": (torch.randn(24, 24), None, 0.25, "per_token", True, "", None, 5.0),
-    "causal, window, sinks": (None, torch.zeros(2), 0.25, "per_token", True, "bottom_right", 4, 0.0),
+    "plain": (None, None, 0.25, "per_token", True, "", None, 0.0, "none"),
+    "rotated": (None, None, 0.25, "per_token", True, "", None, 0.0, "hadamard"),
+    "per_block": (None, None, 0.25, "per_block", False, "", None, 0.0, "none"),
+    "key mask": (key_padding([24, 9], 24), None, 0.25, "per_token", True, "", None, 0.0, "none"),
+    "bias and softcap": (torch.randn(24, 24), None, 0.25, "per_token", True, "", None, 5.0, "none"),
+    "causal, window, sinks": (None, torch.zeros(2), 0.25, "per_token", True, "bottom_right", 4, 0.0, "none"),
 }
 
 
@@ -43,6 +44,7 @@ def test_T03_opcheck(recipe, op, options, device):
 
 COMPILED = {
     "plain": lambda seq: {},
+    "rotated": lambda seq: {"rotation": "hadamard"},
     "causal": lambda seq: {"causal": True},
     "window and sinks": lambda seq: {"causal": "bottom_right", "window": 8, "sinks": torch.zeros(2)},
     "key mask": lambda seq: {"attn_mask": key_padding([seq, seq - 3], seq)},

@@ -49,14 +49,15 @@ def test_decode_chunk_of_a_prompt_takes_more_tiles_of_rows(decode):
 def test_C02_recipe_against_exact_attention(decode, family):
     """What the cache's rounding costs. A token's scale is its largest element / 127, some 2.9 sigma / 127 here: 43 dB
     for K and for V. A channel that is large in Q but small in K has steps as wide as the others: 18 dB less.
+    So are channels of K twenty times as large as the others, whose rotation the cache does not do: 20 dB less.
     """
     q, k, v = inputs(1, 2, 150, 8, 2, 64, family=family, dtype=torch.float16)
     out, lse = decode(q, filled(k, v), lengths=length(k))
     want, want_lse = exact(q, k, v)
-    budget = 22 if "outlier" in family else 38
+    budget = 38 if "outlier" not in family else 18 if "varying" in family else 22
     for h in range(8):
         assert sqnr_db(out[:, :, h], want[:, :, h]) > budget, (family, h)
-    assert (lse - want_lse).abs().max() < (0.02 if budget == 38 else 0.1)
+    assert (lse - want_lse).abs().max() < {38: 0.02, 22: 0.1, 18: 0.2}[budget]
 
 
 def test_smoothing_is_what_saves_biased_keys(decode):

@@ -202,6 +202,18 @@ def test_mean_interval_of_a_known_spread():
     assert metrics.mean_interval(values) == found != metrics.mean_interval(values, seed=1)
 
 
+def test_paired_interval_sees_what_means_hide():
+    generator = torch.Generator().manual_seed(0)
+    baseline = 50 + 15 * torch.randn(16, generator=generator)
+    values = baseline + 0.5 + 0.1 * torch.randn(16, generator=generator)
+    found = metrics.paired_interval(values.tolist(), baseline.tolist())
+    assert 0.4 < found.low < found.value < found.high < 0.6
+    alone = [metrics.mean_interval(x) for x in (values, baseline)]
+    assert alone[0].low < alone[1].value < alone[0].high  # the means alone show nothing
+    with pytest.raises(ValueError, match="values: got 15, expected as many as baseline's 16"):
+        metrics.paired_interval(values[1:].tolist(), baseline.tolist())
+
+
 def test_mean_interval_of_one_picture_is_empty():
     assert metrics.mean_interval([7.0]) == (7.0, 7.0, 7.0)
 

@@ -42,7 +42,7 @@ FIGURES = {
         "utilisation_per_step",
     ],
 }
-TABLES = {"llm_perplexity": 1, "psnr_fid_comparison": 3, "quality_budget": 4, "timestep_scaling": 4}
+TABLES = {"llm_perplexity": 1, "psnr_fid_comparison": 3, "quality_budget": 4, "timestep_scaling": 5}
 MACHINE_PATHS = re.compile(r"/(?:home|root|Users|work|tmp|mnt|opt)/[\w.-]")
 
 

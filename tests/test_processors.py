@@ -25,7 +25,7 @@ UNSWAPPABLE = {"sana"}
 SDPA = F.scaled_dot_product_attention
 
 
-def sdpa_as_op(q, k, v, *, recipe, scaling, attn_mask=None, causal=False, scale=None, state=None):
+def sdpa_as_op(q, k, v, *, recipe, scaling, rotation, attn_mask=None, causal=False, scale=None, state=None):
     """Exact attention with the interface and the output layout of sage_attention."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     options = {"attn_mask": attn_mask, "is_causal": bool(causal), "scale": scale}

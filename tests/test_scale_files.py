@@ -173,7 +173,9 @@ def _set_layer(name, value):
 Q01 = {
     "missing": (lambda m: m["parts"][0]["layers"].pop(0), ["none for ['transformer.transformer_blocks.0.attn']"]),
     "extra": (
-        lambda m: m["parts"][0]["layers"].append({"name": "transformer.x.attn", "kv_heads": 2, "head_dim": 16}),
+        lambda m: m["parts"][0]["layers"].append(
+            {"name": "transformer.x.attn", "kv_heads": 2, "head_dim": 16, "rotation": "none"}
+        ),
         ["lacks: ['transformer.x.attn']", "none for []"],
     ),
     # what a substring match takes for the same layer, and what an IP-Adapter's second call is named
@@ -190,6 +192,7 @@ Q01 = {
     "class": (_set("model_class", "UNet2DModel"), ["UNet2DModel", "expected FluxTransformer2DModel"]),
     "part": (_set("name", "unet"), ["lacks: ['unet']", "none for ['transformer']"]),
     "no_parts": (lambda m: m.update(parts=[]), ["none for ['transformer']"]),
+    "rotation": (_set_layer("rotation", "hadamard"), ["got hadamard for rotation of layer", "attn", "expected none"]),
     "heads": (_set_layer("kv_heads", 7), ["got 7 for kv_heads of layer", "attn", "expected 2"]),
     "head_dim": (_set_layer("head_dim", 99), ["got 99 for head_dim of layer", "attn"]),
     "bins": (_set("bins", 8), ["got 8 for bins", "expected 16"]),

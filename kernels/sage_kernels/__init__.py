@@ -3,13 +3,14 @@
 from .attention import sage_attention
 from .checks import unsupported
 from .decode import append_kv, sage_decode_attention
-from .recipe import DEFAULT_RECIPE, RECIPES, SCALINGS, Recipe
+from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state
 
 
 __all__ = [
     "DEFAULT_RECIPE",
     "RECIPES",
+    "ROTATIONS",
     "SCALINGS",
     "HeadState",
     "Recipe",

@@ -15,7 +15,7 @@ _library = torch.library.Library("sage_kernels", "DEF")
 # Two schemas of fixed arity instead of an optional LSE: optional tensor returns are unreliable before torch 2.15.
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks, float scale, str scaling, bool smooth_k, "
-    "str causal, int? window, float softcap, str recipe"
+    "str causal, int? window, float softcap, str recipe, str rotation"
 )
 _STATE = "Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, Tensor(c!) row_max"
 _library.define(f"attention({_ARGUMENTS}) -> Tensor")
@@ -38,6 +38,7 @@ def sage_attention(
     scaling: str = "per_token",
     scale: float | None = None,
     smooth_k: bool = True,
+    rotation: str = "none",
     return_lse: bool = False,
     state: HeadState | None = None,
     cu_seqlens: torch.Tensor | None = None,
@@ -65,6 +66,11 @@ def sage_attention(
             planned scale per head, or one per tile where a head has no plan.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         smooth_k: subtract from K a vector shared by all keys of a head; exact for softmax, and the LSE is corrected.
+        rotation: "hadamard" multiplies Q and K by one orthogonal matrix along the channels before everything else, in
+            a launch of its own: outliers that sit in a few channels of some tokens spread over all channels. Q·Kᵀ
+            stays as it is but for the rounding of the rotated Q and K to their dtype; in fp16, elements beyond
+            65504 / sqrt(D) may overflow, and then give NaN. Statistics and plans in `state` are of the rotated
+            channels: a plan never serves a call of another rotation.
         return_lse: also return the log-sum-exp of the scaled and masked scores.
         state: planned per-head scales of this call site; this call's statistics are recorded into it. Two calls that
             share a row must not run at the same time on different streams.
@@ -75,12 +81,13 @@ def sage_attention(
     Source: SageAttention (arXiv:2410.02367) for INT8 scores and smoothed K; the planned scales are ours. Maths:
         kernels/README.md.
     """
-    check_options(recipe, scaling, scale, state, softcap, cu_seqlens)
+    check_options(recipe, scaling, scale, state, softcap, cu_seqlens, rotation)
     check_attention_inputs(q, k, v)
     check_masking(q, k, attn_mask, causal, window, sinks)
     causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     arguments = (q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, float(softcap), recipe)
+    arguments += (rotation,)
     if state is not None:
         check_state(state, q.shape, k.shape[2], q.device)
     if _is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
@@ -119,8 +126,8 @@ def _run(q, *arguments, **options):
         return _compute(q, *arguments, **options)
 
 
-def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, recipe, *, state,
-             return_lse):  # fmt: skip
+def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, recipe, rotation, *,
+             state, return_lse):  # fmt: skip
     masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, q.shape[1], k.shape[1])
     if (keys.start, keys.stop) != (0, k.shape[1]):  # a view costs a microsecond
         k, v = k[:, keys], v[:, keys]
@@ -131,7 +138,7 @@ def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window
             lse = torch.maximum(lse, masking.sinks)
         return (out, lse) if return_lse else out
     options = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "state": state, "masking": masking}
-    options["recipe"] = recipe
+    options |= {"recipe": recipe, "rotation": rotation}
     if q.is_cuda:
         from ._triton.launch_attention import launch_attention_fwd
 

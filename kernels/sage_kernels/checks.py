@@ -10,7 +10,7 @@ import math
 import torch
 
 from .numerics import padded_head_dim
-from .recipe import RECIPES, SCALINGS
+from .recipe import RECIPES, ROTATIONS, SCALINGS
 from .state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 
 
@@ -192,7 +192,7 @@ def check_attention_inputs(q, k, v) -> None:
                 )
 
 
-def check_options(recipe, scaling, scale, state, softcap=0.0, cu_seqlens=None) -> None:
+def check_options(recipe, scaling, scale, state, softcap=0.0, cu_seqlens=None, rotation="none") -> None:
     """Raise unless the options of `sage_attention` are ones it knows."""
     if recipe not in RECIPES:
         raise ValueError(f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}")
@@ -200,6 +200,8 @@ def check_options(recipe, scaling, scale, state, softcap=0.0, cu_seqlens=None) -
         raise ValueError(
             f"scaling: got {scaling!r}, expected one of {list(SCALINGS)} (state= chooses timestep scaling)"
         )
+    if rotation not in ROTATIONS:
+        raise ValueError(f"rotation: got {rotation!r}, expected one of {list(ROTATIONS)}")
     if scale is not None:
         if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
             raise TypeError(

@@ -24,6 +24,12 @@ def padded_head_dim(head_dim: int) -> int:
     return -(-head_dim // 8) * 8
 
 
+def rotation_block(head_dim: int) -> int:
+    """Channels that one Hadamard matrix mixes: the largest power of two that divides the padded head."""
+    channels = padded_head_dim(head_dim)
+    return channels & -channels
+
+
 def divide(number: float, x: torch.Tensor) -> torch.Tensor:
     """number / x, rounded once as by div_rn: PyTorch computes a Python number / x as reciprocal(x)·number."""
     return torch.full_like(x, number) / x

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 
 SCALINGS = ("per_block", "per_token", "per_head")
+ROTATIONS = ("none", "hadamard")
 
 # Symmetric range [-127, 127]: without -128, |q·k| <= D · 127^2 < 2^22 for D <= 256.
 INT8_MAX = 127

@@ -15,6 +15,7 @@ from .numerics import (
     padded_head_dim,
     pv_dtype,
     quantize_values,
+    rotation_block,
     round_to_e4m3,
     sample_keys,
     sample_tokens,
@@ -59,6 +60,22 @@ from .state import (
 
 
 _SCORES_LIMIT = 1 << 25  # fp32 elements of one score matrix held at a time
+
+
+def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [B, S, H, D] times the block-diagonal Hadamard matrix, [B, S, H, padded_head_dim(D)] in x's dtype.
+
+    Blocks of n = rotation_block(D) channels with entries (-1)^popcount(i & j) / sqrt(n): symmetric and orthogonal.
+    Summed and scaled in fp32, rounded once, to `dtype` (x's if None).
+    """
+    block, channels = rotation_block(x.shape[3]), padded_head_dim(x.shape[3])
+    y = torch.nn.functional.pad(x.detach().float(), (0, channels - x.shape[3])).unflatten(3, (-1, block))
+    width = 1
+    while width < block:  # one bit of the channel's number at a time
+        low, high = y.unflatten(-1, (-1, 2, width)).unbind(-2)
+        y = torch.stack((low + high, low - high), -2).flatten(-3)
+        width *= 2
+    return (y * block**-0.5).flatten(3).to(dtype or x.dtype)
 
 
 def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
@@ -111,11 +128,13 @@ def ref_attention(
     scaling: str = "per_token",
     scale: float | None = None,
     smooth_k: bool = True,
+    rotation: str = "none",
     state: HeadState | None = None,
     masking: Masking = NO_MASKING,
     block_q: int = 128,
     block_k: int = 128,
     round_p: bool = True,
+    rotated_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8-QK attention as the kernels compute it. Arguments as `sage_attention`, unchecked.
 
@@ -123,13 +142,18 @@ def ref_attention(
         block_q, block_k: tokens per scale where the granularity is a block (the kernels' own tile sizes on a GPU).
         round_p: False keeps P, and V as it is given (in FP8: V as it is rounded), in fp32: the difference is the
             rounding floor of the test tolerances.
+        rotated_dtype: what rotated Q and K are rounded to; None: the dtype of q. They are what the scales and codes
+            are made of, so the reference with round_p=False, of fp32 inputs, has to round them too.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
     """
     batch, seq_q, heads, head_dim = q.shape
     seq_kv, kv_heads = k.shape[1], k.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
-    qf = q.detach().transpose(1, 2).float()
-    kf = k.detach().transpose(1, 2).float()
+    if rotation == "hadamard":
+        q_in, k_in = (ref_rotate(x, rotated_dtype) for x in (q, k))
+    else:
+        q_in, k_in = q.detach(), k.detach()
+    qf, kf = q_in.transpose(1, 2).float(), k_in.transpose(1, 2).float()
     is_fp8 = RECIPES[recipe].pv == "fp8_e4m3"
     vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p and not is_fp8 else torch.float32).float()
     counts = seen = None
@@ -145,7 +169,7 @@ def ref_attention(
         x_q, x_k = qf, kf - center
     else:
         group_q, group_k = 1, block_k
-        known = _known(state, batch, seq_q, seq_kv, kv_heads)
+        known = _known(state, batch, seq_q, seq_kv, kv_heads, rotation)
         x_q, x_k, center, planned = _apply_plan(qf, kf, center, counts, state, known)
     if counts is not None:
         x_k = torch.where(counts[..., None], x_k, 0.0)
@@ -160,7 +184,7 @@ def ref_attention(
             _record_values(state, vf, counts, clipped)
         vf = values
     if state is not None:
-        _record(state, qf, kf, x_k, planned, counts)
+        _record(state, qf, kf, x_k, planned, counts, rotation)
     q_int, q_scale = ref_quantize(x_q, group_q)
     k_int, k_scale = ref_quantize(x_k, group_k, planned)
     row_scale = q_scale * (scale * LOG2_E)
@@ -253,10 +277,10 @@ def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p):
     return torch.where(total == 0, 0.0, o / total), (reference + torch.log2(total)) / LOG2_E + shift
 
 
-def _known(state: HeadState, batch: int, seq_q: int, seq_kv: int, kv_heads: int) -> torch.Tensor:
+def _known(state: HeadState, batch: int, seq_q: int, seq_kv: int, kv_heads: int, rotation: str) -> torch.Tensor:
     """Heads bool [H_kv] whose plan is for this shape."""
     rows = slice(int(state.row), int(state.row) + kv_heads)
-    key, counts = shape_key(batch, seq_q, seq_kv), state.counts[rows]
+    key, counts = shape_key(batch, seq_q, seq_kv, rotation), state.counts[rows]
     fits = (counts[:, COUNT_PLAN_KEY_A] == key) | (counts[:, COUNT_PLAN_KEY_B] == key)
     return fits & (state.plan_scale[rows] > 0)
 
@@ -286,7 +310,7 @@ def _record_values(state: HeadState, vf, counts, clipped) -> None:
     state.counts[rows, COUNT_CLIPPED] += clipped.sum((0, 2, 3)).int()
 
 
-def _record(state: HeadState, qf, kf, x_k, planned, kept) -> None:
+def _record(state: HeadState, qf, kf, x_k, planned, kept, rotation: str) -> None:
     """This step's true statistics, in place: what the plan of the next step is made of."""
     batch, _, seq_q, head_dim = qf.shape
     kv_heads, seq_kv = kf.shape[1], kf.shape[2]
@@ -305,6 +329,6 @@ def _record(state: HeadState, qf, kf, x_k, planned, kept) -> None:
     counts[:, COUNT_DYNAMIC] += (planned[0, :, 0, 0] == 0).int()
     counts[:, COUNT_OUTSIDE] += ((x_k.abs() > INT8_MAX) & (planned > 0)).sum((0, 2, 3)).int()
     counts[:, COUNT_KEYS] += kept.sum((0, 2)).int() * padded_head_dim(head_dim)
-    key = shape_key(batch, seq_q, seq_kv)
+    key = shape_key(batch, seq_q, seq_kv, rotation)
     counts[:, COUNT_KEY_MAX].clamp_(min=key)
     counts[:, COUNT_KEY_MIN].clamp_(max=key)

@@ -30,6 +30,7 @@ COUNT_FIELDS = 11
 
 KEY_NONE = 0  # no call has this shape key
 _INT32_MAX = 2**31 - 1
+_ROTATION_KEYS = {"none": 0, "hadamard": 15_485_863}
 
 
 class HeadState(NamedTuple):
@@ -57,9 +58,13 @@ class HeadState(NamedTuple):
     row_max: torch.Tensor
 
 
-def shape_key(batch: int, seq_q: int, seq_kv: int) -> int:
-    """A positive int32 that changes with the shape of the call (resolution, prompt length, batch)."""
-    return (batch * 73_856_093 ^ seq_q * 19_349_663 ^ seq_kv * 83_492_791) % (_INT32_MAX - 1) + 1
+def shape_key(batch: int, seq_q: int, seq_kv: int, rotation: str = "none") -> int:
+    """A positive int32 that changes with the shape of the call (resolution, prompt length, batch) and its rotation.
+
+    A plan holds for calls of its own key: the channels of a rotated call are others.
+    """
+    key = batch * 73_856_093 ^ seq_q * 19_349_663 ^ seq_kv * 83_492_791 ^ _ROTATION_KEYS[rotation]
+    return key % (_INT32_MAX - 1) + 1
 
 
 def keeps_row_max(state: HeadState | None, masking: Masking) -> bool:

@@ -10,7 +10,14 @@ from .reference import ref_attention
 
 
 # What real attention inputs look like, from harmless to hard.
-FAMILIES = ("normal", "biased_keys", "outlier_channels", "outlier_tokens")
+FAMILIES = (
+    "normal",
+    "biased_keys",
+    "outlier_channels",
+    "outlier_tokens",
+    "varying_outliers",
+    "biased_varying_outliers",
+)
 
 
 def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=torch.float32, device="cpu", seed=0):
@@ -18,7 +25,10 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
 
     family: "normal" N(0, 1); "biased_keys" adds one vector to all keys of a head; "outlier_channels" multiplies two
         channels of q by 64 and divides them in k (the scores stay as they were); "outlier_tokens" makes one
-        key in 50 twenty times larger in one channel.
+        key in 50 twenty times larger in one channel; "varying_outliers" makes two channels of k twenty times larger,
+        so that they differ from token to token, which no vector shared by all keys takes away;
+        "biased_varying_outliers" makes four channels of k eight times larger, beside biases of N(0, 2²), of ±20 in
+        four other channels, and of N(0, 1) in q.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
 
@@ -36,6 +46,15 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
         k[..., :2] /= 64
     elif family == "outlier_tokens":
         k[:, ::50, :, 1] *= 20
+    elif family == "varying_outliers":
+        k[..., [head_dim // 3, head_dim // 2]] *= 20
+    elif family == "biased_varying_outliers":
+        fixed = torch.Generator("cpu").manual_seed(0)
+        k[..., : head_dim // 2 : head_dim // 8] *= 8
+        bias = 2 * torch.randn(1, 1, kv_heads, head_dim, generator=fixed)
+        bias[..., head_dim // 2 :: head_dim // 8] = 20 * bias[..., head_dim // 2 :: head_dim // 8].sign()
+        k += bias
+        q += torch.randn(1, 1, heads, head_dim, generator=fixed)
     elif family != "normal":
         raise ValueError(f"family: got {family!r}, expected one of {FAMILIES}")
     return tuple(x.to(device, dtype) for x in (q, k, v))
@@ -120,7 +139,8 @@ def assert_matches_reference(
         return ref_attention(*inputs, state=copied, masking=masking, **options, **extra)
 
     # V is rounded in both: it is an input, and rounding it is no error of the kernel
-    unrounded, ref_lse = reference([x.float() for x in (q, k, v.to(pv_dtype(v.dtype)))], round_p=False)
+    exact_inputs = [x.float() for x in (q, k, v.to(pv_dtype(v.dtype)))]
+    unrounded, ref_lse = reference(exact_inputs, round_p=False, rotated_dtype=q.dtype)
     rounded, _ = reference([q, k, v])
     for name, dim in (("head", (1, 3)), ("row", 3)):
         floor = relative_l2(rounded, unrounded, dim).max()

@@ -12,6 +12,7 @@ from .attention_fwd import _attention_fwd_kernel
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
 from .prepare_keys import launch_prepare_keys
 from .prepare_values import launch_prepare_values
+from .rotate import launch_rotate
 from .tiles import Tile, choose_tile, head_width
 
 
@@ -50,7 +51,7 @@ def device_tile(
 
 def launch_attention_fwd(
     q, k, v, *, scale, scaling, smooth_k, state: HeadState | None, return_lse, recipe: str = DEFAULT_RECIPE,
-    masking: Masking = NO_MASKING, tile: Tile | None = None,
+    masking: Masking = NO_MASKING, rotation: str = "none", tile: Tile | None = None,
 ):  # fmt: skip
     """Launch the prologue and the attention kernel on q's device and current stream. Arguments are checked already.
 
@@ -66,7 +67,7 @@ def launch_attention_fwd(
         q, k, v = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
         out, lse = launch_attention_fwd(
             q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse,
-            recipe=recipe, masking=masking, tile=tile,
+            recipe=recipe, masking=masking, rotation=rotation, tile=tile,
         )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse
     width = head_width(head_dim)
@@ -74,6 +75,8 @@ def launch_attention_fwd(
         scaling = "planned"
     pv = RECIPES[recipe].pv
     tile = tile or device_tile(q.device, width, scaling, masking, pv)
+    if rotation == "hadamard":
+        q, k = launch_rotate(q, k)
     if pv == "16bit":
         v = v.to(pv_dtype(q.dtype))
     q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v))
@@ -84,14 +87,14 @@ def launch_attention_fwd(
         keys = launch_prepare_keys(
             q, k, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
             return_center=return_lse or masking.sinks is not None or masking.softcap > 0,
-            block_n=tile.block_n, width=width,
+            block_n=tile.block_n, width=width, rotation=rotation,
         )  # fmt: skip
         codes = keys.codes.view(-1, width)
         none = keys.scale  # never read where a pointer does not apply
         v_scale = none
         value_block = [1, tile.block_n, 1, width]
         if pv != "16bit":
-            v, v_scale = launch_prepare_values(v, seq_q=seq_q, state=state, mask=mask, width=width)
+            v, v_scale = launch_prepare_values(v, seq_q=seq_q, state=state, mask=mask, width=width, rotation=rotation)
             value_block = [width, tile.block_n]
         elif tile.kernel != "pointers":
             v = _copyable_by_engine(v)

@@ -334,7 +334,7 @@ class PreparedKeys(NamedTuple):
 
 
 def launch_prepare_keys(
-    q, k, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width
+    q, k, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width, rotation
 ) -> PreparedKeys:
     """Quantise K [B, S_kv, H_kv, D] into a padded buffer laid out for the attention kernel.
 
@@ -342,6 +342,7 @@ def launch_prepare_keys(
         scaling: "per_token", "per_block", "per_head", or "planned" with `state`.
         mask: hidden keys get codes of zero and touch no scale.
         width: channels of a row of the buffer, a power of two >= D.
+        rotation: what was done to q and k: a plan is of one rotation.
     """
     batch, seq_kv, kv_heads, head_dim = k.shape
     n_tiles = -(-seq_kv // block_n)  # triton.cdiv takes two microseconds on the host
@@ -370,10 +371,11 @@ def launch_prepare_keys(
     programs = -(-n_tiles // tiles)
     none = prepared.scale  # never read where a pointer does not apply
     plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
+    key = shape_key(batch, q.shape[1], seq_kv, rotation) if planned else 0
     _prepare_keys_kernel[(programs * batch * kv_heads,)](
         q, k, prepared.codes, prepared.scale, none if prepared.center is None else prepared.center,
         none if prepared.q_weight is None else prepared.q_weight, none if k_amax is None else k_amax,
-        plan, plan_scale, stats, counts, row, shape_key(batch, q.shape[1], seq_kv) if planned else 0, plan.shape[-1],
+        plan, plan_scale, stats, counts, row, key, plan.shape[-1],
         q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
         none if mask.reach is None else mask.reach, none if mask.extent is None else mask.extent, *mask.reach_strides,
         q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads, programs,

@@ -190,7 +190,7 @@ def _prepare_values_kernel(
             tl.atomic_add(counts_ptr + row * _COUNTS + _CLIPPED, lost)
 
 
-def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles, width):
+def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles, width, rotation="none"):
     """Cast V [B, S_kv, H_kv, D] to e4m3, transposed and permuted for the attention kernel.
 
     Args:
@@ -198,6 +198,7 @@ def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles,
         mask: keys that no row sees get codes of zero and touch no scale. A key that no row sees well (a bias of -1e30
             or less) has no part in a channel's amax unless all are so, and is clipped at 7 times of it.
         width: channels of the buffer, a power of two >= D.
+        rotation: of q and k, for which the plan must be.
     Returns: codes float8_e4m3fn [B·H_kv·width, keys padded to 128], scale fp32 [B, H_kv, width].
     """
     batch, seq_kv, kv_heads, head_dim = v.shape
@@ -210,7 +211,7 @@ def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles,
     amax = torch.empty(heads, chunks, 2, width, device=v.device)
     planned, has_mask = state is not None, mask.reach is not None
     plan, plan_scale, stats, counts, row = (scale,) * 5 if state is None else state[:5]
-    key, state_width = (shape_key(batch, seq_q, seq_kv), plan.shape[-1]) if planned else (0, 0)
+    key, state_width = (shape_key(batch, seq_q, seq_kv, rotation), plan.shape[-1]) if planned else (0, 0)
     reach = mask.reach if has_mask else scale  # never read without a mask
     constants = {"HEAD_DIM": head_dim, "WIDTH": width, "PLANNED": planned, "HAS_MASK": has_mask}
     constants |= {"num_warps": 8, "enable_fp_fusion": False}

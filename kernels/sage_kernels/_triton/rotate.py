@@ -1,0 +1,108 @@
+"""The Hadamard pre-pass: one launch that reads Q and K once and writes them rotated, contiguous, in their dtype.
+
+A matmul with ±1 on the tensor cores. A butterfly of log2(n) sums in registers needs a layout change for every bit:
+compiled for sm_90, 1048 instructions and 68 barriers for 64 rows of 128 channels, against 534 and a few here.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ..numerics import rotation_block
+
+
+ROWS = 64  # vectors of one matmul
+TILES = 8  # matmuls per program: amortises making the matrix
+# One matmul forms all sums of a block; the tensor cores take at least 16 channels, and a matrix of 256 would fill
+# the shared memory of small GPUs, so the last bit of 256 channels is a sum and a difference behind two matmuls.
+MIN_WIDTH, MAX_WIDTH = 16, 128
+
+
+@triton.jit
+def _signs(WIDTH: tl.constexpr, BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """(-1)^popcount(i & j) inside blocks of BLOCK channels, 0 outside: [WIDTH, WIDTH], WIDTH <= 128."""
+    i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    bits = i & j
+    bits = bits ^ (bits >> 4)
+    odd = (0x6996 >> (bits & 15)) & 1  # bit n of 0x6996 is the parity of n
+    return tl.where((i // BLOCK) == (j // BLOCK), 1 - 2 * odd, 0).to(dtype)
+
+
+@triton.jit
+def _product(x, signs, SPLIT: tl.constexpr):
+    """x · signs in fp32: every product with ±1 is exact. SPLIT: fp32 x as the bf16 numbers that it is the sum of."""
+    if SPLIT:
+        high = x.to(tl.bfloat16)
+        rest = x - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        y = tl.dot(high, signs, tl.dot(middle, signs, tl.dot(low, signs)))
+    else:
+        y = tl.dot(x, signs, input_precision="ieee")
+    return y
+
+
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "kv_heads", "q_programs", "q_chunks", "k_chunks"])
+def _rotate_kernel(
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr,
+    stride_qb, stride_qs, stride_qh, stride_qd, stride_kb, stride_ks, stride_kh, stride_kd,
+    seq_q, seq_kv, heads, kv_heads, q_programs, q_chunks, k_chunks,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, HALVES: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, TILES: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program < q_programs:
+        x_ptr, out_ptr, seq, h_count, chunks = q_ptr, q_out_ptr, seq_q, heads, q_chunks
+        stride_b, stride_s, stride_h, stride_d = stride_qb, stride_qs, stride_qh, stride_qd
+    else:
+        program -= q_programs
+        x_ptr, out_ptr, seq, h_count, chunks = k_ptr, k_out_ptr, seq_kv, kv_heads, k_chunks
+        stride_b, stride_s, stride_h, stride_d = stride_kb, stride_ks, stride_kh, stride_kd
+    b = (program // chunks).to(tl.int64)
+    rows_of_sample = seq * h_count * BLOCKS  # a row: one block of channels of one head of one token
+    x_ptr += b * stride_b
+    out_ptr += b * rows_of_sample * (BLOCK * HALVES)
+    channels = tl.arange(0, WIDTH)[None, :]
+    signs = _signs(WIDTH, BLOCK, tl.bfloat16 if SPLIT else x_ptr.dtype.element_ty)
+    first = (program % chunks) * (ROWS * TILES)
+    for tile in tl.range(0, TILES, num_stages=2):
+        rows = first + tile * ROWS + tl.arange(0, ROWS)
+        head = rows // BLOCKS
+        offsets = (head // h_count).to(tl.int64) * stride_s + (head % h_count).to(tl.int64) * stride_h
+        offsets += (rows % BLOCKS * (BLOCK * HALVES)).to(tl.int64) * stride_d
+        x = x_ptr + offsets[:, None] + channels * stride_d
+        out = out_ptr + rows.to(tl.int64)[:, None] * (BLOCK * HALVES) + channels
+        inside = (rows < rows_of_sample)[:, None]
+        if BLOCK != WIDTH:
+            inside = inside & (channels < BLOCK)
+        y = _product(tl.load(x, mask=inside, other=0.0), signs, SPLIT)
+        if HALVES == 2:
+            z = _product(tl.load(x + BLOCK * stride_d, mask=inside, other=0.0), signs, SPLIT)
+            tl.store(out + BLOCK, ((y - z) * SCALE).to(out_ptr.dtype.element_ty), mask=inside)
+            y += z
+        tl.store(out, (y * SCALE).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def launch_rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K [B, S, H, D] times the block-diagonal Hadamard matrix of `reference.ref_rotate`; D a multiple of 8.
+
+    Any strides in, contiguous out; fp16, bf16 or fp32, the sums in fp32. (In Triton's interpreter fp32 is not split:
+    its bf16 matmul is broken, and bf16 inputs come out wrong there.)
+    """
+    batch, seq_q, heads, head_dim = q.shape
+    seq_kv, kv_heads = k.shape[1], k.shape[2]
+    whole = rotation_block(head_dim)
+    halves = whole // min(whole, MAX_WIDTH)
+    block, blocks = whole // halves, head_dim // whole
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    q_chunks = triton.cdiv(seq_q * heads * blocks, ROWS * TILES)
+    k_chunks = triton.cdiv(seq_kv * kv_heads * blocks, ROWS * TILES)
+    split = q.dtype == torch.float32 and q.is_cuda
+    with torch.cuda.device_of(q):
+        _rotate_kernel[((q_chunks + k_chunks) * batch,)](
+            q, k, q_out, k_out, *q.stride(), *k.stride(),
+            seq_q, seq_kv, heads, kv_heads, q_chunks * batch, q_chunks, k_chunks,
+            BLOCKS=blocks, BLOCK=block, HALVES=halves, WIDTH=max(block, MIN_WIDTH), SCALE=whole**-0.5,
+            ROWS=ROWS, TILES=TILES, SPLIT=split, num_warps=8 if split else 4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q_out, k_out

@@ -1,0 +1,112 @@
+"""rotation="auto": the first INT8 step is compared with exact attention, and layers that need it are rotated after it.
+
+A layer needs it if a sampled head is below ROTATE_BELOW_DB and the rotation does better on the same inputs: outliers
+that stay in their channels are what planned scales balance away, and a rotation would only spread them. The choice is
+a flag on the host that changes between two steps, as precision windows do it: inside of torch.compile it is a guard.
+The compared step is one version of a compiled model, all later steps are the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+from .config import ROTATE_BELOW_DB, ROTATION_GAIN_DB
+from .probe import Probe
+
+
+logger = logging.getLogger("sage_processors")
+
+SAMPLED_HEADS, SAMPLED_ROWS = 8, 32
+
+
+class AutoRotation:
+    """The layers of a handle whose rotation is "auto": measured once, decided once, until `reset`.
+
+    A probe of the user's that runs meanwhile does the measuring too. Each denoiser is decided after the first step in
+    which INT8 attention ran in it: the second of two experts may come late.
+    """
+
+    def __init__(self, handle):
+        self._handle, self._probe = handle, None
+        self._pending = False  # so that a step with nothing to decide costs nothing
+        # label: SQNR of the worst head without and with rotation, step, rotated
+        self._decided: dict[str, tuple[float, float, int, bool]] = {}
+
+    def is_open(self, layer, label: str) -> bool:
+        """Whether a layer is to be decided yet."""
+        return layer.sage._sage_config.rotation == "auto" and label not in self._decided
+
+    def _open(self) -> list:
+        """(part, layer, label) of the layers that are not decided yet."""
+        return [
+            (part, layer, part._label(layer.name))
+            for part in self._handle._parts
+            for layer in part.layers
+            if self.is_open(layer, part._label(layer.name))
+        ]
+
+    def watch(self) -> None:
+        """Start measuring, if there is something to decide and no other probe does it."""
+        names = [label for *_, label in self._open()]
+        self._pending = bool(names)
+        if names and self._handle._probe is None:
+            self._probe = self._handle._probe = Probe(
+                self._handle, every=1, heads=SAMPLED_HEADS, rows=SAMPLED_ROWS, only=names
+            )
+        elif names and self._handle._probe is self._probe:
+            self._probe.attach(only=names)
+
+    def step_done(self) -> None:
+        """Between two steps, with all statistics taken up: decide what was measured."""
+        if not self._pending:
+            return
+        layers, probe = self._open(), self._handle._probe
+        if probe is not None:
+            ran = [part for part in self._handle._parts if probe.has_seen(part)]  # known without waiting
+            if not any(part in ran for part, *_ in layers):
+                return
+            self._decide([row for row in layers if row[0] in ran], probe.data(), probe.trials())
+            if probe is self._probe:
+                probe.stop()
+                self._probe = None
+        self.watch()  # what is still open
+
+    def _decide(self, layers, data: list[dict], trials: list[dict]) -> None:
+        for part, layer, label in layers:
+            (plain, step), (tried, _) = _worst(data, label), _worst(trials, label)
+            # NaN and infinity are no outliers: no rotation helps them
+            rotated = math.isfinite(plain) and plain < ROTATE_BELOW_DB and tried > plain + ROTATION_GAIN_DB
+            self._decided[label] = (plain, tried, step, rotated)
+            if rotated:
+                part.rotate(layer, True)
+                logger.info("layer %s is rotated from the next step on: %s", label, self.note(label))
+
+    def reset(self) -> None:
+        """Decide anew."""
+        for part in self._handle._parts:
+            for layer in part.layers:
+                if layer.sage._sage_config.rotation == "auto":
+                    part.rotate(layer, False)
+        self._decided = {}
+        if self._open() and self._handle._probe is not None:
+            # what was measured before is of no run that is to come, also in a probe of the user's
+            self._handle._probe.reset()
+            self._handle._probe.attach()
+        self.watch()
+
+    def note(self, label: str) -> str:
+        """What the report says of a layer."""
+        if label not in self._decided:
+            return ""
+        plain, tried, step, rotated = self._decided[label]
+        if math.isnan(plain):
+            return "rotation auto: no INT8 call was measured"
+        found = f"rotation auto: {plain:.1f} dB in step {step}, {tried:.1f} dB with it"
+        return found + (", rotated since" if rotated else "")
+
+
+def _worst(rows: list[dict], label: str) -> tuple[float, int]:
+    """SQNR in dB of a layer's worst head, and its step; NaN without any."""
+    own = [(row["sqnr_db"], row["step"]) for row in rows if row["layer"].partition("#")[0] == label]
+    return min(own, default=(math.nan, -1))

@@ -1,0 +1,197 @@
+"""The prologue's traffic, counted: every load, store and atomic of the Triton kernels, address by address."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from sage_kernels.testing import make_qkv
+from sage_processors.scales import ScaleState, Site
+
+
+BLOCK = 64  # keys of a tile in the interpreter
+SEQ, HEAD_DIM, KV_HEADS = 1024, 64, 2
+SAMPLE = 128  # tokens that a head without a plan is sampled at
+
+
+class Traffic:
+    """What the interpreted kernels touched while it is installed.
+
+    Attributes: launches: names of the kernels in order. touched: (kernel, "load" or "store", addresses, bytes each).
+        keys: the PreparedKeys of the latest call.
+    """
+
+    def __init__(self, patch):
+        from triton.runtime import interpreter
+
+        from sage_kernels._triton import attention_fwd
+
+        self.launches, self.touched, self.keys = [], [], None
+        builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+        call, load, store = executor.__call__, builder.create_masked_load, builder.create_masked_store
+        atomic, prepare = builder.create_atomic_rmw, attention_fwd.launch_prepare_keys
+
+        def called(self_, *args, **kwargs):
+            self.launches.append(self_.fn.__name__)
+            return call(self_, *args, **kwargs)
+
+        def note(kind, ptrs, mask):
+            size = ptrs.get_element_ty().primitive_bitwidth // 8
+            chosen = np.asarray(mask if isinstance(mask, np.ndarray) else mask.data, dtype=bool)
+            addresses = np.broadcast_to(ptrs.data, chosen.shape)[chosen]
+            self.touched.append((self.launches[-1], kind, addresses.astype(np.int64).ravel(), size))
+
+        def loaded(self_, ptrs, mask, *rest, **more):
+            note("load", ptrs, mask)
+            return load(self_, ptrs, mask, *rest, **more)
+
+        def stored(self_, ptrs, value, mask, *rest, **more):
+            note("store", ptrs, mask)
+            return store(self_, ptrs, value, mask, *rest, **more)
+
+        def updated(self_, op, ptr, value, mask, *rest):
+            note("load", ptr, mask)
+            note("store", ptr, mask)
+            return atomic(self_, op, ptr, value, mask, *rest)
+
+        def prepared(*args, **kwargs):
+            self.keys = prepare(*args, **kwargs)
+            return self.keys
+
+        patch.setattr(executor, "__call__", called)
+        patch.setattr(builder, "create_masked_load", loaded)
+        patch.setattr(builder, "create_masked_store", stored)
+        patch.setattr(builder, "create_atomic_rmw", updated)
+        patch.setattr(attention_fwd, "launch_prepare_keys", prepared)
+
+    def clear(self):
+        self.launches.clear()
+        self.touched.clear()
+
+    def times(self, kind: str, tensor: torch.Tensor, kernel: str = "_prepare_keys_kernel") -> torch.Tensor:
+        """How often one kernel loaded or stored each element of a contiguous tensor."""
+        assert tensor.is_contiguous()
+        counts = np.zeros(tensor.numel(), np.int64)
+        for name, what, addresses, size in self.touched:
+            offsets = addresses - tensor.data_ptr()
+            inside = offsets[(offsets >= 0) & (offsets < tensor.numel() * tensor.element_size())]
+            if name == kernel and what == kind and len(inside):
+                assert size == tensor.element_size()
+                np.add.at(counts, inside // size, 1)
+        return torch.from_numpy(counts).view(tensor.shape)
+
+    def bytes(self, kernel: str = "_prepare_keys_kernel") -> int:
+        """All that one kernel loaded and stored."""
+        return sum(len(addresses) * size for name, _, addresses, size in self.touched if name == kernel)
+
+
+@pytest.fixture
+def traffic(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter was not chosen: there is a GPU")
+    return Traffic(monkeypatch)
+
+
+def attend(traffic, q, k, v, **options):
+    from sage_kernels._triton.attention_fwd import launch_attention_fwd
+
+    traffic.clear()
+    options = {"scaling": "per_token", "state": None} | options
+    launch_attention_fwd(q, k, v, scale=0.125, smooth_k=True, return_lse=False, **options)
+
+
+def inputs(seed=0, seq=SEQ):
+    return make_qkv("biased_keys", 1, 40, seq, 2 * KV_HEADS, KV_HEADS, HEAD_DIM, dtype=torch.float16, seed=seed)
+
+
+def planned_state(traffic, margin, *calls):
+    state = ScaleState([Site("a", KV_HEADS, HEAD_DIM)], device="cpu", margin=margin)
+    for call in calls:
+        attend(traffic, *call, state=state.head_state(0))
+        state.advance(0.5, 0.5)
+    return state.head_state(0)
+
+
+def codes(traffic, seq=SEQ):
+    """Codes of the keys [B·H_kv, S, D] and how often each was stored; the padding is checked here."""
+    times = traffic.times("store", traffic.keys.codes)
+    assert (times[:, seq:] >= 1).all()
+    return times[:, :seq]
+
+
+PLANNED = ["_prepare_keys_kernel", "_attention_fwd_kernel"]
+
+
+@pytest.mark.parametrize("seq", [SEQ, 1000])
+def test_a_planned_head_reads_its_keys_once_and_writes_its_codes_once(traffic, seq):
+    """3 bytes per element of K in 16 bit: 2 read, 1 written. The plan comes on top, once per 512 keys."""
+    q, k, v = inputs(seq=seq)
+    state = planned_state(traffic, 2.0, (q, k, v))  # a margin that nothing leaves
+    attend(traffic, q, k, v, state=state)
+    assert traffic.launches == PLANNED
+    assert (traffic.times("load", k) == 1).all()
+    assert (traffic.times("store", traffic.keys.codes) == 1).all()
+    assert (traffic.times("load", q) == 0).all()  # Q is quantised inside of the attention kernel
+    # three vectors in, one out, statistics in and out, for each program of 512 keys; a scale a tile
+    programs, tiles = -(-seq // 512) * KV_HEADS, -(-seq // BLOCK) * KV_HEADS
+    padded = tiles * BLOCK * HEAD_DIM
+    vectors = programs * (3 + 4) * HEAD_DIM * 4 + KV_HEADS * HEAD_DIM * 4
+    assert traffic.bytes() <= 2 * k.numel() + padded + vectors + 4 * tiles + 100 * programs
+    if seq == SEQ:
+        assert 3.0 <= traffic.bytes() / k.numel() <= 3.15
+    # and the attention kernel reads codes, never K
+    assert (traffic.times("load", k, "_attention_fwd_kernel") == 0).all()
+
+
+def test_only_the_tile_that_outgrew_its_plan_is_read_and_written_twice(traffic):
+    q, k, v = inputs()
+    state = planned_state(traffic, 2.0, (q, k, v))
+    k[0, 300, 1, 5] *= 100
+    attend(traffic, q, k, v, state=state)
+    tile = slice(300 // BLOCK * BLOCK, 300 // BLOCK * BLOCK + BLOCK)
+    expected = torch.ones(1, SEQ, KV_HEADS, HEAD_DIM, dtype=torch.int64)
+    expected[:, tile, 1] = 2
+    assert torch.equal(traffic.times("load", k), expected)
+    assert torch.equal(codes(traffic), expected[0].transpose(0, 1))
+    assert traffic.launches == PLANNED
+
+
+def test_a_head_without_a_plan_reads_twice_and_a_sample_of_itself(traffic):
+    """6 bytes per element and what the sample costs: three passes over 128 keys, for each 512."""
+    q, k, v = inputs()
+    state = planned_state(traffic, 2.0)
+    attend(traffic, q, k, v, state=state)
+    assert traffic.launches == PLANNED
+    times = traffic.times("load", k)
+    programs = SEQ // 512
+    assert times.min() == 2 and times.sum() == (2 * SEQ + programs * 3 * SAMPLE) * KV_HEADS * HEAD_DIM
+    assert Counter(codes(traffic).flatten().tolist()) == {2: k.numel()}
+    assert traffic.times("load", q).sum() <= programs * SAMPLE * q.shape[2] * HEAD_DIM
+
+
+@pytest.mark.parametrize(("scaling", "reads"), [("per_token", 1), ("per_block", 2)])
+def test_scales_of_the_call_itself(traffic, scaling, reads):
+    """per_token: 3 bytes per element and two passes over the sample, but 4 bytes per key and head for its scale;
+    per_block: K is read again for the codes, 5 bytes per element."""
+    q, k, v = inputs()
+    attend(traffic, q, k, v, scaling=scaling)
+    assert traffic.launches == PLANNED
+    times = traffic.times("load", k)
+    assert times.min() == reads and times.sum() == (reads * SEQ + SEQ // 512 * 2 * SAMPLE) * KV_HEADS * HEAD_DIM
+    assert (codes(traffic) == 1).all()
+    assert traffic.keys.scale.numel() == KV_HEADS * (SEQ if scaling == "per_token" else SEQ // BLOCK)
+    assert (traffic.times("store", traffic.keys.scale) == 1).all()
+
+
+def test_rotation_reads_and_writes_q_and_k_once_in_one_launch_more(traffic):
+    q, k, v = inputs()
+    attend(traffic, q, k, v, rotation="hadamard")
+    assert traffic.launches == ["_rotate_kernel", *PLANNED]
+    for x in (q, k):
+        assert (traffic.times("load", x, "_rotate_kernel") == 1).all()
+        assert (traffic.times("load", x) == 0).all()
+    assert traffic.bytes("_rotate_kernel") == 2 * 2 * (q.numel() + k.numel())
