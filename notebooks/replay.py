@@ -159,7 +159,7 @@ def _step(config, step, level, sites, state, *, measured: bool) -> Step:
 
 
 def _tile_reach(k: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
-    """Largest |code| of every tile of keys under the plan [H, 3, D], k [B, S, H, D] -> [B, H, tiles]."""
+    """Largest |code| of every tile of keys under the plan [H, 4, D], k [B, S, H, D] -> [B, H, tiles]."""
     codes = ((k - plan[:, PLAN_CENTER]) * plan[:, PLAN_K_WEIGHT]).abs().amax(-1).transpose(1, 2)
     padded = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % TILE))
     return padded.unflatten(-1, (-1, TILE)).amax(-1)
