@@ -128,10 +128,12 @@ def attention(name: str, width: int, scaling: str, mask: str = "none", keep_firs
 
         from sage_kernels._triton.attention_fwd_hopper import attention_fwd_hopper_kernel as kernel
 
-        for argument, kind, block, dtype in (
-            ("keys", "i8", [tile.block_n, width], gl.int8),
-            ("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16),
-        ):
+        blocks = [("keys", "i8", [tile.block_n, width], gl.int8)]
+        blocks += [("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16)]
+        types["key_scales"] = "*fp32"
+        if scaling == "per_token":
+            blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
+        for argument, kind, block, dtype in blocks:
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
         constants["NUM_BUFFERS"] = tile.num_stages
         options = {"num_warps": 4}

@@ -29,9 +29,8 @@ def candidates(width: int, scaling: str) -> list[Tile]:
     """Tiles worth a try on Hopper; those that do not compile or fit are reported and left out."""
     sizes = [(64, 64, 4, 3), (64, 64, 4, 2), (64, 128, 4, 2), (64, 128, 4, 3), (128, 64, 8, 3), (128, 128, 8, 3)]
     tiles = [Tile(*size, "tma", keep) for size in sizes for keep in (False, True)]
-    if scaling != "per_token":
-        hopper = [(128, n, 4, buffers) for n in (64, 128) for buffers in (2, 3, 4)]
-        tiles += [Tile(*size, "hopper", keep) for size in hopper for keep in (False, True)]
+    hopper = [(128, n, 4, buffers) for n in (64, 128) for buffers in (2, 3, 4)]
+    tiles += [Tile(*size, "hopper", keep) for size in hopper for keep in (False, True)]
     return [tile for tile in tiles if width * tile.block_n * tile.num_stages * 3 < 220_000]
 
 

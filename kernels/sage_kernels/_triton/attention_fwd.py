@@ -418,8 +418,11 @@ def launch_attention_fwd(
         if tile.kernel == "hopper":
             from . import attention_fwd_hopper as hopper
 
+            scales = keys.scale
+            if scaling == "per_token":
+                scales = hopper.describe(scales.view(-1, tile.block_n), [1, tile.block_n])
             hopper.attention_fwd_hopper_kernel[grid](
-                q, hopper.describe(codes, [tile.block_n, width]), keys.scale, hopper.describe(v, value_block),
+                q, hopper.describe(codes, [tile.block_n, width]), scales, hopper.describe(v, value_block),
                 *tensors, *numbers, *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *sizes,
                 **constants, NUM_BUFFERS=tile.num_stages, KEEP_FIRST_MAX=tile.keep_first_max, num_warps=4,

@@ -1,8 +1,8 @@
 """The attention kernel for Hopper (sm_90) in Gluon: one warp copies, two warpgroups of 64 query rows compute.
 
-Same mathematics as attention_fwd.py, for scales that are one number a key tile, and for masks that need not be read
-beside the loop: bands and masks of keys. What Triton's own pipeliner can't give: the copy engine runs ahead by
-NUM_BUFFERS tiles, and P·V of one tile stays in flight under the softmax of the next.
+Same mathematics as attention_fwd.py, for masks that need not be read beside the loop: bands and masks of keys. What
+Triton's own pipeliner can't give: the copy engine runs ahead by NUM_BUFFERS tiles, and P·V of one tile stays in flight
+under the softmax of the next.
 """
 
 import torch
@@ -11,16 +11,28 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..state import STAT_FIELDS, STAT_Q_AMAX
+from .hopper_parts import (
+    band_tiles,
+    copy_keys,
+    copy_keys_and_values,
+    fixed_softmax_tile,
+    load_key_scale,
+    load_tile,
+    masked_softmax_tile,
+    outgrown,
+    silence_hidden,
+    silence_together,
+    softmax_tile,
+    tile_at,
+)
 
 
-_load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
 _thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 _STATS = gl.constexpr(STAT_FIELDS)
 _STAT_Q_AMAX = gl.constexpr(STAT_Q_AMAX)
@@ -29,194 +41,75 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-_SILENCED_ROWS = gl.constexpr(16)  # values rewritten together: few registers, in the middle of the key loop
 _ROWS = gl.constexpr(64)  # query rows of one warpgroup
 
 
 @gluon.jit
-def _band_tiles(first_row, rows, seq_q, seq_kv, left, right, offset, BLOCK_N: gl.constexpr,
-                HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):  # fmt: skip
-    """As attention_fwd._band_tiles, for `rows` query rows from first_row on."""
-    last_row = gl.minimum(first_row + rows, seq_q) - 1
-    any_first = 0
-    all_first = 0
-    any_last = seq_kv
-    all_last = seq_kv
-    if HAS_LEFT:
-        any_first = gl.maximum(first_row + offset - left, 0)
-        all_first = gl.maximum(last_row + offset - left, 0)
-    if HAS_RIGHT:
-        any_last = gl.maximum(gl.minimum(last_row + offset + right + 1, seq_kv), 0)
-        all_last = gl.maximum(gl.minimum(first_row + offset + right + 1, seq_kv), 0)
-    first = any_first // BLOCK_N
-    visited = gl.maximum((any_last + BLOCK_N - 1) // BLOCK_N - first, 0)
-    first_full = (all_first + BLOCK_N - 1) // BLOCK_N
-    full = gl.maximum(all_last // BLOCK_N - first_full, 0)
-    return gl.where(visited > 0, first, 0), first_full, full, visited
-
-
-@gluon.jit
-def _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK: gl.constexpr, HAS_LEFT: gl.constexpr):
-    """The i-th visited key tile: the wholly visible ones come first."""
-    if MASK != "none":
-        tile = gl.load(tiles_ptr + gl.where(i < full, i, n_tiles - 1 - (i - full)))
-    elif HAS_LEFT:
-        edge = first + i - full
-        tile = gl.where(i < full, first_full + i, gl.where(edge >= first_full, edge + full, edge))
-    else:
-        tile = i
-    return tile
-
-
-@gluon.jit
-def _copy_keys_and_values(
-    keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv,
-    tiles_ptr, n_tiles, first, first_full, full, visited,
-    BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASK: gl.constexpr, HAS_LEFT: gl.constexpr,
-):  # fmt: skip
-    """The producer: fills the ring of buffers as the consumers free them."""
-    for i in range(visited):
-        tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-        slot = i % NUM_BUFFERS
-        phase = (i // NUM_BUFFERS) & 1
-        mbarrier.wait(k_empty.index(slot), phase ^ 1)
-        mbarrier.expect(k_full.index(slot), keys.block_type.nbytes)
-        _load_tile(keys, [k_row + tile * BLOCK_N, 0], k_full.index(slot), k_smem.index(slot))
-        mbarrier.wait(v_empty.index(slot), phase ^ 1)
-        mbarrier.expect(v_full.index(slot), values.block_type.nbytes)
-        _load_tile(values, [b, tile * BLOCK_N, h_kv, 0], v_full.index(slot), v_smem.index(slot))
-
-
-@gluon.jit
-def _softmax_tile(scores, tile_scale, running_max, running_sum):
-    """One key tile of the base-2 online softmax; the max is taken on the integers (three at a time on Hopper)."""
-    new_max = gl.maximum(running_max, gl.max(scores, 1).to(gl.float32) * tile_scale)
-    rescale = gl.exp2(running_max - new_max)
-    values = scores.to(gl.float32)
-    p = gl.exp2(gl.fma(values, tile_scale[:, None], -new_max[:, None]))
-    return p, new_max, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
-
-
-@gluon.jit
-def _fixed_softmax_tile(scores, tile_scale, reference, running_sum):
-    """As primitives.fixed_softmax_step."""
-    p = gl.exp2(gl.fma(scores.to(gl.float32), tile_scale[:, None], -reference[:, None]))
-    return p, running_sum + gl.sum(p, 1)
-
-
-@gluon.jit
-def _masked_softmax_tile(scores, tile_scale, reach, rows, first_key, left, right, offset, seq_kv, running_max,
-                         running_sum, BLOCK_N: gl.constexpr, SCORES: gl.constexpr, MASK: gl.constexpr,
-                         HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):  # fmt: skip
-    """As `_softmax_tile` where not all keys are visible; as primitives.masked_softmax_step."""
-    keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    values = scores.to(gl.float32)
-    if MASK == "keys":
-        bias = gl.load(reach + keys)
-        visible = (bias > float("-inf"))[None, :] & gl.full_like(scores, 1).to(gl.int1)
-        if HAS_BIAS:
-            values = gl.fma(values, tile_scale[:, None], bias[None, :])
-            tile_scale = tile_scale * 0.0 + 1.0
-    else:
-        visible = (keys < seq_kv)[None, :] & gl.full_like(scores, 1).to(gl.int1)
-        if HAS_LEFT:
-            visible = visible & (keys[None, :] >= rows[:, None] + (offset - left))
-        if HAS_RIGHT:
-            visible = visible & (keys[None, :] <= rows[:, None] + (offset + right))
-    values = values * tile_scale[:, None]
-    new_max = gl.maximum(running_max, gl.max(gl.where(visible, values, gl.full_like(values, float("-inf"))), 1))
-    reference = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.where(visible, gl.exp2(values - reference[:, None]), 0.0)
-    rescale = gl.exp2(running_max - reference)
-    return p, new_max, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
-
-
-@gluon.jit
-def _silence_hidden(v_tile, reach, first_key, FIRST: gl.constexpr, END: gl.constexpr, WIDTH: gl.constexpr):
-    """Zero the values of keys that no row sees, in shared memory: a probability of 0 would not silence a NaN."""
-    IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    for start in gl.static_range(FIRST, END, _SILENCED_ROWS):
-        rows = start + gl.arange(0, _SILENCED_ROWS, gl.SliceLayout(1, IO))
-        v_rows = v_tile.slice(start, _SILENCED_ROWS, 0)
-        v = v_rows.load(IO)
-        v_rows.store(gl.where((gl.load(reach + first_key + rows) > float("-inf"))[:, None], v, gl.full_like(v, 0.0)))
-    fence_async_shared()
-
-
-@gluon.jit
-def _silence_together(v_tile, reach, first_key, silenced, turn, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
-                      GROUP_INDEX: gl.constexpr):  # fmt: skip
-    """`_silence_hidden` by both warpgroups: half of the tile each, then wait for the other's half.
-
-    turn: how many tiles they did so before.
-    """
-    HALF: gl.constexpr = BLOCK_N // 2
-    _silence_hidden(v_tile, reach, first_key, GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, WIDTH)
-    mbarrier.arrive(silenced, count=1)
-    mbarrier.wait(silenced, turn & 1)
+def _next_slot(slot, phase, NUM_BUFFERS: gl.constexpr):
+    """The next place in the ring of buffers, and the phase of its barriers."""
+    wraps = slot == NUM_BUFFERS - 1
+    return gl.where(wraps, 0, slot + 1), phase ^ wraps.to(gl.int32)
 
 
 @gluon.jit
 def _key_step(
-    i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
-    k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left, right, offset, score_rows,
-    seq_kv, n_tiles, first, first_full, full, visited,
+    i, before, tile, v_slot, v_phase, slot, phase, acc, p, running_max, running_sum, q_codes, zero, row_scale,
+    k_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left,
+    right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
     GROUP_INDEX: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     MASK: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr,
     PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr, MASKED: gl.constexpr,
-    KEEP_FIRST_MAX: gl.constexpr,
+    KEEP_FIRST_MAX: gl.constexpr, SCALE_PER_KEY: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the i-th key tile, under its softmax P·V of the one `before`. Returns the tile after it first."""
+    """Scores of the i-th key tile, under its softmax P·V of the one `before`. Returns the tile after it first, and
+    that one's slot in the ring and phase, which are counted up: i % NUM_BUFFERS takes a dozen instructions."""
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
-    slot = i % NUM_BUFFERS
-    v_slot = (i - 1) % NUM_BUFFERS
     # a list is read one tile ahead: its latency would add to that of the scale
-    after = _tile_at(gl.minimum(i + 1, visited - 1), tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-    tile_scale = row_scale * gl.load(k_scales + tile)
-    mbarrier.wait(k_full.index(slot), (i // NUM_BUFFERS) & 1)
+    after = tile_at(gl.minimum(i + 1, visited - 1), tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    if not SCALE_PER_KEY:
+        key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
+    mbarrier.wait(k_full.index(slot), phase)
     scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_slot), ((i - 1) // NUM_BUFFERS) & 1)
+    mbarrier.wait(v_full.index(v_slot), v_phase)
     v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
     if MASKED and MASK == "keys":
         turn = i - gl.maximum(full, 1)
-        _silence_together(v_tile, reach, before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+        silence_together(v_tile, reach, before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+    if SCALE_PER_KEY:
+        key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
     mbarrier.arrive(k_empty.index(slot), count=1)
     if MASKED:
-        p, running_max, running_sum, rescale = _masked_softmax_tile(
-            scores, tile_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max,
-            running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+        p, running_max, running_sum, rescale = masked_softmax_tile(
+            scores, row_scale, key_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max,
+            running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY,
         )  # fmt: skip
     elif KEEP_FIRST_MAX:
-        p, running_sum = _fixed_softmax_tile(scores, tile_scale, running_max, running_sum)
+        p, running_sum = fixed_softmax_tile(scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY)
     else:
-        p, running_max, running_sum, rescale = _softmax_tile(scores, tile_scale, running_max, running_sum)
+        p, running_max, running_sum, rescale = softmax_tile(
+            scores, row_scale, key_scale, running_max, running_sum, SCALE_PER_KEY
+        )
     # waiting here for the next keys ends a basic block: without it ptxas sinks the exponentials below the wait
     # for P·V
-    next_slot = (i + 1) % NUM_BUFFERS
-    mbarrier.wait(k_full.index(next_slot), ((i + 1) // NUM_BUFFERS) & 1, pred=i + 1 < visited)
+    next_slot, next_phase = _next_slot(slot, phase, NUM_BUFFERS)
+    mbarrier.wait(k_full.index(next_slot), next_phase, pred=i + 1 < visited)
     acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
     mbarrier.arrive(v_empty.index(v_slot), count=1)
     if MASKED or not KEEP_FIRST_MAX:
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    return after, acc, p, running_max, running_sum
-
-
-@gluon.jit
-def _outgrown(acc, running_sum, OUT: gl.constexpr):
-    """As primitives.outgrown, for one warpgroup."""
-    lost = gl.sum(acc * 0.0, 1) + gl.convert_layout(running_sum * 0.0, gl.SliceLayout(1, OUT))
-    return gl.max((lost != 0.0).to(gl.int32), 0) != 0
+    return after, next_slot, next_phase, acc, p, running_max, running_sum
 
 
 @gluon.jit
 def _redo(
-    keys, values, q_codes, zero, row_scale, k_scales, k_tile, v_tile, landed, k_row, b, h_kv, reach, tiles_ptr,
-    left, right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
+    keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_tile, v_tile, scale_tile, landed, k_row, b, h_kv,
+    reach, tiles_ptr, left, right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
     WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr, SCORES: gl.constexpr, OUT: gl.constexpr,
+    SCALE_PER_KEY: gl.constexpr,
 ):  # fmt: skip
     """All key tiles of one warpgroup with a running max, one after the other: it copies them itself."""
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=2)
@@ -225,22 +118,24 @@ def _redo(
     acc = gl.zeros((_ROWS, WIDTH), gl.float32, OUT)
     v_rows = v_tile.reshape((BLOCK_N, WIDTH))
     for i in range(visited):
-        tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         # the copy engine may overwrite what this warpgroup has read and zeroed
         fence_async_shared()
         _thread_barrier()
-        mbarrier.expect(landed, keys.block_type.nbytes + values.block_type.nbytes)
-        _load_tile(keys, [k_row + tile * BLOCK_N, 0], landed, k_tile)
-        _load_tile(values, [b, tile * BLOCK_N, h_kv, 0], landed, v_tile)
+        copy_keys(
+            keys, key_scales, k_row, tile, landed, k_tile, scale_tile, values.block_type.nbytes, BLOCK_N, SCALE_PER_KEY
+        )
+        load_tile(values, [b, tile * BLOCK_N, h_kv, 0], landed, v_tile)
         mbarrier.wait(landed, i & 1)
         scores = warpgroup_mma(q_codes, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        p, running_max, running_sum, rescale = _masked_softmax_tile(
-            scores, row_scale * gl.load(k_scales + tile), reach, score_rows, tile * BLOCK_N, left, right, offset,
-            seq_kv, running_max, running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+        p, running_max, running_sum, rescale = masked_softmax_tile(
+            scores, row_scale, load_key_scale(k_scales, scale_tile, tile, SCALE_PER_KEY, SCORES), reach, score_rows,
+            tile * BLOCK_N, left, right, offset, seq_kv, running_max, running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS,
+            HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY,
         )  # fmt: skip
         if MASK == "keys":
-            _silence_hidden(v_rows, reach, tile * BLOCK_N, 0, BLOCK_N, WIDTH)
+            silence_hidden(v_rows, reach, tile * BLOCK_N, 0, BLOCK_N, WIDTH)
             _thread_barrier()
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         acc = warpgroup_mma(gl.convert_layout(p.to(PV_DTYPE), P_OPERAND), v_rows, acc, is_async=True)
@@ -250,14 +145,14 @@ def _redo(
 
 @gluon.jit
 def _consume(
-    q_ptr, keys, values, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
-    state_width, q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed, k_row,
-    stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
+    q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
+    state_width, q_smem, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed,
+    k_row, stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
     seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
     GROUP_INDEX: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
     NUM_BUFFERS: gl.constexpr, SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr,
     HAS_BIAS: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, PV_DTYPE: gl.constexpr,
-    KEEP_FIRST_MAX: gl.constexpr,
+    KEEP_FIRST_MAX: gl.constexpr, SCALE_PER_KEY: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: quantise 64 query rows, walk the key tiles, write the output."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
@@ -302,66 +197,80 @@ def _consume(
         shift = gl.convert_layout(gl.sum(q * center[None, :], 1) * softmax_scale, ROW)
 
     q_codes = q_smem.index(GROUP_INDEX)
-    k_scales = k_scale_ptr + kv_head_of_batch * n_tiles
+    k_scales = key_scales
+    if not SCALE_PER_KEY:
+        k_scales += kv_head_of_batch * n_tiles
     running_max = gl.full([_ROWS], float("-inf"), gl.float32, ROW)
     running_sum = gl.full([_ROWS], 0.0, gl.float32, ROW)
     acc = gl.zeros((_ROWS, WIDTH), gl.float32, OUT)
     zero = gl.zeros((_ROWS, BLOCK_N), gl.int32, SCORES)
 
     score_rows = first_row + GROUP_INDEX * _ROWS + gl.arange(0, _ROWS, ROW)
-    tile = _tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-    tile_scale = row_scale * gl.load(k_scales + tile)
+    tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     mbarrier.wait(k_full.index(0), 0)
     scores = warpgroup_mma(q_codes, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    key_scale = load_key_scale(k_scales, scale_smem.index(0), tile, SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     mbarrier.arrive(k_empty.index(0), count=1)
-    p, running_max, running_sum, rescale = _masked_softmax_tile(
-        scores, tile_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max, running_sum,
-        BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+    p, running_max, running_sum, rescale = masked_softmax_tile(
+        scores, row_scale, key_scale, reach, score_rows, tile * BLOCK_N, left, right, offset, seq_kv, running_max,
+        running_sum, BLOCK_N, SCORES, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY,
     )  # fmt: skip
+    v_slot = 0
+    v_phase = 0
+    slot = 1
+    phase = 0
     before = tile
-    tile = _tile_at(gl.minimum(1, visited - 1), tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    tile = tile_at(gl.minimum(1, visited - 1), tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     for i in range(1, full):
-        after, acc, p, running_max, running_sum = _key_step(
-            i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
-            k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left, right, offset,
-            score_rows, seq_kv, n_tiles, first, first_full, full, visited,
+        after, next_slot, next_phase, acc, p, running_max, running_sum = _key_step(
+            i, before, tile, v_slot, v_phase, slot, phase, acc, p, running_max, running_sum, q_codes, zero, row_scale,
+            k_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left,
+            right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
-            False, KEEP_FIRST_MAX,
+            False, KEEP_FIRST_MAX, SCALE_PER_KEY,
         )  # fmt: skip
         before = tile
         tile = after
+        v_slot = slot
+        v_phase = phase
+        slot = next_slot
+        phase = next_phase
     for i in range(gl.maximum(full, 1), visited):
-        after, acc, p, running_max, running_sum = _key_step(
-            i, before, tile, acc, p, running_max, running_sum, q_codes, zero, row_scale, k_scales,
-            k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left, right, offset,
-            score_rows, seq_kv, n_tiles, first, first_full, full, visited,
+        after, next_slot, next_phase, acc, p, running_max, running_sum = _key_step(
+            i, before, tile, v_slot, v_phase, slot, phase, acc, p, running_max, running_sum, q_codes, zero, row_scale,
+            k_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, reach, tiles_ptr, left,
+            right, offset, score_rows, seq_kv, n_tiles, first, first_full, full, visited,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
-            True, KEEP_FIRST_MAX,
+            True, KEEP_FIRST_MAX, SCALE_PER_KEY,
         )  # fmt: skip
         before = tile
         tile = after
-    v_slot = (visited - 1) % NUM_BUFFERS
-    mbarrier.wait(v_full.index(v_slot), ((visited - 1) // NUM_BUFFERS) & 1)
+        v_slot = slot
+        v_phase = phase
+        slot = next_slot
+        phase = next_phase
+    mbarrier.wait(v_full.index(v_slot), v_phase)
     v_tile = v_smem.index(v_slot).reshape((BLOCK_N, WIDTH))
     if MASK == "keys":
         if visited > full:
-            tile = _tile_at(visited - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+            tile = tile_at(visited - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
             turn = visited - gl.maximum(full, 1)
-            _silence_together(v_tile, reach, tile * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+            silence_together(v_tile, reach, tile * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if KEEP_FIRST_MAX:
         # the ring is free for other use once both warpgroups are through
         mbarrier.arrive(finished, count=1)
-        if _outgrown(acc, running_sum, OUT):
+        if outgrown(acc, running_sum, OUT):
             mbarrier.wait(finished, 0)
             acc, running_max, running_sum = _redo(
-                keys, values, q_codes, zero, row_scale, k_scales, k_smem.index(GROUP_INDEX), v_smem.index(GROUP_INDEX),
-                landed.index(GROUP_INDEX), k_row, b, h_kv, reach, tiles_ptr, left, right, offset, score_rows, seq_kv,
+                keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_smem.index(GROUP_INDEX),
+                v_smem.index(GROUP_INDEX), scale_smem.index(GROUP_INDEX), landed.index(GROUP_INDEX), k_row, b, h_kv,
+                reach, tiles_ptr, left, right, offset, score_rows, seq_kv,
                 n_tiles, first, first_full, full, visited,
-                WIDTH, BLOCK_N, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT,
+                WIDTH, BLOCK_N, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, PV_DTYPE, SCORES, OUT, SCALE_PER_KEY,
             )  # fmt: skip
 
     acc = acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None]
@@ -380,7 +289,7 @@ def _consume(
     "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset", "reach_step_b", "list_step_b",
 ])  # fmt: skip
 def attention_fwd_hopper_kernel(
-    q_ptr, keys, k_scale_ptr, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
+    q_ptr, keys, key_scales, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
     stats_ptr, row_ptr, state_width,
     stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
     left, right, offset, seq_q, seq_kv, heads, group, softmax_scale,
@@ -390,18 +299,22 @@ def attention_fwd_hopper_kernel(
 ):  # fmt: skip
     m_tiles = (seq_q + 2 * _ROWS - 1) // (2 * _ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
-    first_row = (gl.program_id(0) % m_tiles) * (2 * _ROWS)
+    m_tile = gl.program_id(0) % m_tiles
+    if HAS_RIGHT:
+        m_tile = m_tiles - 1 - m_tile  # the long ones of a head first: the last to run are then short
+    first_row = m_tile * (2 * _ROWS)
     head_of_batch = gl.program_id(0) // m_tiles
     b = head_of_batch // heads
     h = head_of_batch % heads
     h_kv = h // group
     k_row = (b * (heads // group) + h_kv) * n_tiles * BLOCK_N
     PV_DTYPE: gl.constexpr = values.dtype
+    SCALE_PER_KEY: gl.constexpr = SCALING == "per_token"
     reach = reach_ptr
     first = 0
     first_full = 0
     if MASK == "none":
-        first, first_full, full, visited = _band_tiles(
+        first, first_full, full, visited = band_tiles(
             first_row, 2 * _ROWS, seq_q, seq_kv, left, right, offset, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
     else:
@@ -416,6 +329,9 @@ def attention_fwd_hopper_kernel(
     q_smem = gl.allocate_shared_memory(gl.int8, [2, _ROWS, WIDTH], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
+    scale_smem = k_smem  # never read without a scale per key
+    if SCALE_PER_KEY:
+        scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1, BLOCK_N], key_scales.layout)
     k_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
@@ -436,26 +352,27 @@ def attention_fwd_hopper_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                q_ptr, keys, values, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
+                q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
                 row_ptr, state_width,
-                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed, k_row,
-                stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
+                q_smem, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed,
+                k_row, stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
                 seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
                 0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
-                PV_DTYPE, KEEP_FIRST_MAX,
+                PV_DTYPE, KEEP_FIRST_MAX, SCALE_PER_KEY,
             )),
             (_consume, (
-                q_ptr, keys, values, k_scale_ptr, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
+                q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
                 row_ptr, state_width,
-                q_smem, k_smem, v_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed, k_row,
-                stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
+                q_smem, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, silenced, finished, landed,
+                k_row, stride_qb, stride_qs, stride_qh, reach, tiles_ptr, left, right, offset,
                 seq_q, seq_kv, heads, group, b, h, first_row, n_tiles, first, first_full, full, visited, softmax_scale,
                 1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
-                PV_DTYPE, KEEP_FIRST_MAX,
+                PV_DTYPE, KEEP_FIRST_MAX, SCALE_PER_KEY,
             )),
-            (_copy_keys_and_values, (
-                keys, values, k_smem, v_smem, k_full, k_empty, v_full, v_empty, k_row, b, h_kv,
-                tiles_ptr, n_tiles, first, first_full, full, visited, BLOCK_N, NUM_BUFFERS, MASK, HAS_LEFT,
+            (copy_keys_and_values, (
+                keys, values, key_scales, k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty, k_row, b,
+                h_kv, tiles_ptr, n_tiles, first, first_full, full, visited, BLOCK_N, NUM_BUFFERS, MASK, HAS_LEFT,
+                SCALE_PER_KEY,
             )),
         ],
         [4, 1],
@@ -463,7 +380,12 @@ def attention_fwd_hopper_kernel(
     )  # fmt: skip
 
 
-_GLUON_DTYPES = {torch.int8: gl.int8, torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+_GLUON_DTYPES = {
+    torch.int8: gl.int8,
+    torch.float16: gl.float16,
+    torch.bfloat16: gl.bfloat16,
+    torch.float32: gl.float32,
+}
 
 
 def describe(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
