@@ -69,11 +69,12 @@ def torch_sdpa(case, backend, attn_mask=None, causal=""):
     return run
 
 
-def planned_attention(case, q, k, v, **options):
+def planned_attention(case, q, k, v, rotation="none", **options):
     """Timestep scaling in its steady state: a plan made from a step of the same distribution."""
     from sage_processors.scales import ScaleState, Site
 
-    state = ScaleState([Site("bench", case.kv_heads, case.head_dim)], device=q.device)
+    state = ScaleState([Site("bench", case.kv_heads, case.head_dim, rotation)], device=q.device)
+    options |= {"rotation": rotation}
     sage_attention(q, k, v, state=state.head_state(0), **options)
     state.advance(1.0, 0.9)
     return lambda q, k, v: sage_attention(q, k, v, state=state.head_state(0), **options)
@@ -86,6 +87,7 @@ def providers(case, inputs):
     if "attn_mask" not in options:  # flash takes none
         yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION, **options)
     yield "sage_kernels", "", DEFAULT_RECIPE, planned_attention(case, *inputs, **options)
+    yield "sage_kernels", "/hadamard", DEFAULT_RECIPE, planned_attention(case, *inputs, rotation="hadamard", **options)
     for scaling in ("per_block", "per_token"):
         yield (
             "sage_kernels",
