@@ -63,7 +63,10 @@ def run_kernels():
 
     from sage_kernels import HeadState
     from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
+    from sage_kernels._triton.rotate import launch_rotate
     from sage_kernels._triton.tiles import Tile, head_width
+    from sage_kernels.numerics import padded_head_dim
+    from sage_kernels.reference import ref_rotate
     from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
     from sage_processors.scales import ScaleState, Site
 
@@ -71,6 +74,9 @@ def run_kernels():
     for head_dim, scaling, name, kernel in selection():
         shape = (BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS, head_dim)
         q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
+        if head_dim == padded_head_dim(head_dim):  # others are padded first
+            for x, rotated in zip((q, k), launch_rotate(q, k), strict=True):
+                torch.testing.assert_close(rotated, ref_rotate(x))
         k, v, masking = masked_keys(k, v, SEQ_Q, **maskings(device)[name])
         scales = ScaleState([Site("a", KV_HEADS, head_dim)], device=device)
         for _ in range(2 if scaling == "planned" else 1):  # without a plan, then with one

@@ -75,7 +75,7 @@ def torch_sdpa(case, backend, attn_mask=None, causal=""):
     return run
 
 
-def planned_attention(case, q, k, v, lagged=False, **options):
+def planned_attention(case, q, k, v, lagged=False, rotation="none", **options):
     """Timestep scaling in its steady state: a plan made from a step of the same distribution.
 
     lagged: keep the rows' maxima as the softmax reference of the next call (FP8). The input sets take turns, so that
@@ -83,7 +83,8 @@ def planned_attention(case, q, k, v, lagged=False, **options):
     """
     from sage_processors.scales import ScaleState, Site
 
-    scales = ScaleState([Site("bench", case.kv_heads, case.head_dim)], device=q.device)
+    options |= {"rotation": rotation}
+    scales = ScaleState([Site("bench", case.kv_heads, case.head_dim, rotation)], device=q.device)
     state = scales.head_state(0)
     if lagged:
         state = state._replace(row_max=q.new_full((case.batch, case.heads, case.seq_q), -math.inf).float())
@@ -104,6 +105,7 @@ def providers(case, inputs):
     if "attn_mask" not in options:  # flash takes none
         yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION, **options)
     yield "sage_kernels", "", DEFAULT_RECIPE, planned_attention(case, *inputs, **options)
+    yield "sage_kernels", "/hadamard", DEFAULT_RECIPE, planned_attention(case, *inputs, rotation="hadamard", **options)
     for scaling in ("per_block", "per_token"):
         yield (
             "sage_kernels",
