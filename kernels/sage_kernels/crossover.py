@@ -51,7 +51,7 @@ class Crossover(NamedTuple):
 
 # Filled from `bench.py --set crossover` and `--set all`. tests/test_crossover.py holds every row to its evidence: the
 # shortest measured case is the row's number of tokens, so nothing is interpolated.
-CROSSOVERS = (
+_16_BIT_PV = (
     # not measured: the exponentials, which INT8 does not touch, weigh twice as much as at 128 channels
     Crossover("hopper", 64, DEFAULT_RECIPE, False, 16384, 2**31, CUDNN),
     Crossover("hopper", 64, DEFAULT_RECIPE, True, 16384, 2**31, FLASH),
@@ -67,6 +67,9 @@ CROSSOVERS = (
     Crossover(ANY_GPU, 256, DEFAULT_RECIPE, False, 4096, 2**28, FLASH),
     Crossover(ANY_GPU, 256, DEFAULT_RECIPE, True, 4096, 2**28, FLASH),
 )  # fmt: skip
+# not measured: those of the recipe with P and V in 16 bit
+_FP8_PV = tuple(row._replace(recipe="qk_int8_pv_fp8", evidence=()) for row in _16_BIT_PV)
+CROSSOVERS = _16_BIT_PV + _FP8_PV
 
 
 def find_crossover(gpu: str, head_dim: int, recipe: str, causal: bool) -> Crossover:
