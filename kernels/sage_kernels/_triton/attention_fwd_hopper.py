@@ -6,6 +6,8 @@ under the softmax of the next. REFERENCE and PV are those of attention_fwd.py; s
 hold.
 """
 
+import functools
+
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -456,7 +458,11 @@ _GLUON_DTYPES = {
 }
 
 
+@functools.cache
+def _layout_of(block: tuple[int, ...], dtype: torch.dtype):
+    return gl.NVMMASharedLayout.get_default_for(list(block), _GLUON_DTYPES[dtype])
+
+
 def describe(x: torch.Tensor, block: list[int]) -> TensorDescriptor:
     """Descriptor through which the copy engine reads blocks of x, swizzled as the tensor cores want them."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON_DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, _layout_of(tuple(block), x.dtype))
