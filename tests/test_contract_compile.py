@@ -39,7 +39,8 @@ def test_T03_opcheck(recipe, op, options, device):
         state = tuple(new_head_state(2, 16, device)) if "planned" in op else ()
         if state and recipe == FP8:
             state = (*state[:-1], torch.zeros(2, 2, 24, device=device))  # the row maxima
-        torch.library.opcheck(getattr(torch.ops.sage_kernels, op).default, (*inputs, *given, recipe, *state))
+        arguments = (*inputs, *given[:-1], recipe, given[-1], *state)
+        torch.library.opcheck(getattr(torch.ops.sage_kernels, op).default, arguments)
 
 
 COMPILED = {

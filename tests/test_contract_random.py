@@ -61,7 +61,7 @@ def calls(draw):
     """q, k, v in some layout, and the options of one call."""
     lengths = st.one_of(st.integers(1, 20), st.integers(1, 64), st.sampled_from([1, 16, 63, 64, 65, 70]))
     # mostly one: every head is another program for the interpreter
-    batch, kv_heads, group = (draw(st.sampled_from(sizes)) for sizes in ([1, 1, 1, 2], [1, 1, 1, 2], [1, 1, 2]))
+    batch, kv_heads, group = (draw(st.sampled_from(sizes)) for sizes in ([1, 1, 1, 1, 2], [1, 1, 1, 1, 2], [1, 1, 2]))
     seq_q, seq_kv = draw(lengths), draw(lengths)
     heads = kv_heads * group
     options = {
@@ -94,7 +94,7 @@ def calls(draw):
     else:
         k, v = (in_layout(x, draw(st.sampled_from(LAYOUTS))) for x in (k, v))
     q = in_layout(q, draw(st.sampled_from(LAYOUTS)))
-    planned = draw(st.sampled_from([False, False, True]))
+    planned = draw(st.sampled_from([False, False, False, True]))
     return (q, k, v), options, planned, exponent
 
 

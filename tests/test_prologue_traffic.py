@@ -27,12 +27,12 @@ class Traffic:
     def __init__(self, patch):
         from triton.runtime import interpreter
 
-        from sage_kernels._triton import attention_fwd
+        from sage_kernels._triton import launch_attention
 
         self.launches, self.touched, self.keys = [], [], None
         builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
         call, load, store = executor.__call__, builder.create_masked_load, builder.create_masked_store
-        atomic, prepare = builder.create_atomic_rmw, attention_fwd.launch_prepare_keys
+        atomic, prepare = builder.create_atomic_rmw, launch_attention.launch_prepare_keys
 
         def called(self_, *args, **kwargs):
             self.launches.append(self_.fn.__name__)
@@ -65,7 +65,7 @@ class Traffic:
         patch.setattr(builder, "create_masked_load", loaded)
         patch.setattr(builder, "create_masked_store", stored)
         patch.setattr(builder, "create_atomic_rmw", updated)
-        patch.setattr(attention_fwd, "launch_prepare_keys", prepared)
+        patch.setattr(launch_attention, "launch_prepare_keys", prepared)
 
     def clear(self):
         self.launches.clear()
@@ -97,7 +97,7 @@ def traffic(monkeypatch):
 
 
 def attend(traffic, q, k, v, **options):
-    from sage_kernels._triton.attention_fwd import launch_attention_fwd
+    from sage_kernels._triton.launch_attention import launch_attention_fwd
 
     traffic.clear()
     options = {"scaling": "per_token", "state": None} | options

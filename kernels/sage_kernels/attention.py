@@ -148,7 +148,7 @@ def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window
     return (out, lse) if return_lse else out
 
 
-_INPUTS = 12  # arguments before the state
+_INPUTS = 13  # arguments before the state
 
 
 def _implementation(planned: bool, return_lse: bool):
