@@ -240,25 +240,26 @@ def kernels(name: str):
     for width in WIDTHS:
         for scaling in SCALINGS:
             yield f"{name}/attention/{width}/{scaling}", attention(name, width, scaling)
-            yield f"{name}/prepare/{width}/{scaling}", prepare(name, width, scaling)
+            if width == 128 or name in FULL_TARGETS:
+                yield f"{name}/prepare/{width}/{scaling}", prepare(name, width, scaling)
         for rows in (8, 32) if width == 128 or name in FULL_TARGETS else ():
             yield f"{name}/decode/{width}/{rows}", decode(name, width, rows)
     if name in FP8_TARGETS:
         for width in WIDTHS if name == "sm_90" else (128,):
-            for reference in ("running", "lagged"):
+            for reference in ("running", "lagged") if name == "sm_90" else ("lagged",):
                 facts = attention(name, width, "planned", reference=reference, pv="fp8_e4m3")
                 yield f"{name}/attention_fp8/{width}/planned/{reference}", facts
     if name == "sm_90":
         yield "sm_90/attention_fp8/128/planned/rows", attention(name, 128, "planned", "rows", pv="fp8_e4m3")
         yield "sm_90/values/128/amax", values(name, _value_amax_kernel, 128)
         yield "sm_90/values/128/cast", values(name, _prepare_values_kernel, 128)
-    yield f"{name}/decode/128/8/keys", decode(name, 128, 8, "keys")
     yield f"{name}/combine/128", combine(name, 128)
     yield f"{name}/rotate/128", rotate(name, 128)
     if name in FULL_TARGETS:
         for block in (8, 64, 256):
             yield f"{name}/rotate/{block}", rotate(name, block)
         yield f"{name}/rotate/128/fp32", rotate(name, 128, fp32=True)
+        yield f"{name}/decode/128/8/keys", decode(name, 128, 8, "keys")
     for tokens in (1, 16):
         yield f"{name}/append/128/{tokens}", append(name, 128, tokens)
     if name not in FULL_TARGETS:
