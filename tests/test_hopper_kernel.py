@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from sage_kernels import RECIPES, sage_attention
+from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import FP8, Attend, key_padding, normal
 
@@ -67,6 +68,10 @@ def test_planned_steps_match_the_reference(recipe, mask, hopper):
         if step == 2:  # nothing like the step before: the kept maxima do not fit
             q = 30 * q
         hopper.check(q, k, v, recipe=recipe, state=state, exponent=2000.0, **MASKS[mask])
+        counts = state.counts.sum(0)
+        tried, redone = int(counts[COUNT_TRIED]), int(counts[COUNT_REDONE])
+        # every warpgroup's 64 rows once; unknown ones (the first step) and those that outgrew their maxima again
+        assert tried in (0, 4 * 6) and (redone > 0) == (recipe == FP8 and step in (0, 2)), step
         scales.advance(1.0 - step / 4, 0.9 - step / 4)
 
 
