@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
+import inspect
 import json
 import os
 from pathlib import Path
@@ -19,6 +20,40 @@ from tests.case_table import worst_by_case
 # of ours.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _patch_language_once_a_launch():
+    """Triton's interpreter patches triton.language at a launch, and again for every call of a jitted function inside
+    of the kernel, to what it is already: a third of the time of the tests that interpret kernels."""
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    patch, patched, modules = interpreter._patch_lang, set(), {}
+
+    def once(fn):
+        if fn not in modules:
+            modules[fn] = {name for name, module in (("tl", tl), ("core", tl.core)) if module in _values(fn)}
+        if modules[fn] <= patched:
+            return None
+        is_launch = not patched
+        patched.update(modules[fn])
+        scope = patch(fn)
+        if is_launch:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    interpreter._patch_lang = once
+
+
+def _values(fn):
+    return [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _patch_language_once_a_launch()
 
 
 def pytest_addoption(parser):
