@@ -13,6 +13,7 @@ LANGUAGE = {  # metric of a language model's row: heading
     "perplexity_ratio": "over stock",
     "identical_share": "identical texts",
     "same_tokens": "same tokens, median",
+    "lead_at_difference": "lead of stock's token there, nats",
     "kv_bytes_per_token": "KV bytes a token",
 }
 

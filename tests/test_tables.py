@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sage_kernels.results import append_row, read_rows
-from sage_processors.tables import BEGIN, END, replace_section, results_markdown, update
+from sage_processors.tables import BEGIN, END, LANGUAGE, replace_section, results_markdown, update
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -89,3 +89,12 @@ def test_update_rewrites_between_the_markers_only(tmp_path):
 def test_missing_markers_raise(text):
     with pytest.raises(ValueError, match="results:begin.*results:end.* once each"):
         replace_section(text, "")
+
+
+def test_language_rows_stay_out_of_the_picture_table():
+    """Every metric that `bench language` writes has a heading of its own: the committed rows are such."""
+    rows = [
+        row for row in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv") if row["case"].startswith("tiny_lm/")
+    ]
+    assert rows and {row["metric"] for row in rows} <= set(LANGUAGE)
+    assert "tiny_lm" not in results_markdown(rows).split("### Language models")[0]
