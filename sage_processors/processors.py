@@ -34,23 +34,7 @@ logger = logging.getLogger("sage_processors")
 CALLS = ("called", "rotated")
 EVENTS = (
     *CALLS,
-    # from sage_kernels.unsupported
-    "dropout",
-    "not_a_tensor",
-    "rank",
-    "dtype",
-    "mixed_dtype",
-    "device",
-    "requires_grad",
-    "head_dim",
-    "value_head_dim",
-    "heads",
-    "shape",
-    "empty",
-    "mask_type",
-    "mask_shape",
-    "mask_and_causal",
-    # ours
+    *sage_kernels.REASONS,
     "training",
     "replaced",
     "short",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from .config import REMEDIES
 from .discovery import attention_modules
+from .layer_report import LayerReport, empty_table, reasons
 from .processors import CALLS, EVENTS, is_sage
 from .rebind import attention_calls
 from .scale_rules import RULES
@@ -14,8 +13,7 @@ from .scale_rules import RULES
 ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
 
 
-@dataclass
-class Report:
+class Report(LayerReport):
     """Result of `handle.report()`.
 
     Attributes:
@@ -43,23 +41,6 @@ class Report:
         notes: about the handle as a whole.
     """
 
-    rows: list[dict]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def calls(self) -> int:
-        """All INT8 calls."""
-        return sum(row["calls"] for row in self.rows)
-
-    @property
-    def fallbacks(self) -> dict[str, int]:
-        """All exact calls by reason."""
-        total: dict[str, int] = {}
-        for row in self.rows:
-            for reason, count in row["fallbacks"].items():
-                total[reason] = total.get(reason, 0) + count
-        return total
-
     @property
     def bytes_saved(self) -> int:
         """Sum over the layers."""
@@ -67,16 +48,14 @@ class Report:
 
     def table(self):
         """The rows as a rich.table.Table."""
-        from rich.table import Table
-
-        table = Table(title="INT8 attention: what really ran", title_justify="left")
+        table = empty_table()
         rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
         for name in ("layer", "status", "recipe", "scaling", *(["rotated"] if rotated else [])):
             table.add_column(name, overflow="fold")
         for name in ("calls", "dynamic", "exact", "beyond plan", "MB saved"):
             table.add_column(name, justify="right")
         for row in self.rows:
-            exact = ", ".join(f"{reason} {count}" for reason, count in row["fallbacks"].items()) or "0"
+            exact = reasons(row["fallbacks"])
             status = row["status"] + (f": {row['note']}" if row["note"] else "")
             table.add_row(
                 row["layer"],
@@ -90,7 +69,7 @@ class Report:
                 f"{row['clipped_fraction']:.2g}",
                 f"{row['bytes_saved'] / 1e6:.1f}",
             )
-        exact = ", ".join(f"{reason} {count}" for reason, count in self.fallbacks.items()) or "0"
+        exact = reasons(self.fallbacks)
         dynamic = f"{sum(row['dynamic_calls'] for row in self.rows):.4g}"
         table.add_section()
         table.add_row(
@@ -106,23 +85,6 @@ class Report:
             f"{self.bytes_saved / 1e6:.1f}",
         )
         return table
-
-    def print(self, console=None) -> None:
-        """Print the table with rich, to `console` or the terminal."""
-        from rich.console import Console
-
-        console = console or Console()
-        console.print(self.table())
-        for note in self.notes:
-            console.print(note, markup=False)
-
-    def __str__(self):
-        from rich.console import Console
-
-        console = Console(width=160, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            self.print(console)
-        return capture.get()
 
 
 def _row(layer, processor, status, note="", **values):

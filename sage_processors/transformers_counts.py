@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
 
 import torch
+
+import sage_kernels
+
+from .layer_report import LayerReport, empty_table, reasons
 
 
 INT8, INT8_CACHE = "int8", "int8_cache"
@@ -13,23 +16,7 @@ INT8, INT8_CACHE = "int8", "int8_cache"
 EVENTS = (
     INT8,
     INT8_CACHE,
-    # from sage_kernels.unsupported
-    "dropout",
-    "not_a_tensor",
-    "rank",
-    "dtype",
-    "mixed_dtype",
-    "device",
-    "requires_grad",
-    "head_dim",
-    "value_head_dim",
-    "heads",
-    "shape",
-    "empty",
-    "mask_type",
-    "mask_shape",
-    "mask_and_causal",
-    # ours
+    *sage_kernels.REASONS,
     "training",
     "short",
     "output_attentions",
@@ -112,8 +99,7 @@ def _attends_by_itself(module) -> bool:
     return "Attention" in type(module).__name__ and ("softmax" in names or "scaled_dot_product_attention" in names)
 
 
-@dataclass
-class AttentionReport:
+class AttentionReport(LayerReport):
     """Result of `attention_report(model)`.
 
     Attributes:
@@ -130,28 +116,9 @@ class AttentionReport:
         notes: about the model as a whole.
     """
 
-    rows: list[dict]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def calls(self) -> int:
-        """All INT8 calls."""
-        return sum(row["calls"] for row in self.rows)
-
-    @property
-    def fallbacks(self) -> dict[str, int]:
-        """All exact calls by reason."""
-        total: dict[str, int] = {}
-        for row in self.rows:
-            for reason, number in row["fallbacks"].items():
-                total[reason] = total.get(reason, 0) + number
-        return total
-
     def table(self):
         """The rows as a rich.table.Table."""
-        from rich.table import Table
-
-        table = Table(title="INT8 attention: what really ran", title_justify="left")
+        table = empty_table()
         for name in ("layer", "status", "implementation", "recipe", "scaling"):
             table.add_column(name, overflow="fold")
         for name in ("calls", "on INT8 cache", "exact"):
@@ -159,32 +126,11 @@ class AttentionReport:
         for row in self.rows:
             status = row["status"] + (f": {row['note']}" if row["note"] else "")
             texts = (row["layer"], status, row["implementation"] or "-", row["recipe"] or "-", row["scaling"] or "-")
-            table.add_row(*texts, str(row["calls"]), str(row["cache_calls"]), _reasons(row["fallbacks"]))
+            table.add_row(*texts, str(row["calls"]), str(row["cache_calls"]), reasons(row["fallbacks"]))
         table.add_section()
         cache_calls = sum(row["cache_calls"] for row in self.rows)
-        table.add_row("total", "", "", "", "", str(self.calls), str(cache_calls), _reasons(self.fallbacks))
+        table.add_row("total", "", "", "", "", str(self.calls), str(cache_calls), reasons(self.fallbacks))
         return table
-
-    def print(self, console=None) -> None:
-        """Print the table with rich, to `console` or the terminal."""
-        from rich.console import Console
-
-        console = console or Console()
-        console.print(self.table())
-        for note in self.notes:
-            console.print(note, markup=False)
-
-    def __str__(self):
-        from rich.console import Console
-
-        console = Console(width=160, color_system=None, force_terminal=False)
-        with console.capture() as capture:
-            self.print(console)
-        return capture.get()
-
-
-def _reasons(fallbacks: dict[str, int]) -> str:
-    return ", ".join(f"{reason} {number}" for reason, number in fallbacks.items()) or "0"
 
 
 def _row(name, module, implementations) -> dict:
@@ -232,6 +178,6 @@ def build_report(model, implementations: dict) -> AttentionReport:
         by_event = {event: number for event, number in zip(EVENTS, unnamed.tolist(), strict=True) if number}
         notes.append(
             f"Compiled calls of layers, of any model in this process, that had no counter when they were compiled: "
-            f"{_reasons(by_event)}. attention_report(model) before torch.compile gives every layer its own."
+            f"{reasons(by_event)}. attention_report(model) before torch.compile gives every layer its own."
         )
     return AttentionReport(rows, notes)

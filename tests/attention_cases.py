@@ -20,7 +20,7 @@ DTYPES = {
 }
 # for what has no fp16 form
 without_interpreter = pytest.mark.parametrize(
-    "attend", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+    "tier", ["reference", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
 )
 FP8 = "qk_int8_pv_fp8"
 MASKING = ("attn_mask", "causal", "window", "softcap", "sinks")

@@ -148,14 +148,20 @@ def kernel_device(request):
 
 
 @pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def attend(request, monkeypatch):
-    """`sage_attention` on each of its implementations: see attention_cases.Attend."""
-    from tests.attention_cases import Attend
-
+def tier(request):
+    """The implementations of an op: the reference, the Triton kernels in the interpreter, and on a GPU."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
     if request.param == "interpreter":
         if torch.cuda.is_available():
             pytest.skip("the interpreter was not chosen: there is a GPU")
         pytest.importorskip("triton", reason="triton is not installed")
-    return Attend(request.param, monkeypatch)
+    return request.param
+
+
+@pytest.fixture
+def attend(tier, monkeypatch):
+    """`sage_attention` on each of its implementations: see attention_cases.Attend."""
+    from tests.attention_cases import Attend
+
+    return Attend(tier, monkeypatch)

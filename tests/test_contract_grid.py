@@ -54,7 +54,7 @@ def run_grid(attend: Attend, head_dim, mode, dtype, lengths, groups):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("tier", ["cuda"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS[::-1])  # the slowest first, so that no worker ends with them
@@ -63,7 +63,7 @@ def test_grid_kernel_is_within_flash_attentions_rule(head_dim, mode, dtype, atte
     run_grid(attend, head_dim, mode, dtype, LENGTHS[::-1], HEADS)
 
 
-@pytest.mark.parametrize("attend", ["interpreter"], indirect=True)
+@pytest.mark.parametrize("tier", ["interpreter"], indirect=True)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("head_dim", "lengths"),

@@ -125,7 +125,7 @@ def _both(mask, seen):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy: it warns where a GPU returns inf
-@pytest.mark.parametrize("attend", ["interpreter"], indirect=True)
+@pytest.mark.parametrize("tier", ["interpreter"], indirect=True)
 @settings(
     max_examples=500,
     derandomize=True,

@@ -202,7 +202,7 @@ def test_L08_nothing_is_written_outside_of_the_buffers(attend, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attend", ["cuda"], indirect=True)
+@pytest.mark.parametrize("tier", ["cuda"], indirect=True)
 @pytest.mark.parametrize("planned", [False, True])
 def test_L06_strides_beyond_2_31_elements(planned, attend):
     """One token every 2^20 elements: the offsets of the last ones need 64 bits."""

@@ -11,15 +11,9 @@ from sage_kernels.testing import FAMILIES, FP32_ROUNDING, relative_l2, sqnr_db
 from tests.decode_cases import SPARE, Decode, exact, filled, inputs, length
 
 
-@pytest.fixture(params=["reference", "interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def decode(request, monkeypatch):
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    if request.param == "interpreter":
-        if torch.cuda.is_available():
-            pytest.skip("the interpreter was not chosen: there is a GPU")
-        pytest.importorskip("triton", reason="triton is not installed")
-    return Decode(request.param, monkeypatch)
+@pytest.fixture
+def decode(tier, monkeypatch):
+    return Decode(tier, monkeypatch)
 
 
 SHAPES = [  # batch, S_q, S_kv, H, H_kv, D: groups of 1, 4, 8; every width; odd lengths; more rows than a tile
@@ -207,7 +201,7 @@ def test_C03_more_tokens_than_slots_give_nan(decode):
     assert out[0].isnan().all() and lse[0].isnan().all() and out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("decode", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("tier", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_number_of_splits_changes_rounding_only(decode):
     q, k, v = inputs(1, 2, 330, 4, 2, 64, dtype=torch.float32)
     cache, sinks = filled(k, v), torch.tensor([2.0, -1.0, 0.0, 4.0])
@@ -250,7 +244,7 @@ def test_C02_strided_buffers_give_the_bits_of_contiguous_ones(decode):
     assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True))
 
 
-@pytest.mark.parametrize("decode", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("tier", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_offsets_beyond_32_bits(decode):
     """The second sample lies 3 GB behind the first (the interpreter would copy them for every launch)."""
     q, k, v = inputs(2, 1, 70, 2, 2, 64)

@@ -1,7 +1,7 @@
 """INT8 attention kernels and their reference. Knows torch and (on a GPU) triton, nothing of Hugging Face."""
 
 from .attention import sage_attention
-from .checks import unsupported
+from .checks import REASONS, unsupported
 from .decode import append_kv, sage_decode_attention
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state
@@ -9,6 +9,7 @@ from .state import HeadState, new_head_state
 
 __all__ = [
     "DEFAULT_RECIPE",
+    "REASONS",
     "RECIPES",
     "ROTATIONS",
     "SCALINGS",

@@ -17,6 +17,24 @@ from .state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 CAUSAL = ("top_left", "bottom_right")
+# what `unsupported` returns
+REASONS = (
+    "dropout",
+    "not_a_tensor",
+    "rank",
+    "dtype",
+    "mixed_dtype",
+    "device",
+    "requires_grad",
+    "head_dim",
+    "value_head_dim",
+    "heads",
+    "shape",
+    "empty",
+    "mask_type",
+    "mask_shape",
+    "mask_and_causal",
+)
 
 
 def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False, enable_gqa: bool = False):
@@ -24,8 +42,7 @@ def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: b
 
     Looks at shapes, dtypes and flags only: no device sync, traceable by Dynamo. Layout of q, k, v: [B, S, H, D].
 
-    Returns: None or one of "dropout", "not_a_tensor", "rank", "dtype", "mixed_dtype", "device", "requires_grad",
-        "head_dim", "value_head_dim", "heads", "shape", "empty", "mask_type", "mask_shape", "mask_and_causal".
+    Returns: None or one of REASONS.
     """
     if dropout_p:
         return "dropout"

@@ -1,0 +1,65 @@
+"""What the reports of both sides share: rows, one per attention layer, their totals and how they are printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class LayerReport:
+    """What really ran in a model.
+
+    Attributes:
+        rows: one dict per layer, with at least the keys "calls" (INT8) and "fallbacks" ({reason: exact calls}).
+        notes: about the model as a whole.
+    """
+
+    rows: list[dict]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def calls(self) -> int:
+        """All INT8 calls."""
+        return sum(row["calls"] for row in self.rows)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """All exact calls by reason."""
+        total: dict[str, int] = {}
+        for row in self.rows:
+            for reason, number in row["fallbacks"].items():
+                total[reason] = total.get(reason, 0) + number
+        return total
+
+    def table(self):
+        """The rows as a rich.table.Table."""
+        raise NotImplementedError
+
+    def print(self, console=None) -> None:
+        """Print the table with rich, to `console` or the terminal."""
+        from rich.console import Console
+
+        console = console or Console()
+        console.print(self.table())
+        for note in self.notes:
+            console.print(note, markup=False)
+
+    def __str__(self):
+        from rich.console import Console
+
+        console = Console(width=160, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            self.print(console)
+        return capture.get()
+
+
+def empty_table():
+    """A rich.table.Table to be filled by a report."""
+    from rich.table import Table
+
+    return Table(title="INT8 attention: what really ran", title_justify="left")
+
+
+def reasons(fallbacks: dict[str, int]) -> str:
+    """{reason: exact calls} in a cell of the table."""
+    return ", ".join(f"{reason} {number}" for reason, number in fallbacks.items()) or "0"
