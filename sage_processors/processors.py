@@ -22,6 +22,7 @@ from torch.utils._device import DeviceContext
 import sage_kernels
 from sage_kernels import crossover
 
+from .autocast import autocast
 from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from .rebind import dispatch_attention_fn, rebind, stand_ins
 from .windows import CHOSEN
@@ -181,14 +182,6 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
     return out
 
 
-def _autocast(query, key, value):
-    """What autocast does to the inputs of scaled_dot_product_attention: all but fp64 and integers get its dtype."""
-    if not torch.is_autocast_enabled(query.device.type):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(query.device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value))
-
-
 def _next_call():
     index = _running.calls
     _running.calls = index + 1
@@ -200,7 +193,7 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     processor, index = _next_call()
     if processor._sage_config is not None:
         if query.dim() == key.dim() == value.dim() == 4:
-            q, k, v = _autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+            q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
             reason = _reason_against(processor, q, k, v, *options)
         else:
@@ -244,7 +237,7 @@ def _dispatch(
         elif backend != processor._sage_backend:
             reason = "backend"  # set_attention_backend() after the swap: the user's later word counts
         else:
-            q, k, v = _autocast(query, key, value)
+            q, k, v = autocast(query, key, value)
             reason = _reason_against(processor, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         if reason is None:
             return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)

@@ -18,8 +18,9 @@ import torch
 import sage_kernels
 from sage_kernels import crossover
 
+from .autocast import autocast
 from .config import POLICIES, UnsupportedAttentionError
-from .transformers_call import Call, autocast, exact, masking, refuse_gradients, refuse_packed
+from .transformers_call import Call, exact, masking, refuse_gradients, refuse_packed
 from .transformers_counts import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .transformers_masks import plain_mask, sage_mask
 

@@ -165,11 +165,3 @@ def refuse_packed(call: Call) -> None:
             f"cu_seq_lens of {call.label}: got {lengths.numel() - 1} packed sequences without a mask, expected a mask "
             "that keeps them apart; pass position_ids that start at 0 in every sequence, and no attention_mask"
         )
-
-
-def autocast(query, key, value):
-    """What autocast does to the inputs of scaled_dot_product_attention: all but fp64 and integers get its dtype."""
-    if not torch.is_autocast_enabled(query.device.type):
-        return query, key, value
-    dtype = torch.get_autocast_dtype(query.device.type)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in (query, key, value))

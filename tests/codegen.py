@@ -28,7 +28,7 @@ from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prepare_keys import TOKENS_PER_PROGRAM, _prepare_keys_kernel
 from sage_kernels._triton.prepare_values import _prepare_values_kernel, _value_amax_kernel
 from sage_kernels._triton.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels._triton.tiles import choose_tile
+from sage_kernels._triton.tiles import Tile, choose_tile
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -39,6 +39,13 @@ WIDTHS = (64, 128, 256)
 MASKS = ("keys", "rows", "causal")
 FULL_TARGETS = ("sm_80", "sm_90")  # the others compile a part: each kernel takes seconds
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
+# what the Hopper kernel can do besides what the tile table has it do
+HOPPER = (
+    ("per_token", "running", "16bit"),
+    ("per_token", "first", "16bit"),
+    ("planned", "running", "fp8_e4m3"),
+    ("planned", "lagged", "fp8_e4m3"),
+)
 MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QMMA", "QGMMA")
 FP8_MATRIX = re.compile(
     r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
@@ -121,11 +128,14 @@ def read(compiled) -> dict:
     return facts
 
 
-def attention(name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit") -> dict:
-    """mask: "none", "keys", "rows" or "causal"; reference: of the softmax, "" for the tile table's choice."""
+def attention(
+    name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None
+) -> dict:
+    """mask: "none", "keys", "rows" or "causal"; reference: of the softmax, "" for the tile table's choice; tile: None
+    for the tile table's."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = choose_tile(capability, width, scaling, mask == "rows", pv)
+    tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv)
     reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
@@ -251,6 +261,9 @@ def kernels(name: str):
                 yield f"{name}/attention_fp8/{width}/planned/{reference}", facts
     if name == "sm_90":
         yield "sm_90/attention_fp8/128/planned/rows", attention(name, 128, "planned", "rows", pv="fp8_e4m3")
+        for scaling, reference, pv in HOPPER:
+            facts = attention(name, 128, scaling, reference=reference, pv=pv, tile=Tile(128, 128, 4, 3, "hopper"))
+            yield f"sm_90/attention_hopper/128/{scaling}/{reference}/{pv}", facts
         yield "sm_90/values/128/amax", values(name, _value_amax_kernel, 128)
         yield "sm_90/values/128/cast", values(name, _prepare_values_kernel, 128)
     yield f"{name}/combine/128", combine(name, 128)

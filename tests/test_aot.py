@@ -142,7 +142,12 @@ def test_table_of_registers_and_loop_counts_is_the_committed_one(kernels):
 
 @pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
 def test_hopper_runs_the_warp_specialised_kernel_within_shared_memory(kernels):
-    found = {key: facts for key, facts in kernels.items() if facts["kernel"] == "hopper"}
+    found = {key: facts for key, facts in kernels.items() if facts["kernel"] == "hopper" and "/attention/" in key}
     assert len(found) == 4 and all(key.startswith("sm_90/attention/128/planned") for key in found)
-    for facts in found.values():
+    others = {key: facts for key, facts in kernels.items() if "/attention_hopper/" in key}
+    assert len(others) == 4
+    for key, facts in others.items():
+        assert facts["int8_matrix"] and facts.get("fp8_matrix", False) == key.endswith("fp8_e4m3"), key
+        assert facts["loops"][0]["spills"] <= SPILLS["hopper"], (key, facts)
+    for facts in (*found.values(), *others.values()):
         assert facts["shared"] <= 227 * 1024 and facts["registers"] == 168  # the launch's cap; warpgroups re-divide it

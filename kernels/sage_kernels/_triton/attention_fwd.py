@@ -15,7 +15,7 @@ import triton.language as tl
 
 from .. import recipe
 from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q_AMAX
-from .mask_tiles import load_bias
+from .mask_tiles import band_tiles, load_bias, tile_at
 from .primitives import (
     P_EXPONENT_LIMIT,
     dynamic_scale,
@@ -150,42 +150,6 @@ def _masked_step(
     return p, reference, running_sum, top, rescale
 
 
-@triton.jit
-def _band_tiles(first_row, seq_q, seq_kv, left, right, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """The key tiles of the query rows from first_row on: the first visited one, the first that every row sees wholly,
-    how many are so, and how many are visited."""
-    last_row = tl.minimum(first_row + BLOCK_M, seq_q) - 1
-    any_first = 0
-    all_first = 0
-    any_last = seq_kv
-    all_last = seq_kv
-    if HAS_LEFT:
-        any_first = tl.maximum(first_row + offset - left, 0)
-        all_first = tl.maximum(last_row + offset - left, 0)
-    if HAS_RIGHT:
-        any_last = tl.minimum(last_row + offset + right + 1, seq_kv)
-        all_last = tl.minimum(first_row + offset + right + 1, seq_kv)
-    first = any_first // BLOCK_N
-    visited = tl.maximum(tl.cdiv(tl.maximum(any_last, 0), BLOCK_N) - first, 0)
-    first_full = tl.cdiv(all_first, BLOCK_N)
-    full = tl.maximum(tl.maximum(all_last, 0) // BLOCK_N - first_full, 0)
-    return tl.where(visited > 0, first, 0), first_full, full, visited
-
-
-@triton.jit
-def _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK: tl.constexpr, HAS_LEFT: tl.constexpr):
-    """The i-th visited key tile: the wholly visible ones come first."""
-    if MASK != "none":
-        tile = tl.load(tiles_ptr + tl.where(i < full, i, n_tiles - 1 - (i - full)))
-    elif HAS_LEFT:
-        edge = first + i - full
-        tile = tl.where(i < full, first_full + i, tl.where(edge >= first_full, edge + full, edge))
-    else:
-        tile = i
-    return tile
-
-
 @triton.jit(do_not_specialize=[
     "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset",
     "reach_step_b", "reach_step_h", "list_step_b", "list_step_h", "list_step_m",
@@ -249,7 +213,7 @@ def _attention_fwd_kernel(
     reach = reach_ptr
     mask_rows = mask_ptr
     if MASK == "none":
-        first, first_full, full, visited = _band_tiles(
+        first, first_full, full, visited = band_tiles(
             first_row, seq_q, seq_kv, left, right, offset, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
         )
     else:
@@ -287,7 +251,7 @@ def _attention_fwd_kernel(
         tries = tl.min(known.to(tl.int32), 0) != 0
         plain = tl.where(tries, plain, 0)
         main = tl.where(tries, visited, 0)
-    tile = _tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     scores = tl.dot(q_int, _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
     p, reference, running_sum, top, rescale = _masked_step(
         scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
@@ -300,8 +264,8 @@ def _attention_fwd_kernel(
     if LAGGED:
         reference = tl.where(running_sum > -1.0, reference, top)
     for i in tl.range(1, plain, num_stages=STAGES):
-        before = _tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-        tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         key_scale = tl.load(k_scales + tile * scale_step)
@@ -320,8 +284,8 @@ def _attention_fwd_kernel(
             )
             acc = acc * rescale[:, None]
     for i in tl.range(tl.maximum(plain, 1), main, num_stages=1):
-        before = _tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-        tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         v = _load_values(
@@ -336,7 +300,7 @@ def _attention_fwd_kernel(
         )  # fmt: skip
         if not LAGGED:
             acc = acc * rescale[:, None]
-    tile = _tile_at(tl.maximum(main, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    tile = tile_at(tl.maximum(main, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     v = _load_values(
         values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
         BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
@@ -359,7 +323,7 @@ def _attention_fwd_kernel(
             running_sum = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
             for i in tl.range(0, visited, num_stages=1):
-                tile = _tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+                tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
                 codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
                 scores = tl.dot(q_int, codes, out_dtype=tl.int32)
                 p, reference, running_sum, top, rescale = _masked_step(

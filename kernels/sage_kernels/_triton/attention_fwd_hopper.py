@@ -24,7 +24,6 @@ from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q
 from .hopper_parts import (
     ROWS,
     as_operand,
-    band_tiles,
     copy_keys,
     copy_keys_and_values,
     copy_values,
@@ -33,12 +32,13 @@ from .hopper_parts import (
     masked_softmax_tile,
     outgrown,
     promote,
+    seen_tile,
     silence_hidden,
     silence_together,
     softmax_tile,
-    tile_at,
     value_operand,
 )
+from .mask_tiles import band_tiles
 
 
 _thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
@@ -88,7 +88,7 @@ def _key_step(
     acc, p, reference, running_sum, top, kept_reference = sums
     k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
     # a list is read one tile ahead: its latency would add to that of the scale
-    after = tile_at(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
+    after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
     if not SCALE_PER_KEY:
         key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
     mbarrier.wait(k_full.index(slot), phase)
@@ -148,7 +148,7 @@ def _redo(
     acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
     v_rows = value_operand(v_tile, WIDTH, BLOCK_N, FORMAT[1])
     for i in range(seen[6]):
-        tile = tile_at(i, seen, MASKING)
+        tile = seen_tile(i, seen, MASKING)
         # the copy engine may overwrite what this warpgroup has read and zeroed
         fence_async_shared()
         _thread_barrier()
@@ -261,7 +261,7 @@ def _consume(
         kept = kept_smem.index(GROUP_INDEX)
         kept.store(acc)
 
-    tile = tile_at(0, seen, MASKING)
+    tile = seen_tile(0, seen, MASKING)
     mbarrier.wait(k_full.index(0), 0)
     scores = warpgroup_mma(q_codes, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     key_scale = load_key_scale(k_scales, scale_smem.index(0), tile, SCALE_PER_KEY, SCORES)
@@ -271,7 +271,7 @@ def _consume(
         scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
         SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
     )  # fmt: skip
-    at = (tile, tile_at(gl.minimum(1, seen[6] - 1), seen, MASKING), 0, 0, 1, 0)
+    at = (tile, seen_tile(gl.minimum(1, seen[6] - 1), seen, MASKING), 0, 0, 1, 0)
     sums = (acc, p, reference, running_sum, top, kept_reference)
     for i in range(1, seen[5]):
         at, sums = _key_step(

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .. import recipe
+from .mask_tiles import tile_at
 
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
@@ -24,39 +25,10 @@ _SCORE_LIMIT = gl.constexpr(2.0**27)  # as in primitives.py
 
 
 @gluon.jit
-def band_tiles(first_row, rows, seq_q, seq_kv, left, right, offset, BLOCK_N: gl.constexpr,
-                HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr):  # fmt: skip
-    """As attention_fwd._band_tiles, for `rows` query rows from first_row on."""
-    last_row = gl.minimum(first_row + rows, seq_q) - 1
-    any_first = 0
-    all_first = 0
-    any_last = seq_kv
-    all_last = seq_kv
-    if HAS_LEFT:
-        any_first = gl.maximum(first_row + offset - left, 0)
-        all_first = gl.maximum(last_row + offset - left, 0)
-    if HAS_RIGHT:
-        any_last = gl.maximum(gl.minimum(last_row + offset + right + 1, seq_kv), 0)
-        all_last = gl.maximum(gl.minimum(first_row + offset + right + 1, seq_kv), 0)
-    first = any_first // BLOCK_N
-    visited = gl.maximum((any_last + BLOCK_N - 1) // BLOCK_N - first, 0)
-    first_full = (all_first + BLOCK_N - 1) // BLOCK_N
-    full = gl.maximum(all_last // BLOCK_N - first_full, 0)
-    return gl.where(visited > 0, first, 0), first_full, full, visited
-
-
-@gluon.jit
-def tile_at(i, seen, MASKING: gl.constexpr):
+def seen_tile(i, seen, MASKING: gl.constexpr):
     """The i-th visited key tile: the wholly visible ones come first."""
     _, tiles_ptr, n_tiles, first, first_full, full, _, _, _, _, _ = seen
-    if MASKING[0] != "none":
-        tile = gl.load(tiles_ptr + gl.where(i < full, i, n_tiles - 1 - (i - full)))
-    elif MASKING[2]:
-        edge = first + i - full
-        tile = gl.where(i < full, first_full + i, gl.where(edge >= first_full, edge + full, edge))
-    else:
-        tile = i
-    return tile
+    return tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASKING[0], MASKING[2])
 
 
 @gluon.jit
@@ -92,7 +64,7 @@ def copy_keys_and_values(
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
     for i in range(seen[6]):
-        tile = tile_at(i, seen, MASKING)
+        tile = seen_tile(i, seen, MASKING)
         slot = i % NUM_BUFFERS
         phase = (i // NUM_BUFFERS) & 1
         mbarrier.wait(k_empty.index(slot), phase ^ 1)
