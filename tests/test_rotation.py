@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from sage_kernels import new_head_state, sage_attention
 from sage_kernels.numerics import padded_head_dim, rotation_block
 from sage_kernels.reference import ref_rotate
 from sage_kernels.state import COUNT_CALLS, COUNT_DYNAMIC, shape_key
-from sage_kernels.testing import exact_attention, make_qkv, sqnr_db
+from sage_kernels.testing import FAMILIES, exact_attention, make_qkv, sqnr_db
 from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import band_mask, key_padding, normal
 
@@ -216,6 +218,18 @@ def test_rotation_reaches_29_db_on_outliers_that_vary_by_token(family, dtype):
 def test_rotation_costs_little_where_nothing_is_wrong(mode):
     plain, rotated = (measured("normal", mode, rotation) for rotation in ("none", "hadamard"))
     assert rotated > plain - 0.5, (plain, rotated)
+
+
+def test_the_table_of_the_documentation_is_what_is_measured():
+    """kernels/README.md, section 7: a row a family, a cell "without → with" for each scaling."""
+    readme = (Path(__file__).resolve().parent.parent / "kernels" / "README.md").read_text(encoding="utf-8")
+    rows = [line.replace("*", "").split("|")[1:-1] for line in readme.splitlines() if line.count(" → ") == 3]
+    assert {row[0].split(":")[0].strip() for row in rows} <= set(FAMILIES) and len(rows) >= 6
+    for name, *cells in rows:
+        for mode, cell in zip(("per_token", "per_block", "planned"), cells, strict=True):
+            for rotation, written in zip(("none", "hadamard"), cell.split("→"), strict=True):
+                found = measured(name.split(":")[0].strip(), mode, rotation)
+                assert found == pytest.approx(float(written), abs=0.15), (name, mode, rotation)
 
 
 def test_rotation_is_an_option_that_is_checked():
