@@ -6,14 +6,8 @@ import torch
 
 
 try:
-    from transformers.cache_utils import (
-        Cache,
-        DummyLayer,
-        DynamicCache,
-        DynamicLayer,
-        DynamicSlidingWindowLayer,
-        LinearAttentionLayer,
-    )
+    from transformers import cache_utils
+    from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 except ImportError as error:
     raise ImportError(
         'sage_processors.kv_cache needs transformers: pip install "sage-processors[transformers]"'
@@ -24,6 +18,11 @@ from .kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer
 from .stored_kv import Int8KVCacheError, StoredKV, attend, stored_int8
 
 
+# Layers that hold no keys and values stay transformers' own. Which there are depends on its version: 5.17 knows no
+# DummyLayer.
+_OTHER_LAYERS = tuple(
+    getattr(cache_utils, name) for name in ("LinearAttentionLayer", "DummyLayer") if hasattr(cache_utils, name)
+)
 __all__ = ["Int8KVCache", "Int8KVCacheError", "StoredKV", "attend", "stored_int8"]
 
 
@@ -99,7 +98,7 @@ def _layers(decoder, max_cache_len: int | None) -> list:
     layers = []
     for number, stock in enumerate(DynamicCache(config=decoder).layers):
         window = stock.sliding_window if type(stock) is DynamicSlidingWindowLayer else None
-        if type(stock) in (LinearAttentionLayer, DummyLayer):
+        if type(stock) in _OTHER_LAYERS:
             layers.append(stock)
         elif type(stock) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise NotImplementedError(

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import json
 import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -66,16 +67,32 @@ def pytest_configure(config):
         config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A worker of xdist whose CUDA context is lost ends here: xdist fails this test and replaces the worker. It would
+    fail all of its other tests, too."""
+    report = yield
+    lost = call.excinfo is not None and "CUDA error" in str(call.excinfo.value)
+    if lost and hasattr(item.config, "workerinput"):
+        print(f"{item.nodeid}\n{report.longreprtext[-3000:]}", file=sys.__stderr__, flush=True)
+        os._exit(1)
+    return report
+
+
 class Outcomes:
     """Collects what CI can't run (`make test-gpu`) and what kernels/CASES.md shows, to be committed as data."""
 
     def __init__(self, path: Path):
         self.path, self.tests = path, {}
+        self.failures = path.with_suffix(".failures.txt")
 
     def pytest_runtest_logreport(self, report):
         name = report.nodeid.removeprefix("tests/")
         if report.when == "call" or report.outcome != "passed":  # set-up and tear-down count when they fail or skip
             self.tests[name] = report.outcome
+        if report.failed:  # at once: a run that is stopped has no summary
+            with self.failures.open("a") as file:
+                file.write(f"{name} ({report.when})\n{report.longreprtext[-3000:]}\n\n")
 
     def pytest_sessionfinish(self):
         from sage_kernels.results import environment

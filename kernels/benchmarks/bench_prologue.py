@@ -47,7 +47,7 @@ def prologues(case: Case, q, k, v):
             def keys(scaling=scaling, planned=planned, block_n=block_n):
                 return launch_prepare_keys(
                     q, k, scaling=scaling, smooth_k=True, state=planned, mask=mask, return_center=False,
-                    block_n=block_n, width=width,
+                    block_n=block_n, width=width, rotation="none",
                 )  # fmt: skip
 
             def keys_and_values(keys=keys, planned=planned):

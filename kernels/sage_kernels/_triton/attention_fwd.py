@@ -18,6 +18,7 @@ from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q
 from .mask_tiles import band_tiles, load_bias, tile_at
 from .primitives import (
     P_EXPONENT_LIMIT,
+    RELAXED,
     dynamic_scale,
     fixed_softmax_step,
     in_operand_order,
@@ -48,7 +49,7 @@ def _record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM
     """Per-channel amax of this tile's queries, into the state."""
     row = tl.load(row_ptr) + h_kv
     stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width + channels
-    tl.atomic_max(stat, tl.max(tl.abs(q), 0), mask=channels < HEAD_DIM)
+    tl.atomic_max(stat, tl.max(tl.abs(q), 0), mask=channels < HEAD_DIM, sem=RELAXED)
 
 
 @triton.jit
@@ -214,8 +215,9 @@ def _attention_fwd_kernel(
     mask_rows = mask_ptr
     if MASK == "none":
         first, first_full, full, visited = band_tiles(
-            first_row, seq_q, seq_kv, left, right, offset, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT
-        )
+            first_row, seq_q, seq_kv, left, right, offset,
+            BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
+        )  # fmt: skip
     else:
         which = b * list_step_b + h * list_step_h + (first_row // BLOCK_M) * list_step_m
         tiles_ptr += which.to(tl.int64) * n_tiles
@@ -316,14 +318,18 @@ def _attention_fwd_kernel(
             again = outgrown(acc, running_sum)
         if SCALING == "planned":
             count = counts_ptr + (tl.load(row_ptr) + h_kv) * _COUNTS
-            tl.atomic_add(count + _TRIED, 1)
-            tl.atomic_add(count + _REDONE, again.to(tl.int32))
+            tl.atomic_add(count + _TRIED, 1, sem=RELAXED)
+            tl.atomic_add(count + _REDONE, again.to(tl.int32), sem=RELAXED)
         if again:  # rare: everything again with a running max, one tile after the other
             reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
             running_sum = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
             for i in tl.range(0, visited, num_stages=1):
                 tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+                v = _load_values(
+                    values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
+                    BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
+                )  # fmt: skip
                 codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
                 scores = tl.dot(q_int, codes, out_dtype=tl.int32)
                 p, reference, running_sum, top, rescale = _masked_step(
@@ -331,10 +337,6 @@ def _attention_fwd_kernel(
                     tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference,
                     running_sum, top,
                     MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, False,
-                )  # fmt: skip
-                v = _load_values(
-                    values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
-                    BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
                 )  # fmt: skip
                 acc = _add_product(acc * rescale[:, None], p, v, PV, BLOCK_M, BLOCK_N)
             top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)

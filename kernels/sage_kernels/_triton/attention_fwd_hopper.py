@@ -52,6 +52,7 @@ _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
 _LAGGED_EXPONENT = gl.constexpr(recipe.LAGGED_EXPONENT)
 _LAGGED_LOWEST = gl.constexpr(recipe.LAGGED_LOWEST)
 _LAGGED_HIGHEST = gl.constexpr(recipe.LAGGED_HIGHEST)
+_RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
@@ -223,7 +224,7 @@ def _consume(
     if SCALING == "planned":
         x = q * gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
         stat = stats_ptr + (gl.load(row_ptr) + h_kv) * (_STATS * state_width) + _STAT_Q_AMAX * state_width + channels
-        gl.atomic_max(stat, gl.max(gl.abs(q), 0), mask=channels < HEAD_DIM)
+        gl.atomic_max(stat, gl.max(gl.abs(q), 0), mask=channels < HEAD_DIM, sem=_RELAXED)
     amax = gl.max(gl.abs(x), 1)
     if SCALING == "per_block":
         amax = gl.full_like(amax, 0.0) + gl.max(amax, 0)
@@ -306,8 +307,8 @@ def _consume(
         if SCALING == "planned":
             count = counts_ptr + (gl.load(row_ptr) + h_kv) * _COUNTS + channels * 0
             one = gl.full_like(channels, 1)
-            gl.atomic_add(count + _TRIED, one, mask=channels == 0)
-            gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=channels == 0)
+            gl.atomic_add(count + _TRIED, one, mask=channels == 0, sem=_RELAXED)
+            gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=channels == 0, sem=_RELAXED)
         if again:
             mbarrier.wait(finished, 0)
             reach, tiles_ptr, n_tiles, first, first_full, _, _, left, right, offset, seq_kv = seen
@@ -373,8 +374,9 @@ def attention_fwd_hopper_kernel(
     first_full = 0
     if MASK == "none":
         first, first_full, full, visited = band_tiles(
-            first_row, 2 * ROWS, seq_q, seq_kv, left, right, offset, BLOCK_N, HAS_LEFT, HAS_RIGHT
-        )
+            first_row, seq_q, seq_kv, left, right, offset,
+            BLOCK_M=2 * ROWS, BLOCK_N=BLOCK_N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
+        )  # fmt: skip
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + b * list_step_b * 2)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..masking import FAINT, Masking
+from .primitives import RELAXED
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -157,7 +158,7 @@ def _row_mask_kernel(mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, stride_mb, str
         inside = (rows < seq_q)[:, None] & (keys < seq_kv)[None, :]
         bias = load_bias(base + keys.to(tl.int64)[None, :] * stride_mk, inside)
         reach = tl.max(bias, 0)
-        tl.atomic_max(reach_ptr + keys, reach, mask=reach > float("-inf"))
+        tl.atomic_max(reach_ptr + keys, reach, mask=reach > float("-inf"), sem=RELAXED)
         is_any = tl.max(reach, 0) > float("-inf")
         is_full = tl.max(tl.max((bias != 0.0).to(tl.int32), 1), 0) == 0
         full, partial = _append(

@@ -38,6 +38,7 @@ from .primitives import (
     CENTER_STEPS,
     CHANNEL_FLOOR,
     INT8_MAX,
+    RELAXED,
     dynamic_scale,
     load_tokens,
     nan_unless_finite,
@@ -276,10 +277,10 @@ def _prepare_keys_kernel(
         if chunk == 0:
             tl.store(q_weight_ptr + head_offset * WIDTH + channels, q_weight)
             if b == 0:
-                tl.atomic_add(count + _CALLS, 1)
-                tl.atomic_add(count + _DYNAMIC, (planned == 0.0).to(tl.int32))
-                tl.atomic_max(count + _KEY_MAX, shape_key)
-                tl.atomic_min(count + _KEY_MIN, shape_key)
+                tl.atomic_add(count + _CALLS, 1, sem=RELAXED)
+                tl.atomic_add(count + _DYNAMIC, (planned == 0.0).to(tl.int32), sem=RELAXED)
+                tl.atomic_max(count + _KEY_MAX, shape_key, sem=RELAXED)
+                tl.atomic_min(count + _KEY_MIN, shape_key, sem=RELAXED)
     elif SMOOTH:
         center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK)
     if STORE_CENTER:
@@ -308,11 +309,11 @@ def _prepare_keys_kernel(
             )  # fmt: skip
     if SCALING == "planned":
         stat = stats_ptr + row * (_STATS * state_width) + channels
-        tl.atomic_max(stat + _STAT_K_MAX * state_width, tl.max(k_max, 0), mask=is_channel)
-        tl.atomic_min(stat + _STAT_K_MIN * state_width, tl.min(k_min, 0), mask=is_channel)
-        tl.atomic_add(counts_ptr + row * _COUNTS + _KEYS, tl.sum(counts, 0) * HEAD_DIM)
+        tl.atomic_max(stat + _STAT_K_MAX * state_width, tl.max(k_max, 0), mask=is_channel, sem=RELAXED)
+        tl.atomic_min(stat + _STAT_K_MIN * state_width, tl.min(k_min, 0), mask=is_channel, sem=RELAXED)
+        tl.atomic_add(counts_ptr + row * _COUNTS + _KEYS, tl.sum(counts, 0) * HEAD_DIM, sem=RELAXED)
         if outside > 0:
-            tl.atomic_add(counts_ptr + row * _COUNTS + _OUTSIDE, outside)
+            tl.atomic_add(counts_ptr + row * _COUNTS + _OUTSIDE, outside, sem=RELAXED)
 
 
 class PreparedKeys(NamedTuple):

@@ -26,7 +26,7 @@ from ..state import (
     shape_key,
 )
 from .mask_tiles import MaskTiles
-from .primitives import E4M3_MAX, to_e4m3
+from .primitives import E4M3_MAX, RELAXED, to_e4m3
 
 
 _CLIPPED = tl.constexpr(COUNT_CLIPPED)
@@ -184,10 +184,10 @@ def _prepare_values_kernel(
             clipped += tl.sum((size * inverse[None, :] > E4M3_MAX).to(tl.int32), 0)
     if PLANNED:
         stat = stats_ptr + row * (_STATS * state_width) + _STAT_V_AMAX * state_width + channels
-        tl.atomic_max(stat, reached, mask=channels < HEAD_DIM)
+        tl.atomic_max(stat, reached, mask=channels < HEAD_DIM, sem=RELAXED)
         lost = tl.sum(clipped, 0)
         if lost > 0:
-            tl.atomic_add(counts_ptr + row * _COUNTS + _CLIPPED, lost)
+            tl.atomic_add(counts_ptr + row * _COUNTS + _CLIPPED, lost, sem=RELAXED)
 
 
 def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles, width, rotation="none"):

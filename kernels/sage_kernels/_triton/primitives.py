@@ -18,6 +18,9 @@ AMAX_FLOOR = tl.constexpr(1e-30)
 CHANNEL_FLOOR = tl.constexpr(2.0**-24)
 CENTER_SAMPLES = tl.constexpr(128)
 CENTER_STEPS = tl.constexpr(2.0**22)
+# Statistics and counts are read by later launches only. The default order, acq_rel, fences each atomic: it waits for
+# all of the program's stores and drops the SM's L1 cache.
+RELAXED = tl.constexpr("relaxed")
 E4M3_MAX = tl.constexpr(recipe.E4M3_MAX)
 P_EXPONENT_LIMIT = tl.constexpr(recipe.P_EXPONENT_LIMIT)
 # From here on the rounding of a score alone may push P out of e4m3 in a step that folds the scale into the exponent.
