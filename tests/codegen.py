@@ -25,7 +25,7 @@ from sage_kernels._triton.attention_decode import _combine_kernel, _decode_atten
 from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
 from sage_kernels._triton.decode_tiles import decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
-from sage_kernels._triton.prepare_keys import TOKENS_PER_PROGRAM, _prepare_keys_kernel
+from sage_kernels._triton.prepare_keys import _prepare_keys_kernel
 from sage_kernels._triton.prepare_values import _prepare_values_kernel, _value_amax_kernel
 from sage_kernels._triton.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
 from sage_kernels._triton.tiles import Tile, choose_tile
@@ -158,7 +158,7 @@ def attention(
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
         for argument, kind, block, dtype in blocks:
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
-        constants |= {"NUM_BUFFERS": tile.num_stages}
+        constants |= {"NUM_BUFFERS": tile.num_stages, "GROUPS": tile.block_m // 64}
         options = {"num_warps": 4}
     else:
         kernel = _attention_fwd_kernel
@@ -176,7 +176,7 @@ def prepare(name: str, width: int, scaling: str, mask: str = "none") -> dict:
     target = TARGETS[name]
     tile = choose_tile(target.arch if target.backend == "cuda" else 0, width, scaling)
     constants = {
-        "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "TILES": TOKENS_PER_PROGRAM // tile.block_n,
+        "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n,
         "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": mask != "none",
     }  # fmt: skip
     types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}

@@ -181,18 +181,28 @@ def _redo(
 
 @gluon.jit
 def _consume(
-    q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr, row_ptr,
-    counts_ptr, row_max_ptr, v_scale_ptr, state_width, q_smem, kept_smem, ring, silenced, finished, landed,
-    k_row, stride_qb, stride_qs, stride_qh, seen, full, visited, tries, seq_q, heads, group, b, h, first_row,
-    softmax_scale,
-    GROUP_INDEX: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_BUFFERS: gl.constexpr, SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASKING: gl.constexpr,
-    FORMAT: gl.constexpr, PV_DTYPE: gl.constexpr,
+    given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
+    PV_DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: quantise 64 query rows, walk the key tiles, write the output.
 
-    seen: of the tiles in the ring; full, visited: of all tiles, which are done again where the ring's were in vain.
+    given: see the kernel. In `sizes`, full and visited are of all tiles, which are done again where the ring's (those
+    of `seen`) were in vain.
     """
+    HEAD_DIM: gl.constexpr = KIND[0]
+    WIDTH: gl.constexpr = KIND[1]
+    BLOCK_N: gl.constexpr = KIND[2]
+    NUM_BUFFERS: gl.constexpr = KIND[3]
+    SCALING: gl.constexpr = KIND[4]
+    RETURN_LSE: gl.constexpr = KIND[5]
+    q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr = given[:9]
+    stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width = given[9]
+    stride_qb, stride_qs, stride_qh = given[10]
+    q_smem, kept_smem, silenced, finished, landed = given[11]
+    ring = given[12]
+    seen = given[13]
+    seq_q, heads, group, b, h, first_row, k_row, full, visited, tries = given[14]
+    softmax_scale = given[15]
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
     LAGGED: gl.constexpr = FORMAT[2] == "lagged"
@@ -352,14 +362,14 @@ def attention_fwd_hopper_kernel(
     left, right, offset, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, PV: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, PV: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    m_tiles = (seq_q + 2 * ROWS - 1) // (2 * ROWS)
+    m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
     m_tile = gl.program_id(0) % m_tiles
     if HAS_RIGHT:
         m_tile = m_tiles - 1 - m_tile  # the long ones of a head first: the last to run are then short
-    first_row = m_tile * (2 * ROWS)
+    first_row = m_tile * (GROUPS * ROWS)
     head_of_batch = gl.program_id(0) // m_tiles
     b = head_of_batch // heads
     h = head_of_batch % heads
@@ -375,7 +385,7 @@ def attention_fwd_hopper_kernel(
     if MASK == "none":
         first, first_full, full, visited = band_tiles(
             first_row, seq_q, seq_kv, left, right, offset,
-            BLOCK_M=2 * ROWS, BLOCK_N=BLOCK_N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
+            BLOCK_M=GROUPS * ROWS, BLOCK_N=BLOCK_N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
         )  # fmt: skip
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
@@ -388,8 +398,9 @@ def attention_fwd_hopper_kernel(
     ring_visited = visited
     if REFERENCE == "lagged":
         # a row that was never seen has no reference: one tile through the ring, then all with a running max
-        rows = first_row + gl.arange(0, 2 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-        earlier = gl.load(row_max_ptr + head_of_batch.to(gl.int64) * seq_q + rows, mask=rows < seq_q, other=0.0)
+        rows = first_row + gl.arange(0, 4 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
+        is_row = rows < gl.minimum(first_row + GROUPS * ROWS, seq_q)
+        earlier = gl.load(row_max_ptr + head_of_batch.to(gl.int64) * seq_q + rows, mask=is_row, other=0.0)
         tries = gl.min((gl.abs(earlier) < _P_EXPONENT_LIMIT).to(gl.int32), 0)
         ring_full = gl.where(tries != 0, full, 0)
         ring_visited = gl.where(tries != 0, visited, 1)
@@ -397,7 +408,7 @@ def attention_fwd_hopper_kernel(
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
     KEPT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(gl.int8, [2, ROWS, WIDTH], Q_LAYOUT)
+    q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
     scale_smem = k_smem  # never read without a scale per key
@@ -405,7 +416,7 @@ def attention_fwd_hopper_kernel(
         scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1, BLOCK_N], key_scales.layout)
     kept_smem = k_smem  # never read in 16 bit
     if PV == "fp8_e4m3":
-        kept_smem = gl.allocate_shared_memory(gl.float32, [2, ROWS, WIDTH], KEPT_LAYOUT)
+        kept_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, WIDTH], KEPT_LAYOUT)
     k_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     k_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     v_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
@@ -413,42 +424,49 @@ def attention_fwd_hopper_kernel(
     silenced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
     mbarrier.init(silenced, count=2)
     finished = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
-    mbarrier.init(finished, count=2)
-    landed = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
-    for i in gl.static_range(2):
+    mbarrier.init(finished, count=GROUPS)
+    landed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+    for i in gl.static_range(GROUPS):
         mbarrier.init(landed.index(i), count=1)
     for i in gl.static_range(NUM_BUFFERS):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=2)
-        mbarrier.init(v_empty.index(i), count=2)
+        mbarrier.init(k_empty.index(i), count=GROUPS)
+        mbarrier.init(v_empty.index(i), count=GROUPS)
     fence_async_shared()
     ring = (k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty)
     seen = (reach, tiles_ptr, n_tiles, first, first_full, ring_full, ring_visited, left, right, offset, seq_kv)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
-                row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width, q_smem, kept_smem, ring, silenced,
-                finished, landed, k_row, stride_qb, stride_qs, stride_qh, seen, full, visited, tries, seq_q, heads,
-                group, b, h, first_row, softmax_scale,
-                0, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASKING, FORMAT, PV_DTYPE,
-            )),
-            (_consume, (
-                q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr, stats_ptr,
-                row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width, q_smem, kept_smem, ring, silenced,
-                finished, landed, k_row, stride_qb, stride_qs, stride_qh, seen, full, visited, tries, seq_q, heads,
-                group, b, h, first_row, softmax_scale,
-                1, HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, MASKING, FORMAT, PV_DTYPE,
-            )),
-            (copy_keys_and_values, (
-                keys, values, key_scales, ring, seen, k_row, kv_head_of_batch, b, h_kv, WIDTH, BLOCK_N, NUM_BUFFERS,
-                MASKING, FORMAT,
-            )),
-        ],
-        [4, 1],
-        [240, 24],
+    state = (stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width)
+    strides = (stride_qb, stride_qs, stride_qh)
+    smem = (q_smem, kept_smem, silenced, finished, landed)
+    sizes = (seq_q, heads, group, b, h, first_row, k_row, full, visited, tries)
+    given = (
+        q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, state, strides, smem,
+        ring, seen, sizes, softmax_scale,
     )  # fmt: skip
+    KIND: gl.constexpr = (HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE)
+    copied = (keys, values, key_scales, ring, seen, k_row, kv_head_of_batch, b, h_kv)
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (given, 0, KIND, MASKING, FORMAT, PV_DTYPE)),
+                (_consume, (given, 1, KIND, MASKING, FORMAT, PV_DTYPE)),
+                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (given, 0, KIND, MASKING, FORMAT, PV_DTYPE)),
+                (_consume, (given, 1, KIND, MASKING, FORMAT, PV_DTYPE)),
+                (_consume, (given, 2, KIND, MASKING, FORMAT, PV_DTYPE)),
+                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
+            ],
+            [4, 4, 1],
+            [160, 160, 24],
+        )
 
 
 _GLUON_DTYPES = {

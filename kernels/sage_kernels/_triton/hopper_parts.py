@@ -57,10 +57,11 @@ def copy_values(values, v_row, b, h_kv, tile, landed, v_tile, WIDTH: gl.constexp
 
 @gluon.jit
 def copy_keys_and_values(
-    keys, values, key_scales, ring, seen, k_row, v_row, b, h_kv, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
-    NUM_BUFFERS: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
+    copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASKING: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):  # fmt: skip
     """The producer: fills the ring of buffers as the consumers free them."""
+    keys, values, key_scales, ring, seen, k_row, v_row, b, h_kv = copied
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
     for i in range(seen[6]):
@@ -217,13 +218,14 @@ def silence_hidden(v_tile, reach, first_key, FIRST: gl.constexpr, END: gl.conste
 @gluon.jit
 def silence_together(v_tile, reach, first_key, silenced, turn, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
                       GROUP_INDEX: gl.constexpr):  # fmt: skip
-    """`silence_hidden` by both warpgroups: half of the tile each, then wait for the other's half.
+    """`silence_hidden` by the first two warpgroups, half of the tile each; all wait until both are done.
 
     turn: how many tiles they did so before.
     """
     HALF: gl.constexpr = BLOCK_N // 2
-    silence_hidden(v_tile, reach, first_key, GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, WIDTH)
-    mbarrier.arrive(silenced, count=1)
+    if GROUP_INDEX < 2:
+        silence_hidden(v_tile, reach, first_key, GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, WIDTH)
+        mbarrier.arrive(silenced, count=1)
     mbarrier.wait(silenced, turn & 1)
 
 

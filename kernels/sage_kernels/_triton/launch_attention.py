@@ -128,8 +128,8 @@ def launch_attention_fwd(
                 *tensors, *recorded, *kept, v_scale, *numbers,
                 *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *sizes,
-                **constants, NUM_BUFFERS=tile.num_stages, REFERENCE=reference, PV=pv, num_warps=4,
-                enable_fp_fusion=False,
+                **constants, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64, REFERENCE=reference, PV=pv,
+                num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
         use_tma = tile.kernel == "tma"

@@ -66,8 +66,17 @@ _STAT_K_MAX = tl.constexpr(STAT_K_MAX)
 _STAT_K_MIN = tl.constexpr(STAT_K_MIN)
 _FAINT = tl.constexpr(FAINT)
 
-TOKENS_PER_PROGRAM = 512  # amortises the plan, the sampled vectors and the atomics over several tiles
+# Tokens of a program: amortise the plan, the sampled vectors and the atomics over several tiles, the more of them the
+# more tokens there are: a thousand programs fill the largest GPU several times.
+TOKENS_PER_PROGRAM, LONG_TOKENS_PER_PROGRAM, LONG = 512, 1024, 2**20
 ROWS_PER_STEP = tl.constexpr(32)  # a tile is walked in slices of this many tokens: few registers, many loads in flight
+
+
+@triton.jit
+def _sample_steps(extent):
+    """CENTER_SAMPLES // ROWS_PER_STEP, which the compiler does not know: the loops of the rare branch, unrolled, would
+    take the registers that programs in flight need."""
+    return tl.minimum(CENTER_SAMPLES // ROWS_PER_STEP, tl.maximum(extent, 0) + CENTER_SAMPLES)
 
 
 @triton.jit
@@ -97,14 +106,14 @@ def _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM: tl.constexpr
     """numerics.sampled_center of one head: [WIDTH]. Its sum is one of integers, so its order does not matter."""
     top = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
     number = tl.zeros([ROWS_PER_STEP], tl.int32)
-    for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
+    for step in range(_sample_steps(extent)):
         k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
         top = tl.maximum(top, tl.abs(k))
         number += counted
     amax = tl.maximum(tl.max(tl.max(top, 1), 0), AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS, amax)
     total = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
-    for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
+    for step in range(_sample_steps(extent)):
         k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
         total += round_to_int(k * inverse)
     steps = CENTER_STEPS * tl.maximum(tl.sum(number, 0), 1).to(tl.float32)
@@ -125,7 +134,7 @@ def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_
     q_amax = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
     k_amax = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
     is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
-    for step in range(CENTER_SAMPLES // ROWS_PER_STEP):
+    for step in range(_sample_steps(extent)):
         k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
         smoothed = tl.where(is_channel & (counted != 0)[:, None], k - center[None, :], 0.0)
         k_amax = tl.maximum(k_amax, tl.abs(smoothed))
@@ -137,14 +146,13 @@ def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_
 
 
 @triton.jit
-def _load_slice(k_base, tokens, stride_ks, seq_kv, reach_ptr, center, weight,
-                HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr,
-                HAS_MASK: tl.constexpr):  # fmt: skip
-    """Keys [ROWS_PER_STEP, WIDTH] in fp32, plain and smoothed and balanced, and which of them take part in scales.
+def _smooth(k, tokens, seq_kv, reach_ptr, center, weight,
+            HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+    """Loaded keys [ROWS_PER_STEP, WIDTH] in fp32, plain and smoothed and balanced, and which take part in scales.
 
     Smoothed keys are zero beyond the sequence and the head and where the mask hides them from all rows.
     """
-    k = load_tokens(k_base, tokens, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED).to(tl.float32)
+    k = k.to(tl.float32)
     x = (k - center[None, :]) * weight[None, :]
     counted = tokens < seq_kv
     if HAS_MASK:
@@ -158,20 +166,30 @@ def _load_slice(k_base, tokens, stride_ks, seq_kv, reach_ptr, center, weight,
 
 @triton.jit
 def _prepare_tile(
-    tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
+    tile, ahead, end, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
     k_max, k_min, outside, counts,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr, MASKED: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale."""
+    """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale.
+
+    Keys are loaded a slice ahead, or each load would wait behind the stores of the slice before. ahead: the tile's
+    first slice; returned: that of the next tile, of those before `end`.
+    """
     first = tile * BLOCK_N
     slice_rows = tl.arange(0, ROWS_PER_STEP)
     channels = tl.arange(0, WIDTH)[None, :]
     reach = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)  # largest |x| seen by each element of a slice
     for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
         rows = step * ROWS_PER_STEP + slice_rows
-        k, x, counted = _load_slice(
-            k_base, first + rows, stride_ks, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
+        now = ahead
+        following = first + rows + ROWS_PER_STEP
+        if step + 1 < BLOCK_N // ROWS_PER_STEP:
+            ahead = load_tokens(k_base, following, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
+        else:
+            ahead = load_tokens(k_base, following, stride_ks, end, HEAD_DIM, WIDTH, True)
+        k, x, counted = _smooth(
+            now, first + rows, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
         )
         if SCALING == "per_token":
             scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
@@ -201,16 +219,16 @@ def _prepare_tile(
             beyond = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
             for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
                 rows = step * ROWS_PER_STEP + slice_rows
-                _, x, _ = _load_slice(
-                    k_base, first + rows, stride_ks, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED,
-                    HAS_MASK,
-                )  # fmt: skip
+                again = load_tokens(k_base, first + rows, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
+                _, x, _ = _smooth(
+                    again, first + rows, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
+                )
                 tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse))
                 if SCALING == "planned":
                     beyond += (tl.abs(x) > INT8_MAX).to(tl.int32)
             if SCALING == "planned":
                 outside += tl.sum(tl.sum(beyond, 1), 0) * (planned > 0).to(tl.int32)
-    return k_max, k_min, outside, counts
+    return ahead, k_max, k_min, outside, counts
 
 
 @triton.jit(
@@ -219,6 +237,7 @@ def _prepare_tile(
         "seq_q",
         "seq_kv",
         "programs_per_head",
+        "tiles",
         "kv_heads",
         "group",
         "state_width",
@@ -230,8 +249,8 @@ def _prepare_keys_kernel(
     q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
     plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb, stride_rh,
-    seq_q, seq_kv, kv_heads, group, programs_per_head,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SCALING: tl.constexpr,
+    seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
     SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) % programs_per_head
@@ -253,21 +272,25 @@ def _prepare_keys_kernel(
     weight = tl.full([WIDTH], 1.0, tl.float32)
     planned = tl.zeros([], tl.float32)
     row = 0
+    # before all that takes long: the first keys are on their way
+    end = tl.minimum((chunk + 1) * tiles * BLOCK_N, seq_kv)
+    tokens = chunk * tiles * BLOCK_N + tl.arange(0, ROWS_PER_STEP)
+    ahead = load_tokens(k_base, tokens, stride_ks, end, HEAD_DIM, WIDTH, True)
     if SCALING == "planned":
         row = tl.load(row_ptr) + h
         count = counts_ptr + row * _COUNTS
         planned = tl.load(plan_scale_ptr + row)
+        plan = plan_ptr + row * (_PLANS * state_width) + channels
+        center = tl.load(plan + _CENTER * state_width, mask=is_channel, other=0.0)
+        weight = tl.load(plan + _K_WEIGHT * state_width, mask=is_channel, other=0.0)
+        q_weight = tl.load(plan + _Q_WEIGHT * state_width, mask=is_channel, other=0.0)
         fits = (tl.load(count + _PLAN_KEY_A) == shape_key) | (tl.load(count + _PLAN_KEY_B) == shape_key)
-        has_plan = fits & (planned > 0)
-        planned = tl.where(has_plan, planned, 0.0)
-        if has_plan:
-            plan = plan_ptr + row * (_PLANS * state_width) + channels
-            center = tl.load(plan + _CENTER * state_width, mask=is_channel, other=0.0)
-            weight = tl.load(plan + _K_WEIGHT * state_width, mask=is_channel, other=0.0)
-            q_weight = tl.load(plan + _Q_WEIGHT * state_width, mask=is_channel, other=0.0)
-        else:
+        planned = tl.where(fits & (planned > 0), planned, 0.0)
+        if planned == 0:  # no plan: what was read with it does not count
             if SMOOTH:
                 center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK)
+            else:
+                center = tl.zeros([WIDTH], tl.float32)
             q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
             weight = _sampled_balance(
                 q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
@@ -294,18 +317,18 @@ def _prepare_keys_kernel(
     k_min = tl.full([ROWS_PER_STEP, WIDTH], float("inf"), tl.float32)
     outside = tl.zeros([], tl.int32)
     counts = tl.zeros([ROWS_PER_STEP], tl.int32)
-    for tile in range(chunk * TILES, tl.minimum(chunk * TILES + TILES, n_tiles)):
+    for tile in range(chunk * tiles, tl.minimum((chunk + 1) * tiles, n_tiles)):
         codes = k_int_ptr + (head_offset * n_tiles + tile) * (BLOCK_N * WIDTH)
         scales = k_scale_ptr + (head_offset * n_tiles + tile) * (BLOCK_N if SCALING == "per_token" else 1)
         if tile * BLOCK_N + BLOCK_N <= seq_kv:
-            k_max, k_min, outside, counts = _prepare_tile(
-                tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes, scales,
-                k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, False, HAS_MASK,
+            ahead, k_max, k_min, outside, counts = _prepare_tile(
+                tile, ahead, end, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes,
+                scales, k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, False, HAS_MASK,
             )  # fmt: skip
         else:
-            k_max, k_min, outside, counts = _prepare_tile(
-                tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes, scales,
-                k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, True, HAS_MASK,
+            ahead, k_max, k_min, outside, counts = _prepare_tile(
+                tile, ahead, end, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes,
+                scales, k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, True, HAS_MASK,
             )  # fmt: skip
     if SCALING == "planned":
         stat = stats_ptr + row * (_STATS * state_width) + channels
@@ -368,7 +391,8 @@ def launch_prepare_keys(
         q_weight=empty(batch, kv_heads, width) if planned else None,
         q_amax=q_amax,
     )
-    tiles = max(1, TOKENS_PER_PROGRAM // block_n)
+    is_long = batch * kv_heads * seq_kv >= LONG
+    tiles = max(1, (LONG_TOKENS_PER_PROGRAM if is_long else TOKENS_PER_PROGRAM) // block_n)
     programs = -(-n_tiles // tiles)
     none = prepared.scale  # never read where a pointer does not apply
     plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
@@ -379,8 +403,8 @@ def launch_prepare_keys(
         plan, plan_scale, stats, counts, row, key, plan.shape[-1],
         q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
         none if mask.reach is None else mask.reach, none if mask.extent is None else mask.extent, *mask.reach_strides,
-        q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads, programs,
-        HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, TILES=tiles, SCALING=scaling, SMOOTH=smooth_k,
+        q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads, programs, tiles,
+        HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
         STORE_CENTER=return_center, HAS_MASK=mask.reach is not None,
         num_warps=8, maxnreg=128 if planned and k.is_cuda else None, enable_fp_fusion=False,
     )  # fmt: skip

@@ -26,6 +26,7 @@ from ..state import (
     shape_key,
 )
 from .mask_tiles import MaskTiles
+from .prepare_keys import LONG
 from .primitives import E4M3_MAX, RELAXED, to_e4m3
 
 
@@ -43,19 +44,24 @@ _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 
 KEYS = tl.constexpr(128)  # of one step; the buffer is padded to it, which is a whole number of every tile
 CHANNELS = tl.constexpr(64)  # of one program: with 128 keys, both sides of the transposition move whole sectors
-STEPS = 4  # of one program: amortises the scale and the atomics
+STEPS, LONG_STEPS = 4, 8  # of one program, of many or few tokens: amortise the scale and the atomics
 AMAX_ROWS = tl.constexpr(32)
 AMAX_CHUNKS = 64  # programs a head at most: each cast program reads what all of them found
 MIN_CHUNK = 256
 
 
 @triton.jit
-def _load(v_base, tokens, channels, stride_vs, seq_kv, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
-    """V [tokens, channels] in fp32, zero where nothing is seen, and which tokens count for scales."""
-    inside = (tokens < seq_kv)[:, None] & (channels < HEAD_DIM)[None, :]
-    pointers = v_base + tokens.to(tl.int64)[:, None] * stride_vs + channels[None, :]
-    x = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
-    counted = tokens < seq_kv
+def _load(v_base, tokens, channels, stride_vs, end, HEAD_DIM: tl.constexpr):
+    """V [tokens, channels] in its own dtype, zero from token `end` on and beyond the head."""
+    inside = (tokens < end)[:, None] & (channels < HEAD_DIM)[None, :]
+    return tl.load(v_base + tokens.to(tl.int64)[:, None] * stride_vs + channels[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _seen(v, tokens, end, reach_ptr, HAS_MASK: tl.constexpr):
+    """Loaded values in fp32, zero where nothing is seen, and which tokens count for scales."""
+    x = v.to(tl.float32)
+    counted = tokens < end
     if HAS_MASK:
         reach = tl.load(reach_ptr + tokens, mask=counted, other=float("-inf"))
         x = tl.where((reach > float("-inf"))[:, None], x, 0.0)
@@ -105,7 +111,8 @@ def _value_amax_kernel(
     seen = tl.zeros([AMAX_ROWS, WIDTH], tl.float32)
     for first in range(chunk * chunk_keys, end, AMAX_ROWS):
         tokens = first + tl.arange(0, AMAX_ROWS)
-        x, counted = _load(v_base, tokens, channels, stride_vs, end, reach_ptr, HEAD_DIM, HAS_MASK)
+        v = _load(v_base, tokens, channels, stride_vs, end, HEAD_DIM)
+        x, counted = _seen(v, tokens, end, reach_ptr, HAS_MASK)
         x = _finite_size(x)
         seen = tl.maximum(seen, x)
         if HAS_MASK:
@@ -150,6 +157,13 @@ def _prepare_values_kernel(
     n_steps = tl.cdiv(seq_kv, KEYS)
     amax_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
 
+    # place 4·b + 2·a + c of each 16 holds key 8·a + 2·b + c
+    place = tl.arange(0, KEYS)
+    key = place // 16 * 16 + place // 2 % 2 * 8 + place % 16 // 4 * 2 + place % 2
+    # before all that takes long: the first values are on their way
+    end = tl.minimum((span + 1) * steps * KEYS, seq_kv)
+    ahead = _load(v_base, key + span * steps * KEYS, channels, stride_vs, end, HEAD_DIM)
+
     scale = tl.zeros([CHANNELS], tl.float32)
     has_plan = 0
     row = 0
@@ -168,14 +182,13 @@ def _prepare_values_kernel(
         tl.store(v_scale_ptr + head_of_batch * WIDTH + channels, scale)
     inverse = tl.div_rn(tl.full([CHANNELS], 1.0, tl.float32), scale)
 
-    # place 4·b + 2·a + c of each 16 holds key 8·a + 2·b + c
-    place = tl.arange(0, KEYS)
-    key = place // 16 * 16 + place // 2 % 2 * 8 + place % 16 // 4 * 2 + place % 2
     codes = codes_ptr + (head_of_batch.to(tl.int64) * WIDTH + channels)[:, None] * (n_steps * KEYS) + place[None, :]
     reached = tl.zeros([CHANNELS], tl.float32)
     clipped = tl.zeros([CHANNELS], tl.int32)
     for step in range(span * steps, tl.minimum(span * steps + steps, n_steps)):
-        x, counted = _load(v_base, key + step * KEYS, channels, stride_vs, seq_kv, reach_ptr, HEAD_DIM, HAS_MASK)
+        now = ahead  # loaded a step ahead, or each load would wait behind the stores of the step before
+        ahead = _load(v_base, key + (step + 1) * KEYS, channels, stride_vs, end, HEAD_DIM)
+        x, counted = _seen(now, key + step * KEYS, seq_kv, reach_ptr, HAS_MASK)
         y = x * inverse[None, :] + x * 0.0  # e4m3 has no inf: NaN, in its row and channel
         tl.store(codes + step * KEYS, tl.trans(to_e4m3(y)))
         if PLANNED:
@@ -222,9 +235,10 @@ def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles,
     )  # fmt: skip
     # two programs an SM; 151 registers without
     constants["maxnreg"] = 128 if v.is_cuda else None
-    spans = triton.cdiv(n_steps, STEPS)
+    steps = LONG_STEPS if heads * seq_kv >= LONG else STEPS
+    spans = triton.cdiv(n_steps, steps)
     _prepare_values_kernel[(spans * (width // CHANNELS.value) * heads,)](
         v, codes, scale, amax, plan, plan_scale, stats, counts, row, key, state_width, *strides, reach,
-        *mask.reach_strides, seq_kv, kv_heads, chunks, spans, STEPS, **constants,
+        *mask.reach_strides, seq_kv, kv_heads, chunks, spans, steps, **constants,
     )  # fmt: skip
     return codes, scale

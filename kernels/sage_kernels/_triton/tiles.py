@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     @property
     def scale_rows(self) -> int:
         """Query rows that share a scale where the granularity is a block: in the Hopper kernel, one warpgroup's."""
-        return self.block_m // 2 if self.kernel == "hopper" else self.block_m
+        return 64 if self.kernel == "hopper" else self.block_m
 
 
 # (head width, scaling is per token). A scale per key makes a tile heavier than a scale per tile. Timed on an H200 at
