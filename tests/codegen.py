@@ -11,11 +11,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 
 import triton
 import triton.backends.nvidia
+from sass import MATRIX_OPS, main_loops, undefined_uniforms
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
@@ -46,7 +46,6 @@ HOPPER = (
     ("planned", "running", "fp8_e4m3"),
     ("planned", "lagged", "fp8_e4m3"),
 )
-MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QMMA", "QGMMA")
 FP8_MATRIX = re.compile(
     r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
 )
@@ -82,24 +81,6 @@ def build(kernel, constants, types, target, **options):
     return triton_compile(source(kernel, kinds, constants, divisible), target=target, options=options)
 
 
-def main_loops(sass: str) -> list[Counter]:
-    """Instruction counts of the innermost loops that hold matrix instructions."""
-    rows, labels = [], {}
-    for line in sass.splitlines():
-        if label := re.match(r"^\s*(\.L_x?_?\w+):", line):
-            labels[label.group(1)] = len(rows)
-        elif instruction := re.match(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P[\dT]+\s+)?([A-Z][\w.]*)(.*)", line):
-            rows.append(instruction.groups())
-    spans = []
-    for end, (op, rest) in enumerate(rows):
-        if op.startswith("BRA") and (jump := re.search(r"`\(([^)]+)\)", rest)):
-            start = labels.get(jump.group(1), len(rows))
-            if start <= end and any(o.split(".")[0] in MATRIX_OPS for o, _ in rows[start : end + 1]):
-                spans.append((start, end))
-    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
-    return [Counter(op.split(".")[0] for op, _ in rows[start : end + 1]) for start, end in inner]
-
-
 def read(compiled) -> dict:
     """Registers, spills and matrix instructions of one compiled kernel."""
     text = compiled.asm.get("ptx") or compiled.asm["amdgcn"]
@@ -118,6 +99,7 @@ def read(compiled) -> dict:
             ).stdout
         facts["registers"] = int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr).group(1))
         facts["stack"] = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
+        facts["undefined"] = len(undefined_uniforms(sass))
         loops = main_loops(sass)
         facts["loops"] = [
             {"instructions": sum(c.values()), "spills": c["LDL"] + c["STL"], "matrix": sum(c[op] for op in MATRIX_OPS)}
@@ -135,7 +117,7 @@ def attention(
     for the tile table's."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv)
+    tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, mask == "causal")
     reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}

@@ -45,7 +45,8 @@ def device_tile(
             f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
             f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
         )
-    return choose_tile(capability, width, scaling, masking.by_row, pv)
+    band = masking.left != UNLIMITED or masking.right != UNLIMITED
+    return choose_tile(capability, width, scaling, masking.by_row, pv, band)
 
 
 def launch_attention_fwd(

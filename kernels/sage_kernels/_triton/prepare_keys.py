@@ -69,6 +69,7 @@ _FAINT = tl.constexpr(FAINT)
 # Tokens of a program: amortise the plan, the sampled vectors and the atomics over several tiles, the more of them the
 # more tokens there are: a thousand programs fill the largest GPU several times.
 TOKENS_PER_PROGRAM, LONG_TOKENS_PER_PROGRAM, LONG = 512, 1024, 2**20
+STAGES = tl.constexpr(3)  # tiles on their way to a program
 ROWS_PER_STEP = tl.constexpr(32)  # a tile is walked in slices of this many tokens: few registers, many loads in flight
 
 
@@ -166,30 +167,21 @@ def _smooth(k, tokens, seq_kv, reach_ptr, center, weight,
 
 @triton.jit
 def _prepare_tile(
-    tile, ahead, end, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
+    tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
     k_max, k_min, outside, counts,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr, MASKED: tl.constexpr,
     HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale.
-
-    Keys are loaded a slice ahead, or each load would wait behind the stores of the slice before. ahead: the tile's
-    first slice; returned: that of the next tile, of those before `end`.
-    """
+    """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale."""
     first = tile * BLOCK_N
     slice_rows = tl.arange(0, ROWS_PER_STEP)
     channels = tl.arange(0, WIDTH)[None, :]
     reach = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)  # largest |x| seen by each element of a slice
     for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
         rows = step * ROWS_PER_STEP + slice_rows
-        now = ahead
-        following = first + rows + ROWS_PER_STEP
-        if step + 1 < BLOCK_N // ROWS_PER_STEP:
-            ahead = load_tokens(k_base, following, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
-        else:
-            ahead = load_tokens(k_base, following, stride_ks, end, HEAD_DIM, WIDTH, True)
+        loaded = load_tokens(k_base, first + rows, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
         k, x, counted = _smooth(
-            now, first + rows, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
+            loaded, first + rows, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
         )
         if SCALING == "per_token":
             scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
@@ -215,7 +207,6 @@ def _prepare_tile(
         scale, inverse = planned_scale(amax, planned)
         tl.store(scale_ptr, scale + tl.sum(nan_unless_finite(reach, 1), 0))
         if (planned == 0) | (amax > INT8_MAX):
-            tl.debug_barrier()  # another thread may have stored this tile's first codes
             beyond = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
             for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
                 rows = step * ROWS_PER_STEP + slice_rows
@@ -228,7 +219,7 @@ def _prepare_tile(
                     beyond += (tl.abs(x) > INT8_MAX).to(tl.int32)
             if SCALING == "planned":
                 outside += tl.sum(tl.sum(beyond, 1), 0) * (planned > 0).to(tl.int32)
-    return ahead, k_max, k_min, outside, counts
+    return k_max, k_min, outside, counts
 
 
 @triton.jit(
@@ -272,10 +263,6 @@ def _prepare_keys_kernel(
     weight = tl.full([WIDTH], 1.0, tl.float32)
     planned = tl.zeros([], tl.float32)
     row = 0
-    # before all that takes long: the first keys are on their way
-    end = tl.minimum((chunk + 1) * tiles * BLOCK_N, seq_kv)
-    tokens = chunk * tiles * BLOCK_N + tl.arange(0, ROWS_PER_STEP)
-    ahead = load_tokens(k_base, tokens, stride_ks, end, HEAD_DIM, WIDTH, True)
     if SCALING == "planned":
         row = tl.load(row_ptr) + h
         count = counts_ptr + row * _COUNTS
@@ -317,19 +304,23 @@ def _prepare_keys_kernel(
     k_min = tl.full([ROWS_PER_STEP, WIDTH], float("inf"), tl.float32)
     outside = tl.zeros([], tl.int32)
     counts = tl.zeros([ROWS_PER_STEP], tl.int32)
-    for tile in range(chunk * tiles, tl.minimum((chunk + 1) * tiles, n_tiles)):
-        codes = k_int_ptr + (head_offset * n_tiles + tile) * (BLOCK_N * WIDTH)
-        scales = k_scale_ptr + (head_offset * n_tiles + tile) * (BLOCK_N if SCALING == "per_token" else 1)
-        if tile * BLOCK_N + BLOCK_N <= seq_kv:
-            ahead, k_max, k_min, outside, counts = _prepare_tile(
-                tile, ahead, end, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes,
-                scales, k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, False, HAS_MASK,
-            )  # fmt: skip
-        else:
-            ahead, k_max, k_min, outside, counts = _prepare_tile(
-                tile, ahead, end, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes,
-                scales, k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, True, HAS_MASK,
-            )  # fmt: skip
+    SCALES: tl.constexpr = BLOCK_N if SCALING == "per_token" else 1
+    first_tile = head_offset * n_tiles
+    end = tl.minimum((chunk + 1) * tiles, n_tiles)
+    whole = tl.minimum(end, seq_kv // BLOCK_N)
+    # loads of the next tiles are in flight: behind the stores of a tile they would wait for these
+    for tile in tl.range(chunk * tiles, whole, num_stages=STAGES):
+        k_max, k_min, outside, counts = _prepare_tile(
+            tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
+            k_int_ptr + (first_tile + tile) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + tile) * SCALES,
+            k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, False, HAS_MASK,
+        )  # fmt: skip
+    if whole < end:
+        k_max, k_min, outside, counts = _prepare_tile(
+            whole, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
+            k_int_ptr + (first_tile + whole) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + whole) * SCALES,
+            k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, True, HAS_MASK,
+        )  # fmt: skip
     if SCALING == "planned":
         stat = stats_ptr + row * (_STATS * state_width) + channels
         tl.atomic_max(stat + _STAT_K_MAX * state_width, tl.max(k_max, 0), mask=is_channel, sem=RELAXED)

@@ -31,19 +31,17 @@ class Tile(NamedTuple):
         return 64 if self.kernel == "hopper" else self.block_m
 
 
-# (head width, scaling is per token). A scale per key makes a tile heavier than a scale per tile. Timed on an H200 at
-# N=8192; width 64 by its ratio to cuDNN in different runs, so to be confirmed. There the exponentials are the wall,
-# and two small programs hide them better. Width 256 is not timed: the largest tiles that do not spill.
+# Timed on an H200 by bench_tiles.py at N=4096 to 16384: the first tile's max as the reference beats the running max by
+# 10 to 17 % at width 128; at width 64 three consumers of small tiles hide the exponentials better than two of large
+# ones. Width 256 is not timed: the largest tiles that do not spill.
 _HOPPER = {
-    (64, False): Tile(64, 128, 4, 3, "tma"),
-    (128, False): Tile(128, 128, 4, 3, "hopper"),
-    (256, False): Tile(64, 64, 4, 2, "tma"),
-    (256, True): Tile(64, 32, 4, 2, "tma"),
-    (64, True): Tile(64, 128, 4, 3, "tma"),
-    (128, True): Tile(64, 64, 4, 3, "tma"),
+    64: Tile(192, 64, 4, 4, "hopper", True),
+    128: Tile(128, 128, 4, 3, "hopper", True),
+    256: Tile(64, 64, 4, 2, "tma"),
 }
+_HOPPER_256_PER_TOKEN = Tile(64, 32, 4, 2, "tma")
 # A mask of rows at width 128: its pointers take registers. Not timed: the tiles whose plain loop does not spill.
-_HOPPER_ROWS = Tile(64, 128, 8, 2, "tma")
+_HOPPER_ROWS = {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 128, 8, 2, "tma")}
 _OTHER_ROWS = Tile(64, 64, 8, 2, "pointers")
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/codegen.json). At
 # width 256 anything larger than 32 x 32 spills on the GPUs whose matrix operands live in registers.
@@ -59,10 +57,10 @@ _BLACKWELL = {
     128: Tile(128, 64, 8, 3, "pointers"),
     256: Tile(64, 32, 8, 2, "pointers"),
 }
-# P and V in FP8: 64 x 128 with 4 warps reached 841 TFLOPS at width 128 on an H200 in a prototype of this loop
-# (kernels/README.md, section 8). The others: not timed, the largest tiles whose plain loop does not spill.
+# P and V in FP8: timed on an H200 at widths 64 and 128. The others are not: the largest tiles whose plain loop does
+# not spill.
 _FP8 = {
-    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 128, 4, 3, "tma"), 256: Tile(64, 64, 4, 2, "tma")},
+    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(128, 128, 4, 3, "hopper"), 256: Tile(64, 64, 4, 2, "tma")},
     100: {
         64: Tile(128, 64, 8, 3, "pointers"),
         128: Tile(128, 64, 8, 3, "pointers"),
@@ -72,28 +70,39 @@ _FP8 = {
 }
 
 
+# causal and windows: the Hopper kernel pays for its sums in shared memory, and short rows do not earn that back
+_FP8_HOPPER_BAND = Tile(64, 128, 4, 3, "tma")
+
+
 def head_width(head_dim: int) -> int:
     """Channels a tile holds: a power of two, at least 64 (at 32, Triton 3.7 reads out of bounds on sm_90)."""
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def choose_tile(capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit") -> Tile:
+def choose_tile(
+    capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit", band: bool = False
+) -> Tile:
     """The tile of a launch.
 
     Args:
         capability: compute capability such as 90; 0: AMD.
         width: head_width of the call.
         scaling: "planned" included.
-        by_row: there is a mask that differs from row to row, a soft cap or sinks. A band (causal, window) and a mask
-            of keys are not that, and run on the tile of plain attention: a padded sample keeps its bits.
+        by_row: there is a mask that differs from row to row, a soft cap or sinks. A mask of keys is not that, and runs
+            on the tile of plain attention: a padded sample keeps its bits.
         pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on.
+        band: causal or a window.
     """
     if pv == "fp8_e4m3" and not (by_row and width == 128):
+        if capability == 90 and width == 128 and band:
+            return _FP8_HOPPER_BAND
         return _FP8[90 if capability == 90 else 100 if 100 <= capability < 120 else 89][width]
+    if by_row and capability == 90 and width <= 128:
+        return _HOPPER_ROWS[width]
     if by_row and width == 128:
-        return _HOPPER_ROWS if capability == 90 else _OTHER_ROWS
+        return _OTHER_ROWS
     if capability == 90:
-        return _HOPPER[(width, scaling == "per_token")]
+        return _HOPPER_256_PER_TOKEN if width == 256 and scaling == "per_token" else _HOPPER[width]
     if capability in (86, 89):
         return _SMALL_SHARED_MEMORY[width]
     if capability in (120, 121):

@@ -1,0 +1,93 @@
+"""Reads machine code of NVIDIA GPUs, as nvdisasm prints it: loops with matrix instructions, lost uniform registers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+
+MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QMMA", "QGMMA")
+_LABEL = re.compile(r"^\s*(\.L_x?_?\w+):")
+_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(@!?U?P[\dT]+\s+)?([A-Z][\w.]*)(.*?);?\s*(?:/\*|$)")
+_TARGET = re.compile(r"`\(([^)]+)\)")
+# instructions that write the uniform register that is their first operand
+_WRITES = re.compile(r"U(?!TMA|BLK)\w+|R2UR|S2UR|VOTEU|LDCU|REDUX")
+
+
+def main_loops(sass: str) -> list[Counter]:
+    """Instruction counts of the innermost loops that hold matrix instructions."""
+    rows, labels = [], {}
+    for line in sass.splitlines():
+        if label := re.match(r"^\s*(\.L_x?_?\w+):", line):
+            labels[label.group(1)] = len(rows)
+        elif instruction := re.match(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P[\dT]+\s+)?([A-Z][\w.]*)(.*)", line):
+            rows.append(instruction.groups())
+    spans = []
+    for end, (op, rest) in enumerate(rows):
+        if op.startswith("BRA") and (jump := re.search(r"`\(([^)]+)\)", rest)):
+            start = labels.get(jump.group(1), len(rows))
+            if start <= end and any(o.split(".")[0] in MATRIX_OPS for o, _ in rows[start : end + 1]):
+                spans.append((start, end))
+    inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
+    return [Counter(op.split(".")[0] for op, _ in rows[start : end + 1]) for start, end in inner]
+
+
+def undefined_uniforms(sass: str) -> list[str]:
+    """Reads of a uniform register (UR) that nothing has written on some path to it: an error of the compiler.
+
+    ptxas 12.8 and 13 hoist descriptors of matrix operands out of two loops into the path to the first one only. Where
+    that loop is skipped, the second multiplies whatever the registers hold.
+    """
+    rows, labels = [], {}
+    for line in sass.splitlines():
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(rows)
+        elif found := _INSTRUCTION.match(line):
+            rows.append(found.groups())
+    effects = [_uniforms(op, rest) for _, _, op, rest in rows]
+    everything = 2**64 - 1
+    written = [everything] * len(rows)  # on every path that leads to a row
+    reached, todo = {0}, [0]
+    written[0] = 0
+    while todo:
+        i = todo.pop()
+        after = written[i] | sum(1 << register for register in effects[i][0])
+        for following in _followers(i, rows, labels):
+            known = written[following] & after
+            if following not in reached or known != written[following]:
+                written[following] = known
+                reached.add(following)
+                todo.append(following)
+    return [
+        f"{rows[i][0]} {rows[i][2]} UR{register}"
+        for i in sorted(reached)
+        for register in effects[i][1]
+        if register < 63 and not written[i] >> register & 1  # UR63 is zero
+    ]
+
+
+def _followers(i: int, rows: list, labels: dict) -> list[int]:
+    _, predicate, op, rest = rows[i]
+    falls_through = [i + 1] if i + 1 < len(rows) else []
+    if op.split(".")[0] == "BRA" and (target := _TARGET.search(rest)):
+        jump = [labels[target[1]]] if target[1] in labels else []
+        return jump + (falls_through if predicate else [])
+    return falls_through if predicate or op.split(".")[0] not in ("EXIT", "RET") else []
+
+
+def _uniforms(op: str, rest: str) -> tuple[set[int], list[int]]:
+    """Uniform registers that an instruction writes (a predicated write counts) and those that it reads."""
+    operands = [x.strip() for x in re.split(r",(?![^\[]*\])", rest)]
+    written = set()
+    if _WRITES.fullmatch(op.split(".")[0]) and re.fullmatch(r"UR\d+", operands[0]):
+        first = int(operands.pop(0)[2:])
+        written = set(range(first, first + (2 if re.search(r"\.(64|WIDE)", op) else 1)))
+    read = []
+    for number, operand in enumerate(operands):
+        if found := re.search(r"gdesc\[UR(\d+)\]", operand):
+            # four registers describe both operands; where the left one is in ordinary registers, only the last two do
+            first = int(found[1])
+            read += range(first + (2 if number == 2 else 0), first + 4)
+        else:
+            read += [int(x) for x in re.findall(r"\bUR(\d+)\b", operand)]
+    return written, read
