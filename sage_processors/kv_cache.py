@@ -63,7 +63,6 @@ class Int8KVCache(Cache):
             if max_cache_len < 1:
                 raise ValueError(f"max_cache_len: got {max_cache_len}, expected at least 1, or None to grow")
         decoder = config.get_text_config(decoder=True)
-        self.max_cache_len = max_cache_len
         super().__init__(
             layers=_layers(decoder, max_cache_len),
             offloading=offloading,

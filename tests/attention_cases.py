@@ -37,7 +37,8 @@ class Attend:
         self.tier = tier
         self.device = torch.device("cuda" if tier == "cuda" else "cpu")
         self.dtypes = DTYPES[tier]
-        self.blocks = {}  # of the scales of the latest call: the kernels choose their own tiles
+        # of the latest call, for the kernels choose their own tiles: blocks of the scales, reference of the softmax
+        self.blocks, self.first_max = {}, False
         self.reference_device = torch.device("cpu")
         self._return_lse = True
         if tier == "reference":
@@ -49,6 +50,7 @@ class Attend:
         def recorded(*args, **kwargs):
             tile = choose(*args, **kwargs)
             self.blocks = {"block_q": tile.scale_rows, "block_k": tile.block_n}
+            self.first_max = tile.keep_first_max
             return tile
 
         def launch(*args, **kwargs):
@@ -79,7 +81,7 @@ class Attend:
         if seen_k.shape[1]:
             assert_matches_reference(
                 out, lse, q, seen_k, seen_v, state=before, masking=masking, exponent=exponent,
-                device=self.reference_device, **options,
+                first_max=self.first_max, device=self.reference_device, **options,
             )  # fmt: skip
         return out, lse
 

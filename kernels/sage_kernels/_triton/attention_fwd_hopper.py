@@ -58,7 +58,8 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-_PROMOTED_TILES = gl.constexpr(8)  # key tiles whose 8-bit products are summed in the tensor cores; a power of two
+# keys whose 8-bit products are summed in the tensor cores: with 1024, long sums of equal values came out 0.7 % short
+_PROMOTED_KEYS = gl.constexpr(512)
 
 
 @gluon.jit
@@ -126,7 +127,7 @@ def _key_step(
     if FORMAT[2] == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     if FP8:
-        if i & (_PROMOTED_TILES - 1) == 0:
+        if i & (_PROMOTED_KEYS // BLOCK_N - 1) == 0:
             kept.store(promote(acc, kept, kept_reference, reference, OUT, FORMAT[2]))
             acc = gl.zeros_like(acc)
             kept_reference = reference

@@ -69,8 +69,8 @@ _FAINT = tl.constexpr(FAINT)
 # Tokens of a program: amortise the plan, the sampled vectors and the atomics over several tiles, the more of them the
 # more tokens there are: a thousand programs fill the largest GPU several times.
 TOKENS_PER_PROGRAM, LONG_TOKENS_PER_PROGRAM, LONG = 512, 1024, 2**20
-STAGES = tl.constexpr(3)  # tiles on their way to a program
-ROWS_PER_STEP = tl.constexpr(32)  # a tile is walked in slices of this many tokens: few registers, many loads in flight
+STAGES = tl.constexpr(2)  # tiles on their way to a program
+ROWS_PER_STEP = tl.constexpr(16)  # a tile is walked in slices of this many tokens: few registers, many loads in flight
 
 
 @triton.jit

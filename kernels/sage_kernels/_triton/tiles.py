@@ -32,10 +32,10 @@ class Tile(NamedTuple):
 
 
 # Timed on an H200 by bench_tiles.py at N=4096 to 16384: the first tile's max as the reference beats the running max by
-# 10 to 17 % at width 128; at width 64 three consumers of small tiles hide the exponentials better than two of large
-# ones. Width 256 is not timed: the largest tiles that do not spill.
+# 10 to 17 % at width 128. At width 64, Tile(192, 64, 4, 4, "hopper", True) is faster by an eighth, but not trusted: see
+# kernels/README.md, section 9. Width 256 is not timed: the largest tiles that do not spill.
 _HOPPER = {
-    64: Tile(192, 64, 4, 4, "hopper", True),
+    64: Tile(64, 128, 4, 3, "tma"),
     128: Tile(128, 128, 4, 3, "hopper", True),
     256: Tile(64, 64, 4, 2, "tma"),
 }
