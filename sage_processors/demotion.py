@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
+import torch
+
 import sage_kernels
 
 from .attention_cost import EXACT
@@ -23,6 +25,7 @@ from .windows import inside
 
 
 MAX_RUNGS = 64
+_SAME = 1e-9  # relative: sums of the same costs in another order differ in their last digits
 
 
 @dataclass(frozen=True)
@@ -153,18 +156,30 @@ class Demotion:
             for row in self._ways[layer]:
                 if row[3] <= limits[layer] and (layer, row[2]) not in banned:
                     best[layer].setdefault(row[2].span if row[2].choice else (), row)
-        used = sorted({span for rows in best.values() for span in rows if span})
-        plans = []
-        for count in range(MAX_RANGES + 1):
-            for spans in combinations(used, count):
-                chosen = {
-                    layer: min((rows[span] for span in ((), *spans) if span in rows), key=lambda row: row[:2])
-                    for layer, rows in best.items()
-                }
-                plans.append((sum(row[0] for row in chosen.values()), count, spans, chosen))
-        # sums of the same costs in another order differ in their last digits
-        cheapest = min(plans, key=lambda plan: (float(f"{plan[0]:.9e}"), plan[1], plan[2]))
-        return {layer: row[2] for layer, row in cheapest[3].items()}
+        spans = self._cheapest_ranges(list(best.values()))
+        return {
+            layer: min((rows[span] for span in ((), *spans) if span in rows), key=lambda row: row[:2])[2]
+            for layer, rows in best.items()
+        }
+
+    @staticmethod
+    def _cheapest_ranges(best: list[dict]) -> tuple:
+        """The ranges, MAX_RANGES at most, with which all layers together cost least. best: of `plan`, by layer."""
+        used = sorted({span for rows in best for span in rows if span})
+        costs = [[rows.get(span, rows[()])[0] for rows in best] for span in ((), *used)]
+        costs = torch.tensor(costs, dtype=torch.float64)  # [1 + ranges, layers]
+        costs = torch.minimum(costs, costs[:1])
+        least, found = float(costs[0].sum()), ()
+        for count in range(1, MAX_RANGES + 1):
+            sets = list(combinations(range(len(used)), count))
+            if not sets:
+                break
+            totals = costs[1:][torch.tensor(sets)].amin(1).sum(-1)  # [sets]
+            lowest = float(totals.min())
+            if lowest < least * (1 - _SAME):  # else fewer ranges do as well
+                first = int((totals <= lowest * (1 + _SAME)).nonzero()[0])
+                least, found = lowest, tuple(used[i] for i in sets[first])
+        return found
 
     def options(self, plan: dict[str, Way]) -> SageAttnProcessor:
         """The base's options with a plan's layers."""
