@@ -165,8 +165,9 @@ def test_a_layer_runs_its_own_recipe(scaling):
     assert rows[JOINT]["redone_fraction"] == 0
     if scaling == "timestep":  # only FP8 has a softmax reference from the step before
         assert rows[SINGLE]["redone_fraction"] > 0
-    mixed, rows = first_outputs(options(scaling=scaling, layer_recipe={"*.transformer_blocks.*": FP8}))
+    mixed, rows = first_outputs(options(scaling=scaling, layer_recipe={"*.transformer_blocks.*": FP8}), steps=3)
     assert torch.equal(mixed, fp8) and {row["recipe"] for row in rows.values()} == {BF16, FP8}
+    assert (rows[JOINT]["redone_fraction"] > 0) == (scaling == "timestep") and rows[SINGLE]["redone_fraction"] == 0
 
 
 # --- copies, files, refusals ---
