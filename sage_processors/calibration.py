@@ -2,10 +2,11 @@
 
 What is tried: every recipe and scaling on its own; then, from the best of them, ladders. On the first one every layer
 has the cheapest way whose measured error stays below a limit that falls from rung to rung (demotion.py): P·V in 16 bit
-where the recipe has it in 8, a scale per token, the Hadamard rotation, 16 bit at the noise levels where its error is,
-16 bit throughout. The others have more and more 16 bit: layers in the order of their error, first steps, last steps.
-On each ladder the mildest rung that meets the budget is found by bisection. What meets it on the search's seeds is
-drawn again with fresh seeds, cheapest first, and only those numbers count.
+where the recipe has it in 8, a scale per token, the Hadamard rotation (measured for all layers first, which may do),
+16 bit at the noise levels where its error is, 16 bit throughout. The others have more and more 16 bit: layers in the
+order of their error, first steps, last steps. On each ladder the mildest rung that meets the budget is found by
+bisection. What meets it on the search's seeds is drawn again with fresh seeds, cheapest first, and only those numbers
+count.
 """
 
 from __future__ import annotations
@@ -19,20 +20,10 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, policy, quality
+from . import __version__, demotion, policy, quality
 from .attention_cost import CostTable
 from .config import BY_CALL, SageAttnProcessor
-from .demotion import (
-    Choice,
-    Demotion,
-    Way,
-    check_sums,
-    demotions,
-    milder_recipe,
-    relative_l2,
-    seconds_of,
-    sums_by_step,
-)
+from .demotion import Choice, Demotion, Way
 from .ladders import label, ladders
 from .scale_rules import NEED_RUNS
 from .strict_json import strict_json, strict_object
@@ -235,7 +226,7 @@ class _Search:
         fields = {"psnr_db": float, "psnr_db_worst": float, "int8_share": float, "noise": dict}
         outcomes = {k: strict_object(v, fields, "an outcome", _REMEDY) for k, v in content["outcomes"].items()}
         for outcome in outcomes.values():
-            check_sums(outcome["noise"], _REMEDY)
+            demotion.check_sums(outcome["noise"], _REMEDY)
         return outcomes
 
     def measure(self, config, *, look: int = 0, probe: bool = False) -> dict:
@@ -250,7 +241,7 @@ class _Search:
             if self._path is not None:
                 policy.write_json(self._path, {"fingerprint": self._fingerprint, "outcomes": self._outcomes})
         outcome = self._outcomes[key] | {"cost": round(self.cost(config), 6)}
-        outcome["errors"] = {layer: relative_l2(sums.values()) for layer, sums in outcome["noise"].items()}
+        outcome["errors"] = {layer: demotion.relative_l2(sums.values()) for layer, sums in outcome["noise"].items()}
         if look == 0:
             row = {"label": label(config)} | _numbers(outcome)
             self.curve[json.dumps(dataclasses.asdict(config), sort_keys=True)] = row
@@ -287,7 +278,7 @@ class _Search:
             "psnr_db": round(sum(drawn.psnr_db) / len(drawn.psnr_db), 4),
             "psnr_db_worst": round(min(drawn.psnr_db), 4),
             "int8_share": round(drawn.int8_calls / possible, 6) if possible else 0.0,
-            "noise": sums_by_step(probes),
+            "noise": demotion.sums_by_step(probes),
         }
 
     def cost(self, config) -> float:
@@ -297,7 +288,7 @@ class _Search:
     def demotion(self, base, configs) -> Demotion:
         """From the probes under `configs`, which are options for all layers."""
         noise = {Choice.of(config): self.measure(config, probe=True)["noise"] for config in configs}
-        return Demotion(base, noise, seconds_of(self.costs), self.levels)
+        return Demotion(base, noise, demotion.seconds_of(self.costs), self.levels)
 
     def conclude(self, config, met: bool, budget: dict, outcome: dict, looks: int) -> Calibration:
         """The result, from the outcome on fresh seeds."""
@@ -336,9 +327,11 @@ def _for_psnr(search: _Search, bases, target: float) -> Calibration:
     if found is None and len(looked) < MAX_LOOKS:
         best = max(bases, key=lambda base: (tried[base], -search.cost(base)))
         errors = search.measure(best, probe=True)["errors"]
-        passing = []
+        measured = demotion.demotions(best)
+        by_layer = search.demotion(best, measured).ladder()
+        good = [c for c in measured if c not in tried and search.measure(c, probe=True)["psnr_db"] >= target]
+        passing = sorted(good, key=cost)[:1]
         worst_first = sorted(errors, key=lambda layer: (-errors[layer], layer))
-        by_layer = search.demotion(best, demotions(best)).ladder()
         for ladder in (by_layer, *ladders(best, worst_first, search.steps)):
             passing += _mildest(search, ladder, target)
         found = good_enough(passing)
@@ -372,21 +365,21 @@ def _mildest(search: _Search, ladder, target: float) -> list:
 def _for_error(search: _Search, bases, limit: float) -> Calibration:
     base = bases[0]
     same = [b for b in bases if b.recipe == base.recipe and (b is base or b.scaling in BY_CALL)]
-    mild = [dataclasses.replace(b, recipe=milder_recipe(base.recipe)) for b in same]
+    mild = [dataclasses.replace(b, recipe=demotion.milder_recipe(base.recipe)) for b in same]
     # dearer than another scaling, cheaper than 16 bit: measured where what comes before is not enough
     stages = [same, [b for b in mild if b not in same]]
     stages += [[dataclasses.replace(b, rotation="hadamard") for b in mild]] if base.rotation == "none" else []
     tried = []
     for stage in stages:
         tried += stage
-        demotion = search.demotion(base, tried)
-        if all(min(demotion.error(layer, Choice.of(b)) for b in tried) <= limit for layer in demotion.layers):
+        layers = search.demotion(base, tried)
+        if all(min(layers.error(layer, Choice.of(b)) for b in tried) <= limit for layer in layers.layers):
             break
 
-    limits, banned = dict.fromkeys(demotion.layers, limit), set()
+    limits, banned = dict.fromkeys(layers.layers, limit), set()
     for look in range(1, MAX_LOOKS + 1):
-        plan = demotion.plan(limits, banned)
-        config = demotion.options(plan)
+        plan = layers.plan(limits, banned)
+        config = layers.options(plan)
         outcome = search.measure(config, look=look, probe=True)
         over = {layer: error for layer, error in outcome["errors"].items() if error > limit}
         if not over:

@@ -93,17 +93,11 @@ def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
         found = run(target_psnr=target, scalings=("per_block",), steps=4)
         assert found.met and found.result["psnr_db"] >= target
         config = found.config
-        by_layer = config.layer_scaling or config.layer_rotation
-        assert (
-            config.keep_layers
-            or config.layer_keep_noise
-            or by_layer
-            or config.keep_first_steps
-            or config.keep_last_steps
-        )
+        finer = config.scaling != "per_block" or config.layer_scaling or config.layer_rotation
+        exact = config.keep_layers or config.layer_keep_noise or config.keep_first_steps or config.keep_last_steps
+        assert finer or exact
         assert plain.result["cost"] < found.result["cost"] < 1
-        if not by_layer:
-            assert 0 < found.result["int8_share"] < 1
+        assert (found.result["int8_share"] < 1) == bool(exact) and found.result["int8_share"] > 0
         # it is what it says: drawn here, on the seeds that decided
         seeds = [found.result["looks"] * calibration.HELD_OUT]
         drawn = quality.evaluate(pipe, PROMPTS[:1], seeds, [quality.Variant("x", config)], steps=4, batch=1)["x"]
