@@ -21,8 +21,8 @@ class Handle:
 
     It belongs to the model object it was made for. `save_pretrained` writes stock weights and configs, and what is
     loaded from them is stock. A copy of the model (copy.deepcopy, pickle, torch.save) keeps INT8 attention with the
-    same options but for the windows of steps, its scales computed from the inputs of each call, and no handle:
-    `apply(copy)` gives it one.
+    same options but for the windows of steps and noise levels, its scales computed from the inputs of each call, and
+    no handle: `apply(copy)` gives it one.
 
     Attributes: config (SageAttnProcessor), steps (windows.Steps: where the run is, and its precision).
     """
@@ -63,7 +63,7 @@ class Handle:
             raise ValueError(f'scaling: got "{self.config.scaling}" for {without}, {expected}')
         if "auto" in (self.config.rotation, *(rotation for _, rotation in self.config.layer_rotation)):
             raise ValueError(f'rotation: got "auto" for {without}, {expected}')
-        for option in ("keep_first_steps", "keep_last_steps", "keep_below_noise"):
+        for option in ("keep_first_steps", "keep_last_steps", "keep_below_noise", "keep_noise", "layer_keep_noise"):
             if getattr(self.config, option):
                 raise ValueError(f"{option}: got {getattr(self.config, option)} for {without}, {expected}")
 

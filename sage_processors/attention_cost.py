@@ -135,21 +135,30 @@ class CostTable:
             self._known[what] = measured_seconds(*what[:3], self._device, self._dtype, rotation=what[3])
         return self._known[what]
 
-    def relative(self, config, steps: int) -> float:
+    def relative(self, config, steps: int, levels=()) -> float:
         """Attention time of a whole run under these options, over that of 16-bit attention; 1 is no gain.
 
-        Windows count by their number of steps; calls that INT8 can't do are left out on both sides.
-        """
-        from .windows import is_kept, option_of
+        Steps in windows count as 16 bit; calls that INT8 can't do are left out on both sides.
 
-        windowed = min(config.keep_first_steps + config.keep_last_steps, steps)
+        Args: steps: of a run. levels: noise level of each of them, needed where options keep noise levels.
+        Raises: ValueError for such options without levels.
+        """
+        from .windows import is_kept, option_of, stays_exact
+
+        by_level = bool(config.keep_below_noise or config.keep_noise or config.layer_keep_noise)
+        if by_level and len(levels) != steps:
+            raise ValueError(f"levels: got {len(levels)} noise levels for {steps} steps, expected one each")
+        levels = levels if by_level else [1.0] * steps
         total = exact = 0.0
         for layer in self.shapes:
-            own = int8 = self.seconds(layer, EXACT)
+            own, kept = self.seconds(layer, EXACT), steps
             if not is_kept(config, layer):
-                scaling, rotation = (option_of(config, option, layer) for option in ("scaling", "rotation"))
-                int8 = self.seconds(layer, scaling, config.recipe, rotation)
-            total += windowed * own + (steps - windowed) * int8
+                recipe, scaling, rotation, span = (
+                    option_of(config, option, layer) for option in ("recipe", "scaling", "rotation", "keep_noise")
+                )
+                kept = sum(stays_exact(config, span, level, i, steps - i) for i, level in enumerate(levels))
+                total += (steps - kept) * self.seconds(layer, scaling, recipe, rotation)
+            total += kept * own
             exact += steps * own
         return total / exact if exact else 1.0
 

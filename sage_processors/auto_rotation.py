@@ -64,9 +64,11 @@ class AutoRotation:
         layers, probe = self._open(), self._handle._probe
         if probe is not None:
             ran = [part for part in self._handle._parts if probe.has_seen(part)]  # known without waiting
-            if not any(part in ran for part, *_ in layers):
+            # a layer whose own noise levels kept it in 16 bit in this step is decided after one that does not
+            layers = [row for row in layers if row[0] in ran and not row[1].sage._sage_window.was_exact]
+            if not layers:
                 return
-            self._decide([row for row in layers if row[0] in ran], probe.data(), probe.trials())
+            self._decide(layers, probe.data(), probe.trials())
             if probe is self._probe:
                 probe.stop()
                 self._probe = None

@@ -46,6 +46,7 @@ def calibrate_policy(
     target_psnr: Annotated[float | None, typer.Option(help="Mean PSNR against stock attention, dB.")] = None,
     max_attention_error: Annotated[float | None, typer.Option(help="Relative L2 of every layer's attention.")] = None,
     scaling: Annotated[list[str], typer.Option(help="To try; may be repeated.")] = ["timestep", "per_block"],  # noqa: B006
+    recipe: Annotated[list[str] | None, typer.Option(help="To try; may be repeated. The default one if none.")] = None,
     images: ImagesOption = 8,
     steps: StepsOption = 25,
     batch: BatchOption = 8,
@@ -67,8 +68,8 @@ def calibrate_policy(
         try:
             found = calibrate(
                 pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
-                scalings=scaling, steps=steps, batch=batch, cost=cost, path=output, state_path=state,
-                config=_options(pipeline),
+                scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, path=output,
+                state_path=state, config=_options(pipeline),
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error

@@ -1,17 +1,17 @@
 """Find the fastest options that meet a quality budget, by drawing pictures and comparing them with stock attention.
 
-What is tried: every recipe and scaling on its own; then, from the best of them, ladders of more and more 16 bit:
-layers in the order of their measured error, first steps, last steps, other scalings or the Hadamard rotation for the
-worst layers. On each
-ladder the mildest rung that meets the budget is found by bisection. What meets it on the search's seeds is drawn again
-with fresh seeds, cheapest first, and only those numbers count.
+What is tried: every recipe and scaling on its own; then, from the best of them, ladders. On the first one every layer
+has the cheapest way whose measured error stays below a limit that falls from rung to rung (demotion.py): P·V in 16 bit
+where the recipe has it in 8, a scale per token, the Hadamard rotation (measured for all layers first, which may do),
+16 bit at the noise levels where its error is, 16 bit throughout. The others have more and more 16 bit: layers in the
+order of their error, first steps, last steps. On each ladder the mildest rung that meets the budget is found by
+bisection. What meets it on the search's seeds is drawn again with fresh seeds, cheapest first, and only those numbers
+count.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import glob
 import hashlib
 import json
 from contextlib import contextmanager
@@ -20,12 +20,14 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, policy, quality
-from .attention_cost import EXACT, CostTable
+from . import __version__, demotion, policy, quality
+from .attention_cost import CostTable
 from .config import BY_CALL, SageAttnProcessor
-from .ladders import ladders
+from .demotion import Choice, Demotion, Way
+from .ladders import label, ladders
 from .scale_rules import NEED_RUNS
 from .strict_json import strict_json, strict_object
+from .timestep import can_track, noise_levels
 
 
 HELD_OUT = 2**24  # added to the seeds for every look at pictures that chose nothing
@@ -103,8 +105,8 @@ def calibrate(
         target_psnr: mean PSNR, dB, against stock attention on the same seeds. max_attention_error: relative L2 error
             of every layer's attention output, on sampled heads, rows and steps. Exactly one of the two.
         recipes, scalings: what to try; recipes default to config's. With max_attention_error the first of both is
-            tried for every layer, and the per-call ones among the other scalings for layers that it fails, then all of
-            these with the Hadamard rotation.
+            tried for every layer, and the per-call ones among the other scalings; where these fail a layer, all of
+            them with P·V in 16 bit, if the recipe has it in 8; where these fail too, with the Hadamard rotation.
         config: options that are not searched.
         steps: denoising steps. batch: pictures per pipeline call.
         cost: "counted" (operations and bytes; the same everywhere, so the same calibration writes the same file),
@@ -184,9 +186,13 @@ class _Search:
         if handle_of(pipe) is not None:
             handle_of(pipe).remove()
         probing = SageAttnProcessor(scaling="dynamic", min_tokens=min_tokens)
-        with apply(pipe, probing) as handle:  # who is there, and in which shapes
-            quality.generate(pipe, prompts[:batch], seeds[:batch], steps=min(steps, 2))
+        with apply(pipe, probing) as handle:  # who is there, in which shapes, at which noise levels
+            on_step = show("shapes and noise levels", steps)
+            quality.generate(pipe, prompts[:batch], seeds[:batch], steps=steps, on_step=on_step)
             self.models, self.costs = policy.describe_models(handle), CostTable(handle, kind)
+            scheduler = getattr(pipe, "scheduler", None)
+            # rounded: a GPU's last digit must not decide on which side of a border a step lies
+            self.levels = [round(u, 6) for u in noise_levels(scheduler).tolist()] if can_track(scheduler) else []
         if not self.costs.shapes:
             raise ValueError("pipe: got no attention call that runs in INT8, expected some; see handle.report()")
         self._stock = {}
@@ -217,22 +223,27 @@ class _Search:
                 f"state_path: got {self._path.name!r} of another model, prompts, seeds or versions, expected one of "
                 f"this calibration; {_REMEDY}"
             )
-        fields = {"psnr_db": float, "psnr_db_worst": float, "int8_share": float, "errors": dict}
-        return {k: strict_object(v, fields, "an outcome", _REMEDY) for k, v in content["outcomes"].items()}
+        fields = {"psnr_db": float, "psnr_db_worst": float, "int8_share": float, "noise": dict}
+        outcomes = {k: strict_object(v, fields, "an outcome", _REMEDY) for k, v in content["outcomes"].items()}
+        for outcome in outcomes.values():
+            demotion.check_sums(outcome["noise"], _REMEDY)
+        return outcomes
 
     def measure(self, config, *, look: int = 0, probe: bool = False) -> dict:
         """Outcome of drawing under `config`; look 0: the search's seeds, above: fresh ones.
 
-        Keys: psnr_db, psnr_db_worst, int8_share, errors ({layer: relative L2}, with `probe`), and cost.
+        Keys: psnr_db, psnr_db_worst, int8_share, noise ({layer: {step as str: [signal, noise]}}, sums of squares, with
+        `probe`), errors ({layer: relative L2}), and cost.
         """
         key = json.dumps([dataclasses.asdict(config), look, probe], sort_keys=True)
         if key not in self._outcomes:
             self._outcomes[key] = self._draw(config, look, probe)
             if self._path is not None:
                 policy.write_json(self._path, {"fingerprint": self._fingerprint, "outcomes": self._outcomes})
-        outcome = self._outcomes[key] | {"cost": round(self.costs.relative(config, self.steps), 6)}
+        outcome = self._outcomes[key] | {"cost": round(self.cost(config), 6)}
+        outcome["errors"] = {layer: demotion.relative_l2(sums.values()) for layer, sums in outcome["noise"].items()}
         if look == 0:
-            row = {"label": _label(config)} | {k: v for k, v in outcome.items() if k != "errors"}
+            row = {"label": label(config)} | _numbers(outcome)
             self.curve[json.dumps(dataclasses.asdict(config), sort_keys=True)] = row
         return outcome
 
@@ -256,38 +267,39 @@ class _Search:
             if probe:
                 probes.append(handle.probe(every=max(1, self.steps // 8)))
 
-        on_step = self._show(_label(config), self.steps * (batches + warm))
+        on_step = self._show(label(config), self.steps * (batches + warm))
         variant = quality.Variant("tried", config, warm)
         drawn = quality.evaluate(
             self._pipe, self._prompts, seeds, [variant], stock=self._stock[look], on_step=on_step, on_handle=on_handle,
             **size,
         )["tried"]  # fmt: skip
         possible = drawn.int8_calls + drawn.chosen_calls
-        errors = {r["layer"]: round(r["rel_l2"], 8) for p in probes for r in p.summary("layer")}
         return {
             "psnr_db": round(sum(drawn.psnr_db) / len(drawn.psnr_db), 4),
             "psnr_db_worst": round(min(drawn.psnr_db), 4),
             "int8_share": round(drawn.int8_calls / possible, 6) if possible else 0.0,
-            "errors": errors,
+            "noise": demotion.sums_by_step(probes),
         }
+
+    def cost(self, config) -> float:
+        """Attention time over that of 16 bit."""
+        return self.costs.relative(config, len(self.levels) or self.steps, self.levels)
+
+    def demotion(self, base, configs) -> Demotion:
+        """From the probes under `configs`, which are options for all layers."""
+        noise = {Choice.of(config): self.measure(config, probe=True)["noise"] for config in configs}
+        return Demotion(base, noise, demotion.seconds_of(self.costs), self.levels)
 
     def conclude(self, config, met: bool, budget: dict, outcome: dict, looks: int) -> Calibration:
         """The result, from the outcome on fresh seeds."""
-        result = {k: v for k, v in outcome.items() if k != "errors"}
+        result = _numbers(outcome)
         result |= {"attention_error": max(outcome["errors"].values(), default=0.0), "looks": looks}
         curve = sorted(self.curve.values(), key=lambda row: (row["cost"], -row["psnr_db"], row["label"]))
         return Calibration(config, met, budget, result, curve, self.models)
 
 
-def _label(config) -> str:
-    parts = [config.recipe, config.scaling]
-    parts += [f"{len(config.keep_layers)} layers in 16 bit"] if config.keep_layers else []
-    parts += [config.rotation] if config.rotation != "none" else []
-    parts += [f"{len(config.layer_scaling)} layers {config.layer_scaling[0][1]}"] if config.layer_scaling else []
-    parts += [f"{len(config.layer_rotation)} layers {config.layer_rotation[0][1]}"] if config.layer_rotation else []
-    parts += [f"first {config.keep_first_steps} steps in 16 bit"] if config.keep_first_steps else []
-    parts += [f"last {config.keep_last_steps} steps in 16 bit"] if config.keep_last_steps else []
-    return ", ".join(parts)
+def _numbers(outcome: dict) -> dict:
+    return {k: v for k, v in outcome.items() if k not in ("errors", "noise")}
 
 
 # --- pictures ---
@@ -297,7 +309,7 @@ def _for_psnr(search: _Search, bases, target: float) -> Calibration:
     budget, looked = {"target_psnr": target}, []
 
     def cost(config):
-        return search.costs.relative(config, search.steps), json.dumps(dataclasses.asdict(config), sort_keys=True)
+        return search.cost(config), json.dumps(dataclasses.asdict(config), sort_keys=True)
 
     def good_enough(configs):
         """Draws with fresh seeds, cheapest first; the first that meets the budget."""
@@ -313,11 +325,14 @@ def _for_psnr(search: _Search, bases, target: float) -> Calibration:
     tried = {base: search.measure(base)["psnr_db"] for base in bases}
     found = good_enough([base for base, psnr in tried.items() if psnr >= target])
     if found is None and len(looked) < MAX_LOOKS:
-        best = max(bases, key=lambda base: (tried[base], -search.costs.relative(base, search.steps)))
+        best = max(bases, key=lambda base: (tried[base], -search.cost(base)))
         errors = search.measure(best, probe=True)["errors"]
-        passing = []
+        measured = demotion.demotions(best)
+        by_layer = search.demotion(best, measured).ladder()
+        good = [c for c in measured if c not in tried and search.measure(c, probe=True)["psnr_db"] >= target]
+        passing = sorted(good, key=cost)[:1]
         worst_first = sorted(errors, key=lambda layer: (-errors[layer], layer))
-        for ladder in ladders(best, worst_first, search.steps):
+        for ladder in (by_layer, *ladders(best, worst_first, search.steps)):
             passing += _mildest(search, ladder, target)
         found = good_enough(passing)
     if found is not None:
@@ -349,39 +364,28 @@ def _mildest(search: _Search, ladder, target: float) -> list:
 
 def _for_error(search: _Search, bases, limit: float) -> Calibration:
     base = bases[0]
-    others = [b.scaling for b in bases[1:] if b.recipe == base.recipe and b.scaling in BY_CALL]
-    errors = {}
+    same = [b for b in bases if b.recipe == base.recipe and (b is base or b.scaling in BY_CALL)]
+    mild = [dataclasses.replace(b, recipe=demotion.milder_recipe(base.recipe)) for b in same]
+    # dearer than another scaling, cheaper than 16 bit: measured where what comes before is not enough
+    stages = [same, [b for b in mild if b not in same]]
+    stages += [[dataclasses.replace(b, rotation="hadamard") for b in mild]] if base.rotation == "none" else []
+    tried = []
+    for stage in stages:
+        tried += stage
+        layers = search.demotion(base, tried)
+        if all(min(layers.error(layer, Choice.of(b)) for b in tried) <= limit for layer in layers.layers):
+            break
 
-    def measure(rotation):
-        for scaling in (base.scaling, *others):
-            config = dataclasses.replace(base, scaling=scaling, rotation=rotation)
-            errors[scaling, rotation] = search.measure(config, probe=True)["errors"]
-
-    measure(base.rotation)
-    layers = list(errors[base.scaling, base.rotation])
-    if base.rotation == "none" and any(min(found[layer] for found in errors.values()) > limit for layer in layers):
-        measure("hadamard")  # dearer than a scaling, cheaper than 16 bit: measured where no scaling is enough
-
-    def cost(layer, choice):
-        scaling, rotation = choice
-        return search.costs.seconds(layer, scaling, base.recipe, rotation)
-
-    options = {}
-    for layer in layers:
-        choices = [choice for choice, found in errors.items() if found[layer] <= limit]
-        # short sequences cost more rotated than in 16 bit
-        cheaper = [choice for choice in choices if cost(layer, choice) < search.costs.seconds(layer, EXACT)]
-        options[layer] = [*sorted(cheaper, key=functools.partial(cost, layer)), EXACT]
+    limits, banned = dict.fromkeys(layers.layers, limit), set()
     for look in range(1, MAX_LOOKS + 1):
-        kept = tuple(glob.escape(layer) for layer, left in options.items() if left[0] == EXACT)
-        chosen = {glob.escape(layer): left[0] for layer, left in options.items() if left[0] != EXACT}
-        finer = tuple((layer, scaling) for layer, (scaling, _) in chosen.items() if scaling != base.scaling)
-        rotated = tuple((layer, rotation) for layer, (_, rotation) in chosen.items() if rotation != base.rotation)
-        config = dataclasses.replace(base, keep_layers=kept, layer_scaling=finer, layer_rotation=rotated)
+        plan = layers.plan(limits, banned)
+        config = layers.options(plan)
         outcome = search.measure(config, look=look, probe=True)
-        over = [layer for layer, error in outcome["errors"].items() if error > limit]
+        over = {layer: error for layer, error in outcome["errors"].items() if error > limit}
         if not over:
             break
-        for layer in over:
-            options[layer] = options[layer][1:]
+        for layer, error in over.items():
+            banned.add((layer, plan.get(layer, Way(None))))
+            if layer in limits:  # its neighbours among the ways will be as much worse on fresh seeds
+                limits[layer] *= limit / error
     return search.conclude(config, not over, {"max_attention_error": limit}, outcome, look)

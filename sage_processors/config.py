@@ -22,7 +22,10 @@ POLICIES = ("fallback", "strict")
 # "auto" is decided while a pipeline runs: see auto_rotation.py.
 ROTATIONS = ("none", "hadamard", "auto")
 # Options that may differ from layer to layer: beside each is a `layer_<option>` of (layer pattern, value) pairs.
-LAYER_OPTIONS = ("scaling", "rotation")
+LAYER_OPTIONS = ("recipe", "scaling", "rotation", "keep_noise")
+# Different ranges of noise levels in one handle: its layers then meet in up to five combinations of precisions, and a
+# compiled model has a version for each; torch.compile gives up at eight.
+MAX_RANGES = 2
 # rotation="auto": a relative error of 2.5 %, where INT8 without outliers has 1 to 1.6 % (36 to 40 dB) and with ones
 # that vary by token some 8 % (22 dB); and what a launch more has to bring.
 ROTATE_BELOW_DB = 32.0
@@ -72,9 +75,26 @@ def _patterns(name: str, value) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _pairs(name: str, value) -> tuple[tuple[str, str], ...]:
+def _span(name: str, value) -> tuple[float, ...]:
+    """() or (low, high), floats with 0 <= low < high <= 1."""
+    expected = "() or (low, high), noise levels from 0 to 1"
+    if not isinstance(value, (tuple, list)) or len(value) not in (0, 2):
+        raise TypeError(f"{name}: got {value!r}, expected {expected}")
+    if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in value):
+        raise TypeError(f"{name}: got {value!r}, expected {expected}")
+    if value and not 0 <= value[0] < value[1] <= 1:  # not so for NaN either
+        raise ValueError(f"{name}: got {value!r}, expected {expected}, low < high")
+    return tuple(float(x) for x in value)
+
+
+def _pairs(name: str, value) -> tuple[tuple[str, object], ...]:
+    """(layer pattern, value of the option `name` without its "layer_") pairs."""
     pairs = tuple(tuple(x) if isinstance(x, (tuple, list)) else x for x in _items(value))
-    if not all(isinstance(x, tuple) and len(x) == 2 and all(isinstance(y, str) for y in x) for x in pairs):
+    if not all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in pairs):
+        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
+    if name == "layer_keep_noise":
+        return tuple((pattern, _span(name, span)) for pattern, span in pairs)
+    if not all(isinstance(x, str) for _, x in pairs):
         raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
     return pairs
 
@@ -110,11 +130,17 @@ class SageAttnProcessor:
         keep_first_steps, keep_last_steps: so many steps at the start and at the end of a run stay in 16 bit (reason
             "window"). A step is one step of the scheduler.
         keep_below_noise: steps at noise levels below this stay in 16 bit, 0 to 1 (1 is pure noise), see timestep.py.
-            These three need a pipeline, whose scheduler says where a run is. A compiled model gets a second version.
+        keep_noise: (low, high): steps at noise levels of low and above, and below high, stay in 16 bit; a high of 1
+            holds 1 itself too. () is none.
+            These four need a pipeline, whose scheduler says where a run is. A compiled model gets a second version.
         keep_layers: fnmatch patterns of layer names, as in handle.report(), that stay in 16 bit (reason "kept").
         only_layers: patterns of the layers that may run in INT8; empty: all.
         layer_scaling: (pattern, scaling) pairs, or a dict: other scalings for some layers. The first match counts. A
             pattern that matches no layer is a ValueError.
+        layer_recipe: (pattern, recipe) pairs, or a dict, as layer_scaling.
+        layer_keep_noise: (pattern, (low, high)) pairs, or a dict, as layer_scaling: in place of keep_noise for these
+            layers; the other three hold for them too. At most two different ranges, keep_noise included: a compiled
+            model gets a version for every combination of precisions that a run meets, five at most.
         rotation: "hadamard": Q and K are rotated along their channels before they are quantised, which spreads
             outliers that vary from token to token; exact but for rounding, at the cost of one more launch that reads
             and writes Q and K. "auto": the first step that runs in INT8 is compared with exact attention on sampled
@@ -139,9 +165,12 @@ class SageAttnProcessor:
     keep_first_steps: int = 0
     keep_last_steps: int = 0
     keep_below_noise: float = 0.0
+    keep_noise: tuple[float, ...] = ()
     keep_layers: tuple[str, ...] = ()
     only_layers: tuple[str, ...] = ()
+    layer_recipe: tuple[tuple[str, str], ...] = ()
     layer_scaling: tuple[tuple[str, str], ...] = ()
+    layer_keep_noise: tuple[tuple[str, tuple[float, ...]], ...] = ()
     rotation: str = "none"
     layer_rotation: tuple[tuple[str, str], ...] = ()
     min_tokens: int | None = None
@@ -169,11 +198,19 @@ class SageAttnProcessor:
             raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
         for name in ("keep_layers", "only_layers"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        object.__setattr__(self, "keep_noise", _span("keep_noise", self.keep_noise))
         for name in LAYER_OPTIONS:
             object.__setattr__(self, f"layer_{name}", _pairs(f"layer_{name}", getattr(self, f"layer_{name}")))
-        for _, rotation in self.layer_rotation:
-            if rotation not in ROTATIONS:
-                raise ValueError(f"layer_rotation: got {rotation!r}, expected one of {sorted(ROTATIONS)}")
+        for name in ("recipe", "rotation"):
+            for _, value in getattr(self, f"layer_{name}"):
+                if value not in named[name]:
+                    raise ValueError(f"layer_{name}: got {value!r}, expected one of {sorted(named[name])}")
+        spans = {self.keep_noise, *(span for _, span in self.layer_keep_noise)} - {()}
+        if len(spans) > MAX_RANGES:
+            raise ValueError(
+                f"layer_keep_noise: got {len(spans)} different ranges, keep_noise included, expected at most "
+                f"{MAX_RANGES}: a compiled model gets versions for each"
+            )
         for _, scaling in self.layer_scaling:
             if scaling not in (*BY_CALL, self.scaling):
                 raise ValueError(

@@ -101,7 +101,8 @@ class Part:
         """The Sage twin of a processor, with the options that hold for its layer."""
         own = {option: option_of(self.config, option, label) for option in LAYER_OPTIONS}
         config = dataclasses.replace(self.config, **own, **{f"layer_{option}": () for option in LAYER_OPTIONS})
-        return swap(original, config, label, device=self.device, kept=is_kept(self.config, label), steps=self._steps)
+        window = self._steps.window_of(config.keep_noise)
+        return swap(original, config, label, device=self.device, kept=is_kept(self.config, label), window=window)
 
     def _count_on(self, module, sage) -> None:
         """The counts of the layer so far, and whether it turned out to need a rotation."""
@@ -145,7 +146,7 @@ class Part:
                 site.state = None if index is None or self.state is None else self.state.head_state(index)
                 if site.state is not None:
                     site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
-                    if RECIPES[self.config.recipe].pv != "16bit":
+                    if RECIPES[layer.sage._sage_config.recipe].pv != "16bit":
                         site.row_max_of = functools.partial(self.state.row_maxima.of, index)
             for tensor in _tensors(layer.sage):
                 torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs

@@ -17,7 +17,9 @@ from .scale_files import config_hash
 from .strict_json import strict_json, strict_object
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: recipes by layer, ranges of noise levels
+# Options that files of an earlier version don't hold: they were written with what is their default now.
+_SINCE = {1: {"keep_noise", "layer_recipe", "layer_keep_noise"}}
 MAX_FILE_BYTES = 2**20
 _REMEDY = "write it again with sage_processors.calibrate"
 _FIELDS = {
@@ -84,12 +86,12 @@ def read_policy(path, target=None) -> tuple[object, dict]:
     path = _checked_path(path)
     content = strict_json(read_small(path, MAX_FILE_BYTES), "the policy", _REMEDY)
     version = content.get("format_version")  # before the keys: they are another version's
-    if type(version) is int and version != FORMAT_VERSION:
+    if type(version) is int and version != FORMAT_VERSION and version not in _SINCE:
         raise ValueError(f"path: got format_version {version}, expected {FORMAT_VERSION}; {_REMEDY} of this version")
     strict_object(content, _FIELDS, "the policy", _REMEDY)
     for model in content["models"]:
         strict_object(model, _MODEL_FIELDS, "an entry of models", _REMEDY)
-    known = {field.name for field in dataclasses.fields(SageAttnProcessor)}
+    known = {field.name for field in dataclasses.fields(SageAttnProcessor)} - _SINCE.get(version, set())
     if set(content["options"]) != known:
         odd = sorted(set(content["options"]) ^ known)
         raise ValueError(f"path: got options that differ in {odd[:5]}, expected exactly {sorted(known)}; {_REMEDY}")

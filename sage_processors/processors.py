@@ -115,7 +115,7 @@ def _foreign_function_mode() -> bool:
 
 def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> str | None:
     """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
-    config, steps = processor._sage_config, processor._sage_steps
+    config, window = processor._sage_config, processor._sage_window
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         return "block_mask"
     if _running.training:
@@ -136,7 +136,7 @@ def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causa
             return "short"
     if reason is None and processor._sage_kept:
         return "kept"
-    if reason is None and steps is not None and steps.exact:
+    if reason is None and window is not None and window.exact:
         return "window"
     return reason
 
@@ -276,19 +276,19 @@ class _SageMethods:
     _sage_sites = ()
     _sage_events = None
     _sage_backend = None
-    _sage_steps = None  # windows.Steps of the handle
+    _sage_window = None  # windows.Window of the handle, shared with the layers of the same range
     _sage_kept = False  # stays in 16 bit at all steps
     _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
     _sage_probe = None  # probe.LayerProbe while a probe is on
 
-    def _sage_arm(self, config, layer, *, device="cpu", kept=False, steps=None):
+    def _sage_arm(self, config, layer, *, device="cpu", kept=False, window=None):
         """Swap under `config` (None: behave as the base class), counting from zero, without planned scales."""
         set_ = functools.partial(object.__setattr__, self)  # nn.Module processors intercept plain assignment
         set_("_sage_config", config)
         set_("_sage_layer", layer)
         set_("_sage_kept", kept)
         set_("_sage_rotated", config is not None and config.rotation == "hadamard")
-        set_("_sage_steps", steps)
+        set_("_sage_window", window)
         set_("_sage_events", new_events(device))
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
         self._sage_accept_backend()

@@ -25,6 +25,7 @@ class Report(LayerReport):
             recipe, scaling: what its INT8 calls ran; None unless active.
             rotation: "hadamard" or "none", of its next INT8 call; None unless active. rotated_calls: INT8 calls that
                 were rotated.
+            keep_noise: (low, high), the noise levels at which this layer stays in 16 bit, or (); None unless active.
             calls: INT8 calls.
             dynamic_calls: those of them, per head on average, whose scales came from the call itself.
             fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "replaced" counts forwards of the
@@ -92,6 +93,7 @@ def _row(layer, processor, status, note="", **values):
         "recipe": None,
         "scaling": None,
         "rotation": None,
+        "keep_noise": None,
         "calls": 0,
         "rotated_calls": 0,
         "dynamic_calls": 0.0,
@@ -137,6 +139,10 @@ def _fp8_notes(counted: dict) -> list[str]:
     return [f"{counted[name]:.2g} {what}" for name, what in notes.items() if counted[name]]
 
 
+def _range_notes(span) -> list[str]:
+    return [f"16 bit at noise levels {span[0]:.4g} to {span[1]:.4g}"] if span else []
+
+
 def _replaced_note(processor) -> str:
     name = type(processor).__name__
     if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
@@ -177,7 +183,8 @@ def _part_rows(part, rotation) -> list[dict]:
                 note = note or rotation.note(label)
                 rotated = "hadamard" if layer.sage._sage_rotated else "none"
                 counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
-                note = "; ".join([note] * bool(note) + _fp8_notes(counted))
+                counted |= {"keep_noise": own.keep_noise}
+                note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _fp8_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
                 rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor), **counted))

@@ -1,9 +1,10 @@
-"""Where attention stays in 16 bit by choice: steps of a run, noise levels, layers.
+"""Where attention stays in 16 bit by choice: steps of a run, noise levels, layers, noise levels of some layers.
 
 The INT8 kernels and the model's own attention are different kernels, so the choice is made on the host, between steps:
-the scheduler's step sets one flag that all layers of a handle read. Inside of torch.compile the flag is a guard. Each
-precision is compiled once, when it is first needed, and a step that changes precision picks the other version: two
-versions at most, whatever the number of steps, and with CUDA graphs a recording for each.
+the scheduler's step sets a flag that all layers with the same range of noise levels read, mostly one flag for all
+layers of a handle. Inside of torch.compile a flag is a guard. Each combination of flags is compiled once, when it is
+first needed, and a step that changes precision picks another version: two versions without ranges of some layers, and
+five at most with them (config.MAX_RANGES), whatever the number of steps, and with CUDA graphs a recording for each.
 """
 
 from __future__ import annotations
@@ -18,21 +19,57 @@ import torch
 CHOSEN = ("window", "kept")
 
 
+def stays_exact(config, span, level: float, taken: int, left: int) -> bool:
+    """Whether the options keep a step in 16 bit, for layers with this `keep_noise`.
+
+    Args: span: () or (low, high). level: the step's noise level. taken: steps of the run before it. left: steps of
+        the run that are not done yet, this one included.
+    """
+    if taken < config.keep_first_steps or left <= config.keep_last_steps or level < config.keep_below_noise:
+        return True
+    return inside(span, level)
+
+
+def inside(span, level: float) -> bool:
+    """Whether a noise level lies in a range: () has none, (low, high) those from low to below high, or to 1."""
+    return bool(span) and span[0] <= level and (level < span[1] or span[1] == 1.0)
+
+
+class Window:
+    """What the layers with one `keep_noise` share: whether the running step stays in 16 bit.
+
+    Attributes: exact: read by every attention call. was_exact: of the step before.
+    """
+
+    def __init__(self, span):
+        self.span, self.exact, self.was_exact = span, False, False
+
+
 class Steps:
     """Counts the steps of a run on the host and says which of them stay in 16 bit.
 
     Attributes:
-        exact: whether the running step stays in 16 bit. Read by every attention call.
         place: index of the running step in the scheduler's timesteps. total: their number; 0 before a first run.
     """
 
     def __init__(self, config):
-        self._first, self._last = config.keep_first_steps, config.keep_last_steps
-        self._below = config.keep_below_noise
-        self.windowed = bool(self._first or self._last or self._below)
+        self._config = config
+        spans = (config.keep_noise, *(span for _, span in config.layer_keep_noise))
+        self.windowed = bool(config.keep_first_steps or config.keep_last_steps or config.keep_below_noise)
+        self.windowed = self.windowed or any(spans)
+        self._windows = {span: Window(span) for span in spans}
         self.listeners = []
-        self.exact, self.place, self.total = False, 0, 0
+        self.place, self.total = 0, 0
         self._levels, self._taken = [], 0
+
+    def window_of(self, span) -> Window:
+        """The window of the layers whose `keep_noise` is `span`, one of the options."""
+        return self._windows[span]
+
+    @property
+    def exact(self) -> bool:
+        """Whether the running step stays in 16 bit for layers without a range of their own."""
+        return self._windows[self._config.keep_noise].exact
 
     def begin(self, levels: torch.Tensor, place: int) -> None:
         """A run starts at timesteps[place] of a scheduler with these noise levels fp32 [N].
@@ -58,11 +95,10 @@ class Steps:
         self._decide()
 
     def _decide(self) -> None:
-        self.exact = self.windowed and (
-            self._taken < self._first
-            or self.total - self.place <= self._last
-            or self._levels[self.place] < self._below
-        )
+        for window in self._windows.values() if self.windowed else ():
+            level, left = self._levels[self.place], self.total - self.place
+            window.was_exact = window.exact
+            window.exact = stays_exact(self._config, window.span, level, self._taken, left)
         for listener in self.listeners:
             listener.step_starts(self.place)
 
@@ -86,7 +122,7 @@ def is_kept(config, name: str) -> bool:
     return bool(config.only_layers) and not any(fnmatch.fnmatchcase(name, p) for p in config.only_layers)
 
 
-def option_of(config, option: str, name: str) -> str:
+def option_of(config, option: str, name: str):
     """One of config.LAYER_OPTIONS of one layer: of the first pattern that matches it, else the handle's."""
     pairs = getattr(config, f"layer_{option}")
     matches = (value for pattern, value in pairs if fnmatch.fnmatchcase(name, pattern))

@@ -58,6 +58,17 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     assert json.loads(output.read_text())["budget"] == {"target_psnr": 35.0} and cases(csv) == {"tiny_flux/policy"}
 
 
+def test_calibrate_takes_a_recipe(tmp_path):
+    output = tmp_path / "policy.json"
+    small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
+    arguments = ["calibrate", *small, "--target-psnr", 10, "--scaling", "timestep", "--output", output]
+    done = invoke(*arguments, "--recipe", "qk_int8_pv_fp8")
+    assert done.exit_code == 0, done.output
+    assert sp.SageAttnProcessor.from_policy(output).recipe == "qk_int8_pv_fp8"
+    done = invoke(*arguments, "--recipe", "qk_int4")
+    assert done.exit_code == 2 and "qk_int4" in done.output
+
+
 def test_transfer_compares_own_and_foreign_tables(tmp_path):
     csv = tmp_path / "results.csv"
     name = "FlowMatchEulerDiscreteScheduler"
