@@ -32,7 +32,7 @@ class Tile(NamedTuple):
 
 
 # Timed on an H200 by bench_tiles.py at N=4096 to 16384: the first tile's max as the reference beats the running max by
-# 10 to 17 % at width 128. At width 64, Tile(192, 64, 4, 4, "hopper", True) is faster by an eighth, but not trusted: see
+# 10 to 17 % at width 128. At width 64, Tile(192, 64, 4, 4, "hopper", True) is an eighth faster, but not trusted: see
 # kernels/README.md, section 9. Width 256 is not timed: the largest tiles that do not spill.
 _HOPPER = {
     64: Tile(64, 128, 4, 3, "tma"),
