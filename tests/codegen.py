@@ -41,10 +41,10 @@ FULL_TARGETS = ("sm_80", "sm_90")  # the others compile a part: each kernel take
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 # what the Hopper kernel can do besides what the tile table has it do
 HOPPER = (
-    ("per_token", "running", "16bit"),
-    ("per_token", "first", "16bit"),
-    ("planned", "running", "fp8_e4m3"),
-    ("planned", "lagged", "fp8_e4m3"),
+    (128, "planned", "running", "16bit", Tile(128, 128, 4, 3, "hopper")),
+    (128, "per_token", "running", "16bit", Tile(128, 128, 4, 3, "hopper")),
+    (128, "per_token", "running", "fp8_e4m3", Tile(128, 128, 4, 3, "hopper")),
+    (64, "planned", "first", "16bit", Tile(192, 64, 4, 4, "hopper")),
 )
 FP8_MATRIX = re.compile(
     r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
@@ -243,9 +243,11 @@ def kernels(name: str):
                 yield f"{name}/attention_fp8/{width}/planned/{reference}", facts
     if name == "sm_90":
         yield "sm_90/attention_fp8/128/planned/rows", attention(name, 128, "planned", "rows", pv="fp8_e4m3")
-        for scaling, reference, pv in HOPPER:
-            facts = attention(name, 128, scaling, reference=reference, pv=pv, tile=Tile(128, 128, 4, 3, "hopper"))
-            yield f"sm_90/attention_hopper/128/{scaling}/{reference}/{pv}", facts
+        facts = attention(name, 128, "planned", "causal", "lagged", "fp8_e4m3")
+        yield "sm_90/attention_fp8/128/planned/lagged/causal", facts
+        for width, scaling, reference, pv, tile in HOPPER:
+            facts = attention(name, width, scaling, reference=reference, pv=pv, tile=tile)
+            yield f"sm_90/attention_hopper/{width}/{scaling}/{reference}/{pv}", facts
         yield "sm_90/values/128/amax", values(name, _value_amax_kernel, 128)
         yield "sm_90/values/128/cast", values(name, _prepare_values_kernel, 128)
     yield f"{name}/combine/128", combine(name, 128)

@@ -53,6 +53,12 @@ def test_scores_run_on_int8_matrix_units(kernels):
     assert all(facts["int8_matrix"] for facts in found.values())
 
 
+def test_no_uniform_register_is_read_that_was_not_written(kernels):
+    """ptxas has lost descriptors of matrix operands: wrong sums, or an illegal address, in a loop that rarely runs."""
+    for key, facts in kernels.items():
+        assert facts.get("undefined", 0) == 0, key
+
+
 def test_plain_key_loop_does_not_spill(kernels):
     skip_unless_pinned()
     for key, facts in attention(kernels).items():
@@ -86,11 +92,12 @@ def test_the_reference_of_the_step_before_shortens_the_plain_loop(kernels):
 
 @pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
 def test_fp8_operands_are_not_rearranged_on_hopper(kernels):
-    """What the permutation of V is for: two programs fit an SM, and P needs no shuffle but those of the row maxima."""
-    for reference in ("running", "lagged"):
-        facts = kernels[f"sm_90/attention_fp8/128/planned/{reference}"]
-        assert 2 * (facts["shared"] + 1024) <= 228 * 1024
-        assert facts["shuffles"] <= 12, facts
+    """What the permutation of V is for: P needs no shuffle but those of the row maxima."""
+    for key, facts in kernels.items():
+        if "/attention_fp8/" in key and not key.endswith("/rows"):
+            assert facts["shuffles"] <= 12, (key, facts)
+    for width, end in ((64, "running"), (64, "lagged"), (128, "lagged/causal")):
+        assert 2 * (kernels[f"sm_90/attention_fp8/{width}/planned/{end}"]["shared"] + 1024) <= 228 * 1024
     assert all(facts["stack"] == 0 for key, facts in kernels.items() if "/values/" in key)
 
 

@@ -130,8 +130,8 @@ def assert_matches_reference(
             rounded once), its scales a rounding of fp32 off: both far below the floor, so the rule is the same.
         exponent: size up to which scores beside the largest of their row are formed before the difference is taken,
             base 2: their fp32 rounding is what even an unrounded P is off by. More than 64 with a large bias or scale.
-        first_max: the kernel kept the first key tile's max as the softmax's reference. Of a running max, the largest P is
-            1, which rounding leaves alone; here it is any number, off by up to half a unit of P's format.
+        first_max: the kernel kept the first key tile's max as the softmax's reference. With a running max the largest
+            P is 1, which rounding leaves alone; here it is any number, off by up to half a unit of P's format.
         options: of ref_attention.
     """
     p_rounding = torch.finfo(pv_dtype(v.dtype)).eps / 2 if first_max else 0.0
