@@ -6,12 +6,19 @@ import torch
 
 
 try:
+    import transformers
     from transformers import cache_utils
     from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 except ImportError as error:
     raise ImportError(
         'sage_processors.kv_cache needs transformers: pip install "sage-processors[transformers]"'
     ) from error
+
+if not hasattr(DynamicLayer, "get_max_length"):
+    raise ImportError(
+        f"sage_processors.kv_cache: got transformers {transformers.__version__}, expected 5.17 or newer, whose cache "
+        "layers it follows; the rest of sage_processors runs with 5.10.1"
+    )
 
 from .kv_layers import Int8Layer
 from .kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer

@@ -65,10 +65,6 @@ class Int8Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.sliding_window if self.is_sliding else -1
 
-    def get_max_cache_shape(self) -> int:
-        """What transformers 5.10 calls get_max_length."""
-        return self.get_max_length()
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(number, position of the first) of the keys that the next update of `query_length` tokens returns."""
         kept = self.cumulative_length
