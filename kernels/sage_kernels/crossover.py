@@ -55,7 +55,7 @@ _16_BIT_PV = (
     # not measured: the exponentials, which INT8 does not touch, weigh twice as much as at 128 channels
     Crossover("hopper", 64, DEFAULT_RECIPE, False, 16384, 2**31, CUDNN),
     Crossover("hopper", 64, DEFAULT_RECIPE, True, 16384, 2**31, FLASH),
-    Crossover("hopper", 128, DEFAULT_RECIPE, False, 4096, 2**28, CUDNN, ("D128_N8192_full", "D128_N16384_full")),
+    Crossover("hopper", 128, DEFAULT_RECIPE, False, 8192, 2**30, CUDNN, ("D128_N8192_full", "D128_N16384_full")),
     # causal calls are those of language models: a scale per token, and SDPA as it chooses by itself
     Crossover(
         "hopper", 128, DEFAULT_RECIPE, True, 8192, 2**30, FLASH,
