@@ -99,7 +99,8 @@ def read(compiled) -> dict:
             ).stdout
         facts["registers"] = int(re.search(r"REG:(\d+)", usage.stdout + usage.stderr).group(1))
         facts["stack"] = int(re.search(r"STACK:(\d+)", usage.stdout + usage.stderr).group(1))
-        facts["undefined"] = len(undefined_uniforms(sass))
+        if re.search(r"\.target sm_[89]", text):  # Blackwell's code has other instructions, and no such descriptors
+            facts["undefined"] = len(undefined_uniforms(sass))
         loops = main_loops(sass)
         facts["loops"] = [
             {"instructions": sum(c.values()), "spills": c["LDL"] + c["STL"], "matrix": sum(c[op] for op in MATRIX_OPS)}
