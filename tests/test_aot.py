@@ -18,6 +18,9 @@ TABLE = ROOT / "tests" / "codegen.json"
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 # Registers that one turn of a plain key loop of some 500 instructions may put away and take back, by kernel.
 SPILLS = {"hopper": 6, "tma": 0, "pointers": 0}
+# With a mask of keys, the Hopper kernel's: such a call may cost 8 % more, and cost 6 to 7 % on an H200 with these
+# (D128_N8192_padded100 and D128_N16384_padded100 of results.csv).
+SPILLS_HOPPER_KEYS = 24
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -65,7 +68,9 @@ def test_plain_key_loop_does_not_spill(kernels):
         # the first loop of a kernel is the one over wholly visible tiles. With a mask of keys it reads a list, and
         # spills on sm_80; another tile would not, but a padded sample would lose the bits it has alone.
         if facts.get("loops") and key != "sm_80/attention/128/planned/keys":
-            assert facts["loops"][0]["spills"] <= SPILLS[facts["kernel"]], (key, facts)
+            is_list = facts["kernel"] == "hopper" and key.endswith("/keys")
+            limit = SPILLS_HOPPER_KEYS if is_list else SPILLS[facts["kernel"]]
+            assert facts["loops"][0]["spills"] <= limit, (key, facts)
 
 
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
@@ -150,11 +155,13 @@ def test_table_of_registers_and_loop_counts_is_the_committed_one(kernels):
 @pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
 def test_hopper_runs_the_warp_specialised_kernel_within_shared_memory(kernels):
     found = {key: facts for key, facts in kernels.items() if facts["kernel"] == "hopper" and "/attention/" in key}
-    assert len(found) == 4 and all(key.startswith("sm_90/attention/128/planned") for key in found)
+    # planned and per token, their other reference of the softmax; keys and causal
+    assert len(found) == 6 and all(key.startswith("sm_90/attention/128/") for key in found)
     others = {key: facts for key, facts in kernels.items() if "/attention_hopper/" in key}
     assert len(others) == 4
     for key, facts in others.items():
         assert facts["int8_matrix"] and facts.get("fp8_matrix", False) == key.endswith("fp8_e4m3"), key
         assert facts["loops"][0]["spills"] <= SPILLS["hopper"], (key, facts)
-    for facts in (*found.values(), *others.values()):
-        assert facts["shared"] <= 227 * 1024 and facts["registers"] == 168  # the launch's cap; warpgroups re-divide it
+    for key, facts in (*found.items(), *others.items()):
+        # the launch's cap with two consumers or three; warpgroups divide it anew
+        assert facts["shared"] <= 227 * 1024 and facts["registers"] == (128 if "/64/" in key else 168), key
