@@ -18,9 +18,10 @@ TABLE = ROOT / "tests" / "codegen.json"
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 # Registers that one turn of a plain key loop of some 500 instructions may put away and take back, by kernel.
 SPILLS = {"hopper": 6, "tma": 0, "pointers": 0}
-# With a mask of keys, the Hopper kernel's: such a call may cost 8 % more, and cost 6 to 7 % on an H200 with these
-# (D128_N8192_padded100 and D128_N16384_padded100 of results.csv).
-SPILLS_HOPPER_KEYS = 24
+# The Hopper kernel's where a mask needs registers, too. On an H200, with these: a mask of keys costs 6 to 7 % (8 are
+# allowed; D128_N8192_padded100 and D128_N16384_padded100 of results.csv), and causal calls, at 1.18 times cuDNN, are
+# faster than with a running max, which spills less.
+SPILLS_HOPPER_MASKED = 24
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -68,8 +69,8 @@ def test_plain_key_loop_does_not_spill(kernels):
         # the first loop of a kernel is the one over wholly visible tiles. With a mask of keys it reads a list, and
         # spills on sm_80; another tile would not, but a padded sample would lose the bits it has alone.
         if facts.get("loops") and key != "sm_80/attention/128/planned/keys":
-            is_list = facts["kernel"] == "hopper" and key.endswith("/keys")
-            limit = SPILLS_HOPPER_KEYS if is_list else SPILLS[facts["kernel"]]
+            is_masked = facts["kernel"] == "hopper" and key.endswith(("/keys", "/causal"))
+            limit = SPILLS_HOPPER_MASKED if is_masked else SPILLS[facts["kernel"]]
             assert facts["loops"][0]["spills"] <= limit, (key, facts)
 
 
