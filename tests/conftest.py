@@ -85,6 +85,7 @@ class Outcomes:
     def __init__(self, path: Path):
         self.path, self.tests = path, {}
         self.failures = path.with_suffix(".failures.txt")
+        self.failures.unlink(missing_ok=True)  # of the run before
 
     def pytest_runtest_logreport(self, report):
         name = report.nodeid.removeprefix("tests/")

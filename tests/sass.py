@@ -14,22 +14,29 @@ _TARGET = re.compile(r"`\(([^)]+)\)")
 _WRITES = re.compile(r"U(?!TMA|BLK)\w+|R2UR|S2UR|VOTEU|LDCU|REDUX")
 
 
-def main_loops(sass: str) -> list[Counter]:
-    """Instruction counts of the innermost loops that hold matrix instructions."""
+def _rows(sass: str) -> tuple[list, dict]:
+    """(address, predicate, operation, operands) of each instruction, and where the labels stand."""
     rows, labels = [], {}
     for line in sass.splitlines():
-        if label := re.match(r"^\s*(\.L_x?_?\w+):", line):
-            labels[label.group(1)] = len(rows)
-        elif instruction := re.match(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P[\dT]+\s+)?([A-Z][\w.]*)(.*)", line):
-            rows.append(instruction.groups())
+        if label := _LABEL.match(line):
+            labels[label[1]] = len(rows)
+        elif found := _INSTRUCTION.match(line):
+            rows.append(found.groups())
+    return rows, labels
+
+
+def main_loops(sass: str) -> list[Counter]:
+    """Instruction counts of the innermost loops that hold matrix instructions."""
+    rows, labels = _rows(sass)
+    names = [op.split(".")[0] for _, _, op, _ in rows]
     spans = []
-    for end, (op, rest) in enumerate(rows):
-        if op.startswith("BRA") and (jump := re.search(r"`\(([^)]+)\)", rest)):
-            start = labels.get(jump.group(1), len(rows))
-            if start <= end and any(o.split(".")[0] in MATRIX_OPS for o, _ in rows[start : end + 1]):
+    for end, (_, _, op, rest) in enumerate(rows):
+        if op.startswith("BRA") and (jump := _TARGET.search(rest)):
+            start = labels.get(jump[1], len(rows))
+            if start <= end and any(name in MATRIX_OPS for name in names[start : end + 1]):
                 spans.append((start, end))
     inner = [a for a in spans if not any(b != a and a[0] <= b[0] and b[1] <= a[1] for b in spans)]
-    return [Counter(op.split(".")[0] for op, _ in rows[start : end + 1]) for start, end in inner]
+    return [Counter(names[start : end + 1]) for start, end in inner]
 
 
 def undefined_uniforms(sass: str) -> list[str]:
@@ -38,12 +45,7 @@ def undefined_uniforms(sass: str) -> list[str]:
     ptxas 12.8 and 13 hoist descriptors of matrix operands out of two loops into the path to the first one only. Where
     that loop is skipped, the second multiplies whatever the registers hold.
     """
-    rows, labels = [], {}
-    for line in sass.splitlines():
-        if label := _LABEL.match(line):
-            labels[label[1]] = len(rows)
-        elif found := _INSTRUCTION.match(line):
-            rows.append(found.groups())
+    rows, labels = _rows(sass)
     effects = [_uniforms(op, rest) for _, _, op, rest in rows]
     everything = 2**64 - 1
     written = [everything] * len(rows)  # on every path that leads to a row

@@ -18,10 +18,8 @@ TABLE = ROOT / "tests" / "codegen.json"
 TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
 # Registers that one turn of a plain key loop of some 500 instructions may put away and take back, by kernel.
 SPILLS = {"hopper": 6, "tma": 0, "pointers": 0}
-# The Hopper kernel's where a mask needs registers, too. On an H200, with these: a mask of keys costs 6 to 7 % (8 are
-# allowed; D128_N8192_padded100 and D128_N16384_padded100 of results.csv), and causal calls, at 1.18 times cuDNN, are
-# faster than with a running max, which spills less.
-SPILLS_HOPPER_MASKED = 24
+# Not met: the first max beside a mask takes more registers than there are (kernels/README.md, section 9).
+UNMET = ("sm_90/attention/128/planned/keys", "sm_90/attention/128/planned/causal")
 
 
 @pytest.fixture(scope="module", params=TARGETS)
@@ -69,9 +67,16 @@ def test_plain_key_loop_does_not_spill(kernels):
         # the first loop of a kernel is the one over wholly visible tiles. With a mask of keys it reads a list, and
         # spills on sm_80; another tile would not, but a padded sample would lose the bits it has alone.
         if facts.get("loops") and key != "sm_80/attention/128/planned/keys":
-            is_masked = facts["kernel"] == "hopper" and key.endswith(("/keys", "/causal"))
-            limit = SPILLS_HOPPER_MASKED if is_masked else SPILLS[facts["kernel"]]
-            assert facts["loops"][0]["spills"] <= limit, (key, facts)
+            if key not in UNMET:
+                assert facts["loops"][0]["spills"] <= SPILLS[facts["kernel"]], (key, facts)
+
+
+@pytest.mark.xfail(strict=True, reason="24 and 16 registers: kernels/README.md, section 9")
+@pytest.mark.parametrize("key", UNMET)
+@pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
+def test_masked_loops_of_the_hopper_kernel_do_not_spill(kernels, key):
+    skip_unless_pinned()
+    assert kernels[key]["loops"][0]["spills"] <= SPILLS["hopper"]
 
 
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
@@ -84,10 +89,9 @@ def test_fp8_recipe_runs_both_matmuls_in_8_bit_and_spills_next_to_nothing(kernel
     for key, facts in found.items():
         assert facts["int8_matrix"] and facts["fp8_matrix"], key
     # registers put away and taken back in one turn of some 500 instructions: at width 128 the tile is as large as
-    # fits. The other versions of Triton differ by one or two. One more on sm_89
-    # since V comes first in the loop that does rows again, which the plain loop's registers pay for.
+    # fits. The other versions of Triton differ by one or two.
     for key, facts in found.items():
-        assert facts["loops"][0]["spills"] <= 5, (key, facts)
+        assert facts["loops"][0]["spills"] <= 4, (key, facts)
 
 
 @pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)

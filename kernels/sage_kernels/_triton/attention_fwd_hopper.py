@@ -58,7 +58,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-# keys whose 8-bit products are summed in the tensor cores: with 1024, long sums of equal values came out 0.7 % short
+# keys whose 8-bit products are summed in the tensor cores: with 1024, long sums of equal values came out too short
 _PROMOTED_KEYS = gl.constexpr(512)
 
 

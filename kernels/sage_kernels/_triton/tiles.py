@@ -31,9 +31,9 @@ class Tile(NamedTuple):
         return 64 if self.kernel == "hopper" else self.block_m
 
 
-# Timed on an H200 by bench_tiles.py at N=4096 to 16384: the first tile's max as the reference beats the running max by
-# 10 to 17 % at width 128. At width 64, Tile(192, 64, 4, 4, "hopper", True) is an eighth faster, but not trusted: see
-# kernels/README.md, section 9. Width 256 is not timed: the largest tiles that do not spill.
+# Timed on an H200 by bench_tiles.py at N=4096 to 16384: at width 128 the first tile's max as the reference beats the
+# running max. At width 64, Tile(192, 64, 4, 4, "hopper", True) is faster, but not trusted: see kernels/README.md,
+# section 9. Width 256 is not timed: the largest tiles that do not spill.
 _HOPPER = {
     64: Tile(64, 128, 4, 3, "tma"),
     128: Tile(128, 128, 4, 3, "hopper", True),
@@ -41,7 +41,7 @@ _HOPPER = {
 }
 _HOPPER_256_PER_TOKEN = Tile(64, 32, 4, 2, "tma")
 # A mask of rows at width 128: its pointers take registers. Not timed: the tiles whose plain loop does not spill.
-_HOPPER_ROWS = {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 128, 8, 2, "tma")}
+_HOPPER_ROWS = Tile(64, 128, 8, 2, "tma")
 _OTHER_ROWS = Tile(64, 64, 8, 2, "pointers")
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/codegen.json). At
 # width 256 anything larger than 32 x 32 spills on the GPUs whose matrix operands live in registers.
@@ -66,7 +66,7 @@ _FP8 = {
         128: Tile(128, 64, 8, 3, "pointers"),
         256: Tile(64, 32, 8, 2, "pointers"),
     },
-    89: {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers"), 256: _WIDE},
+    89: {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers"), 256: _WIDE},
 }
 
 
@@ -97,10 +97,8 @@ def choose_tile(
         if capability == 90 and width == 128 and band:
             return _FP8_HOPPER_BAND
         return _FP8[90 if capability == 90 else 100 if 100 <= capability < 120 else 89][width]
-    if by_row and capability == 90 and width <= 128:
-        return _HOPPER_ROWS[width]
     if by_row and width == 128:
-        return _OTHER_ROWS
+        return _HOPPER_ROWS if capability == 90 else _OTHER_ROWS
     if capability == 90:
         return _HOPPER_256_PER_TOKEN if width == 256 and scaling == "per_token" else _HOPPER[width]
     if capability in (86, 89):
