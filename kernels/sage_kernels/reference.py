@@ -134,6 +134,7 @@ def ref_attention(
     block_q: int = 128,
     block_k: int = 128,
     round_p: bool = True,
+    first_max: bool = False,
     rotated_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8-QK attention as the kernels compute it. Arguments as `sage_attention`, unchecked.
@@ -142,6 +143,8 @@ def ref_attention(
         block_q, block_k: tokens per scale where the granularity is a block (the kernels' own tile sizes on a GPU).
         round_p: False keeps P, and V as it is given (in FP8: V as it is rounded), in fp32: the difference is the
             rounding floor of the test tolerances.
+        first_max: P is rounded as with the largest score of the first block_k keys as the softmax's reference, which
+            some kernels keep: the largest P is then no power of two, and rounding moves it.
         rotated_dtype: what rotated Q and K are rounded to; None: the dtype of q. They are what the scales and codes
             are made of, so the reference with round_p=False, of fp32 inputs, has to round them too.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
@@ -210,6 +213,8 @@ def ref_attention(
                 if round_p:
                     round_ = round_to_e4m3 if is_fp8 else lambda p: p.to(pv_dtype(q.dtype)).float()
                 reference = _reference(s, P_EXPONENT if is_fp8 else 0.0)
+                if first_max:
+                    reference = _first_max(s[:, :block_k], reference)
                 if lagged:
                     counts_of_head = state.counts[int(state.row) + kv]
                     reference = _lagged(s, state.row_max[b, h, part], reference, block_q, counts_of_head)
@@ -255,6 +260,13 @@ def _lagged(s, row_max, running, block_q: int, counts) -> torch.Tensor:
     reference = torch.where(fits, row_max[:, None] - LAGGED_EXPONENT, running)
     row_max.copy_(torch.where(top == -torch.inf, 0.0, top))
     return reference
+
+
+def _first_max(s, reference):
+    """A reference [R, 1] off by a power of two from the largest of s [R, K], and less than a factor of 2 below the
+    largest score: P is rounded alike, since rounding does not see powers of two, and its range can't end."""
+    above = reference - s.amax(-1, keepdim=True)
+    return torch.where(above.isfinite(), reference - above.frac(), reference)
 
 
 def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p):
