@@ -60,6 +60,10 @@ _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
 # keys whose 8-bit products are summed in the tensor cores: with 1024, long sums of equal values came out too short
 _PROMOTED_KEYS = gl.constexpr(512)
+# registers of a thread: what the producer does not need, the two or three warpgroups have
+_REGISTERS_OF_TWO = gl.constexpr(240)
+_REGISTERS_OF_THREE = gl.constexpr(160)
+_PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
@@ -455,7 +459,7 @@ def attention_fwd_hopper_kernel(
                 (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
             ],
             [4, 1],
-            [240, 24],
+            [_REGISTERS_OF_TWO, _PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
@@ -466,7 +470,7 @@ def attention_fwd_hopper_kernel(
                 (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
             ],
             [4, 4, 1],
-            [160, 160, 24],
+            [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _PRODUCER_REGISTERS],
         )
 
 
