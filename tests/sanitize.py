@@ -24,6 +24,7 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 FP8 = "qk_int8_pv_fp8"
+PARTS = 6  # processes that compile, for each of two settings
 BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
 
 
@@ -90,7 +91,7 @@ def share_registers_evenly():
     hopper._REGISTERS_OF_THREE = gl.constexpr(128)
 
 
-def run_kernels():
+def run_kernels(launches: list[Launch]):
     import torch
 
     from sage_kernels import HeadState
@@ -104,7 +105,7 @@ def run_kernels():
     from sage_processors.scales import ScaleState, Site
 
     device = torch.device("cuda")
-    for head_dim, scaling, name, chosen, recipe in selection():
+    for head_dim, scaling, name, chosen, recipe in launches:
         shape = (BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS, head_dim)
         q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
         if head_dim == padded_head_dim(head_dim):  # others are padded first
@@ -142,8 +143,10 @@ def run_tools() -> int:
         return 1
     script = [sys.executable, str(Path(__file__).resolve())]
     evenly = [*script, "--even-registers"]
-    compiling = [subprocess.Popen(command) for command in (script, evenly)]  # so that the tools need not wait for that
-    if any(process.wait() for process in compiling):
+    # so that the tools need not wait for compilation
+    parts = [(command, str(i)) for command in (script, evenly) for i in range(PARTS)]
+    compiling = [subprocess.Popen([*command, "--part", part]) for command, part in parts]
+    if any([process.wait() for process in compiling]):
         return 1
     # one allocation a tensor: inside of a cached block no access is out of bounds
     watched = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -172,4 +175,7 @@ def run_tools() -> int:
 if __name__ == "__main__":
     if "--even-registers" in sys.argv:
         share_registers_evenly()
-    sys.exit(run_tools() if "--tools" in sys.argv else run_kernels())
+    if "--tools" in sys.argv:
+        sys.exit(run_tools())
+    part = int(sys.argv[sys.argv.index("--part") + 1]) if "--part" in sys.argv else None
+    run_kernels(selection() if part is None else selection()[part::PARTS])

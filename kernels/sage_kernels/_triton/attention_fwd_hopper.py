@@ -30,12 +30,14 @@ from .hopper_parts import (
     fixed_softmax_tile,
     load_key_scale,
     masked_softmax_tile,
+    next_place,
     outgrown,
     promote,
     seen_tile,
     silence_hidden,
     silence_together,
     softmax_tile,
+    sum_in_lanes,
     value_operand,
 )
 from .mask_tiles import band_tiles
@@ -67,76 +69,78 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _next_slot(slot, phase, NUM_BUFFERS: gl.constexpr):
-    """The next place in the ring of buffers, and the phase of its barriers."""
-    wraps = slot == NUM_BUFFERS - 1
-    return gl.where(wraps, 0, slot + 1), phase ^ wraps.to(gl.int32)
+def _goes_on(i, BLOCK_N: gl.constexpr):
+    """Whether the 8-bit P·V under the i-th scores adds to the one before: sums are of _PROMOTED_KEYS keys."""
+    return (i & (_PROMOTED_KEYS // BLOCK_N - 1)) != 1
 
 
 @gluon.jit
 def _key_step(
-    i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, kept, silenced,
+    i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, silenced,
     GROUP_INDEX: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     MASKING: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
-    at: the tile before, this tile, and for both slot in the ring and phase, which are counted up: i % NUM_BUFFERS
-    takes a dozen instructions. sums: acc, P of the tile before, reference, running sum, largest score (lagged
-    reference), the reference of what is kept in shared memory (8-bit P).
+    at: the tile before, this tile, their place in the ring and its phase; what is there has been waited for. sums: acc,
+    P of the tile before, reference, running sum by lanes, largest score by lanes (lagged reference); with 8-bit P also
+    the sum of earlier tiles, and its reference.
     """
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
     LAGGED: gl.constexpr = FORMAT[2] == "lagged"
     SCORES: gl.constexpr = LAYOUTS[0]
     OUT: gl.constexpr = LAYOUTS[1]
-    before, tile, v_slot, v_phase, slot, phase = at
-    acc, p, reference, running_sum, top, kept_reference = sums
-    k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
+    before, tile, slot, phase = at
+    acc, p, reference, running_sum, top, kept, kept_reference = sums
+    k_smem, v_smem, scale_smem, filled, freed = ring
     # a list is read one tile ahead: its latency would add to that of the scale
     after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
     if not SCALE_PER_KEY:
         key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
-    mbarrier.wait(k_full.index(slot), phase)
     scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-    mbarrier.wait(v_full.index(v_slot), v_phase)
-    v_tile = value_operand(v_smem.index(v_slot), WIDTH, BLOCK_N, FORMAT[1])
+    v_tile = value_operand(v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
     if MASKED and MASKING[0] == "keys" and not FP8:
         turn = i - gl.maximum(seen[5], 1)
         silence_together(v_tile, seen[0], before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = as_operand(p, PV_DTYPE, LAYOUTS[2], BLOCK_N)
-    acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
+    if FP8:  # a sum starts anew where the one before was kept
+        acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=_goes_on(i, BLOCK_N), is_async=True)
+    else:
+        acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
         key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
-    mbarrier.arrive(k_empty.index(slot), count=1)
     if MASKED:
         p, reference, running_sum, top, rescale = masked_softmax_tile(
             scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
             SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
         )  # fmt: skip
     elif FORMAT[2] == "running":
-        p, reference, running_sum, rescale = softmax_tile(scores, row_scale, key_scale, reference, running_sum, FORMAT)
+        p, reference, running_sum, rescale = softmax_tile(
+            scores, row_scale, key_scale, reference, running_sum, BLOCK_N, FORMAT
+        )  # fmt: skip
     else:
-        p, running_sum, top = fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top, FORMAT)
-    # waiting here for the next keys ends a basic block: without it ptxas sinks the exponentials below the wait
+        p, running_sum, top = fixed_softmax_tile(
+            scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N, FORMAT
+        )  # fmt: skip
+    # waiting here for the next tiles ends a basic block: without it ptxas sinks the exponentials below the wait
     # for P·V
-    next_slot, next_phase = _next_slot(slot, phase, NUM_BUFFERS)
-    mbarrier.wait(k_full.index(next_slot), next_phase, pred=i + 1 < seen[6])
+    next_slot, next_phase = next_place(slot, phase, NUM_BUFFERS)
+    mbarrier.wait(filled.index(next_slot), next_phase)
     if FP8:  # an 8-bit operand can't be waited for
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
     else:
         acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
-    mbarrier.arrive(v_empty.index(v_slot), count=1)
+    mbarrier.arrive(freed.index(slot), count=1)
     if FORMAT[2] == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     if FP8:
         if i & (_PROMOTED_KEYS // BLOCK_N - 1) == 0:
-            kept.store(promote(acc, kept, kept_reference, reference, OUT, FORMAT[2]))
-            acc = gl.zeros_like(acc)
+            kept = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
             kept_reference = reference
-    at = (tile, after, slot, phase, next_slot, next_phase)
-    return at, (acc, p, reference, running_sum, top, kept_reference)
+    at = (tile, after, next_slot, next_phase)
+    return at, (acc, p, reference, running_sum, top, kept, kept_reference)
 
 
 @gluon.jit
@@ -150,7 +154,7 @@ def _redo(
     SCORES: gl.constexpr = LAYOUTS[0]
     OUT: gl.constexpr = LAYOUTS[1]
     reference = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    running_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, SCORES))
+    running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
     acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
     v_rows = value_operand(v_tile, WIDTH, BLOCK_N, FORMAT[1])
     for i in range(seen[6]):
@@ -181,7 +185,7 @@ def _redo(
         else:
             acc = warpgroup_mma(p_operand, v_rows, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    return acc, reference, running_sum
+    return acc, reference, gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, SCORES))
 
 
 @gluon.jit
@@ -203,7 +207,7 @@ def _consume(
     q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr = given[:9]
     stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width = given[9]
     stride_qb, stride_qs, stride_qh = given[10]
-    q_smem, kept_smem, silenced, finished, landed = given[11]
+    q_smem, silenced, finished, landed = given[11]
     ring = given[12]
     seen = given[13]
     seq_q, heads, group, b, h, first_row, k_row, full, visited, tries = given[14]
@@ -223,7 +227,7 @@ def _consume(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
 
-    k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
+    k_smem, v_smem, scale_smem, filled, freed = ring
     h_kv = h // group
     kv_head_of_batch = b * (heads // group) + h_kv
     rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
@@ -263,8 +267,8 @@ def _consume(
         k_scales += kv_head_of_batch * seen[2]
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     kept_reference = reference
-    top = reference
-    running_sum = gl.full([ROWS], 0.0, gl.float32, ROW)
+    running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
+    top = running_sum + float("-inf")
     acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
     zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
     score_rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
@@ -272,44 +276,48 @@ def _consume(
     if LAGGED:
         earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
         reference = gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
-    kept = kept_smem
-    if FP8:
-        kept = kept_smem.index(GROUP_INDEX)
-        kept.store(acc)
+    kept = acc
 
     tile = seen_tile(0, seen, MASKING)
-    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(filled.index(0), 0)
     scores = warpgroup_mma(q_codes, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     key_scale = load_key_scale(k_scales, scale_smem.index(0), tile, SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-    mbarrier.arrive(k_empty.index(0), count=1)
+    mbarrier.arrive(freed.index(0), count=1)
     p, reference, running_sum, top, rescale = masked_softmax_tile(
         scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
         SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
     )  # fmt: skip
-    at = (tile, seen_tile(gl.minimum(1, seen[6] - 1), seen, MASKING), 0, 0, 1, 0)
-    sums = (acc, p, reference, running_sum, top, kept_reference)
+    slot, phase = next_place(0, 0, NUM_BUFFERS)
+    mbarrier.wait(filled.index(slot), phase)
+    at = (tile, seen_tile(gl.minimum(1, seen[6] - 1), seen, MASKING), slot, phase)
+    sums = (acc, p, reference, running_sum, top, kept, kept_reference)
     for i in range(1, seen[5]):
         at, sums = _key_step(
-            i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, kept, silenced,
+            i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, silenced,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, False,
         )  # fmt: skip
     for i in range(gl.maximum(seen[5], 1), seen[6]):
         at, sums = _key_step(
-            i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, kept, silenced,
+            i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, silenced,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, True,
         )  # fmt: skip
-    acc, p, reference, running_sum, top, kept_reference = sums
-    mbarrier.wait(v_full.index(at[2]), at[3])
+    acc, p, reference, running_sum, top, kept, kept_reference = sums
     v_tile = value_operand(v_smem.index(at[2]), WIDTH, BLOCK_N, FORMAT[1])
     if MASKING[0] == "keys" and not FP8:
         if seen[6] > seen[5]:
             turn = seen[6] - gl.maximum(seen[5], 1)
             silence_together(v_tile, seen[0], at[0] * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
-    acc = warpgroup_mma(as_operand(p, PV_DTYPE, P_OPERAND, BLOCK_N), v_tile, acc, is_async=True)
+    p_operand = as_operand(p, PV_DTYPE, P_OPERAND, BLOCK_N)
+    if FP8:
+        acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=_goes_on(seen[6], BLOCK_N), is_async=True)
+    else:
+        acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if FP8:
         acc = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
+    running_sum = gl.convert_layout(gl.sum(running_sum, 1), ROW)
+    top = gl.convert_layout(gl.max(top, 1), ROW)
     if FORMAT[2] != "running":
         # the ring is free for other use once both warpgroups are through
         mbarrier.arrive(finished, count=1)
@@ -411,7 +419,6 @@ def attention_fwd_hopper_kernel(
         ring_visited = gl.where(tries != 0, visited, 1)
 
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
-    KEPT_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
@@ -419,13 +426,8 @@ def attention_fwd_hopper_kernel(
     scale_smem = k_smem  # never read without a scale per key
     if SCALING == "per_token":
         scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1, BLOCK_N], key_scales.layout)
-    kept_smem = k_smem  # never read in 16 bit
-    if PV == "fp8_e4m3":
-        kept_smem = gl.allocate_shared_memory(gl.float32, [GROUPS, ROWS, WIDTH], KEPT_LAYOUT)
-    k_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
-    k_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
-    v_full = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
-    v_empty = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    filled = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
+    freed = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     silenced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
     mbarrier.init(silenced, count=2)
     finished = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
@@ -434,16 +436,14 @@ def attention_fwd_hopper_kernel(
     for i in gl.static_range(GROUPS):
         mbarrier.init(landed.index(i), count=1)
     for i in gl.static_range(NUM_BUFFERS):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=GROUPS)
-        mbarrier.init(v_empty.index(i), count=GROUPS)
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(freed.index(i), count=GROUPS)
     fence_async_shared()
-    ring = (k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty)
+    ring = (k_smem, v_smem, scale_smem, filled, freed)
     seen = (reach, tiles_ptr, n_tiles, first, first_full, ring_full, ring_visited, left, right, offset, seq_kv)
     state = (stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width)
     strides = (stride_qb, stride_qs, stride_qh)
-    smem = (q_smem, kept_smem, silenced, finished, landed)
+    smem = (q_smem, silenced, finished, landed)
     sizes = (seq_q, heads, group, b, h, first_row, k_row, full, visited, tries)
     given = (
         q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, state, strides, smem,
@@ -472,6 +472,16 @@ def attention_fwd_hopper_kernel(
             [4, 4, 1],
             [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _PRODUCER_REGISTERS],
         )
+    # A barrier stays one until then, whatever else its memory is used for; and used for something else it would be,
+    # where this variant of the kernel has no use for the barrier. While other processes share the GPU, its state came
+    # back into what had been written over it: a NaN in one of ten thousand launches.
+    mbarrier.invalidate(silenced)
+    mbarrier.invalidate(finished)
+    for i in gl.static_range(GROUPS):
+        mbarrier.invalidate(landed.index(i))
+    for i in gl.static_range(NUM_BUFFERS):
+        mbarrier.invalidate(filled.index(i))
+        mbarrier.invalidate(freed.index(i))
 
 
 _GLUON_DTYPES = {

@@ -1,7 +1,8 @@
 """Parts of the Hopper kernel: which key tiles a program visits, their copies, one tile of the softmax, P·V.
 
 What belongs together travels as a tuple:
-    ring        k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty: buffers and their barriers
+    ring        k_smem, v_smem, scale_smem, filled, freed: buffers and their barriers. A place in the ring holds a key
+                tile and the value tile before it, which are multiplied at the same time
     seen        reach, tiles_ptr, n_tiles, first, first_full, full, visited, left, right, offset, seq_kv: who sees what
     MASKING     MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT
     FORMAT      SCALE_PER_KEY, PV, REFERENCE, as in attention_fwd.py
@@ -56,6 +57,14 @@ def copy_values(values, v_row, b, h_kv, tile, landed, v_tile, WIDTH: gl.constexp
 
 
 @gluon.jit
+def next_place(slot, phase, NUM_BUFFERS: gl.constexpr):
+    """The next place in the ring of buffers, and the phase of its barriers: i % NUM_BUFFERS takes a dozen
+    instructions."""
+    wraps = slot == NUM_BUFFERS - 1
+    return gl.where(wraps, 0, slot + 1), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
 def copy_keys_and_values(
     copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASKING: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -63,19 +72,48 @@ def copy_keys_and_values(
     """The producer: fills the ring of buffers as the consumers free them."""
     keys, values, key_scales, ring, seen, k_row, v_row, b, h_kv = copied
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
-    k_smem, v_smem, scale_smem, k_full, k_empty, v_full, v_empty = ring
-    for i in range(seen[6]):
+    k_smem, v_smem, scale_smem, filled, freed = ring
+    tile = seen_tile(0, seen, MASKING)
+    copy_keys(keys, key_scales, k_row, tile, filled.index(0), k_smem.index(0), scale_smem.index(0), 0, BLOCK_N,
+              SCALE_PER_KEY)  # fmt: skip
+    slot, phase = next_place(0, 0, NUM_BUFFERS)
+    for i in range(1, seen[6]):
+        before = tile
         tile = seen_tile(i, seen, MASKING)
-        slot = i % NUM_BUFFERS
-        phase = (i // NUM_BUFFERS) & 1
-        mbarrier.wait(k_empty.index(slot), phase ^ 1)
+        mbarrier.wait(freed.index(slot), phase ^ 1)
         copy_keys(
-            keys, key_scales, k_row, tile, k_full.index(slot), k_smem.index(slot), scale_smem.index(slot),
-            0, BLOCK_N, SCALE_PER_KEY,
+            keys, key_scales, k_row, tile, filled.index(slot), k_smem.index(slot), scale_smem.index(slot),
+            values.block_type.nbytes, BLOCK_N, SCALE_PER_KEY,
         )  # fmt: skip
-        mbarrier.wait(v_empty.index(slot), phase ^ 1)
-        mbarrier.expect(v_full.index(slot), values.block_type.nbytes)
-        copy_values(values, v_row, b, h_kv, tile, v_full.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
+        copy_values(values, v_row, b, h_kv, before, filled.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
+        slot, phase = next_place(slot, phase, NUM_BUFFERS)
+    mbarrier.wait(freed.index(slot), phase ^ 1)
+    mbarrier.expect(filled.index(slot), values.block_type.nbytes)
+    copy_values(values, v_row, b, h_kv, tile, filled.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
+
+
+@gluon.jit
+def by_lanes(x, BLOCK_N: gl.constexpr):
+    """[ROWS, BLOCK_N] scores as [ROWS, 4, BLOCK_N / 4]: what one thread holds of a row is its last axis."""
+    return gl.reshape(gl.permute(gl.reshape(x, (ROWS, BLOCK_N // 8, 4, 2)), (0, 2, 1, 3)), (ROWS, 4, BLOCK_N // 4))
+
+
+@gluon.jit
+def sum_in_lanes(p, BLOCK_N: gl.constexpr):
+    """[ROWS, 4]: each row's sum over the keys that one thread holds. Its four lanes add theirs up after the loop."""
+    return gl.sum(by_lanes(p, BLOCK_N), 2)
+
+
+@gluon.jit
+def max_in_lanes(scores, BLOCK_N: gl.constexpr):
+    """As sum_in_lanes."""
+    return gl.max(by_lanes(scores, BLOCK_N), 2)
+
+
+@gluon.jit
+def to_lanes(row, lanes):
+    """Numbers of rows, to be combined with what sum_in_lanes made."""
+    return gl.convert_layout(row, gl.SliceLayout(1, lanes.type.layout))[:, None]
 
 
 @gluon.jit
@@ -108,7 +146,7 @@ def reference_below(top, PV: gl.constexpr):
 
 
 @gluon.jit
-def softmax_tile(scores, row_scale, key_scale, reference, running_sum, FORMAT: gl.constexpr):
+def softmax_tile(scores, row_scale, key_scale, reference, running_sum, BLOCK_N: gl.constexpr, FORMAT: gl.constexpr):
     """As primitives.online_softmax_step: without a scale per key, the max is taken on the integers."""
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
     if FORMAT[0]:
@@ -120,17 +158,19 @@ def softmax_tile(scores, row_scale, key_scale, reference, running_sum, FORMAT: g
     new_reference = gl.maximum(reference, reference_below(top, FORMAT[1]))
     rescale = gl.exp2(reference - new_reference)
     p = gl.exp2(gl.fma(values, tile_scale[:, None], -new_reference[:, None]))
-    return p, new_reference, gl.fma(running_sum, rescale, gl.sum(p, 1)), rescale
+    running_sum = gl.fma(running_sum, to_lanes(rescale, running_sum), sum_in_lanes(p, BLOCK_N))
+    return p, new_reference, running_sum, rescale
 
 
 @gluon.jit
-def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top, FORMAT: gl.constexpr):
+def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N: gl.constexpr,
+                       FORMAT: gl.constexpr):  # fmt: skip
     """As primitives.fixed_softmax_step; with a reference of the call before, also the largest score so far."""
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
     if FORMAT[2] == "lagged":  # nothing waits for it: only what is decided after the loop
-        top = gl.maximum(top, gl.max(scores, 1).to(gl.float32) * tile_scale)
+        top = gl.maximum(top, max_in_lanes(scores, BLOCK_N).to(gl.float32) * to_lanes(tile_scale, top))
     p = gl.exp2(gl.fma(values, tile_scale[:, None], -reference[:, None]))
-    return p, running_sum + gl.sum(p, 1), top
+    return p, running_sum + sum_in_lanes(p, BLOCK_N), top
 
 
 @gluon.jit
@@ -154,18 +194,18 @@ def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, ref
         if MASKING[3]:
             visible = visible & (keys[None, :] <= rows[:, None] + (offset + right))
     values = values * tile_scale[:, None]
-    largest = gl.max(gl.where(visible, values, gl.full_like(values, float("-inf"))), 1)
+    seen_values = gl.where(visible, values, gl.full_like(values, float("-inf")))
     if LAGGED:
-        top = gl.maximum(top, largest)
+        top = gl.maximum(top, max_in_lanes(seen_values, BLOCK_N))
         p = gl.where(visible, gl.exp2(values - reference[:, None]), 0.0)
-        running_sum += gl.sum(p, 1)
-        rescale = running_sum  # not used
+        running_sum += sum_in_lanes(p, BLOCK_N)
+        rescale = reference  # not used
     else:
-        new_reference = gl.maximum(reference, reference_below(largest, FORMAT[1]))
+        new_reference = gl.maximum(reference, reference_below(gl.max(seen_values, 1), FORMAT[1]))
         finite = gl.where(new_reference == float("-inf"), 0.0, new_reference)
         p = gl.where(visible, gl.exp2(values - finite[:, None]), 0.0)
         rescale = gl.exp2(reference - finite)
-        running_sum = gl.fma(running_sum, rescale, gl.sum(p, 1))
+        running_sum = gl.fma(running_sum, to_lanes(rescale, running_sum), sum_in_lanes(p, BLOCK_N))
         reference = new_reference
     return p, reference, running_sum, top, rescale
 
@@ -173,11 +213,11 @@ def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, ref
 @gluon.jit
 def as_operand(p, PV_DTYPE: gl.constexpr, P_OPERAND: gl.constexpr, BLOCK_N: gl.constexpr):
     """P in the format and the layout of P·V; 8-bit keys permuted as V is, see primitives.in_operand_order."""
-    codes = p.to(PV_DTYPE)
     if PV_DTYPE.primitive_bitwidth == 8:
-        codes = gl.permute(gl.reshape(codes, (ROWS, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-        codes = gl.reshape(codes, (ROWS, BLOCK_N))
-    return gl.convert_layout(codes, P_OPERAND)
+        # before the cast: four numbers that are neighbours then are put into one register as they are cast
+        p = gl.permute(gl.reshape(p, (ROWS, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+        p = gl.convert_layout(gl.reshape(p, (ROWS, BLOCK_N)), P_OPERAND)
+    return gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
 
 
 @gluon.jit
@@ -192,15 +232,14 @@ def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.con
 
 @gluon.jit
 def promote(acc, kept, kept_reference, reference, OUT: gl.constexpr, REFERENCE: gl.constexpr):
-    """Sums kept in shared memory plus acc, on the terms of `reference`.
+    """The sum of earlier tiles plus acc, on the terms of `reference`.
 
     The tensor cores add 8-bit products to a sum of some 14 bits, cut off: long sums are made of short ones.
     """
-    total = kept.load(OUT)
     if REFERENCE == "running":
         factor = gl.where(kept_reference == float("-inf"), 0.0, gl.exp2(kept_reference - reference))
-        total = total * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
-    return total + acc
+        kept = kept * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
+    return kept + acc
 
 
 @gluon.jit
