@@ -44,7 +44,7 @@ HOPPER = (
     (128, "planned", "running", "16bit", Tile(128, 128, 4, 3, "hopper")),
     (128, "per_token", "running", "16bit", Tile(128, 128, 4, 3, "hopper")),
     (128, "per_token", "running", "fp8_e4m3", Tile(128, 128, 4, 3, "hopper")),
-    (64, "planned", "first", "16bit", Tile(192, 64, 4, 4, "hopper")),
+    (64, "planned", "running", "16bit", Tile(192, 64, 4, 6, "hopper")),
 )
 FP8_MATRIX = re.compile(
     r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
@@ -87,6 +87,11 @@ def read(compiled) -> dict:
     facts = {"shared": compiled.metadata.shared, "int8_matrix": bool(INT8_MATRIX.search(text))}
     if FP8_MATRIX.search(text):
         facts["fp8_matrix"] = True
+    if "mbarrier.init" in text:  # and those that stay in memory which is then used for something else
+        facts["barriers"], facts["barriers_left"] = (
+            text.count("mbarrier.init"),
+            text.count("mbarrier.init") - text.count("mbarrier.inval"),
+        )
     if "cubin" in compiled.asm:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])

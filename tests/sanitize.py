@@ -75,7 +75,7 @@ def selection() -> list[Launch]:
             launches.append(Launch(head_dim, "planned", masking, recipe=FP8))
             launches.append(Launch(head_dim, "per_token", masking, recipe=FP8))
     for scaling in ("per_token", "planned"):
-        launches.append(Launch(64, scaling, "full", (192, 64, 4, 4, "hopper", True)))
+        launches.append(Launch(64, scaling, "full", (192, 64, 4, 6, "hopper", True)))
     return launches
 
 

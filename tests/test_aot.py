@@ -121,6 +121,14 @@ def test_keeping_the_first_max_shortens_the_plain_loop(kernels):
         assert first["loops"][0]["instructions"] <= 0.9 * running["loops"][0]["instructions"], scaling
 
 
+def test_every_barrier_is_invalidated(kernels):
+    """Memory that holds a barrier may be used for nothing else until then: on an H200 shared by processes, the state
+    of one that had no use came back over what was stored there."""
+    assert all(facts.get("barriers_left", 0) == 0 for facts in kernels.values())
+    if target_of(kernels) == "sm_90":
+        assert any(facts.get("barriers", 0) for facts in kernels.values())
+
+
 def test_attention_over_the_cache_runs_on_int8_matrix_units(kernels):
     found = {key: facts for key, facts in kernels.items() if "/decode/" in key}
     assert len(found) >= 2 and all(facts["int8_matrix"] for facts in found.values())

@@ -85,9 +85,9 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     codes, scale = launch_prepare_values(v.to(kernel_device), seq_q=70, state=None, mask=mask, width=width)
     wanted, wanted_scale, _ = quantize_values(v.transpose(1, 2).float(), seen, seen)
     assert torch.equal(scale[..., :head_dim].cpu(), wanted_scale[:, :, 0])
-    padded = codes.shape[1]
-    stored = codes.float().cpu().view(batch, heads, width, padded // 16, 4, 2, 2).transpose(-2, -3)  # back in order
-    stored = stored.reshape(batch, heads, width, padded)
+    steps = -(-seq // codes.shape[1])
+    stored = codes.float().cpu().view(batch, heads, steps, width, 8, 4, 2, 2).transpose(-2, -3)  # back in order
+    stored = stored.reshape(batch, heads, steps, width, 128).transpose(2, 3).flatten(3)
     torch.testing.assert_close(stored[:, :, :head_dim, :seq], wanted.mT, rtol=0, atol=0, equal_nan=True)
     assert (stored[:, :, head_dim:] == 0).all() and (stored[..., seq:] == 0).all()
     assert stored.isnan().sum() == (v if not hidden else v[:, :-9]).isfinite().logical_not().sum()

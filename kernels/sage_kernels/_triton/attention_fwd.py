@@ -16,6 +16,7 @@ import triton.language as tl
 from .. import recipe
 from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q_AMAX
 from .mask_tiles import band_tiles, load_bias, tile_at
+from .prepare_values import KEYS as _STEP_KEYS
 from .primitives import (
     P_EXPONENT_LIMIT,
     RELAXED,
@@ -71,12 +72,12 @@ def _load_values(values, b, token, h_kv, kv_head_of_batch, seq_kv, reach, stride
     offs_n = tl.arange(0, BLOCK_N)
     channels = tl.arange(0, WIDTH)
     if PV == "fp8_e4m3":  # prepared: transposed, zero wherever nothing is to be seen
-        row = kv_head_of_batch * WIDTH
+        row = (kv_head_of_batch * tl.cdiv(seq_kv, _STEP_KEYS) + token // _STEP_KEYS) * WIDTH
         if USE_TMA:
-            tile = values.load([row, token]).T
+            tile = values.load([row, token % _STEP_KEYS]).T
         else:
-            base = values + row.to(tl.int64) * stride_vs + token
-            tile = tl.load(base + channels.to(tl.int64)[None, :] * stride_vs + offs_n[:, None])
+            base = values + row.to(tl.int64) * _STEP_KEYS + token % _STEP_KEYS
+            tile = tl.load(base + channels[None, :] * _STEP_KEYS + offs_n[:, None])
     else:
         if USE_TMA:  # the copy engine fills what lies outside with zeros
             tile = values.load([b, token, h_kv, 0]).reshape([BLOCK_N, WIDTH])

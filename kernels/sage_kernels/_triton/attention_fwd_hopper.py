@@ -34,6 +34,7 @@ from .hopper_parts import (
     outgrown,
     promote,
     seen_tile,
+    settled,
     silence_hidden,
     silence_together,
     softmax_tile,
@@ -70,7 +71,7 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _goes_on(i, BLOCK_N: gl.constexpr):
-    """Whether the 8-bit P·V under the i-th scores adds to the one before: sums are of _PROMOTED_KEYS keys."""
+    """Whether the 8-bit P·V under the i-th scores adds to the one before; if not, that is promoted first."""
     return (i & (_PROMOTED_KEYS // BLOCK_N - 1)) != 1
 
 
@@ -82,9 +83,9 @@ def _key_step(
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
-    at: the tile before, this tile, their place in the ring and its phase; what is there has been waited for. sums: acc,
-    P of the tile before, reference, running sum by lanes, largest score by lanes (lagged reference); with 8-bit P also
-    the sum of earlier tiles, and its reference.
+    at: the tile before, this tile, their place in the ring and its phase; what is there has been waited for.
+    sums: acc, P of the tile before, reference, running sum by lanes, largest score by lanes (lagged reference); with
+    8-bit P also the sum of earlier tiles, and the reference that it is on the terms of.
     """
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
@@ -124,6 +125,8 @@ def _key_step(
         p, running_sum, top = fixed_softmax_tile(
             scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N, FORMAT
         )  # fmt: skip
+    if FP8:
+        running_sum = settled(running_sum)
     # waiting here for the next tiles ends a basic block: without it ptxas sinks the exponentials below the wait
     # for P·V
     next_slot, next_phase = next_place(slot, phase, NUM_BUFFERS)
@@ -136,7 +139,7 @@ def _key_step(
     if FORMAT[2] == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     if FP8:
-        if i & (_PROMOTED_KEYS // BLOCK_N - 1) == 0:
+        if not _goes_on(i + 1, BLOCK_N):
             kept = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
             kept_reference = reference
     at = (tile, after, next_slot, next_phase)
@@ -145,8 +148,8 @@ def _key_step(
 
 @gluon.jit
 def _redo(
-    keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_tile, v_tile, scale_tile, landed, k_row, v_row, b,
-    h_kv, score_rows, seen,
+    keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_tile, v_tile, scale_tile, landed, k_row, v_head,
+    b, h_kv, score_rows, seen,
     WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr,
     PV_DTYPE: gl.constexpr,
 ):  # fmt: skip
@@ -165,7 +168,7 @@ def _redo(
         copy_keys(
             keys, key_scales, k_row, tile, landed, k_tile, scale_tile, values.block_type.nbytes, BLOCK_N, FORMAT[0]
         )
-        copy_values(values, v_row, b, h_kv, tile, landed, v_tile, WIDTH, BLOCK_N, FORMAT[1])
+        copy_values(values, v_head, b, h_kv, tile, seen[10], landed, v_tile, WIDTH, BLOCK_N, FORMAT[1])
         mbarrier.wait(landed, i & 1)
         scores = warpgroup_mma(q_codes, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))

@@ -15,11 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .. import recipe
 from .mask_tiles import tile_at
+from .prepare_values import KEYS
 
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
 ROWS = gl.constexpr(64)  # query rows of one warpgroup
 _SILENCED_ROWS = gl.constexpr(16)  # values rewritten together: few registers, in the middle of the key loop
+_STEP_KEYS = gl.constexpr(KEYS.value)
 _P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
 _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
 _SCORE_LIMIT = gl.constexpr(2.0**27)  # as in primitives.py
@@ -47,11 +49,12 @@ def copy_keys(keys, key_scales, k_row, tile, landed, k_tile, scale_tile, OTHER_B
 
 
 @gluon.jit
-def copy_values(values, v_row, b, h_kv, tile, landed, v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
+def copy_values(values, v_head, b, h_kv, tile, seq_kv, landed, v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
                 PV: gl.constexpr):  # fmt: skip
-    """Start the copy of a value tile. v_row: the head's number among all of the batch, for values laid out by us."""
+    """Start the copy of a value tile. v_head: the head's number among all of the batch, for values laid out by us."""
     if PV == "fp8_e4m3":
-        load_tile(values, [v_row * WIDTH, tile * BLOCK_N], landed, v_tile)
+        step = v_head * ((seq_kv + _STEP_KEYS - 1) // _STEP_KEYS) + tile * BLOCK_N // _STEP_KEYS
+        load_tile(values, [step * WIDTH, tile * BLOCK_N % _STEP_KEYS], landed, v_tile)
     else:
         load_tile(values, [b, tile * BLOCK_N, h_kv, 0], landed, v_tile)
 
@@ -70,7 +73,7 @@ def copy_keys_and_values(
     FORMAT: gl.constexpr,
 ):  # fmt: skip
     """The producer: fills the ring of buffers as the consumers free them."""
-    keys, values, key_scales, ring, seen, k_row, v_row, b, h_kv = copied
+    keys, values, key_scales, ring, seen, k_row, v_head, b, h_kv = copied
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     k_smem, v_smem, scale_smem, filled, freed = ring
     tile = seen_tile(0, seen, MASKING)
@@ -85,11 +88,25 @@ def copy_keys_and_values(
             keys, key_scales, k_row, tile, filled.index(slot), k_smem.index(slot), scale_smem.index(slot),
             values.block_type.nbytes, BLOCK_N, SCALE_PER_KEY,
         )  # fmt: skip
-        copy_values(values, v_row, b, h_kv, before, filled.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
+        copy_values(
+            values,
+            v_head,
+            b,
+            h_kv,
+            before,
+            seen[10],
+            filled.index(slot),
+            v_smem.index(slot),
+            WIDTH,
+            BLOCK_N,
+            FORMAT[1],
+        )
         slot, phase = next_place(slot, phase, NUM_BUFFERS)
     mbarrier.wait(freed.index(slot), phase ^ 1)
     mbarrier.expect(filled.index(slot), values.block_type.nbytes)
-    copy_values(values, v_row, b, h_kv, tile, filled.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
+    copy_values(
+        values, v_head, b, h_kv, tile, seen[10], filled.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1]
+    )
 
 
 @gluon.jit
@@ -108,6 +125,20 @@ def sum_in_lanes(p, BLOCK_N: gl.constexpr):
 def max_in_lanes(scores, BLOCK_N: gl.constexpr):
     """As sum_in_lanes."""
     return gl.max(by_lanes(scores, BLOCK_N), 2)
+
+
+@gluon.jit
+def settled(sums):
+    """`sums` as they are, computed before whatever waits below.
+
+    With 8-bit P, ptxas sinks the exponentials below the wait for P·V, a barrier between them or not, and nothing runs
+    under that any more. What a store might need it does not move: one of a sum below all others, which never happens.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred q; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 q, $1, 0fFF7FFFFF; @q st.volatile.shared.f32 [a], $1; "
+        "mov.b32 $0, $1; }",
+        "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -137,7 +137,7 @@ def launch_attention_fwd(
         if use_tma:
             codes = TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tile.block_n, width])
         values = TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
-        value_strides = v.stride()[:3] if pv == "16bit" else (0, v.stride(0), 0)
+        value_strides = v.stride()[:3] if pv == "16bit" else (0, 0, 0)  # where 8-bit values lie is known
         _attention_fwd_kernel[grid](
             q, codes, keys.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
             *_mask_arguments(masking, mask, none), *sizes,

@@ -42,7 +42,9 @@ _FAINT = tl.constexpr(FAINT)
 _V_CODE = tl.constexpr(recipe.V_CODE)
 _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 
-KEYS = tl.constexpr(128)  # of one step; the buffer is padded to it, which is a whole number of every tile
+# Keys of one step, a whole number of every tile. The codes of a step lie together, [WIDTH, KEYS]: a tile of the
+# attention kernel is then one piece of memory, not WIDTH of them as far apart as a head is long.
+KEYS = tl.constexpr(128)
 CHANNELS = tl.constexpr(64)  # of one program: with 128 keys, both sides of the transposition move whole sectors
 STEPS, LONG_STEPS = 4, 8  # of one program, of many or few tokens: amortise the scale and the atomics
 AMAX_ROWS = tl.constexpr(32)
@@ -182,7 +184,9 @@ def _prepare_values_kernel(
         tl.store(v_scale_ptr + head_of_batch * WIDTH + channels, scale)
     inverse = tl.div_rn(tl.full([CHANNELS], 1.0, tl.float32), scale)
 
-    codes = codes_ptr + (head_of_batch.to(tl.int64) * WIDTH + channels)[:, None] * (n_steps * KEYS) + place[None, :]
+    codes = (
+        codes_ptr + head_of_batch.to(tl.int64) * n_steps * (WIDTH * KEYS) + channels[:, None] * KEYS + place[None, :]
+    )
     reached = tl.zeros([CHANNELS], tl.float32)
     clipped = tl.zeros([CHANNELS], tl.int32)
     for step in range(span * steps, tl.minimum(span * steps + steps, n_steps)):
@@ -190,7 +194,7 @@ def _prepare_values_kernel(
         ahead = _load(v_base, key + (step + 1) * KEYS, channels, stride_vs, end, HEAD_DIM)
         x, counted = _seen(now, key + step * KEYS, seq_kv, reach_ptr, HAS_MASK)
         y = x * inverse[None, :] + x * 0.0  # e4m3 has no inf: NaN, in its row and channel
-        tl.store(codes + step * KEYS, tl.trans(to_e4m3(y)))
+        tl.store(codes + step * (WIDTH * KEYS), tl.trans(to_e4m3(y)))
         if PLANNED:
             size = _finite_size(x)
             reached = tl.maximum(reached, tl.max(tl.where(counted[:, None], size, 0.0), 0))
@@ -212,12 +216,12 @@ def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles,
             or less) has no part in a channel's amax unless all are so, and is clipped at 7 times of it.
         width: channels of the buffer, a power of two >= D.
         rotation: of q and k, for which the plan must be.
-    Returns: codes float8_e4m3fn [B·H_kv·width, keys padded to 128], scale fp32 [B, H_kv, width].
+    Returns: codes float8_e4m3fn [B·H_kv·steps·width, 128], a step being 128 keys, scale fp32 [B, H_kv, width].
     """
     batch, seq_kv, kv_heads, head_dim = v.shape
     heads = batch * kv_heads
     n_steps = triton.cdiv(seq_kv, KEYS.value)
-    codes = torch.empty(heads * width, n_steps * KEYS.value, dtype=torch.float8_e4m3fn, device=v.device)
+    codes = torch.empty(heads * n_steps * width, KEYS.value, dtype=torch.float8_e4m3fn, device=v.device)
     scale = torch.empty(batch, kv_heads, width, device=v.device)
     chunk_keys = max(MIN_CHUNK, triton.cdiv(triton.cdiv(seq_kv, AMAX_CHUNKS), AMAX_ROWS.value) * AMAX_ROWS.value)
     chunks = triton.cdiv(seq_kv, chunk_keys)

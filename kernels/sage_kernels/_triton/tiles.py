@@ -31,17 +31,18 @@ class Tile(NamedTuple):
         return 64 if self.kernel == "hopper" else self.block_m
 
 
-# Timed on an H200 by bench_tiles.py at N=4096 to 16384: at width 128 the first tile's max as the reference beats the
-# running max. At width 64, Tile(192, 64, 4, 4, "hopper", True) is faster, but not trusted: see kernels/README.md,
-# section 9. Width 256 is not timed: the largest tiles that do not spill.
+# Timed on an H200 by bench_tiles.py at N=4096 to 16384: the first tile's max as the reference beats the running max.
+# At width 64 three consumers of small tiles hide the exponentials better than two of large ones. Width 256 is not
+# timed: the largest tiles that do not spill.
 _HOPPER = {
-    64: Tile(64, 128, 4, 3, "tma"),
+    64: Tile(192, 64, 4, 6, "hopper", True),
     128: Tile(128, 128, 4, 3, "hopper", True),
     256: Tile(64, 64, 4, 2, "tma"),
 }
 _HOPPER_256_PER_TOKEN = Tile(64, 32, 4, 2, "tma")
-# A mask of rows at width 128: its pointers take registers. Not timed: the tiles whose plain loop does not spill.
-_HOPPER_ROWS = Tile(64, 128, 8, 2, "tma")
+# What the Hopper kernel can't do: a mask of rows, whose pointers take registers at width 128. Not timed: the tiles
+# whose plain loop does not spill.
+_HOPPER_ROWS = {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 128, 8, 2, "tma")}
 _OTHER_ROWS = Tile(64, 64, 8, 2, "pointers")
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/codegen.json). At
 # width 256 anything larger than 32 x 32 spills on the GPUs whose matrix operands live in registers.
@@ -60,7 +61,7 @@ _BLACKWELL = {
 # P and V in FP8: timed on an H200 at widths 64 and 128. The others are not: the largest tiles whose plain loop does
 # not spill.
 _FP8 = {
-    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(128, 128, 4, 3, "hopper"), 256: Tile(64, 64, 4, 2, "tma")},
+    90: {64: Tile(192, 64, 4, 4, "hopper"), 128: Tile(128, 128, 4, 3, "hopper"), 256: Tile(64, 64, 4, 2, "tma")},
     100: {
         64: Tile(128, 64, 8, 3, "pointers"),
         128: Tile(128, 64, 8, 3, "pointers"),
@@ -68,9 +69,7 @@ _FP8 = {
     },
     89: {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers"), 256: _WIDE},
 }
-
-
-# causal and windows: the Hopper kernel pays for its sums in shared memory, and short rows do not earn that back
+# causal and windows: the Hopper kernel is the slower one there
 _FP8_HOPPER_BAND = Tile(64, 128, 4, 3, "tma")
 
 
@@ -93,12 +92,14 @@ def choose_tile(
         pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on.
         band: causal or a window.
     """
-    if pv == "fp8_e4m3" and not (by_row and width == 128):
-        if capability == 90 and width == 128 and band:
+    if by_row and capability == 90 and width <= 128:
+        return _HOPPER_ROWS[width]
+    if by_row and width == 128:
+        return _OTHER_ROWS
+    if pv == "fp8_e4m3":
+        if capability == 90 and width <= 128 and band:
             return _FP8_HOPPER_BAND
         return _FP8[90 if capability == 90 else 100 if 100 <= capability < 120 else 89][width]
-    if by_row and width == 128:
-        return _HOPPER_ROWS if capability == 90 else _OTHER_ROWS
     if capability == 90:
         return _HOPPER_256_PER_TOKEN if width == 256 and scaling == "per_token" else _HOPPER[width]
     if capability in (86, 89):
