@@ -87,6 +87,10 @@ class Int8KVCache(Cache):
                 f"layer_idx: got {layer_idx}, expected 0 to {len(self.layers) - 1}: the cache was made for a model of "
                 f"{len(self.layers)} layers; make it with Int8KVCache(model.config) of this model"
             )
+        if self.offloading:
+            # older versions of transformers (5.17) do not: the layer's copy to the CPU, and the last read of memory
+            # that is about to be used again, may still be under way
+            self.prefetch_stream.wait_stream(torch.cuda.default_stream(key_states.device))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def nbytes(self) -> int:

@@ -80,7 +80,13 @@ def pytest_runtest_makereport(item, call):
 
 
 class Outcomes:
-    """Collects what CI can't run (`make test-gpu`) and what kernels/CASES.md shows, to be committed as data."""
+    """Collects what CI can't run (`make test-gpu`) and what kernels/CASES.md shows, to be committed as data.
+
+    A run that is stopped has no end: failures are written as they happen, all outcomes every WRITE_EVERY tests, with
+    `"finished": false` until the run is over.
+    """
+
+    WRITE_EVERY = 50
 
     def __init__(self, path: Path):
         self.path, self.tests = path, {}
@@ -91,16 +97,22 @@ class Outcomes:
         name = report.nodeid.removeprefix("tests/")
         if report.when == "call" or report.outcome != "passed":  # set-up and tear-down count when they fail or skip
             self.tests[name] = report.outcome
-        if report.failed:  # at once: a run that is stopped has no summary
+            if len(self.tests) % self.WRITE_EVERY == 0:
+                self.write(finished=False)
+        if report.failed:
             with self.failures.open("a") as file:
                 file.write(f"{name} ({report.when})\n{report.longreprtext[-3000:]}\n\n")
 
     def pytest_sessionfinish(self):
+        self.write(finished=True)
+
+    def write(self, finished: bool):
         from sage_kernels.results import environment
 
         outcomes = list(self.tests.values())
         counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
         meta = {**environment(), **counts, "time": datetime.datetime.now().isoformat(timespec="seconds")}
+        meta["finished"] = finished
         content = {"meta": meta, "cases": worst_by_case(self.tests), "tests": dict(sorted(self.tests.items()))}
         self.path.write_text(json.dumps(content, indent=1) + "\n")
 

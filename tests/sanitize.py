@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 FP8 = "qk_int8_pv_fp8"
 PARTS = 6  # processes that compile, for each of two settings
+REPORTED_LINES = 200  # of a tool that found something
 BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
 
 
@@ -155,7 +156,7 @@ def run_tools() -> int:
         command = [sanitizer, "--tool", tool, *(evenly if tool == "racecheck" else script)]
         return subprocess.run(command, capture_output=True, text=True, env=watched)
 
-    errors = {}
+    errors, reports = {}, {}
     with ThreadPoolExecutor() as pool:
         runs = dict(zip(TOOLS, pool.map(run, TOOLS), strict=True))
     for tool, done in runs.items():
@@ -165,9 +166,11 @@ def run_tools() -> int:
         print(f"{tool}: {errors[tool]} errors", flush=True)
         if errors[tool] != 0:
             print(report[-8000:], flush=True)
+            reports[tool] = [line for line in report.splitlines() if line.startswith("=========")][:REPORTED_LINES]
     cases = {tool: "passed" if number == 0 else "failed" for tool, number in errors.items()}
     cases["E08"] = "passed" if set(cases.values()) == {"passed"} else "failed"
     content = {"meta": environment() | {"launches": len(selection())}, "cases": cases, "errors": errors}
+    content |= {"reports": reports} if reports else {}
     (ROOT / "tests" / "outcomes" / "sanitizer.json").write_text(json.dumps(content, indent=1) + "\n")
     return cases["E08"] != "passed"
 

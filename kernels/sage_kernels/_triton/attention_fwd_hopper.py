@@ -125,7 +125,7 @@ def _key_step(
         p, running_sum, top = fixed_softmax_tile(
             scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N, FORMAT
         )  # fmt: skip
-    if FP8:
+    if LAGGED:
         running_sum = settled(running_sum)
     # waiting here for the next tiles ends a basic block: without it ptxas sinks the exponentials below the wait
     # for P·V
@@ -332,7 +332,8 @@ def _consume(
             again = outgrown(acc, running_sum, OUT)
         if SCALING == "planned":
             count = counts_ptr + (gl.load(row_ptr) + h_kv) * _COUNTS + channels * 0
-            one = gl.full_like(channels, 1)
+            # a warpgroup without rows did nothing
+            one = gl.full_like(channels, 1) * (first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
             gl.atomic_add(count + _TRIED, one, mask=channels == 0, sem=_RELAXED)
             gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=channels == 0, sem=_RELAXED)
         if again:
