@@ -11,7 +11,7 @@ import torch._dynamo.testing
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import sage_processors as sp
-from tests.tiny_models import MODELS
+from tests.tiny_models import MODELS, OLDEST
 
 
 STEPS = 20
@@ -120,6 +120,8 @@ def test_compile_in_a_thread_that_never_ran_eagerly():
 
 def test_compile_repeated_blocks_do_not_recompile_per_layer():
     model, inputs = MODELS["wan_vace"]()  # two blocks of one kind, with self- and cross-attention
+    if OLDEST:
+        pytest.skip("this version of diffusers names no repeated blocks of the model")
     pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
     pipe.scheduler.set_timesteps(4)
     with torch.no_grad(), sp.apply(pipe, sp.SageAttnProcessor(min_tokens=1)) as handle:

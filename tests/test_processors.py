@@ -14,7 +14,7 @@ import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors import processors
 from sage_processors.discovery import attention_modules
-from tests.tiny_models import MODELS
+from tests.tiny_models import MODELS, OLDEST
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)  # tiny models have few tokens
@@ -371,7 +371,7 @@ def test_sage_class_exists_for_every_processor_class_of_diffusers():
     import inspect
 
     names = every_processor_class()
-    assert len(names) > 90
+    assert len(names) > (70 if OLDEST else 90)
     made = 0
     for name in names:
         cls = getattr(sp, "Sage" + name)
@@ -385,7 +385,7 @@ def test_sage_class_exists_for_every_processor_class_of_diffusers():
                 continue  # needs an NPU, XLA or natten, or arguments that it calls optional
             assert cls()._sage_config == sp.SageAttnProcessor(scaling="dynamic")
             made += 1
-    assert made > 80
+    assert made > (50 if OLDEST else 80)
 
 
 def test_sage_class_stands_alone():
@@ -408,6 +408,6 @@ def test_sage_class_counts_every_call_in_the_code():
 
     assert sp.sage_class(transformer_wan.WanAttnProcessor)._sage_calls == 2
     assert sp.sage_class(transformer_flux2.Flux2AttnProcessor)._sage_calls == 1
-    # the calls are in a helper function of the module
-    assert sp.sage_class(transformer_flux2.Flux2KVAttnProcessor)._sage_calls > 1
+    if not OLDEST:  # the calls are in a helper function of the module
+        assert sp.sage_class(transformer_flux2.Flux2KVAttnProcessor)._sage_calls > 1
     assert sp.SageSanaLinearAttnProcessor2_0._sage_calls == 0

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from tests.tiny_models import model, rand, t
+from tests.tiny_models import OLDEST, model, rand, t
 
 
 # fmt: off
@@ -96,6 +97,8 @@ def _qwen(text_mask):
         "encoder_hidden_states_mask": text_mask,
         "timestep": t(1.0), "img_shapes": [(1, 6, 6)],
     }
+    if OLDEST:
+        inputs["txt_seq_lens"] = [8]
     return config, inputs
 
 
@@ -191,6 +194,8 @@ def lumina2():
 
 @model("ZImageTransformer2DModel")
 def z_image():
+    if OLDEST:
+        pytest.skip("the stock model reads memory that it has not written, which our tests fill with NaN")
     config = {
         "all_patch_size": (2,), "all_f_patch_size": (1,), "in_channels": 8, "dim": 32, "n_layers": 1,
         "n_refiner_layers": 1,
