@@ -57,20 +57,23 @@ def _newest(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], di
     return {tuple(row[name] for name in names): row for row in rows}
 
 
+QUALITY = {"psnr_db_mean": 2, "psnr_db_worst": 2, "ssim_mean": 6, "ssim_worst": 6}  # metric: digits to show
+
+
 def _quality(rows: list[dict[str, str]]) -> str:
+    rows = [row for row in rows if row["metric"] in QUALITY]
     if not rows:
         return "No rows yet: `sage-processors bench quality --pipeline tiny_sd --csv kernels/benchmarks/results.csv`."
-    by_key = _newest(rows, "case", "gpu", "recipe", "metric")
+    by_key = _newest(rows, "case", "gpu", "recipe", "batch", "metric")  # batch: pictures; another number, another run
     lines = []
-    for case, gpu, recipe in dict.fromkeys(key[:3] for key in by_key):
-
-        def value(metric, case=case, gpu=gpu, recipe=recipe):
-            row = by_key.get((case, gpu, recipe, metric))
-            return "–" if row is None else row["median"]
-
-        pictures = next(row["batch"] for key, row in by_key.items() if key[:3] == (case, gpu, recipe))
+    for key in dict.fromkeys(key[:4] for key in by_key):
+        case, gpu, recipe, pictures = key
+        found = [by_key.get((*key, metric)) for metric in QUALITY]
+        numbers = [
+            "–" if row is None else f"{float(row['median']):.{digits}f}"
+            for row, digits in zip(found, QUALITY.values(), strict=True)
+        ]
         pipeline, _, scaling = case.partition("/")
-        numbers = [value(name) for name in ("psnr_db_mean", "psnr_db_worst", "ssim_mean", "ssim_worst")]
         lines.append([pipeline, scaling, recipe or "stock", gpu, *numbers, pictures])
     header = [
         "pipeline",

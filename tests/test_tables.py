@@ -30,9 +30,12 @@ def test_quality_table_shows_the_newest_mean_and_worst(tmp_path):
         for value in values:  # the second is the newer one
             append_row(path, **QUALITY, case="tiny_sd/timestep", metric=metric, median=value)
     append_row(path, **QUALITY | {"gpu": "H200"}, case="tiny_sd/timestep", metric="psnr_db_mean", median=55.0)
+    append_row(path, **QUALITY | {"batch": 256}, case="tiny_sd/timestep", metric="psnr_db_mean", median=52.34567)
+    append_row(path, **QUALITY | {"batch": 256}, case="tiny_sd/stock", metric="feature_fd", median=33.0)
     text = results_markdown(read_rows(path))
-    assert "| tiny_sd | timestep | r | cpu | 61.5 | 58.0 | 0.999 | – | 32 |" in text
-    assert "| tiny_sd | timestep | r | H200 | 55.0 | – | – | – | 32 |" in text
+    assert "| tiny_sd | timestep | r | cpu | 61.50 | 58.00 | 0.999000 | – | 32 |" in text
+    assert "| tiny_sd | timestep | r | H200 | 55.00 | – | – | – | 32 |" in text
+    assert "| tiny_sd | timestep | r | cpu | 52.35 | – | – | – | 256 |" in text and "tiny_sd | stock" not in text
     assert "50.0" not in text and "No rows yet: `make bench`" in text
 
 
