@@ -34,6 +34,7 @@ TILES = {
     "two_running": (128, Tile(128, 128, 4, 3, "hopper")),
     "two_first": (128, Tile(128, 128, 4, 3, "hopper", True)),
     "three_first": (64, Tile(192, 64, 4, 6, "hopper", True)),
+    "three_wide": (128, Tile(192, 64, 4, 6, "hopper", True)),
 }
 
 
