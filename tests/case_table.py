@@ -62,7 +62,10 @@ def read_outcomes(folder: Path = TESTS / "outcomes") -> dict[str, dict]:
                 content = json.loads(path.read_text(encoding="utf-8"))
                 meta = content["meta"]
                 about = f"{meta['gpu']}, torch {meta['torch']}, triton {meta['triton'] or 'not installed'}"
-                found[column]["where"].append(f"{about}, {meta['date']}, on commit {meta['commit']} ({path.name})")
+                about += f", {meta['date']}, on commit {meta['commit']} ({path.name})"
+                if not meta.get("finished", True):
+                    about += ", stopped before its end"
+                found[column]["where"].append(about)
                 found[column]["cases"] |= content["cases"]
     return found
 

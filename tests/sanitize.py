@@ -24,7 +24,7 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 FP8 = "qk_int8_pv_fp8"
-PARTS = 6  # processes that compile, for each of two settings
+PARTS = 6  # processes that compile
 REPORTED_LINES = 200  # of a tool that found something
 BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
 
@@ -80,18 +80,6 @@ def selection() -> list[Launch]:
     return launches
 
 
-def share_registers_evenly():
-    """Have the Hopper kernel's warps keep what they start with. Racecheck's own code runs in them and expects that:
-    where the copying warp has given its registers away, it damages what it watches."""
-    from triton.experimental.gluon import language as gl
-
-    from sage_kernels._triton import attention_fwd_hopper as hopper
-
-    # 65,536 registers for 3 or 4 warpgroups of 128 threads, in steps of 8
-    hopper._REGISTERS_OF_TWO = hopper._PRODUCER_REGISTERS = gl.constexpr(168)
-    hopper._REGISTERS_OF_THREE = gl.constexpr(128)
-
-
 def run_kernels(launches: list[Launch]):
     import torch
 
@@ -143,18 +131,15 @@ def run_tools() -> int:
         )
         return 1
     script = [sys.executable, str(Path(__file__).resolve())]
-    evenly = [*script, "--even-registers"]
     # so that the tools need not wait for compilation
-    parts = [(command, str(i)) for command in (script, evenly) for i in range(PARTS)]
-    compiling = [subprocess.Popen([*command, "--part", part]) for command, part in parts]
+    compiling = [subprocess.Popen([*script, "--part", str(part)]) for part in range(PARTS)]
     if any([process.wait() for process in compiling]):
         return 1
     # one allocation a tensor: inside of a cached block no access is out of bounds
     watched = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
     def run(tool):
-        command = [sanitizer, "--tool", tool, *(evenly if tool == "racecheck" else script)]
-        return subprocess.run(command, capture_output=True, text=True, env=watched)
+        return subprocess.run([sanitizer, "--tool", tool, *script], capture_output=True, text=True, env=watched)
 
     errors, reports = {}, {}
     with ThreadPoolExecutor() as pool:
@@ -176,8 +161,6 @@ def run_tools() -> int:
 
 
 if __name__ == "__main__":
-    if "--even-registers" in sys.argv:
-        share_registers_evenly()
     if "--tools" in sys.argv:
         sys.exit(run_tools())
     part = int(sys.argv[sys.argv.index("--part") + 1]) if "--part" in sys.argv else None

@@ -77,6 +77,15 @@ def test_the_committed_page_is_what_the_generator_makes():
     assert PAGE.read_text(encoding="utf-8") == page(cases(), read_outcomes()), "run `make cases`"
 
 
+def test_a_run_that_was_stopped_is_named_so(tmp_path):
+    meta = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today", "commit": "abc"}
+    for name, finished in (("gpu", False), ("two_gpus", True)):
+        content = {"meta": meta | {"finished": finished}, "cases": {}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    stopped, whole = read_outcomes(tmp_path)["GPU"]["where"]
+    assert stopped.endswith("(gpu.json), stopped before its end") and whole.endswith("(two_gpus.json)")
+
+
 def test_the_page_shows_every_case_with_its_outcomes():
     outcomes = {
         "CPU": {"where": ["a CPU"], "cases": {"V01": "passed", "Q01": "failed"}},
