@@ -99,6 +99,29 @@ def test_planned_steps_match_the_reference(recipe, mask, hopper):
         scales.advance(1.0 - step / 4, 0.9 - step / 4)
 
 
+def test_rows_that_see_nothing_or_a_nan_do_not_cost_a_second_try(hopper):
+    """The largest P of a row tells whether the reference of the step before fits: 0 where nothing was seen, or NaN."""
+    skip_what_is_the_same(hopper, FP8)
+    q, k, v = (x.cuda() for x in normal(3, 200, 700, 2, 2, hopper.head_dim, dtype=torch.bfloat16))
+    q[0, 70, 1] = torch.nan
+    seen = key_padding([700, 0, 129], 700).cuda()
+    scales = ScaleState([Site("a", 2, hopper.head_dim)], device="cuda")
+    state = scales.head_state(0)._replace(row_max=torch.full((3, 2, 200), -torch.inf, device="cuda"))
+    for step in range(3):
+        out = sage_attention(q, k, v, recipe=FP8, state=state, attn_mask=seen)
+        counts = state.counts.sum(0)
+        # 4 warpgroups for each of 6 heads, all of them in the first step
+        assert int(counts[COUNT_TRIED]) == 4 * 6 and int(counts[COUNT_REDONE]) == (4 * 6 if step == 0 else 0), step
+        assert bool(out[0, 70, 1].isnan().all()) and int(out.isnan().sum()) == hopper.head_dim
+        assert bool((out[1] == 0).all())
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2).double() for x in (q, k, v)), attn_mask=seen
+        ).transpose(1, 2)
+        error = (out[2] - exact[2]).norm() / exact[2].norm()
+        assert float(error) < 0.05, step
+        scales.advance(1.0 - step / 4, 0.9 - step / 4)
+
+
 @pytest.mark.parametrize("value", [1.0, -3.0])
 @pytest.mark.parametrize("lagged", [False, True])
 def test_long_sums_in_fp8_do_not_shrink(lagged, value, hopper):

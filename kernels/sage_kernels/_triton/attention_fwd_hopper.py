@@ -1,4 +1,4 @@
-"""The attention kernel for Hopper (sm_90) in Gluon: one warp copies, two warpgroups of 64 query rows compute.
+"""The attention kernel for Hopper (sm_90) in Gluon: one warp copies, two or three warpgroups compute.
 
 Same mathematics as attention_fwd.py, for masks that need not be read beside the loop: bands and masks of keys. What
 Triton's own pipeliner can't give: the copy engine runs ahead by NUM_BUFFERS tiles, and P·V of one tile stays in flight
@@ -24,6 +24,7 @@ from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q
 from .hopper_parts import (
     ROWS,
     as_operand,
+    bits_of,
     copy_keys,
     copy_keys_and_values,
     copy_values,
@@ -53,8 +54,10 @@ _REDONE = gl.constexpr(COUNT_REDONE)
 _P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
 _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
 _LAGGED_EXPONENT = gl.constexpr(recipe.LAGGED_EXPONENT)
-_LAGGED_LOWEST = gl.constexpr(recipe.LAGGED_LOWEST)
-_LAGGED_HIGHEST = gl.constexpr(recipe.LAGGED_HIGHEST)
+# as integers of the same bits, which positive numbers are ordered by
+_SMALLEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_LOWEST))
+_LARGEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_HIGHEST))
+_INFINITY = gl.constexpr(bits_of(float("inf")))
 _RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
@@ -84,8 +87,8 @@ def _key_step(
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
     at: the tile before, this tile, their place in the ring and its phase; what is there has been waited for.
-    sums: acc, P of the tile before, reference, running sum by lanes, largest score by lanes (lagged reference); with
-    8-bit P also the sum of earlier tiles, and the reference that it is on the terms of.
+    sums: acc, P of the tile before, reference, running sum by lanes, bits of the largest P by lanes (lagged
+    reference); with 8-bit P also the sum of earlier tiles, and the reference that it is on the terms of.
     """
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
@@ -138,7 +141,7 @@ def _key_step(
     mbarrier.arrive(freed.index(slot), count=1)
     if FORMAT[2] == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    if FP8:
+    if FP8:  # here and not under the next scores: a branch between two products under way cost a quarter
         if not _goes_on(i + 1, BLOCK_N):
             kept = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
             kept_reference = reference
@@ -271,7 +274,7 @@ def _consume(
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     kept_reference = reference
     running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
-    top = running_sum + float("-inf")
+    top = (running_sum * 0.0).to(gl.int32)
     acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
     zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
     score_rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
@@ -320,13 +323,16 @@ def _consume(
     if FP8:
         acc = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
     running_sum = gl.convert_layout(gl.sum(running_sum, 1), ROW)
-    top = gl.convert_layout(gl.max(top, 1), ROW)
+    largest_p = gl.convert_layout(gl.max(top, 1), ROW)
+    top = reference
     if FORMAT[2] != "running":
         # the ring is free for other use once both warpgroups are through
         mbarrier.arrive(finished, count=1)
         if LAGGED:
-            fits = (top <= reference + _LAGGED_HIGHEST) & (top >= reference + _LAGGED_LOWEST)
-            fits = fits | (top == float("-inf")) | (score_rows >= seq_q)
+            # exact: P of the largest score against the range of e4m3. A row that saw nothing, or a NaN, needs no other
+            saw = ((largest_p != 0) | (seen[5] > 0)) & (largest_p <= _INFINITY)
+            fits = (largest_p <= _LARGEST_P) & (largest_p >= _SMALLEST_P) | (saw == 0) | (score_rows >= seq_q)
+            top = gl.where(saw, reference + gl.log2(largest_p.to(gl.float32, bitcast=True)), float("-inf"))
             again = (gl.min(fits.to(gl.int32), 0) == 0) | (tries == 0)
         else:
             again = outgrown(acc, running_sum, OUT)

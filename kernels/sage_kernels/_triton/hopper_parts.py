@@ -9,6 +9,8 @@ What belongs together travels as a tuple:
     LAYOUTS     of scores, output and P as an operand
 """
 
+import struct
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -16,6 +18,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .. import recipe
 from .mask_tiles import tile_at
 from .prepare_values import KEYS
+
+
+def bits_of(number: float) -> int:
+    """The fp32 number's bits as an integer."""
+    return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
@@ -196,11 +203,11 @@ def softmax_tile(scores, row_scale, key_scale, reference, running_sum, BLOCK_N: 
 @gluon.jit
 def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N: gl.constexpr,
                        FORMAT: gl.constexpr):  # fmt: skip
-    """As primitives.fixed_softmax_step; with a reference of the call before, also the largest score so far."""
+    """As primitives.fixed_softmax_step; with a reference of the call before, also the bits of the largest P so far."""
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
-    if FORMAT[2] == "lagged":  # nothing waits for it: only what is decided after the loop
-        top = gl.maximum(top, max_in_lanes(scores, BLOCK_N).to(gl.float32) * to_lanes(tile_scale, top))
     p = gl.exp2(gl.fma(values, tile_scale[:, None], -reference[:, None]))
+    if FORMAT[2] == "lagged":  # of P: the chain of maxima then runs under the exponentials, not before them
+        top = gl.maximum(top, max_in_lanes(p.to(gl.int32, bitcast=True), BLOCK_N))
     return p, running_sum + sum_in_lanes(p, BLOCK_N), top
 
 
@@ -227,8 +234,10 @@ def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, ref
     values = values * tile_scale[:, None]
     seen_values = gl.where(visible, values, gl.full_like(values, float("-inf")))
     if LAGGED:
-        top = gl.maximum(top, max_in_lanes(seen_values, BLOCK_N))
         p = gl.where(visible, gl.exp2(values - reference[:, None]), 0.0)
+        # a score that is seen counts, however small its P
+        bits = gl.where(visible, gl.maximum(p.to(gl.int32, bitcast=True), 1), 0)
+        top = gl.maximum(top, max_in_lanes(bits, BLOCK_N))
         running_sum += sum_in_lanes(p, BLOCK_N)
         rescale = reference  # not used
     else:
