@@ -3,6 +3,10 @@
 `python tests/sanitize.py` runs the kernels and checks them against the reference; under a tool:
 `compute-sanitizer --tool memcheck python tests/sanitize.py`. `python tests/sanitize.py --tools` (`make sanitize`) does
 that with all four tools and writes tests/outcomes/sanitizer.json. compute-sanitizer comes with the CUDA toolkit.
+
+Racecheck reports what Triton's warp_specialize hands to its warps (what to run, its arguments) as races, though
+barriers of the whole block lie between. Each report is looked up in the machine code: where that is so it counts as
+ordered, and anything else as an error.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+RACE = re.compile(r"(Read|Write) access at \w+\+(0x[0-9a-f]+)")
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error")
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
@@ -80,10 +86,39 @@ def selection() -> list[Launch]:
     return launches
 
 
-def run_kernels(launches: list[Launch]):
+def unordered_races(report: str, disassemble) -> tuple[list[str], int]:
+    """The races that racecheck reports whose instructions no barriers of the whole block keep apart, and how many
+    reports there are.
+
+    Args:
+        report: with a line "code FILE ..." after the reports of each launch: its machine code.
+        disassemble: path of such a file -> text.
+    """
+    from tests.sass import is_ordered_by_the_block
+
+    unordered, pairs, first, number = [], [], None, 0
+    for line in report.splitlines():
+        access = RACE.search(line)
+        if line.startswith("code "):
+            codes = [disassemble(path) for path in line.split()[1:]]
+            for accesses in pairs:
+                at = {kind: int(address, 16) for kind, address in accesses}
+                if len(at) < 2 or not any(is_ordered_by_the_block(code, at["Read"], at["Write"]) for code in codes):
+                    unordered.append(str(accesses))
+            pairs = []
+        elif access and "Race reported" in line:
+            first, number = access.groups(), number + 1
+        elif access:
+            pairs.append((first, access.groups()))
+    return unordered + [str(accesses) for accesses in pairs], number
+
+
+def run_kernels(launches: list[Launch], folder: Path | None = None):
+    """folder: where the machine code of the Hopper kernel goes, printed after each launch."""
     import torch
 
     from sage_kernels import HeadState
+    from sage_kernels._triton.attention_fwd_hopper import attention_fwd_hopper_kernel
     from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
     from sage_kernels._triton.rotate import launch_rotate
     from sage_kernels._triton.tiles import Tile, head_width
@@ -94,7 +129,16 @@ def run_kernels(launches: list[Launch]):
     from sage_processors.scales import ScaleState, Site
 
     device = torch.device("cuda")
+    launch, launched = attention_fwd_hopper_kernel.run, {}
+
+    def recorded(*args, **kwargs):
+        compiled = launch(*args, **kwargs)
+        launched[compiled.hash] = compiled
+        return compiled
+
+    attention_fwd_hopper_kernel.run = recorded
     for head_dim, scaling, name, chosen, recipe in launches:
+        launched.clear()
         shape = (BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS, head_dim)
         q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
         if head_dim == padded_head_dim(head_dim):  # others are padded first
@@ -119,6 +163,17 @@ def run_kernels(launches: list[Launch]):
             scales.advance(1.0, 0.9)
         torch.cuda.synchronize()
         print(head_dim, scaling, name, tile, recipe, flush=True)
+        if folder:
+            for key, compiled in launched.items():
+                (folder / key).write_bytes(compiled.asm["cubin"])
+            print("code", *(folder / key for key in launched), flush=True)
+
+
+def disassemble(path: str) -> str:
+    import triton
+
+    nvdisasm = Path(triton.backends.nvidia.__file__).parent / "bin" / "nvdisasm"
+    return subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
 
 
 def run_tools() -> int:
@@ -138,16 +193,22 @@ def run_tools() -> int:
     # one allocation a tensor: inside of a cached block no access is out of bounds
     watched = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-    def run(tool):
-        return subprocess.run([sanitizer, "--tool", tool, *script], capture_output=True, text=True, env=watched)
+    errors, ordered, reports = {}, {}, {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
 
-    errors, reports = {}, {}
-    with ThreadPoolExecutor() as pool:
+        def run(tool):
+            command = [sanitizer, "--tool", tool, *script, *(["--code", folder] if tool == "racecheck" else [])]
+            return subprocess.run(command, capture_output=True, text=True, env=watched)
+
         runs = dict(zip(TOOLS, pool.map(run, TOOLS), strict=True))
+        unordered, races = unordered_races(runs["racecheck"].stdout + runs["racecheck"].stderr, disassemble)
     for tool, done in runs.items():
         report = done.stdout + done.stderr
         found = SUMMARY.search(report)
         errors[tool] = int(found[1] or found[2]) if found and done.returncode == 0 else None
+        if tool == "racecheck" and errors[tool] == races:  # every report was read
+            print(f"{tool}: {races} reported", *unordered, sep="\n")
+            errors[tool], ordered[tool] = len(unordered), races
         print(f"{tool}: {errors[tool]} errors", flush=True)
         if errors[tool] != 0:
             print(report[-8000:], flush=True)
@@ -155,6 +216,7 @@ def run_tools() -> int:
     cases = {tool: "passed" if number == 0 else "failed" for tool, number in errors.items()}
     cases["E08"] = "passed" if set(cases.values()) == {"passed"} else "failed"
     content = {"meta": environment() | {"launches": len(selection())}, "cases": cases, "errors": errors}
+    content["reported_but_ordered"] = {tool: number for tool, number in ordered.items() if errors[tool] == 0}
     content |= {"reports": reports} if reports else {}
     (ROOT / "tests" / "outcomes" / "sanitizer.json").write_text(json.dumps(content, indent=1) + "\n")
     return cases["E08"] != "passed"
@@ -163,5 +225,6 @@ def run_tools() -> int:
 if __name__ == "__main__":
     if "--tools" in sys.argv:
         sys.exit(run_tools())
-    part = int(sys.argv[sys.argv.index("--part") + 1]) if "--part" in sys.argv else None
-    run_kernels(selection() if part is None else selection()[part::PARTS])
+    options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    part = slice(int(options["--part"]), None, PARTS) if "--part" in options else slice(None)
+    run_kernels(selection()[part], Path(options["--code"]) if "--code" in options else None)

@@ -68,6 +68,26 @@ def undefined_uniforms(sass: str) -> list[str]:
     ]
 
 
+def is_ordered_by_the_block(sass: str, read: int, write: int) -> bool:
+    """Whether the instructions at two addresses, a load from shared memory and a store, have barriers of the whole
+    block between them: the last barrier before the load is one and the next one after it, and the next one after the
+    store.
+
+    So it is with what Triton hands to specialised warps: their number and their arguments.
+    """
+    rows, _ = _rows(sass)
+    at = {int(address, 16): i for i, (address, *_) in enumerate(rows)}
+    if read not in at or write not in at:
+        return False
+    if not rows[at[read]][2].startswith("LDS") or not rows[at[write]][2].startswith("STS"):
+        return False
+    # without a number of threads, as the barriers of a group of warps have it, BAR.SYNC waits for all of the block
+    barriers = {i: "," not in rest for i, (_, _, op, rest) in enumerate(rows) if op.startswith("BAR.")}
+    before = max((i for i in barriers if i < at[read]), default=None)
+    after = [min((i for i in barriers if i > at[x]), default=None) for x in (read, write)]
+    return all(barriers.get(i, False) for i in (before, *after))
+
+
 def _followers(i: int, rows: list, labels: dict) -> list[int]:
     _, predicate, op, rest = rows[i]
     falls_through = [i + 1] if i + 1 < len(rows) else []

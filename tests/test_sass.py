@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.sass import main_loops, undefined_uniforms
+import pytest
+
+from tests.sanitize import unordered_races
+from tests.sass import is_ordered_by_the_block, main_loops, undefined_uniforms
 
 
 SKIPPED = """
@@ -34,3 +37,50 @@ def test_a_register_that_every_path_writes_is_not():
 
 def test_loops_with_matrix_instructions_are_counted():
     assert main_loops(SKIPPED) == [{"IGMMA": 1, "BRA": 1}]
+
+
+HANDED_OVER = """
+        /*0000*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0010*/                   LDS.U8 R0, [R0+UR59+0x1b88c] ;
+        /*0020*/               @P0 BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0030*/                   LDS R2, [R8+0x1b600] ;
+        /*0040*/                   BAR.SYNC.DEFER_BLOCKING 0x2, 0x80 ;
+        /*0050*/                   STS.64 [UR8+0x1b890], R2 ;
+        /*0060*/                   STS [UR8+0x1b898], R0 ;
+        /*0070*/                   BAR.SYNC.DEFER_BLOCKING 0x1 ;
+        /*0080*/                   STS [R11+0x1b880], R10 ;
+        /*0090*/                   BAR.SYNC.DEFER_BLOCKING 0x3, 0x80 ;
+"""
+
+
+@pytest.mark.parametrize("read, write, ordered", [
+    (0x10, 0x50, True), (0x10, 0x60, True),
+    (0x30, 0x50, False), (0x10, 0x80, False),  # a barrier of some warps only
+    (0x10, 0x70, False), (0x50, 0x60, False), (0x10, 0x98, False),
+])  # fmt: skip
+def test_barriers_of_the_whole_block_order_a_load_and_a_store(read, write, ordered):
+    assert is_ordered_by_the_block(HANDED_OVER, read, write) == ordered
+
+
+def test_reports_of_racecheck_are_looked_up_in_the_code_of_their_launch():
+    report = """
+========= Error: Race reported between Read access at a_kernel+0x10 in a.py:1
+=========     and Write access at a_kernel+0x50 in a.py:1 [18 hazards]
+=========     and Write access at a_kernel+0x60 in a.py:2 [9 hazards]
+=========
+64 per_token full
+code first
+========= Error: Race reported between Write access at a_kernel+0x50 in a.py:1
+=========     and Read access at a_kernel+0x10 in a.py:1 [4 hazards]
+code other first
+========= Error: Race reported between Write access at a_kernel+0x50 in a.py:1
+=========     and Write access at a_kernel+0x60 in a.py:1 [4 hazards]
+code first
+========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
+"""
+    codes = {"first": HANDED_OVER, "other": SKIPPED}
+    unordered, number = unordered_races(report, codes.get)
+    assert number == 3 and len(unordered) == 1 and "0x60" in unordered[0]
+    # the code of the launch is not known, or another
+    assert len(unordered_races(report.replace("code ", ""), codes.get)[0]) == 4
+    assert len(unordered_races(report.replace("first", "other"), codes.get)[0]) == 4
