@@ -6,7 +6,8 @@
 
 Attention only, as in a decoding step of a model whose cache is full: the new token is in it already. Providers of a
 case run in one process, one after the other, on caches rotated past the L2 cache. Bandwidth counts the bytes of keys,
-values and scales once each.
+values and scales once each. Each is timed as called, where a short one waits for Python, and as replayed from a CUDA
+graph (`/cuda_graph`), as compiled models decode.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ MAX_ERROR = 0.03  # relative L2 on N(0, 1): far above what INT8 costs, far below
 L2_BYTES = 200e6  # caches that are rotated are together larger than this
 CHUNK = 8192  # tokens that the gate and the quantisation hold in higher precision at a time
 RECIPE = "kv_int8"
+GRAPH_CALLS = 20  # at least, of one graph
 
 
 class Case(NamedTuple):
@@ -153,29 +155,40 @@ def providers(on_gpu: bool):
     yield "sage_kernels", "", 8, ours
 
 
-def milliseconds(function, sets) -> tuple[float, float, float]:
-    """p20, median, p80 of one call, each on the next of the caches."""
+def milliseconds(function, sets, graph: bool) -> tuple[float, float, float]:
+    """p20, median, p80 of one call, each on the next of the caches; graph: from a CUDA graph of many."""
     turn = iter(range(1 << 60))
 
     def call():
         return function(sets[next(turn) % len(sets)])
 
+    if graph:
+        calls = math.ceil(GRAPH_CALLS / len(sets)) * len(sets)
+        recorded = torch.cuda.CUDAGraph()
+        call()
+        with torch.cuda.graph(recorded):
+            for _ in range(calls):
+                call()
+        times = triton_testing().do_bench(recorded.replay, warmup=50, rep=300, quantiles=[0.2, 0.5, 0.8])
+        return tuple(ms / calls for ms in times)
     if sets[0].q.is_cuda:
-        import triton
-
-        return tuple(triton.testing.do_bench(call, warmup=50, rep=300, quantiles=[0.2, 0.5, 0.8]))
+        return tuple(triton_testing().do_bench(call, warmup=50, rep=300, quantiles=[0.2, 0.5, 0.8]))
     start = time.perf_counter()
     call()
     return ((time.perf_counter() - start) * 1e3,) * 3
+
+
+def triton_testing():
+    import triton
+
+    return triton.testing
 
 
 def copy_bandwidth(device) -> float:
     """TB/s of a device copy, read and written bytes counted: what the memory gives at best."""
     source = torch.empty(2**30, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    import triton
-
-    ms = triton.testing.do_bench(lambda: target.copy_(source), warmup=50, rep=300, quantiles=[0.5])
+    ms = triton_testing().do_bench(lambda: target.copy_(source), warmup=50, rep=300, quantiles=[0.5])
     return 2 * source.numel() / (ms if isinstance(ms, float) else ms[0]) / 1e9
 
 
@@ -198,7 +211,7 @@ def save_rows(case, provider, suffix, bits, error, times, rates, ratio) -> None:
 def run_case(case: Case, device, dtype, save: bool) -> list[str]:
     """Gate and time every provider on `case`. Returns the failures; a provider that can't run is none."""
     on_gpu = device.type == "cuda"
-    failures, best, cudnn_ms, ours_ms = [], None, None, None
+    failures, best, cudnn_ms, ours_ms = [], {}, {}, {}
     for provider, suffix, bits, make in providers(on_gpu):
         name = f"{case.name + suffix:32} {provider:22}"
         number = max(2, math.ceil(L2_BYTES / case.nbytes(bits))) if on_gpu else 2
@@ -219,22 +232,31 @@ def run_case(case: Case, device, dtype, save: bool) -> list[str]:
         if bits == 8:
             for caches in sets:
                 caches.drop_16_bit()
-        times = milliseconds(function, sets)
-        rates = [case.nbytes(bits) / ms / 1e9 for ms in times]
-        if provider == "sage_kernels":
-            ours_ms = times[1]
-        elif best is None or times[1] < best[0]:
-            best = (times[1], provider + suffix)
-        if provider == "torch_sdpa_cudnn":
-            cudnn_ms = min(times[1], cudnn_ms or math.inf)
-        print(f"{name} {times[1]:9.4f} ms  {rates[1]:6.3f} TB/s  {error:.4f}", flush=True)
-        if save:
-            save_rows(case, provider, suffix, bits, error, times, rates, cudnn_ms and cudnn_ms / times[1])
+        for graph, how in ((False, ""), (True, "/cuda_graph"))[: 1 + on_gpu]:
+            try:
+                times = milliseconds(function, sets, graph)
+            except RuntimeError as failure:
+                if provider == "sage_kernels":
+                    raise
+                print(f"{name} not in a graph: {str(failure).splitlines()[0][:90]}", flush=True)
+                continue
+            rates = [case.nbytes(bits) / ms / 1e9 for ms in times]
+            if provider == "sage_kernels":
+                ours_ms[how] = times[1]
+            elif how not in best or times[1] < best[how][0]:
+                best[how] = (times[1], provider + suffix)
+            if provider == "torch_sdpa_cudnn":
+                cudnn_ms[how] = min(times[1], cudnn_ms.get(how, math.inf))
+            label = f"{case.name + suffix + how:44} {provider:22}"
+            print(f"{label} {times[1]:9.4f} ms  {rates[1]:6.3f} TB/s  {error:.4f}", flush=True)
+            if save:
+                ratio = cudnn_ms[how] / times[1] if how in cudnn_ms else None
+                save_rows(case, provider, suffix + how, bits, error, times, rates, ratio)
         del sets
         if on_gpu:
             torch.cuda.empty_cache()
-    if best and ours_ms:
-        print(f"{case.name:32} ours is {best[0] / ours_ms:.2f} times as fast as {best[1]}", flush=True)
+    for how, (ms, provider) in best.items():
+        print(f"{case.name + how:44} ours is {ms / ours_ms[how]:.2f} times as fast as {provider}", flush=True)
     return failures
 
 
