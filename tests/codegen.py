@@ -23,7 +23,7 @@ from triton.compiler import compile as triton_compile
 from sage_kernels._triton.append_kv import _append_kv_kernel
 from sage_kernels._triton.attention_decode import _combine_kernel, _decode_attention_kernel
 from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
-from sage_kernels._triton.decode_tiles import decode_tile
+from sage_kernels._triton.decode_tiles import LONG, decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prepare_keys import _prepare_keys_kernel
 from sage_kernels._triton.prepare_values import _prepare_values_kernel, _value_amax_kernel
@@ -202,9 +202,10 @@ def rotate(name: str, block: int, fp32: bool = False) -> dict:
     return {"kernel": "rotate", **read(compiled)}
 
 
-def decode(name: str, width: int, rows: int, mask: str = "none") -> dict:
+def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0) -> dict:
     """Attention over the INT8 cache: of one token (8 rows, split keys) or of a chunk of a prompt (32 rows, causal)."""
-    target, tile, few = TARGETS[name], decode_tile(width, rows), rows == 8
+    target, few = TARGETS[name], rows == 8
+    tile = decode_tile(width, rows, tokens, target.arch)
     constants = {
         "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages, "MASK": mask, "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": not few,
@@ -248,6 +249,7 @@ def kernels(name: str):
                 facts = attention(name, width, "planned", reference=reference, pv="fp8_e4m3")
                 yield f"{name}/attention_fp8/{width}/planned/{reference}", facts
     if name == "sm_90":
+        yield "sm_90/decode/128/8/long", decode(name, 128, 8, tokens=LONG)
         yield "sm_90/attention_fp8/128/planned/rows", attention(name, 128, "planned", "rows", pv="fp8_e4m3")
         facts = attention(name, 128, "planned", "causal", "lagged", "fp8_e4m3")
         yield "sm_90/attention_fp8/128/planned/lagged/causal", facts

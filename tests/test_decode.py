@@ -288,6 +288,17 @@ def test_splits_are_few_and_leave_nothing_idle():
     assert choose_splits(5000, 16, slots) <= 4
 
 
+def test_the_tile_of_long_caches_is_that_of_the_gpu_it_was_timed_on():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from sage_kernels._triton.decode_tiles import LONG, decode_tile
+
+    usual = decode_tile(128, 4)
+    assert decode_tile(128, 4, LONG, 90) != usual
+    for other in ((128, 4, LONG - 1, 90), (128, 4, LONG, 80), (128, 4, LONG, 0)):
+        assert decode_tile(*other) == usual
+    assert decode_tile(64, 4, LONG, 90) == decode_tile(64, 4) and decode_tile(128, 9, LONG, 90) == decode_tile(128, 9)
+
+
 def arguments(**changes):
     q, k, v = inputs(2, 1, 20, 4, 2, 64)
     names = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean")

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from ..masking import UNLIMITED, Masking
 from ..numerics import LOG2_E
-from .decode_tiles import DecodeTile, choose_splits, decode_tile, programs_at_once
+from .decode_tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
 from .mask_tiles import as_loadable, broadcast_strides, load_bias
 from .primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int
 from .tiles import head_width
@@ -349,7 +349,7 @@ def launch_decode_attention(
     q, k_codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k_codes))
     v_words = _words(v_codes)
     group = heads // kv_heads
-    tile = tile or decode_tile(head_dim, seq_q * group)
+    tile = tile or decode_tile(head_dim, seq_q * group, batch * kv_heads * capacity, decode_capability(q.device))
     row_tiles = triton.cdiv(seq_q * group, tile.block_m)
     if splits is None:
         reach = capacity if masking.left == UNLIMITED else min(capacity, masking.left + seq_q + tile.block_n)

@@ -439,7 +439,7 @@ def attention_fwd_hopper_kernel(
     filled = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     freed = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     silenced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
-    mbarrier.init(silenced, count=2)
+    mbarrier.init(silenced, count=GROUPS)
     finished = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
     mbarrier.init(finished, count=GROUPS)
     landed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)

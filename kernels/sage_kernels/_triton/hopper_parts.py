@@ -299,12 +299,15 @@ def silence_together(v_tile, reach, first_key, silenced, turn, BLOCK_N: gl.const
                       GROUP_INDEX: gl.constexpr):  # fmt: skip
     """`silence_hidden` by the first two warpgroups, half of the tile each; all wait until both are done.
 
+    All arrive, the one that does nothing too: otherwise two could be two turns ahead of it, and it would take the
+    phase that it waits for, which is long over, for one to come.
+
     turn: how many tiles they did so before.
     """
     HALF: gl.constexpr = BLOCK_N // 2
     if GROUP_INDEX < 2:
         silence_hidden(v_tile, reach, first_key, GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, WIDTH)
-        mbarrier.arrive(silenced, count=1)
+    mbarrier.arrive(silenced, count=1)
     mbarrier.wait(silenced, turn & 1)
 
 
