@@ -27,6 +27,7 @@ def results_markdown(rows: Iterable[dict[str, str]]) -> str:
             "### Picture quality\n\n" + _quality([row for row in quality if row["metric"] not in LANGUAGE]),
             "### Language models\n\n" + _language([row for row in quality if row["metric"] in LANGUAGE]),
             "### Attention forward\n\n" + _attention([r for r in rows if r["suite"] == "attention_fwd"]),
+            "### Decoding over an INT8 cache\n\n" + _decoding([r for r in rows if r["suite"] == "decode"]),
             "### Whole models\n\n" + _whole_models([r for r in rows if r["suite"] == "end_to_end"]),
         )
     )
@@ -102,22 +103,59 @@ def _language(rows: list[dict[str, str]]) -> str:
 
 
 def _attention(rows: list[dict[str, str]]) -> str:
+    """Two tables: speed, a line for each shape and GPU; and the largest error of each recipe and scaling."""
     from sage_kernels.results import is_crossover_row
 
     rows = [row for row in rows if row["metric"] == "throughput" and not is_crossover_row(row)]
-    ours = [row for row in rows if row["provider"] == "sage_kernels"]
-    if not ours:
+    cells, errors, shapes = {}, {}, {}
+    for (case, gpu, recipe), row in _newest(
+        [row for row in rows if row["provider"] == "sage_kernels"], "case", "gpu", "recipe"
+    ).items():
+        shape, _, scaling = case.partition("/")  # the bare shape is the default, timestep scaling with a plan
+        way = (recipe, scaling or "timestep")
+        ratio = f" ({row['ratio_vs_cudnn']}×)" if row["ratio_vs_cudnn"] else ""
+        cells[shape, gpu, way] = row["median"] + ratio
+        shapes.setdefault((shape, gpu))
+        if row["rel_l2_error"]:
+            errors[way] = max(errors.get(way, ""), row["rel_l2_error"], key=lambda x: float(x or 0))
+    if not cells:
         return "No rows yet: `make bench` on a machine with a GPU."
     cudnn = _newest([row for row in rows if row["provider"] == "torch_sdpa_cudnn"], "case", "gpu")
+    ways = sorted(dict.fromkeys(way for *_, way in cells), key=lambda way: (way[0], way[1] != "timestep", way[1]))
     lines = []
-    for (case, gpu, recipe), row in _newest(ours, "case", "gpu", "recipe").items():
-        shape, _, scaling = case.partition("/")  # the bare shape is the default, timestep scaling with a plan
+    for shape, gpu in shapes:
         other = cudnn.get((shape, gpu))
-        counted = {"True": "yes", "False": "no"}.get(row["includes_quantization"], row["includes_quantization"])
-        speeds = [row["median"], other["median"] if other else "–", row["ratio_vs_cudnn"] or "–"]
-        lines.append([shape, scaling or "timestep", recipe, gpu, counted, *speeds, row["rel_l2_error"] or "–"])
-    header = ["shape", "scaling", "recipe", "on", "quantisation included", "ours, TFLOPS", "cuDNN, TFLOPS"]
-    header += ["ours / cuDNN, same run", "relative L2 error"]
+        lines.append([shape, gpu, other["median"] if other else "–", *(cells.get((shape, gpu, x), "–") for x in ways)])
+    speed = _table(["shape", "on", "cuDNN", *(f"{scaling}, {recipe}" for recipe, scaling in ways)], lines)
+    worst = _table(
+        ["recipe", "scaling", "largest relative L2 error"],
+        [[recipe, scaling, errors.get((recipe, scaling), "–")] for recipe, scaling in ways],
+    )
+    note = "TFLOPS, quantisation included, and in brackets the ratio to cuDNN of the same run."
+    return "\n\n".join((note, speed, worst))
+
+
+def _decoding(rows: list[dict[str, str]]) -> str:
+    """Attention of one token over the INT8 cache, and the fastest of the others over a 16-bit one."""
+    rows = [row for row in rows if row["metric"] == "time"]
+    ours = _newest([row for row in rows if row["provider"] == "sage_kernels"], "case", "gpu")
+    if not ours:
+        return "No rows yet: `python kernels/benchmarks/bench_decode.py` on a machine with a GPU."
+    lines = []
+    for (case, gpu), row in ours.items():
+        others = _newest([x for x in rows if x["provider"] != "sage_kernels"], "case", "gpu", "provider", "commit")
+        plain, _, how = case.partition("/")
+        found = [
+            x
+            for (name, on, _, commit), x in others.items()
+            if (on, commit) == (gpu, row["commit"]) and name in (case, f"{plain}/packed" + (f"/{how}" if how else ""))
+        ]
+        if not found:
+            continue
+        best = min(found, key=lambda x: float(x["median"]))
+        ratio = f"{float(best['median']) / float(row['median']):.2f}"
+        lines.append([plain, how or "as called", gpu, row["median"], best["median"], best["provider"], ratio])
+    header = ["case", "how", "on", "ours, ms", "best 16-bit, ms", "which", "16-bit / ours"]
     return _table(header, lines)
 
 

@@ -48,9 +48,23 @@ def test_attention_table_sets_cudnn_beside_ours(tmp_path):
     append_row(path, **TIMED | {"case": "D128_N8192_full/per_block"}, median=640, ratio_vs_cudnn=1.03)
     append_row(path, **TIMED | {"metric": "time", "unit": "ms"}, median=3)
     text = results_markdown(read_rows(path))
-    assert "| D128_N8192_full | timestep | r | H200 | yes | 650 | 620 | 1.05 | 0.011 |" in text
-    assert "| D128_N8192_full | per_block | r | H200 | yes | 640 | 620 | 1.03 | – |" in text
-    assert text.count("| D128_N8192_full |") == 2 and "No rows yet: `sage-processors bench quality" in text
+    assert "| shape | on | cuDNN | timestep, r | per_block, r |" in text
+    assert "| D128_N8192_full | H200 | 620 | 650 (1.05×) | 640 (1.03×) |" in text
+    assert "| r | timestep | 0.011 |" in text and "| r | per_block | – |" in text
+    assert text.count("| D128_N8192_full |") == 1 and "No rows yet: `sage-processors bench quality" in text
+
+
+def test_decoding_is_held_against_the_fastest_other_of_its_run(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "decode", "gpu": "H200", "metric": "time", "unit": "ms"}
+    for case, provider, median in (
+        ("llama/cuda_graph", "flash", 3.0), ("llama/packed/cuda_graph", "cudnn", 2.0), ("llama", "flash", 1.0),
+        ("llama/cuda_graph", "sage_kernels", 1.6), ("llama", "sage_kernels", 2.0),
+    ):  # fmt: skip
+        append_row(path, **timed, case=case, provider=provider, median=median)
+    text = results_markdown(read_rows(path))
+    assert "| llama | cuda_graph | H200 | 1.6 | 2.0 | cudnn | 1.25 |" in text
+    assert "| llama | as called | H200 | 2.0 | 1.0 | flash | 0.50 |" in text
 
 
 def test_crossover_rows_stay_off_the_page(tmp_path):
@@ -75,7 +89,7 @@ def test_whole_models_sets_ours_beside_the_others(tmp_path):
     append_row(path, **timed | {"metric": "rel_l1", "unit": "1"}, **ours, median=0.02)
     text = results_markdown(read_rows(path))
     assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 | 1.144 | 30.5 | 31 | 0.02 |" in text
-    assert text.count("| flux_2048 |") == 1 and "No rows yet: `python kernels" not in text
+    assert text.count("| flux_2048 |") == 1 and "bench_end_to_end.py" not in text
 
 
 def test_update_rewrites_between_the_markers_only(tmp_path):
