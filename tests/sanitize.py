@@ -118,6 +118,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     import torch
 
     from sage_kernels import HeadState
+    from sage_kernels._triton import launch_attention
     from sage_kernels._triton.attention_fwd_hopper import attention_fwd_hopper_kernel
     from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
     from sage_kernels._triton.rotate import launch_rotate
@@ -129,14 +130,15 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     from sage_processors.scales import ScaleState, Site
 
     device = torch.device("cuda")
-    launch, launched = attention_fwd_hopper_kernel.run, {}
+    launch, launched = launch_attention.launch, {}
 
-    def recorded(*args, **kwargs):
-        compiled = launch(*args, **kwargs)
-        launched[compiled.hash] = compiled
+    def recorded(kernel, *arguments, **constants):
+        compiled = launch(kernel, *arguments, **constants)
+        if kernel is attention_fwd_hopper_kernel:
+            launched[compiled.hash] = compiled
         return compiled
 
-    attention_fwd_hopper_kernel.run = recorded
+    launch_attention.launch = recorded
     for head_dim, scaling, name, chosen, recipe in launches:
         launched.clear()
         shape = (BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS, head_dim)

@@ -4,6 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .launch import launch
 from .primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int8
 from .tiles import head_width
 
@@ -90,7 +91,8 @@ def launch_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, positi
     block = 1 if number == 1 else 16
     strides = [stride for x in (k, v, k_codes, k_scale, v_codes, v_scale) for stride in x.stride()[:3]]
     with torch.cuda.device_of(k):
-        _append_kv_kernel[(batch * heads * triton.cdiv(number, block),)](
+        launch(
+            _append_kv_kernel, batch * heads * triton.cdiv(number, block),
             k, v, k_scale if k_mean is None else k_mean.contiguous(), k_codes, k_scale, v_codes, v_scale,
             k_scale if position is None else position, start, number, k_codes.shape[2], heads, *strides,
             HEAD_DIM=head_dim, WIDTH=head_width(head_dim), BLOCK_T=block, HAS_MEAN=k_mean is not None,

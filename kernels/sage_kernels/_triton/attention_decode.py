@@ -16,6 +16,7 @@ import triton.language as tl
 from ..masking import UNLIMITED, Masking
 from ..numerics import LOG2_E
 from .decode_tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
+from .launch import launch
 from .mask_tiles import as_loadable, broadcast_strides, load_bias
 from .primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int
 from .tiles import head_width
@@ -372,7 +373,8 @@ def launch_decode_attention(
         masking.sinks, target, target_lse,
     )  # fmt: skip
     with torch.cuda.device_of(q):
-        _decode_attention_kernel[(row_tiles * splits * batch * kv_heads,)](
+        launch(
+            _decode_attention_kernel, row_tiles * splits * batch * kv_heads,
             q, k_codes, k_scale, v_words, v_scale, *(none if x is None else x for x in tensors), *q.stride()[:3],
             *k_codes.stride()[:3], *k_scale.stride(), *v_words.stride()[:3], *v_scale.stride(),
             *((0, 0, 0, 0) if mask is None else broadcast_strides(mask)),
@@ -388,7 +390,8 @@ def launch_decode_attention(
             enable_fp_fusion=False,
         )  # fmt: skip
         if splits > 1:
-            _combine_kernel[(all_rows,)](
+            launch(
+                _combine_kernel, all_rows,
                 target, target_lse, out, target_lse if lse is None else lse, splits, all_rows, HEAD_DIM=head_dim,
                 WIDTH=head_width(head_dim), BLOCK_S=16, RETURN_LSE=return_lse, num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip

@@ -8,6 +8,7 @@ from ..numerics import LOG2_E, padded_head_dim, pv_dtype
 from ..recipe import DEFAULT_RECIPE, RECIPES
 from ..state import HeadState, keeps_row_max
 from .attention_fwd import _attention_fwd_kernel
+from .launch import launch
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
 from .prepare_keys import launch_prepare_keys
 from .prepare_values import launch_prepare_values
@@ -102,7 +103,7 @@ def launch_attention_fwd(
         recorded = [none, none] if state is None else [state.stats, state.row]
         numbers = [0 if state is None else state.plan.shape[-1], q.stride(0), q.stride(1), q.stride(2)]
         sizes = [seq_q, seq_kv, heads, heads // kv_heads, float(scale)]
-        grid = (-(-seq_q // tile.block_m) * batch * heads,)  # triton.cdiv takes two microseconds on the host
+        programs = -(-seq_q // tile.block_m) * batch * heads  # triton.cdiv takes two microseconds on the host
         constants = {
             "HEAD_DIM": head_dim,
             "WIDTH": width,
@@ -124,7 +125,8 @@ def launch_attention_fwd(
             scales = keys.scale
             if scaling == "per_token":
                 scales = hopper.describe(scales.view(-1, tile.block_n), [1, tile.block_n])
-            hopper.attention_fwd_hopper_kernel[grid](
+            launch(
+                hopper.attention_fwd_hopper_kernel, programs,
                 q, hopper.describe(codes, [tile.block_n, width]), scales, hopper.describe(v, value_block),
                 *tensors, *recorded, *kept, v_scale, *numbers,
                 *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
@@ -138,7 +140,8 @@ def launch_attention_fwd(
             codes = TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tile.block_n, width])
         values = TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
         value_strides = v.stride()[:3] if pv == "16bit" else (0, 0, 0)  # where 8-bit values lie is known
-        _attention_fwd_kernel[grid](
+        launch(
+            _attention_fwd_kernel, programs,
             q, codes, keys.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
             *_mask_arguments(masking, mask, none), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,

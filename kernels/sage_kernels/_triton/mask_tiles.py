@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..masking import FAINT, Masking
+from .launch import launch
 from .primitives import RELAXED
 
 
@@ -195,8 +196,19 @@ def launch_mask_tiles(
 
         reach, extent = empty(1, n_tiles * block_n, dtype=torch.float32), empty(1)
         tiles, numbers = empty(n_tiles), empty(2)
-        _key_mask_kernel[(mask_batch,)](
-            mask, reach, extent, tiles, numbers, strides[0], strides[3], seq_kv, BLOCK_N=block_n, num_warps=8
+        launch(
+            _key_mask_kernel,
+            mask_batch,
+            mask,
+            reach,
+            extent,
+            tiles,
+            numbers,
+            strides[0],
+            strides[3],
+            seq_kv,
+            BLOCK_N=block_n,
+            num_warps=8,
         )
         return MaskTiles("keys", reach, extent, tiles, numbers, (int(mask_batch > 1), 0, 0))
     m_tiles = triton.cdiv(seq_q, block_m)
@@ -204,7 +216,8 @@ def launch_mask_tiles(
     reach = torch.full((mask_batch, reach_heads, n_tiles * block_n), -torch.inf, device=mask.device)
     tiles = torch.empty(mask_batch * mask_heads * m_tiles, n_tiles, dtype=torch.int32, device=mask.device)
     numbers = torch.empty(tiles.shape[0], 2, dtype=torch.int32, device=mask.device)
-    _row_mask_kernel[(tiles.shape[0],)](
+    launch(
+        _row_mask_kernel, tiles.shape[0],
         mask, reach, tiles, numbers, *strides, seq_q, seq_kv, mask_heads, reach_heads, heads // kv_heads,
         BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
     )  # fmt: skip

@@ -31,6 +31,7 @@ from ..state import (
     HeadState,
     shape_key,
 )
+from .launch import launch
 from .mask_tiles import MaskTiles
 from .primitives import (
     AMAX_FLOOR,
@@ -388,7 +389,8 @@ def launch_prepare_keys(
     none = prepared.scale  # never read where a pointer does not apply
     plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
     key = shape_key(batch, q.shape[1], seq_kv, rotation) if planned else 0
-    _prepare_keys_kernel[(programs * batch * kv_heads,)](
+    launch(
+        _prepare_keys_kernel, programs * batch * kv_heads,
         q, k, prepared.codes, prepared.scale, none if prepared.center is None else prepared.center,
         none if prepared.q_weight is None else prepared.q_weight, none if k_amax is None else k_amax,
         plan, plan_scale, stats, counts, row, key, plan.shape[-1],

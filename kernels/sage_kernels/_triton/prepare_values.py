@@ -25,6 +25,7 @@ from ..state import (
     HeadState,
     shape_key,
 )
+from .launch import launch
 from .mask_tiles import MaskTiles
 from .prepare_keys import LONG
 from .primitives import E4M3_MAX, RELAXED, to_e4m3
@@ -233,7 +234,8 @@ def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles,
     constants = {"HEAD_DIM": head_dim, "WIDTH": width, "PLANNED": planned, "HAS_MASK": has_mask}
     constants |= {"num_warps": 8, "enable_fp_fusion": False}
     strides = v.stride()[:3]
-    _value_amax_kernel[(chunks * heads,)](
+    launch(
+        _value_amax_kernel, chunks * heads,
         v, amax, plan, plan_scale, counts, row, key, state_width, *strides, reach, *mask.reach_strides,
         seq_kv, kv_heads, chunks, chunk_keys, **constants,
     )  # fmt: skip
@@ -241,7 +243,8 @@ def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles,
     constants["maxnreg"] = 128 if v.is_cuda else None
     steps = LONG_STEPS if heads * seq_kv >= LONG else STEPS
     spans = triton.cdiv(n_steps, steps)
-    _prepare_values_kernel[(spans * (width // CHANNELS.value) * heads,)](
+    launch(
+        _prepare_values_kernel, spans * (width // CHANNELS.value) * heads,
         v, codes, scale, amax, plan, plan_scale, stats, counts, row, key, state_width, *strides, reach,
         *mask.reach_strides, seq_kv, kv_heads, chunks, spans, steps, **constants,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from ..numerics import rotation_block
+from .launch import launch
 
 
 ROWS = 64  # vectors of one matmul
@@ -99,7 +100,8 @@ def launch_rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch
     k_chunks = triton.cdiv(seq_kv * kv_heads * blocks, ROWS * TILES)
     split = q.dtype == torch.float32 and q.is_cuda
     with torch.cuda.device_of(q):
-        _rotate_kernel[((q_chunks + k_chunks) * batch,)](
+        launch(
+            _rotate_kernel, (q_chunks + k_chunks) * batch,
             q, k, q_out, k_out, *q.stride(), *k.stride(),
             seq_q, seq_kv, heads, kv_heads, q_chunks * batch, q_chunks, k_chunks,
             BLOCKS=blocks, BLOCK=block, HALVES=halves, WIDTH=max(block, MIN_WIDTH), SCALE=whole**-0.5,

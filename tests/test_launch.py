@@ -1,0 +1,99 @@
+"""launch() hands the driver what Triton itself would, and leaves to Triton what is not like an earlier launch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+pytest.importorskip("triton", reason="triton is not installed")
+ROOT = Path(__file__).resolve().parent.parent
+
+# In a process of its own: compiles for a Hopper GPU that is not there, with a driver that records what it is handed.
+SCRIPT = """
+import torch, triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+handed = []
+
+class Utils:
+    def load_binary(self, *_):
+        return 0, 0, 32, 0, 1024
+    def get_device_properties(self, _):
+        return {"max_shared_mem": 232448}
+
+class Launcher:
+    def __init__(self, src, metadata):
+        self.hash = metadata.hash
+    def __call__(self, *arguments):
+        grid, (stream, function, packed, metadata, *hooks), values = arguments[:3], arguments[3:9], arguments[9:]
+        handed.append((self.hash, grid, [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]))
+
+class Driver:
+    utils, launcher_cls = Utils(), Launcher
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device=0: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+triton.runtime.driver.set_active(Driver())
+from sage_kernels._triton.launch import launch
+
+@triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["scale_ptr"])
+def kernel(x_ptr, scale_ptr, described, stride, length, factor, BLOCK: tl.constexpr, NAME: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at * stride, mask=at < length) * factor + tl.load(scale_ptr) + described.load([0, 0])
+    tl.store(x_ptr + at * stride, tl.sum(x, 0).to(x_ptr.dtype.element_ty))
+
+runs = []
+run = kernel.run
+kernel.run = lambda *a, **k: runs.append(1) or run(*a, **k)
+
+def values(dtype=torch.float32, first=0, first_scale=0, stride=16, length=5, factor=2.0, width=16, **constants):
+    x, scale, plane = (torch.zeros(256, dtype=dtype) for _ in range(3))
+    kept.append((x, scale, plane))
+    described = TensorDescriptor(plane.view(16, 16), [16, 16], [16, 1], [1, width])
+    return (x[first:], scale[first_scale:], described, stride, length, factor), {"BLOCK": 16, "NAME": "a", **constants}
+
+kept = []
+arguments, constants = values()
+launch(kernel, 3, *arguments, **constants)
+assert len(runs) == 1
+# like the first: other memory, lengths and factors, an address that need not be aligned
+for other in ({}, {"length": 1000}, {"factor": 3.5}, {"first_scale": 1}, {"length": 1}, {"length": -(2**31)}):
+    arguments, constants = values(**other)
+    runs.clear(), handed.clear()
+    launch(kernel, 7, *arguments, **constants)
+    assert not runs, other
+    kernel[(7,)](*arguments, **constants)
+    assert handed[0] == handed[1] and handed[0][1] == (7, 1, 1), (other, handed)
+# not like it: Triton compiles anew, or may; the second time some of these are
+for other in (
+    {"dtype": torch.float16}, {"first": 1}, {"stride": 1}, {"stride": 3}, {"stride": 2**33}, {"length": 2**31},
+    {"BLOCK": 32, "width": 32}, {"NAME": "b"}, {"width": 8, "BLOCK": 8}, {"num_warps": 8}, {"factor": 2},
+):
+    for turn in range(2):
+        arguments, constants = values(**other)
+        runs.clear(), handed.clear()
+        launch(kernel, 2, *arguments, **constants)
+        assert turn or runs, other
+        kernel[(2,)](*arguments, **constants)
+        assert handed[0] == handed[1], (other, handed)
+print("all like Triton")
+"""
+
+
+def test_what_is_launched_is_what_triton_would_launch(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)  # Triton reads the source of its kernels from files
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, env=environment, check=False
+    )
+    assert done.stdout == "all like Triton\n", done.stderr[-3000:]
