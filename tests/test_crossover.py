@@ -47,14 +47,14 @@ def row(tokens, scores=0, *, causal=False, head_dim=256):
 def test_a_row_is_what_was_measured(row):
     """The newest measurements of a row's cases reach break-even, and the shortest of them is where INT8 begins."""
     speeds = [r for r in read_rows(RESULTS) if r["metric"] in ("throughput", "time")]
-    newest = {(r["case"], r["provider"]): r for r in speeds}
+    newest = {(r["case"], r["provider"], r["recipe"]): r for r in speeds}
     assert row.evidence and row.against in (crossover.CUDNN, crossover.FLASH)
     lengths, scores = [], []
     for case in row.evidence:
-        ours = newest[case, "sage_kernels"]
-        assert ours["recipe"] == row.recipe and ours["causal"] == str(row.causal)
+        ours = newest[case, "sage_kernels", row.recipe]
+        assert ours["causal"] == str(row.causal)
         assert int(ours["head_dim"]) <= row.head_dim and {"hopper": "H200"}[row.gpu] in ours["gpu"]
-        stock = newest.get((case, row.against)) or newest[case.partition("/")[0], row.against]
+        stock = newest.get((case, row.against, "")) or newest[case.partition("/")[0], row.against, ""]
         speed = float(ours["median"]) / float(stock["median"])
         speed = speed if ours["metric"] == "throughput" else 1 / speed
         assert speed >= crossover.BREAK_EVEN, f"{case}: {speed:.3f} times {row.against}"
