@@ -80,13 +80,14 @@ def _goes_on(i, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _key_step(
-    i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, silenced,
+    i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced,
     GROUP_INDEX: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     MASKING: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
-    at: the tile before, this tile, their place in the ring and its phase; what is there has been waited for.
+    at: the tile before (where a mask is read), their place in the ring and its phase; what is there has been waited
+    for.
     sums: acc, P of the tile before, reference, running sum by lanes, bits of the largest P by lanes (lagged
     reference); with 8-bit P also the sum of earlier tiles, and the reference that it is on the terms of.
     """
@@ -95,13 +96,13 @@ def _key_step(
     LAGGED: gl.constexpr = FORMAT[2] == "lagged"
     SCORES: gl.constexpr = LAYOUTS[0]
     OUT: gl.constexpr = LAYOUTS[1]
-    before, tile, slot, phase = at
+    before, slot, phase = at
     acc, p, reference, running_sum, top, kept, kept_reference = sums
     k_smem, v_smem, scale_smem, filled, freed = ring
-    # a list is read one tile ahead: its latency would add to that of the scale
-    after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
+    if MASKED:
+        tile = seen_tile(i, seen, MASKING)
     if not SCALE_PER_KEY:
-        key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
+        key_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_tile = value_operand(v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
     if MASKED and MASKING[0] == "keys" and not FP8:
@@ -114,7 +115,7 @@ def _key_step(
         acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
-        key_scale = load_key_scale(k_scales, scale_smem.index(slot), tile, SCALE_PER_KEY, SCORES)
+        key_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
     if MASKED:
         p, reference, running_sum, top, rescale = masked_softmax_tile(
             scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
@@ -145,8 +146,9 @@ def _key_step(
         if not _goes_on(i + 1, BLOCK_N):
             kept = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
             kept_reference = reference
-    at = (tile, after, next_slot, next_phase)
-    return at, (acc, p, reference, running_sum, top, kept, kept_reference)
+    if MASKED:
+        before = tile
+    return (before, next_slot, next_phase), (acc, p, reference, running_sum, top, kept, kept_reference)
 
 
 @gluon.jit
@@ -175,7 +177,10 @@ def _redo(
         mbarrier.wait(landed, i & 1)
         scores = warpgroup_mma(q_codes, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        key_scale = load_key_scale(k_scales, scale_tile, tile, FORMAT[0], SCORES)
+        if FORMAT[0]:
+            key_scale = load_key_scale(scale_tile, FORMAT[0], SCORES)
+        else:
+            key_scale = gl.load(k_scales + tile)
         p, reference, running_sum, _, rescale = masked_softmax_tile(
             scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, running_sum,
             SCORES, BLOCK_N, MASKING, FORMAT, False,
@@ -287,7 +292,7 @@ def _consume(
     tile = seen_tile(0, seen, MASKING)
     mbarrier.wait(filled.index(0), 0)
     scores = warpgroup_mma(q_codes, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    key_scale = load_key_scale(k_scales, scale_smem.index(0), tile, SCALE_PER_KEY, SCORES)
+    key_scale = load_key_scale(scale_smem.index(0), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     mbarrier.arrive(freed.index(0), count=1)
     p, reference, running_sum, top, rescale = masked_softmax_tile(
@@ -296,20 +301,21 @@ def _consume(
     )  # fmt: skip
     slot, phase = next_place(0, 0, NUM_BUFFERS)
     mbarrier.wait(filled.index(slot), phase)
-    at = (tile, seen_tile(gl.minimum(1, seen[6] - 1), seen, MASKING), slot, phase)
+    at = (tile, slot, phase)
     sums = (acc, p, reference, running_sum, top, kept, kept_reference)
     for i in range(1, seen[5]):
         at, sums = _key_step(
-            i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, silenced,
+            i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, False,
         )  # fmt: skip
+    at = (seen_tile(gl.maximum(seen[5], 1) - 1, seen, MASKING), at[1], at[2])
     for i in range(gl.maximum(seen[5], 1), seen[6]):
         at, sums = _key_step(
-            i, at, sums, q_codes, zero, row_scale, k_scales, score_rows, ring, seen, silenced,
+            i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, True,
         )  # fmt: skip
     acc, p, reference, running_sum, top, kept, kept_reference = sums
-    v_tile = value_operand(v_smem.index(at[2]), WIDTH, BLOCK_N, FORMAT[1])
+    v_tile = value_operand(v_smem.index(at[1]), WIDTH, BLOCK_N, FORMAT[1])
     if MASKING[0] == "keys" and not FP8:
         if seen[6] > seen[5]:
             turn = seen[6] - gl.maximum(seen[5], 1)
@@ -433,9 +439,10 @@ def attention_fwd_hopper_kernel(
     q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
-    scale_smem = k_smem  # never read without a scale per key
     if SCALING == "per_token":
         scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1, BLOCK_N], key_scales.layout)
+    else:
+        scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filled = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     freed = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     silenced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)

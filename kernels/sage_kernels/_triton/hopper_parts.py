@@ -75,6 +75,12 @@ def next_place(slot, phase, NUM_BUFFERS: gl.constexpr):
 
 
 @gluon.jit
+def hand_over(scale, scale_tile):
+    """A key tile's one scale to the consumers: read by them from global memory, its latency was in their way."""
+    scale_tile.store(gl.full([1], 0.0, gl.float32, gl.BlockedLayout([1], [32], [1], [0])) + scale)
+
+
+@gluon.jit
 def copy_keys_and_values(
     copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASKING: gl.constexpr,
     FORMAT: gl.constexpr,
@@ -84,13 +90,25 @@ def copy_keys_and_values(
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     k_smem, v_smem, scale_smem, filled, freed = ring
     tile = seen_tile(0, seen, MASKING)
+    after = seen_tile(gl.minimum(1, seen[6] - 1), seen, MASKING)
+    if not SCALE_PER_KEY:
+        k_scales = key_scales + v_head * seen[2]
+        hand_over(gl.load(k_scales + tile), scale_smem.index(0))
+        scale = gl.load(k_scales + after)
     copy_keys(keys, key_scales, k_row, tile, filled.index(0), k_smem.index(0), scale_smem.index(0), 0, BLOCK_N,
               SCALE_PER_KEY)  # fmt: skip
     slot, phase = next_place(0, 0, NUM_BUFFERS)
     for i in range(1, seen[6]):
         before = tile
-        tile = seen_tile(i, seen, MASKING)
+        tile = after
+        # the list and the scales are read one tile ahead, before the wait that hides their latency
+        after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
+        if not SCALE_PER_KEY:
+            scale_of_tile = scale
+            scale = gl.load(k_scales + after)
         mbarrier.wait(freed.index(slot), phase ^ 1)
+        if not SCALE_PER_KEY:
+            hand_over(scale_of_tile, scale_smem.index(slot))
         copy_keys(
             keys, key_scales, k_row, tile, filled.index(slot), k_smem.index(slot), scale_smem.index(slot),
             values.block_type.nbytes, BLOCK_N, SCALE_PER_KEY,
@@ -155,12 +173,12 @@ def to_lanes(row, lanes):
 
 
 @gluon.jit
-def load_key_scale(k_scales, scale_tile, tile, SCALE_PER_KEY: gl.constexpr, SCORES: gl.constexpr):
-    """Scales of a key tile: [1, BLOCK_N], copied beside its codes, or the one number of the tile."""
+def load_key_scale(scale_tile, SCALE_PER_KEY: gl.constexpr, SCORES: gl.constexpr):
+    """Scales of a key tile, which came with its codes: [1, BLOCK_N], or the tile's one as [1]."""
     if SCALE_PER_KEY:
         scale = scale_tile.load(SCORES)
     else:
-        scale = gl.load(k_scales + tile)
+        scale = scale_tile.load(gl.SliceLayout(1, SCORES))
     return scale
 
 
