@@ -29,6 +29,7 @@ from .primitives import (
     nan_unless_finite,
     online_softmax_step,
     outgrown,
+    record_amax,
     round_to_int8,
 )
 
@@ -49,8 +50,8 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 def _record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
     """Per-channel amax of this tile's queries, into the state."""
     row = tl.load(row_ptr) + h_kv
-    stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width + channels
-    tl.atomic_max(stat, tl.max(tl.abs(q), 0), mask=channels < HEAD_DIM, sem=RELAXED)
+    stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
+    record_amax(stat, tl.max(tl.abs(q), 0), channels, HEAD_DIM)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from .hopper_parts import (
     next_place,
     outgrown,
     promote,
+    record_amax,
     seen_tile,
     settled,
     silence_hidden,
@@ -253,8 +254,8 @@ def _consume(
     x = q
     if SCALING == "planned":
         x = q * gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
-        stat = stats_ptr + (gl.load(row_ptr) + h_kv) * (_STATS * state_width) + _STAT_Q_AMAX * state_width + channels
-        gl.atomic_max(stat, gl.max(gl.abs(q), 0), mask=channels < HEAD_DIM, sem=_RELAXED)
+        stat = stats_ptr + (gl.load(row_ptr) + h_kv) * (_STATS * state_width) + _STAT_Q_AMAX * state_width
+        record_amax(stat, gl.max(gl.abs(q), 0), HEAD_DIM, WIDTH)
     amax = gl.max(gl.abs(x), 1)
     if SCALING == "per_block":
         amax = gl.full_like(amax, 0.0) + gl.max(amax, 0)

@@ -31,6 +31,7 @@ _SILENCED_ROWS = gl.constexpr(16)  # values rewritten together: few registers, i
 _STEP_KEYS = gl.constexpr(KEYS.value)
 _P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
 _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
+_RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
 _SCORE_LIMIT = gl.constexpr(2.0**27)  # as in primitives.py
 
 
@@ -327,6 +328,17 @@ def silence_together(v_tile, reach, first_key, silenced, turn, BLOCK_N: gl.const
         silence_hidden(v_tile, reach, first_key, GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, WIDTH)
     mbarrier.arrive(silenced, count=1)
     mbarrier.wait(silenced, turn & 1)
+
+
+@gluon.jit
+def record_amax(stat, amax, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr):
+    """As primitives.record_amax. Neighbours in neighbouring lanes: the L2 then takes eight channels at once, where all
+    programs of a head meet."""
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    bits = gl.convert_layout(gl.where(amax == amax, amax, 0.0).to(gl.int32, bitcast=True), LINE)
+    channels = gl.arange(0, WIDTH, LINE)
+    at = stat.to(gl.pointer_type(gl.int32), bitcast=True) + channels
+    gl.atomic_max(at, bits, mask=channels < HEAD_DIM, sem=_RELAXED)
 
 
 @gluon.jit

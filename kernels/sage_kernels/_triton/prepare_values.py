@@ -28,7 +28,7 @@ from ..state import (
 from .launch import launch
 from .mask_tiles import MaskTiles
 from .prepare_keys import LONG
-from .primitives import E4M3_MAX, RELAXED, to_e4m3
+from .primitives import E4M3_MAX, RELAXED, record_amax, to_e4m3
 
 
 _CLIPPED = tl.constexpr(COUNT_CLIPPED)
@@ -201,8 +201,8 @@ def _prepare_values_kernel(
             reached = tl.maximum(reached, tl.max(tl.where(counted[:, None], size, 0.0), 0))
             clipped += tl.sum((size * inverse[None, :] > E4M3_MAX).to(tl.int32), 0)
     if PLANNED:
-        stat = stats_ptr + row * (_STATS * state_width) + _STAT_V_AMAX * state_width + channels
-        tl.atomic_max(stat, reached, mask=channels < HEAD_DIM, sem=RELAXED)
+        stat = stats_ptr + row * (_STATS * state_width) + _STAT_V_AMAX * state_width
+        record_amax(stat, reached, channels, HEAD_DIM)
         lost = tl.sum(clipped, 0)
         if lost > 0:
             tl.atomic_add(counts_ptr + row * _COUNTS + _CLIPPED, lost, sem=RELAXED)

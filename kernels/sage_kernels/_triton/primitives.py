@@ -28,6 +28,17 @@ _SCORE_LIMIT = tl.constexpr(2.0**27)
 
 
 @triton.jit
+def record_amax(stat, amax, channels, HEAD_DIM: tl.constexpr):
+    """Raise the fp32 numbers from `stat` on to amax >= 0; its NaNs do not count.
+
+    As integers, which the bits of such numbers are ordered by: an atomic max of floats is two of integers, one a sign.
+    """
+    bits = tl.where(amax == amax, amax, 0.0).to(tl.int32, bitcast=True)
+    at = stat.to(tl.pointer_type(tl.int32), bitcast=True) + channels
+    tl.atomic_max(at, bits, mask=channels < HEAD_DIM, sem=RELAXED)
+
+
+@triton.jit
 def round_to_int(x):
     """Round to nearest even, int32; |x| <= 2^22 is the caller's duty."""
     return (x + ROUND_MAGIC).to(tl.int32, bitcast=True) - ROUND_MAGIC_BITS
