@@ -19,13 +19,16 @@ kernels/README.md.
 
 from __future__ import annotations
 
+import ctypes
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import torch
 
 from sage_kernels import HeadState, new_head_state
 from sage_kernels.numerics import padded_head_dim
+from sage_kernels.plan_step import plan_step
 from sage_kernels.recipe import INT8_MAX, V_AMAX_FLOOR, V_CODE
 from sage_kernels.state import (
     COUNT_CALLS,
@@ -131,6 +134,9 @@ class ScaleState:
         self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, device=device)
         self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # 0: never seen
         self._run = torch.zeros((), dtype=torch.int32, device=device)
+        # uniform in asin(u), as fp32: a level is in one bin however it is given
+        edges = (torch.arange(1, self.bins, dtype=torch.float64) * (math.pi / 2 / self.bins)).sin().float()
+        self._bin_edges, self._edges = edges.to(device), edges.tolist()
         self._totals = torch.zeros(rows, COUNT_KEY_MAX, dtype=torch.int64, device=device)
         self.bin = torch.zeros((), dtype=torch.int64, device=device)  # of the running step
         self.rule.refit(self)
@@ -154,11 +160,27 @@ class ScaleState:
 
         Keeps the step's statistics under its noise level, then plans the next step from what the rule chooses.
         """
-        counts = self._shared.counts
         self.row_maxima.next_step()
+        finished, following = self._bin_of(u_finished), self._bin_of(u_next)
+        self.bin.copy_(following[0])
+        if type(self.rule) is Timestep and self.device.type == "cuda":
+            self._advance_in_one_launch(finished, following)
+        else:
+            self._advance(finished, following)
+
+    def _advance_in_one_launch(self, finished: torch.Tensor, following: torch.Tensor) -> None:
+        """As `_advance` with the rule Timestep(). On a GPU, for these take longer to launch than to run."""
+        plan_step(
+            self._shared, self._table, self._table_run, self._run, self._totals, self._is_channel, finished, following,
+            margin=self.margin, growth=self._growth(), v_floor=V_CHANNEL_FLOOR,
+        )  # fmt: skip
+
+    def _advance(self, finished: torch.Tensor, following: torch.Tensor) -> None:
+        """Close the step in noise bin `finished` and plan the one in `following`, int64 [1] each."""
+        counts = self._shared.counts
         seen = self._seen()
-        self._remember(self._bin_of(u_finished), self.rule.learns(self, seen))
-        source = self.rule.following(self, self._enter(u_next), seen)
+        self._remember(finished, self.rule.learns(self, seen))
+        source = self.rule.following(self, following, seen)
         # the shapes of this step's calls: a plan holds for those only (conditional and unconditional calls may differ)
         keys = counts[:, COUNT_KEY_MAX : COUNT_KEY_MIN + 1]
         counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1] = torch.where(
@@ -289,10 +311,10 @@ class ScaleState:
     def _bin_of(self, u: float | torch.Tensor) -> torch.Tensor:
         """Bin of noise level u, int64 [1] on the device, without a host sync."""
         if isinstance(u, torch.Tensor):
-            level = torch.asin(u.detach().to(self.device, torch.float32).clamp(0.0, 1.0)) * (2.0 / math.pi)
-            return (level * self.bins).long().clamp_(0, self.bins - 1).reshape(1)
-        level = math.asin(min(max(float(u), 0.0), 1.0)) * (2.0 / math.pi)
-        return torch.full((1,), min(int(level * self.bins), self.bins - 1), dtype=torch.int64, device=self.device)
+            level = u.detach().to(self.device, torch.float32).reshape(1)
+            return torch.bucketize(level, self._bin_edges, right=True)
+        bin_ = bisect_right(self._edges, ctypes.c_float(u).value)  # in fp32, as a tensor would be
+        return torch.full((1,), bin_, dtype=torch.int64, device=self.device)
 
     def _enter(self, u: float | torch.Tensor) -> torch.Tensor:
         """`_bin_of(u)`, which is the running step's from now on."""
@@ -350,7 +372,11 @@ class ScaleState:
             self._shared.stats[:, STAT_K_MAX] - center, center - self._shared.stats[:, STAT_K_MIN]
         )
         reach = torch.where(self._is_channel, furthest * weight, 0.0).amax(-1)
-        return (self._shared.plan_scale > 0) & (reach > GROWTH_LIMIT * INT8_MAX / self.margin)
+        return (self._shared.plan_scale > 0) & (reach > self._growth())
+
+    def _growth(self) -> float:
+        """Codes that a head's keys may reach before it distrusts the table."""
+        return GROWTH_LIMIT * INT8_MAX / self.margin
 
     def _drain(self) -> None:
         """Add the step's counts to the totals and ready the recording tensors for the next step."""

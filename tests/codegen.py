@@ -25,6 +25,7 @@ from sage_kernels._triton.attention_decode import _combine_kernel, _decode_atten
 from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
 from sage_kernels._triton.decode_tiles import LONG, decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
+from sage_kernels._triton.plan_step import _plan_step_kernel
 from sage_kernels._triton.prepare_keys import _prepare_keys_kernel
 from sage_kernels._triton.prepare_values import _prepare_values_kernel, _value_amax_kernel
 from sage_kernels._triton.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
@@ -225,6 +226,14 @@ def combine(name: str, width: int) -> dict:
     return {"kernel": "combine", **read(compiled)}
 
 
+def plan_step(name: str, width: int) -> dict:
+    types = dict.fromkeys(("counts_ptr", "table_run_ptr", "run_ptr"), "*i32") | {"totals_ptr": "*i64"}
+    types |= {"is_channel_ptr": "*u8", "finished_ptr": "*i64", "next_ptr": "*i64"}
+    types |= dict.fromkeys(("margin", "growth", "v_floor"), "fp32")
+    constants = {"WIDTH": width, "FIELDS": 16}
+    return {"kernel": "plan_step", **read(build(_plan_step_kernel, constants, types, TARGETS[name], num_warps=1))}
+
+
 def append(name: str, width: int, tokens: int) -> dict:
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_T": tokens, "HAS_MEAN": True, "ON_DEVICE": True}
     constants |= {"RING": False, "stride_ksn": 1, "stride_vsn": 1}
@@ -259,6 +268,7 @@ def kernels(name: str):
         yield "sm_90/values/128/amax", values(name, _value_amax_kernel, 128)
         yield "sm_90/values/128/cast", values(name, _prepare_values_kernel, 128)
     yield f"{name}/combine/128", combine(name, 128)
+    yield f"{name}/plan_step/128", plan_step(name, 128)
     yield f"{name}/rotate/128", rotate(name, 128)
     if name in FULL_TARGETS:
         for block in (8, 64, 256):
