@@ -202,11 +202,13 @@ def _prepare_tile(
                 k_min = tl.minimum(k_min, k)
                 counts += 1
     if SCALING != "per_token":
-        amax = tl.max(tl.max(reach, 1), 0)
+        # as integers a NaN is the largest: one reduction finds the maximum and what is not finite
+        amax = tl.max(tl.max(reach.to(tl.int32, bitcast=True), 1), 0).to(tl.float32, bitcast=True)
+        lost = amax * 0.0
         if SCALING == "per_head":
             amax = head_amax
         scale, inverse = planned_scale(amax, planned)
-        tl.store(scale_ptr, scale + tl.sum(nan_unless_finite(reach, 1), 0))
+        tl.store(scale_ptr, scale + lost)
         if (planned == 0) | (amax > INT8_MAX):
             beyond = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
             for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
