@@ -253,9 +253,8 @@ def _consume(
     )
     x = q
     if SCALING == "planned":
+        row = gl.load(row_ptr) + h_kv
         x = q * gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
-        stat = stats_ptr + (gl.load(row_ptr) + h_kv) * (_STATS * state_width) + _STAT_Q_AMAX * state_width
-        record_amax(stat, gl.max(gl.abs(q), 0), HEAD_DIM, WIDTH)
     amax = gl.max(gl.abs(x), 1)
     if SCALING == "per_block":
         amax = gl.full_like(amax, 0.0) + gl.max(amax, 0)
@@ -266,6 +265,9 @@ def _consume(
     codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
     q_smem.index(GROUP_INDEX).store(codes.to(gl.int8))
     fence_async_shared()
+    if SCALING == "planned":  # not before the fence: it would wait for the atomics of all programs of the head
+        stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
+        record_amax(stat, gl.max(gl.abs(q), 0), HEAD_DIM, WIDTH)
     # a NaN in a row must not be laundered into a code: max() dropped it
     row_scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (softmax_scale * _LOG2_E)
     row_scale = gl.convert_layout(row_scale, ROW)
@@ -344,7 +346,7 @@ def _consume(
         else:
             again = outgrown(acc, running_sum, OUT)
         if SCALING == "planned":
-            count = counts_ptr + (gl.load(row_ptr) + h_kv) * _COUNTS + channels * 0
+            count = counts_ptr + row * _COUNTS + channels * 0
             # a warpgroup without rows did nothing
             one = gl.full_like(channels, 1) * (first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
             gl.atomic_add(count + _TRIED, one, mask=channels == 0, sem=_RELAXED)
