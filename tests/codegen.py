@@ -26,7 +26,7 @@ from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
 from sage_kernels._triton.decode_tiles import LONG, decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.plan_step import _plan_step_kernel
-from sage_kernels._triton.prepare_keys import _prepare_keys_kernel
+from sage_kernels._triton.prepare_keys import _prepare_keys_kernel, constants_of, cut_of
 from sage_kernels._triton.prepare_values import _prepare_values_kernel, _value_amax_kernel
 from sage_kernels._triton.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
 from sage_kernels._triton.tiles import Tile, choose_tile
@@ -167,12 +167,13 @@ def prepare(name: str, width: int, scaling: str, mask: str = "none") -> dict:
     constants = {
         "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n,
         "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": mask != "none",
-    }  # fmt: skip
+    } | constants_of(cut_of(scaling), width)  # fmt: skip
     types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
     types["extent_ptr"] = "*i32"
-    options = {"num_warps": 8}
-    if scaling == "planned" and target.backend == "cuda":
-        options["maxnreg"] = 128
+    cut = cut_of(scaling)
+    options = {"num_warps": cut.num_warps}
+    if cut.registers and target.backend == "cuda":
+        options["maxnreg"] = cut.registers
     return {"kernel": "prepare", **read(build(_prepare_keys_kernel, constants, types, target, **options))}
 
 

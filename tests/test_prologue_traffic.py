@@ -14,6 +14,7 @@ from sage_processors.scales import ScaleState, Site
 
 BLOCK = 64  # keys of a tile in the interpreter
 SEQ, HEAD_DIM, KV_HEADS = 1024, 64, 2
+PLANNED_KEYS, DYNAMIC_KEYS = 256, 512  # of a program
 SAMPLE = 128  # tokens that a head without a plan is sampled at
 
 
@@ -128,7 +129,7 @@ PLANNED = ["_prepare_keys_kernel", "_attention_fwd_kernel"]
 
 @pytest.mark.parametrize("seq", [SEQ, 1000])
 def test_a_planned_head_reads_its_keys_once_and_writes_its_codes_once(traffic, seq):
-    """3 bytes per element of K in 16 bit: 2 read, 1 written. The plan comes on top, once per 512 keys."""
+    """3 bytes per element of K in 16 bit: 2 read, 1 written. The plan comes on top, once per 256 keys."""
     q, k, v = inputs(seq=seq)
     state = planned_state(traffic, 2.0, (q, k, v))  # a margin that nothing leaves
     attend(traffic, q, k, v, state=state)
@@ -136,8 +137,8 @@ def test_a_planned_head_reads_its_keys_once_and_writes_its_codes_once(traffic, s
     assert (traffic.times("load", k) == 1).all()
     assert (traffic.times("store", traffic.keys.codes) == 1).all()
     assert (traffic.times("load", q) == 0).all()  # Q is quantised inside of the attention kernel
-    # three vectors in, one out, statistics in and out, for each program of 512 keys; a scale a tile
-    programs, tiles = -(-seq // 512) * KV_HEADS, -(-seq // BLOCK) * KV_HEADS
+    # three vectors in, one out, statistics in and out, for each program; a scale a tile
+    programs, tiles = -(-seq // PLANNED_KEYS) * KV_HEADS, -(-seq // BLOCK) * KV_HEADS
     padded = tiles * BLOCK * HEAD_DIM
     vectors = programs * (3 + 4) * HEAD_DIM * 4 + KV_HEADS * HEAD_DIM * 4
     assert traffic.bytes() <= 2 * k.numel() + padded + vectors + 4 * tiles + 100 * programs
@@ -161,13 +162,13 @@ def test_only_the_tile_that_outgrew_its_plan_is_read_and_written_twice(traffic):
 
 
 def test_a_head_without_a_plan_reads_twice_and_a_sample_of_itself(traffic):
-    """6 bytes per element and what the sample costs: three passes over 128 keys, for each 512."""
+    """6 bytes per element and what the sample costs: three passes over 128 keys, for each 256."""
     q, k, v = inputs()
     state = planned_state(traffic, 2.0)
     attend(traffic, q, k, v, state=state)
     assert traffic.launches == PLANNED
     times = traffic.times("load", k)
-    programs = SEQ // 512
+    programs = SEQ // PLANNED_KEYS
     assert times.min() == 2 and times.sum() == (2 * SEQ + programs * 3 * SAMPLE) * KV_HEADS * HEAD_DIM
     assert Counter(codes(traffic).flatten().tolist()) == {2: k.numel()}
     assert traffic.times("load", q).sum() <= programs * SAMPLE * q.shape[2] * HEAD_DIM
@@ -181,7 +182,7 @@ def test_scales_of_the_call_itself(traffic, scaling, reads):
     attend(traffic, q, k, v, scaling=scaling)
     assert traffic.launches == PLANNED
     times = traffic.times("load", k)
-    assert times.min() == reads and times.sum() == (reads * SEQ + SEQ // 512 * 2 * SAMPLE) * KV_HEADS * HEAD_DIM
+    assert times.min() == reads and times.sum() == (reads * SEQ + SEQ // DYNAMIC_KEYS * 2 * SAMPLE) * KV_HEADS * HEAD_DIM
     assert (codes(traffic) == 1).all()
     assert traffic.keys.scale.numel() == KV_HEADS * (SEQ if scaling == "per_token" else SEQ // BLOCK)
     assert (traffic.times("store", traffic.keys.scale) == 1).all()

@@ -67,24 +67,43 @@ _STAT_K_MAX = tl.constexpr(STAT_K_MAX)
 _STAT_K_MIN = tl.constexpr(STAT_K_MIN)
 _FAINT = tl.constexpr(FAINT)
 
-# Tokens of a program: amortise the plan, the sampled vectors and the atomics over several tiles, the more of them the
-# more tokens there are: a thousand programs fill the largest GPU several times.
-TOKENS_PER_PROGRAM, LONG_TOKENS_PER_PROGRAM, LONG = 512, 1024, 2**20
-STAGES = tl.constexpr(2)  # tiles on their way to a program
-ROWS_PER_STEP = tl.constexpr(16)  # a tile is walked in slices of this many tokens: few registers, many loads in flight
+
+class Cut(NamedTuple):
+    """How a launch is cut.
+
+    Attributes:
+        num_warps: of a program. A tile is walked in slices of 8 elements a thread: few registers, many loads under
+            way.
+        stages: tiles on their way to a program.
+        tokens, long_tokens: of a program, in calls of few and of many tokens: they amortise the plan, the sampled
+            vectors and the atomics.
+        registers: of a thread at most.
+    """
+
+    num_warps: int
+    stages: int
+    tokens: int
+    long_tokens: int
+    registers: int | None
+
+
+LONG = 2**20  # tokens of all heads: a thousand programs fill the largest GPU several times
+# Timed on an H200 at width 128, of 36 cuts: what waits for its warps between tiles wants more and smaller programs.
+_PLANNED_CUT = Cut(4, 2, 256, 512, 128)
+_DYNAMIC_CUT = Cut(8, 3, 512, 1024, None)
 
 
 @triton.jit
-def _sample_steps(extent):
-    """CENTER_SAMPLES // ROWS_PER_STEP, which the compiler does not know: the loops of the rare branch, unrolled, would
+def _sample_steps(extent, ROWS: tl.constexpr):
+    """CENTER_SAMPLES // ROWS, which the compiler does not know: the loops of the rare branch, unrolled, would
     take the registers that programs in flight need."""
-    return tl.minimum(CENTER_SAMPLES // ROWS_PER_STEP, tl.maximum(extent, 0) + CENTER_SAMPLES)
+    return tl.minimum(CENTER_SAMPLES // ROWS, tl.maximum(extent, 0) + CENTER_SAMPLES)
 
 
 @triton.jit
-def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """The `step`-th slice of the tokens that numerics.sample_tokens names, fp32, and the tokens."""
-    i = step * ROWS_PER_STEP + tl.arange(0, ROWS_PER_STEP)
+    i = step * ROWS + tl.arange(0, ROWS)
     whole = seq // CENTER_SAMPLES  # i · seq could overflow
     tokens = i * whole + i * (seq % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)
     return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32), tokens
@@ -92,10 +111,10 @@ def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: t
 
 @triton.jit
 def _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                     HAS_MASK: tl.constexpr):  # fmt: skip
+                     ROWS: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
     """As `_load_sample` for keys; also 1 for each that takes part in scales. The others are zero."""
-    k, tokens = _load_sample(k_base, stride_ks, extent, step, HEAD_DIM, WIDTH)
-    counted = tl.full([ROWS_PER_STEP], 1, tl.int32)
+    k, tokens = _load_sample(k_base, stride_ks, extent, step, HEAD_DIM, WIDTH, ROWS)
+    counted = tl.full([ROWS], 1, tl.int32)
     if HAS_MASK:
         counted = (tl.load(reach_ptr + tokens) > _FAINT).to(tl.int32)
         k = tl.where(counted[:, None] != 0, k, 0.0)
@@ -104,19 +123,19 @@ def _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM: tl.co
 
 @triton.jit
 def _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                    HAS_MASK: tl.constexpr):  # fmt: skip
+                    ROWS: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
     """numerics.sampled_center of one head: [WIDTH]. Its sum is one of integers, so its order does not matter."""
-    top = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
-    number = tl.zeros([ROWS_PER_STEP], tl.int32)
-    for step in range(_sample_steps(extent)):
-        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
+    top = tl.zeros([ROWS, WIDTH], tl.float32)
+    number = tl.zeros([ROWS], tl.int32)
+    for step in range(_sample_steps(extent, ROWS)):
+        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
         top = tl.maximum(top, tl.abs(k))
         number += counted
     amax = tl.maximum(tl.max(tl.max(top, 1), 0), AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS, amax)
-    total = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
-    for step in range(_sample_steps(extent)):
-        k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
+    total = tl.zeros([ROWS, WIDTH], tl.int32)
+    for step in range(_sample_steps(extent, ROWS)):
+        k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
         total += round_to_int(k * inverse)
     steps = CENTER_STEPS * tl.maximum(tl.sum(number, 0), 1).to(tl.float32)
     return tl.sum(total, 0).to(tl.float32) * tl.div_rn(amax, steps)
@@ -131,17 +150,18 @@ def _bounded_amax(amax):
 
 @triton.jit
 def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
-                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                     HAS_MASK: tl.constexpr):  # fmt: skip
     """reference.ref_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
-    q_amax = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
-    k_amax = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)
+    q_amax = tl.zeros([ROWS, WIDTH], tl.float32)
+    k_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
-    for step in range(_sample_steps(extent)):
-        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, HAS_MASK)
+    for step in range(_sample_steps(extent, ROWS)):
+        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
         smoothed = tl.where(is_channel & (counted != 0)[:, None], k - center[None, :], 0.0)
         k_amax = tl.maximum(k_amax, tl.abs(smoothed))
         for g in range(group):
-            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, step, HEAD_DIM, WIDTH)
+            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, step, HEAD_DIM, WIDTH, ROWS)
             q_amax = tl.maximum(q_amax, tl.abs(q))
     balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
     return tl.where(balance * 0.0 == 0.0, balance, 1.0)
@@ -150,7 +170,7 @@ def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_
 @triton.jit
 def _smooth(k, tokens, seq_kv, reach_ptr, center, weight,
             HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """Loaded keys [ROWS_PER_STEP, WIDTH] in fp32, plain and smoothed and balanced, and which take part in scales.
+    """Loaded keys [ROWS, WIDTH] in fp32, plain and smoothed and balanced, and which take part in scales.
 
     Smoothed keys are zero beyond the sequence and the head and where the mask hides them from all rows.
     """
@@ -170,16 +190,16 @@ def _smooth(k, tokens, seq_kv, reach_ptr, center, weight,
 def _prepare_tile(
     tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
     k_max, k_min, outside, counts,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr, MASKED: tl.constexpr,
-    HAS_MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SCALING: tl.constexpr,
+    MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale."""
     first = tile * BLOCK_N
-    slice_rows = tl.arange(0, ROWS_PER_STEP)
+    slice_rows = tl.arange(0, ROWS)
     channels = tl.arange(0, WIDTH)[None, :]
-    reach = tl.zeros([ROWS_PER_STEP, WIDTH], tl.float32)  # largest |x| seen by each element of a slice
-    for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
-        rows = step * ROWS_PER_STEP + slice_rows
+    reach = tl.zeros([ROWS, WIDTH], tl.float32)  # largest |x| seen by each element of a slice
+    for step in tl.static_range(BLOCK_N // ROWS):
+        rows = step * ROWS + slice_rows
         loaded = load_tokens(k_base, first + rows, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
         k, x, counted = _smooth(
             loaded, first + rows, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
@@ -210,9 +230,9 @@ def _prepare_tile(
         scale, inverse = planned_scale(amax, planned)
         tl.store(scale_ptr, scale + lost)
         if (planned == 0) | (amax > INT8_MAX):
-            beyond = tl.zeros([ROWS_PER_STEP, WIDTH], tl.int32)
-            for step in tl.static_range(BLOCK_N // ROWS_PER_STEP):
-                rows = step * ROWS_PER_STEP + slice_rows
+            beyond = tl.zeros([ROWS, WIDTH], tl.int32)
+            for step in tl.static_range(BLOCK_N // ROWS):
+                rows = step * ROWS + slice_rows
                 again = load_tokens(k_base, first + rows, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
                 _, x, _ = _smooth(
                     again, first + rows, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
@@ -245,7 +265,7 @@ def _prepare_keys_kernel(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb, stride_rh,
     seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
-    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr,
+    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0) % programs_per_head
     head_of_batch = tl.program_id(0) // programs_per_head  # b * H_kv + h
@@ -278,13 +298,13 @@ def _prepare_keys_kernel(
         planned = tl.where(fits & (planned > 0), planned, 0.0)
         if planned == 0:  # no plan: what was read with it does not count
             if SMOOTH:
-                center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK)
+                center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
             else:
                 center = tl.zeros([WIDTH], tl.float32)
             q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
             weight = _sampled_balance(
                 q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
-                HEAD_DIM, WIDTH, HAS_MASK,
+                HEAD_DIM, WIDTH, ROWS, HAS_MASK,
             )  # fmt: skip
             q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
         if chunk == 0:
@@ -295,7 +315,7 @@ def _prepare_keys_kernel(
                 tl.atomic_max(count + _KEY_MAX, shape_key, sem=RELAXED)
                 tl.atomic_min(count + _KEY_MIN, shape_key, sem=RELAXED)
     elif SMOOTH:
-        center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK)
+        center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
     if STORE_CENTER:
         if chunk == 0:
             tl.store(center_ptr + head_offset * WIDTH + channels, center)
@@ -303,10 +323,10 @@ def _prepare_keys_kernel(
     head_amax = planned
     if SCALING == "per_head":
         head_amax = tl.load(head_amax_ptr + head_offset)
-    k_max = tl.full([ROWS_PER_STEP, WIDTH], float("-inf"), tl.float32)
-    k_min = tl.full([ROWS_PER_STEP, WIDTH], float("inf"), tl.float32)
+    k_max = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
+    k_min = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
     outside = tl.zeros([], tl.int32)
-    counts = tl.zeros([ROWS_PER_STEP], tl.int32)
+    counts = tl.zeros([ROWS], tl.int32)
     SCALES: tl.constexpr = BLOCK_N if SCALING == "per_token" else 1
     first_tile = head_offset * n_tiles
     end = tl.minimum((chunk + 1) * tiles, n_tiles)
@@ -316,13 +336,13 @@ def _prepare_keys_kernel(
         k_max, k_min, outside, counts = _prepare_tile(
             tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
             k_int_ptr + (first_tile + tile) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + tile) * SCALES,
-            k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, False, HAS_MASK,
+            k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, ROWS, SCALING, False, HAS_MASK,
         )  # fmt: skip
     if whole < end:
         k_max, k_min, outside, counts = _prepare_tile(
             whole, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
             k_int_ptr + (first_tile + whole) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + whole) * SCALES,
-            k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, SCALING, True, HAS_MASK,
+            k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, ROWS, SCALING, True, HAS_MASK,
         )  # fmt: skip
     if SCALING == "planned":
         stat = stats_ptr + row * (_STATS * state_width) + channels
@@ -349,6 +369,16 @@ class PreparedKeys(NamedTuple):
     center: torch.Tensor | None
     q_weight: torch.Tensor | None
     q_amax: torch.Tensor | None
+
+
+def cut_of(scaling: str) -> Cut:
+    """The cut of a launch with this scaling, "planned" included."""
+    return _PLANNED_CUT if scaling == "planned" else _DYNAMIC_CUT
+
+
+def constants_of(cut: Cut, width: int) -> dict:
+    """The kernel's constants that come of its cut."""
+    return {"ROWS": 8 * 32 * cut.num_warps // width, "STAGES": cut.stages}
 
 
 def launch_prepare_keys(
@@ -385,8 +415,9 @@ def launch_prepare_keys(
         q_weight=empty(batch, kv_heads, width) if planned else None,
         q_amax=q_amax,
     )
+    cut = cut_of(scaling)
     is_long = batch * kv_heads * seq_kv >= LONG
-    tiles = max(1, (LONG_TOKENS_PER_PROGRAM if is_long else TOKENS_PER_PROGRAM) // block_n)
+    tiles = max(1, (cut.long_tokens if is_long else cut.tokens) // block_n)
     programs = -(-n_tiles // tiles)
     none = prepared.scale  # never read where a pointer does not apply
     plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
@@ -400,7 +431,7 @@ def launch_prepare_keys(
         none if mask.reach is None else mask.reach, none if mask.extent is None else mask.extent, *mask.reach_strides,
         q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads, programs, tiles,
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
-        STORE_CENTER=return_center, HAS_MASK=mask.reach is not None,
-        num_warps=8, maxnreg=128 if planned and k.is_cuda else None, enable_fp_fusion=False,
+        STORE_CENTER=return_center, HAS_MASK=mask.reach is not None, **constants_of(cut, width),
+        num_warps=cut.num_warps, maxnreg=cut.registers if k.is_cuda else None, enable_fp_fusion=False,
     )  # fmt: skip
     return prepared
