@@ -164,13 +164,13 @@ def attention(
 def prepare(name: str, width: int, scaling: str, mask: str = "none") -> dict:
     target = TARGETS[name]
     tile = choose_tile(target.arch if target.backend == "cuda" else 0, width, scaling)
+    cut = cut_of(scaling, width, mask != "none")
     constants = {
         "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n,
         "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": mask != "none",
-    } | constants_of(cut_of(scaling), width)  # fmt: skip
+    } | constants_of(cut, width)  # fmt: skip
     types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
     types["extent_ptr"] = "*i32"
-    cut = cut_of(scaling)
     options = {"num_warps": cut.num_warps}
     if cut.registers and target.backend == "cuda":
         options["maxnreg"] = cut.registers

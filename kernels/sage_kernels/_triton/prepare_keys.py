@@ -91,6 +91,7 @@ LONG = 2**20  # tokens of all heads: a thousand programs fill the largest GPU se
 # Timed on an H200 at width 128, of 36 cuts: what waits for its warps between tiles wants more and smaller programs.
 _PLANNED_CUT = Cut(4, 2, 256, 512, 128)
 _DYNAMIC_CUT = Cut(8, 3, 512, 1024, None)
+_CROWDED_CUT = Cut(8, 2, 512, 1024, 128)  # a plan, and a mask or width 256: fewer warps spill
 
 
 @triton.jit
@@ -371,9 +372,11 @@ class PreparedKeys(NamedTuple):
     q_amax: torch.Tensor | None
 
 
-def cut_of(scaling: str) -> Cut:
+def cut_of(scaling: str, width: int, has_mask: bool) -> Cut:
     """The cut of a launch with this scaling, "planned" included."""
-    return _PLANNED_CUT if scaling == "planned" else _DYNAMIC_CUT
+    if scaling != "planned":
+        return _DYNAMIC_CUT
+    return _CROWDED_CUT if has_mask or width > 128 else _PLANNED_CUT
 
 
 def constants_of(cut: Cut, width: int) -> dict:
@@ -415,7 +418,7 @@ def launch_prepare_keys(
         q_weight=empty(batch, kv_heads, width) if planned else None,
         q_amax=q_amax,
     )
-    cut = cut_of(scaling)
+    cut = cut_of(scaling, width, mask.reach is not None)
     is_long = batch * kv_heads * seq_kv >= LONG
     tiles = max(1, (cut.long_tokens if is_long else cut.tokens) // block_n)
     programs = -(-n_tiles // tiles)
