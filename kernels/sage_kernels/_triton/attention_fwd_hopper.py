@@ -87,8 +87,8 @@ def _key_step(
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
-    at: the tile before (where a mask is read), their place in the ring and its phase; what is there has been waited
-    for.
+    at: the tile before and this tile (where a mask is read), their place in the ring and its phase; what is there has
+    been waited for.
     sums: acc, P of the tile before, reference, running sum by lanes, bits of the largest P by lanes (lagged
     reference); with 8-bit P also the sum of earlier tiles, and the reference that it is on the terms of.
     """
@@ -97,11 +97,11 @@ def _key_step(
     LAGGED: gl.constexpr = FORMAT[2] == "lagged"
     SCORES: gl.constexpr = LAYOUTS[0]
     OUT: gl.constexpr = LAYOUTS[1]
-    before, slot, phase = at
+    before, tile, slot, phase = at
     acc, p, reference, running_sum, top, kept, kept_reference = sums
     k_smem, v_smem, scale_smem, filled, freed = ring
-    if MASKED:
-        tile = seen_tile(i, seen, MASKING)
+    if MASKED:  # a list is read one tile ahead
+        after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
     if not SCALE_PER_KEY:
         key_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -149,7 +149,8 @@ def _key_step(
             kept_reference = reference
     if MASKED:
         before = tile
-    return (before, next_slot, next_phase), (acc, p, reference, running_sum, top, kept, kept_reference)
+        tile = after
+    return (before, tile, next_slot, next_phase), (acc, p, reference, running_sum, top, kept, kept_reference)
 
 
 @gluon.jit
@@ -304,24 +305,26 @@ def _consume(
     )  # fmt: skip
     slot, phase = next_place(0, 0, NUM_BUFFERS)
     mbarrier.wait(filled.index(slot), phase)
-    at = (tile, slot, phase)
+    at = (tile, tile, slot, phase)
     sums = (acc, p, reference, running_sum, top, kept, kept_reference)
     for i in range(1, seen[5]):
         at, sums = _key_step(
             i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, False,
         )  # fmt: skip
-    at = (seen_tile(gl.maximum(seen[5], 1) - 1, seen, MASKING), at[1], at[2])
-    for i in range(gl.maximum(seen[5], 1), seen[6]):
+    partial = gl.maximum(seen[5], 1)
+    tile = seen_tile(gl.minimum(partial, seen[6] - 1), seen, MASKING)
+    at = (seen_tile(partial - 1, seen, MASKING), tile, at[2], at[3])
+    for i in range(partial, seen[6]):
         at, sums = _key_step(
             i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, True,
         )  # fmt: skip
     acc, p, reference, running_sum, top, kept, kept_reference = sums
-    v_tile = value_operand(v_smem.index(at[1]), WIDTH, BLOCK_N, FORMAT[1])
+    v_tile = value_operand(v_smem.index(at[2]), WIDTH, BLOCK_N, FORMAT[1])
     if MASKING[0] == "keys" and not FP8:
         if seen[6] > seen[5]:
-            turn = seen[6] - gl.maximum(seen[5], 1)
+            turn = seen[6] - partial
             silence_together(v_tile, seen[0], at[0] * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = as_operand(p, PV_DTYPE, P_OPERAND, BLOCK_N)
     if FP8:
