@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
+from sage_kernels.recipe import DEFAULT_RECIPE
+
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
@@ -58,36 +60,49 @@ def _newest(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], di
     return {tuple(row[name] for name in names): row for row in rows}
 
 
-QUALITY = {"psnr_db_mean": 2, "psnr_db_worst": 2, "ssim_mean": 6, "ssim_worst": 6}  # metric: digits to show
+QUALITY = {"psnr_db": ("PSNR, dB", 2), "ssim": ("SSIM", 4)}  # metric: heading, digits to show
+TRANSFERRED = {"timestep_warm": "own table", "timestep_transferred": "transferred"}
 
 
 def _quality(rows: list[dict[str, str]]) -> str:
-    rows = [row for row in rows if row["metric"] in QUALITY]
+    """A table a metric, a line for each pipeline, device and number of pictures; and one of transferred scales."""
+    metrics = [f"{metric}_{of}" for metric in QUALITY for of in ("mean", "worst")]
+    rows = [row for row in rows if row["metric"] in metrics]
     if not rows:
         return "No rows yet: `sage-processors bench quality --pipeline tiny_sd --csv kernels/benchmarks/results.csv`."
-    by_key = _newest(rows, "case", "gpu", "recipe", "batch", "metric")  # batch: pictures; another number, another run
-    lines = []
-    for key in dict.fromkeys(key[:4] for key in by_key):
-        case, gpu, recipe, pictures = key
-        found = [by_key.get((*key, metric)) for metric in QUALITY]
-        numbers = [
-            "–" if row is None else f"{float(row['median']):.{digits}f}"
-            for row, digits in zip(found, QUALITY.values(), strict=True)
-        ]
+    # batch: pictures; another number, another run
+    by_key = _newest(rows, "case", "recipe", "gpu", "batch", "metric")
+    cells, ways, lines = {}, {}, {}
+    for case, recipe, gpu, pictures, _ in by_key:
         pipeline, _, scaling = case.partition("/")
-        lines.append([pipeline, scaling, recipe or "stock", gpu, *numbers, pictures])
-    header = [
-        "pipeline",
-        "scaling",
-        "recipe",
-        "on",
-        "PSNR mean, dB",
-        "PSNR worst, dB",
-        "SSIM mean",
-        "SSIM worst",
-        "pictures",
+        way = scaling if recipe in ("", DEFAULT_RECIPE) else f"{scaling}, {recipe}"
+        is_transfer = ":" in pipeline  # {pipeline}_{scheduler}:{steps}
+        if not is_transfer:
+            ways.setdefault(way)
+        lines.setdefault((is_transfer, pipeline, gpu, pictures))
+        for metric, (_, digits) in QUALITY.items():
+            found = (by_key.get((case, recipe, gpu, pictures, f"{metric}_{of}")) for of in ("mean", "worst"))
+            mean, worst = ("–" if row is None else f"{float(row['median']):.{digits}f}" for row in found)
+            cells[pipeline, gpu, pictures, way, metric] = f"{mean} ({worst})"
+
+    def table(metric, transfers, columns):
+        body = [
+            [pipeline, gpu, pictures, *(cells.get((pipeline, gpu, pictures, way, metric), "–") for way in columns)]
+            for is_transfer, pipeline, gpu, pictures in lines
+            if is_transfer == transfers
+        ]
+        return _table(["pipeline", "on", "pictures", *columns.values()], body) if body else ""
+
+    columns = {way: way for way in ways}
+    parts = [
+        part
+        for metric, (heading, _) in QUALITY.items()
+        for part in (f"{heading}: mean over the pictures, in brackets the worst.", table(metric, False, columns))
     ]
-    return _table(header, lines)
+    transferred = table("psnr_db", True, TRANSFERRED)
+    if transferred:
+        parts += ["PSNR, dB, with a table of scales learnt with this scheduler, and with another one.", transferred]
+    return "\n\n".join(parts)
 
 
 def _language(rows: list[dict[str, str]]) -> str:

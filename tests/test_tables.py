@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from sage_kernels.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, read_rows
 from sage_processors.tables import BEGIN, END, LANGUAGE, replace_section, results_markdown, update
 
@@ -32,11 +33,26 @@ def test_quality_table_shows_the_newest_mean_and_worst(tmp_path):
     append_row(path, **QUALITY | {"gpu": "H200"}, case="tiny_sd/timestep", metric="psnr_db_mean", median=55.0)
     append_row(path, **QUALITY | {"batch": 256}, case="tiny_sd/timestep", metric="psnr_db_mean", median=52.34567)
     append_row(path, **QUALITY | {"batch": 256}, case="tiny_sd/stock", metric="feature_fd", median=33.0)
+    append_row(path, **QUALITY, case="tiny_sd/dynamic", metric="psnr_db_mean", median=60.0)
     text = results_markdown(read_rows(path))
-    assert "| tiny_sd | timestep | r | cpu | 61.50 | 58.00 | 0.999000 | – | 32 |" in text
-    assert "| tiny_sd | timestep | r | H200 | 55.00 | – | – | – | 32 |" in text
-    assert "| tiny_sd | timestep | r | cpu | 52.35 | – | – | – | 256 |" in text and "tiny_sd | stock" not in text
+    assert "| pipeline | on | pictures | timestep, r | dynamic, r |" in text
+    assert "| tiny_sd | cpu | 32 | 61.50 (58.00) | 60.00 (–) |" in text
+    assert "| tiny_sd | cpu | 32 | 0.9990 (–) | – (–) |" in text
+    assert "| tiny_sd | H200 | 32 | 55.00 (–) | – |" in text
+    assert "| tiny_sd | cpu | 256 | 52.35 (–) | – |" in text and "stock" not in text
     assert "50.0" not in text and "No rows yet: `make bench`" in text
+
+
+def test_transferred_scales_have_a_table_of_their_own(tmp_path):
+    path = tmp_path / "results.csv"
+    quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean"}
+    append_row(path, **quality, case="tiny_sd/timestep_warm", median=61.0)
+    append_row(path, **quality, case="tiny_sd_DDIMScheduler:20/timestep_warm", median=51.0)
+    append_row(path, **quality, case="tiny_sd_DDIMScheduler:20/timestep_transferred", median=50.5)
+    text = results_markdown(read_rows(path))
+    assert "| pipeline | on | pictures | own table | transferred |" in text
+    assert "| tiny_sd_DDIMScheduler:20 | cpu | 32 | 51.00 (–) | 50.50 (–) |" in text
+    assert "| tiny_sd | cpu | 32 | 61.00 (–) |" in text and text.count("tiny_sd_DDIM") == 1
 
 
 def test_attention_table_sets_cudnn_beside_ours(tmp_path):
