@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import importlib.util
 import inspect
 import json
@@ -55,6 +56,13 @@ def _values(fn):
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     _patch_language_once_a_launch()
+
+
+def pytest_collection_finish():
+    """What is loaded by now stays: the garbage collector need not walk it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
 
 
 def pytest_addoption(parser):
