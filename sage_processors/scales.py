@@ -161,8 +161,7 @@ class ScaleState:
         Keeps the step's statistics under its noise level, then plans the next step from what the rule chooses.
         """
         self.row_maxima.next_step()
-        finished, following = self._bin_of(u_finished), self._bin_of(u_next)
-        self.bin.copy_(following[0])
+        finished, following = self._bin_of(u_finished), self._enter(u_next)
         if type(self.rule) is Timestep and self.device.type == "cuda":
             self._advance_in_one_launch(finished, following)
         else:

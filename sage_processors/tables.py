@@ -78,7 +78,7 @@ def _quality(rows: list[dict[str, str]]) -> str:
         way = scaling if recipe in ("", DEFAULT_RECIPE) else f"{scaling}, {recipe}"
         is_transfer = ":" in pipeline  # {pipeline}_{scheduler}:{steps}
         if not is_transfer:
-            ways.setdefault(way)
+            ways[way] = way
         lines.setdefault((is_transfer, pipeline, gpu, pictures))
         for metric, (_, digits) in QUALITY.items():
             found = (by_key.get((case, recipe, gpu, pictures, f"{metric}_{of}")) for of in ("mean", "worst"))
@@ -93,11 +93,10 @@ def _quality(rows: list[dict[str, str]]) -> str:
         ]
         return _table(["pipeline", "on", "pictures", *columns.values()], body) if body else ""
 
-    columns = {way: way for way in ways}
     parts = [
         part
         for metric, (heading, _) in QUALITY.items()
-        for part in (f"{heading}: mean over the pictures, in brackets the worst.", table(metric, False, columns))
+        for part in (f"{heading}: mean over the pictures, in brackets the worst.", table(metric, False, ways))
     ]
     transferred = table("psnr_db", True, TRANSFERRED)
     if transferred:

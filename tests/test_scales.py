@@ -161,3 +161,15 @@ def test_a_site_that_was_not_called_in_a_step_keeps_its_plan():
             sage_kernels.sage_attention(q, k, v, state=state.head_state(site))
         state.advance(1 - step / 4, 1 - (step + 1) / 4)
     assert [(row["calls"], row["dynamic_calls"]) for row in state.summary()] == [(4, 1), (2, 1)]
+
+
+def test_a_noise_level_is_in_one_bin_however_it_is_given():
+    state = two_head_state(bins=16)
+    edges = state._bin_edges
+    below = torch.nextafter(edges, torch.zeros(()))
+    for u, expected in [(0.0, 0), (1.0, 15), (-0.5, 0), (1.5, 15)] + [
+        (float(level), i + first) for first, levels in ((0, below), (1, edges)) for i, level in enumerate(levels)
+    ]:
+        assert int(state._bin_of(u)) == int(state._bin_of(torch.tensor(u))) == expected
+    middles = state.bin_levels()  # uniform in asin(u)
+    assert [int(state._bin_of(u)) for u in middles] == list(range(16))

@@ -266,7 +266,7 @@ def _consume(
     codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
     q_smem.index(GROUP_INDEX).store(codes.to(gl.int8))
     fence_async_shared()
-    if SCALING == "planned":  # not before the fence: it would wait for the atomics of all programs of the head
+    if SCALING == "planned":  # not before the fence, which waits for what is under way
         stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
         record_amax(stat, gl.max(gl.abs(q), 0), HEAD_DIM, WIDTH)
     # a NaN in a row must not be laundered into a code: max() dropped it

@@ -1,7 +1,7 @@
 """One launch that closes a denoising step for all call sites: its statistics are kept and plan the next step.
 
-What sage_processors/scales.py does in some hundred tensor operations, for the rule "timestep". On a host that takes 15
-microseconds an operation these held a short step up by milliseconds.
+What sage_processors/scales.py does in some hundred tensor operations, for the rule "timestep": each of them is a
+launch that the host takes longer for than the GPU, and the next step waits for all.
 """
 
 import torch
@@ -14,6 +14,8 @@ from ..state import (
     COUNT_FIELDS,
     COUNT_KEY_MAX,
     COUNT_KEY_MIN,
+    COUNT_PLAN_KEY_A,
+    COUNT_PLAN_KEY_B,
     KEY_NONE,
     PLAN_CENTER,
     PLAN_FIELDS,
@@ -28,13 +30,15 @@ from ..state import (
     HeadState,
 )
 from .launch import launch
-from .primitives import INT8_MAX
+from .primitives import INT8_MAX, nan_unless_finite
 
 
 _CALLS = tl.constexpr(COUNT_CALLS)
 _COUNTS = tl.constexpr(COUNT_FIELDS)
 _KEY_MAX = tl.constexpr(COUNT_KEY_MAX)
 _KEY_MIN = tl.constexpr(COUNT_KEY_MIN)
+_PLAN_KEY_A = tl.constexpr(COUNT_PLAN_KEY_A)
+_PLAN_KEY_B = tl.constexpr(COUNT_PLAN_KEY_B)
 _NO_KEY = tl.constexpr(KEY_NONE)
 _LARGEST_KEY = tl.constexpr(2**31 - 1)
 _PLANS = tl.constexpr(PLAN_FIELDS)
@@ -74,7 +78,7 @@ def _store_stats(base, channels, width, q, high, low, v):
 
 @triton.jit
 def _all_finite(x):
-    return tl.max((x * 0.0 != 0.0).to(tl.int32), 0) == 0
+    return nan_unless_finite(x, 0) == 0.0
 
 
 @triton.jit
@@ -160,8 +164,8 @@ def _plan_step_kernel(
         tl.store(plan + _V_SCALE * width, tl.where(written, v_scale, 0.0), mask=inside)
         tl.store(plan_scale_ptr + row, tl.where(good, scale, 0.0))
     if seen:  # the shapes of this step's calls: the plan holds for those only
-        tl.store(count + _KEY_MIN + 1, tl.load(count + _KEY_MAX))
-        tl.store(count + _KEY_MIN + 2, tl.load(count + _KEY_MIN))
+        tl.store(count + _PLAN_KEY_A, tl.load(count + _KEY_MAX))
+        tl.store(count + _PLAN_KEY_B, tl.load(count + _KEY_MIN))
 
     # ready for the next step: state.clear_step
     total = totals_ptr + row * _KEY_MAX + fields
