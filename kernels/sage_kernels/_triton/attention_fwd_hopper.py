@@ -81,14 +81,14 @@ def _goes_on(i, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def _key_step(
-    i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced,
+    i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales,
     GROUP_INDEX: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     MASKING: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
     at: the tile before and this tile (where a mask is read), their place in the ring and its phase; what is there has
-    been waited for.
+    been waited for. Also the tile's scale, where it is read as soon as it is there.
     sums: acc, P of the tile before, reference, running sum by lanes, bits of the largest P by lanes (lagged
     reference); with 8-bit P also the sum of earlier tiles, and the reference that it is on the terms of.
     """
@@ -97,12 +97,18 @@ def _key_step(
     LAGGED: gl.constexpr = FORMAT[2] == "lagged"
     SCORES: gl.constexpr = LAYOUTS[0]
     OUT: gl.constexpr = LAYOUTS[1]
-    before, tile, slot, phase = at
+    READ_AHEAD: gl.constexpr = MASKING[0] == "none" and not FP8 and not SCALE_PER_KEY
+    before, tile, slot, phase, tile_scale = at
     acc, p, reference, running_sum, top, kept, kept_reference = sums
     k_smem, v_smem, scale_smem, filled, freed = ring
     if MASKED:  # a list is read one tile ahead
         after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
-    if not SCALE_PER_KEY:
+    if READ_AHEAD:
+        key_scale = tile_scale
+    elif FP8 and MASKING[0] == "none" and not SCALE_PER_KEY:
+        # the ring has it too; that two warpgroups wait for it here, before their last product, is faster by 5 %
+        key_scale = gl.load(k_scales + seen_tile(i, seen, MASKING))
+    elif not SCALE_PER_KEY:
         key_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     v_tile = value_operand(v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
@@ -136,6 +142,8 @@ def _key_step(
     # for P·V
     next_slot, next_phase = next_place(slot, phase, NUM_BUFFERS)
     mbarrier.wait(filled.index(next_slot), next_phase)
+    if READ_AHEAD:  # under the wait for P·V
+        tile_scale = load_key_scale(scale_smem.index(next_slot), SCALE_PER_KEY, SCORES)
     if FP8:  # an 8-bit operand can't be waited for
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
     else:
@@ -150,7 +158,8 @@ def _key_step(
     if MASKED:
         before = tile
         tile = after
-    return (before, tile, next_slot, next_phase), (acc, p, reference, running_sum, top, kept, kept_reference)
+    at = (before, tile, next_slot, next_phase, tile_scale)
+    return at, (acc, p, reference, running_sum, top, kept, kept_reference)
 
 
 @gluon.jit
@@ -305,19 +314,22 @@ def _consume(
     )  # fmt: skip
     slot, phase = next_place(0, 0, NUM_BUFFERS)
     mbarrier.wait(filled.index(slot), phase)
-    at = (tile, tile, slot, phase)
+    tile_scale = row_scale  # where it is not used
+    if MASKING[0] == "none" and not FP8 and not SCALE_PER_KEY:
+        tile_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
+    at = (tile, tile, slot, phase, tile_scale)
     sums = (acc, p, reference, running_sum, top, kept, kept_reference)
     for i in range(1, seen[5]):
         at, sums = _key_step(
-            i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced,
+            i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, False,
         )  # fmt: skip
     partial = gl.maximum(seen[5], 1)
     tile = seen_tile(gl.minimum(partial, seen[6] - 1), seen, MASKING)
-    at = (seen_tile(partial - 1, seen, MASKING), tile, at[2], at[3])
+    at = (seen_tile(partial - 1, seen, MASKING), tile, at[2], at[3], at[4])
     for i in range(partial, seen[6]):
         at, sums = _key_step(
-            i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced,
+            i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales,
             GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, True,
         )  # fmt: skip
     acc, p, reference, running_sum, top, kept, kept_reference = sums
