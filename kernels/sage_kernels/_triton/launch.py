@@ -1,13 +1,21 @@
-"""A launch of a Triton kernel, without what Triton does on the host again for each."""
+"""A launch of a Triton kernel, without what Triton does on the host again for each; and calls made once more.
+
+What a call of an op launches follows from shapes, strides, types and options; from call to call only addresses
+change. So the launches of a first call can be written down (`record`) and made again with other addresses.
+"""
 
 import functools
+import math
+import threading
 
 import torch
 import triton
+from triton import knobs
 
 
 _READY_LIMIT = 4096  # launches that are remembered
 _ready = {}
+_recording = threading.local()  # .tape: of the call that this thread is recording
 
 
 def launch(kernel, programs: int, *arguments, **constants):
@@ -23,7 +31,10 @@ def launch(kernel, programs: int, *arguments, **constants):
             are constants.
     Returns: the compiled kernel; in the interpreter None.
     """
+    tape = getattr(_recording, "tape", None)
     if not isinstance(kernel, triton.JITFunction):
+        if tape is not None:
+            tape.complete = False
         return kernel[(programs,)](*arguments, **constants)
     key = [id(kernel), triton.runtime.driver.active.get_current_device(), *constants.items()]
     usual = True
@@ -50,12 +61,16 @@ def launch(kernel, programs: int, *arguments, **constants):
     if found is not None:
         compiled, rest = found
         compiled[(programs, 1, 1)](*arguments, *rest)
-        return compiled
-    compiled = kernel[(programs,)](*arguments, **constants)
-    if usual:
-        if len(_ready) >= _READY_LIMIT:
-            _ready.clear()
-        _ready[key] = compiled, tuple(constants[name] for name in kernel.arg_names[len(arguments) :])
+    else:
+        compiled = kernel[(programs,)](*arguments, **constants)
+        rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :]) if usual else ()
+        if usual:
+            if len(_ready) >= _READY_LIMIT:
+                _ready.clear()
+            _ready[key] = compiled, rest
+    if tape is not None:
+        tape.complete = tape.complete and usual
+        tape.launches.append((kernel, compiled, programs, arguments, rest))
     return compiled
 
 
@@ -65,3 +80,143 @@ def _specialization(kernel) -> list[tuple[bool, bool]]:
     return [
         (not x.do_not_specialize, not (x.do_not_specialize or x.do_not_specialize_on_alignment)) for x in kernel.params
     ]
+
+
+def buffer(*shape: int, dtype: torch.dtype = torch.float32, device, returned: bool = False) -> torch.Tensor:
+    """torch.empty for what launches of one call hand on to each other, or `returned` by the call."""
+    x = torch.empty(shape, dtype=dtype, device=device)
+    tape = getattr(_recording, "tape", None)
+    if tape is not None:
+        (tape.returned if returned else tape.scratch).append(x)
+    return x
+
+
+class _Tape:
+    """What one call did: its launches and buffers. complete: nothing that can't be done again."""
+
+    def __init__(self):
+        self.launches, self.scratch, self.returned, self.complete = [], [], [], True
+
+
+def record(call, given):
+    """Make a call, and find out whether it can be made again with other tensors.
+
+    Args:
+        call: a function of no arguments that returns a tensor, or a tuple of them, from `buffer`.
+        given: the tensors that it reads and writes besides.
+    Returns: what `call` returns, and a Replay or None. None where a launch was not usual (see `launch`) or was handed
+        a tensor that is neither given nor from `buffer`: something other than launches was computed.
+    """
+    tape = _recording.tape = _Tape()
+    try:
+        results = call()
+    finally:
+        _recording.tape = None
+    single = isinstance(results, torch.Tensor)
+    expected = [results] if single else list(results)
+    if not tape.complete or not tape.launches or len(tape.returned) != len(expected):
+        return results, None
+    if any(a is not b for a, b in zip(tape.returned, expected, strict=True)):
+        return results, None
+    tensors = [*given, *tape.scratch, *tape.returned]
+    slots = {x.data_ptr(): slot for slot, x in enumerate(tensors)}
+    if len(slots) != len(tensors):  # which of two is meant where their address is used?
+        return results, None
+    try:
+        return results, Replay(tape, slots, len(given), single)
+    except KeyError:
+        return results, None
+
+
+class _Address:
+    """Stands where a launch looks for a tensor's address."""
+
+    __slots__ = ("address",)
+
+    def __init__(self, address: int):
+        self.address = address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class _Described:
+    """A tensor descriptor without its tensor."""
+
+    def __init__(self, fields: dict):
+        self.__dict__.update(fields)
+
+    def at(self, address: int):
+        here = _Described(self.__dict__)
+        here.base = _Address(address)
+        return here
+
+
+_SCRATCH_ALIGNMENT = 256  # bytes; descriptors want 16, whole lines are 128
+
+
+class Replay:
+    """The launches of a recorded call, to be made again.
+
+    Like the recorded call, another must have its shapes, strides, types and options: the caller looks that up.
+    """
+
+    def __init__(self, tape: _Tape, slots: dict[int, int], given: int, single: bool):
+        """KeyError where a launch was handed a tensor without a slot. slots: address → number."""
+        self.device = tape.returned[0].device
+        self.single = single
+        self.returned = [(x.shape, x.dtype) for x in tape.returned]
+        self.offsets, self.scratch_bytes = [], 0
+        for x in tape.scratch:
+            self.offsets.append(self.scratch_bytes)
+            used = math.ceil(x.numel() * x.element_size() / _SCRATCH_ALIGNMENT)
+            self.scratch_bytes += used * _SCRATCH_ALIGNMENT
+        aligned = set()
+        self.launches = []
+        for kernel, compiled, programs, arguments, rest in tape.launches:
+            values, places, described = [*arguments, *rest], [], []
+            for i, (x, (_, is_aligned)) in enumerate(zip(arguments, _specialization(kernel), strict=False)):
+                if type(x) in (int, float):
+                    continue
+                tensor = x if isinstance(x, torch.Tensor) else x.base
+                slot = slots[tensor.data_ptr()]
+                if is_aligned:
+                    aligned.add(slot)
+                if tensor is x:
+                    places.append((i, slot))
+                else:
+                    described.append((i, _Described({**vars(x), "base": None}), slot))
+                values[i] = None
+            self.launches.append(
+                (compiled.run, programs, compiled.function, compiled.packed_metadata, values, places, described)
+            )
+        self.aligned = [slot for slot in aligned if slot < given]  # what is allocated here always is
+
+    def __call__(self, given):
+        """The results for other tensors; None if these must be launched by Triton: unaligned, another current device,
+        or a profiler's hooks."""
+        active = triton.runtime.driver.active
+        device = active.get_current_device()
+        hooks = knobs.runtime.launch_enter_hook
+        if device != self.device.index or (hooks is not None and hooks.calls):
+            return None
+        addresses = [x.data_ptr() for x in given]
+        for slot in self.aligned:
+            if addresses[slot] & 15:
+                return None
+        stream = active.get_current_stream(device)
+        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
+        start = scratch.data_ptr()
+        addresses += [start + offset for offset in self.offsets]
+        results = []
+        for shape, dtype in self.returned:
+            results.append(torch.empty(shape, dtype=dtype, device=self.device))
+            addresses.append(results[-1].data_ptr())
+        for run, programs, function, packed, values, places, described in self.launches:
+            values = values.copy()
+            for i, slot in places:
+                values[i] = addresses[slot]
+            for i, descriptor, slot in described:
+                values[i] = descriptor.at(addresses[slot])
+            run(programs, 1, 1, stream, function, packed, None, None, None, *values)
+        return results[0] if self.single else tuple(results)

@@ -8,7 +8,7 @@ from ..numerics import LOG2_E, padded_head_dim, pv_dtype
 from ..recipe import DEFAULT_RECIPE, RECIPES
 from ..state import HeadState, keeps_row_max
 from .attention_fwd import _attention_fwd_kernel
-from .launch import launch
+from .launch import buffer, launch
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
 from .prepare_keys import launch_prepare_keys
 from .prepare_values import launch_prepare_values
@@ -81,8 +81,8 @@ def launch_attention_fwd(
     if pv == "16bit":
         v = v.to(pv_dtype(q.dtype))
     q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v))
-    out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device) if return_lse else None
+    out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device, returned=True)
+    lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
     with torch.cuda.device_of(q):
         mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
         keys = launch_prepare_keys(

@@ -31,7 +31,7 @@ from ..state import (
     HeadState,
     shape_key,
 )
-from .launch import launch
+from .launch import buffer, launch
 from .mask_tiles import MaskTiles
 from .primitives import (
     AMAX_FLOOR,
@@ -399,9 +399,6 @@ def launch_prepare_keys(
     n_tiles = -(-seq_kv // block_n)  # triton.cdiv takes two microseconds on the host
     planned = scaling == "planned"
 
-    def empty(*shape, dtype=torch.float32):
-        return torch.empty(*shape, dtype=dtype, device=k.device)
-
     q_amax = k_amax = None
     if scaling == "per_head":
         # the yardstick granularity: a reduction over the whole head first, which is what the planned scales avoid
@@ -412,10 +409,10 @@ def launch_prepare_keys(
         k_amax = smoothed.abs().amax((2, 3)).contiguous()
         q_amax = q.abs().amax((1, 3)).float().contiguous()
     prepared = PreparedKeys(
-        codes=empty(batch * kv_heads, n_tiles * block_n, width, dtype=torch.int8),
-        scale=empty(batch * kv_heads, n_tiles * (block_n if scaling == "per_token" else 1)),
-        center=empty(batch, kv_heads, width) if return_center else None,
-        q_weight=empty(batch, kv_heads, width) if planned else None,
+        codes=buffer(batch * kv_heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
+        scale=buffer(batch * kv_heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
+        center=buffer(batch, kv_heads, width, device=k.device) if return_center else None,
+        q_weight=buffer(batch, kv_heads, width, device=k.device) if planned else None,
         q_amax=q_amax,
     )
     cut = cut_of(scaling, width, mask.reach is not None)

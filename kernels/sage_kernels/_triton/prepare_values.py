@@ -25,7 +25,7 @@ from ..state import (
     HeadState,
     shape_key,
 )
-from .launch import launch
+from .launch import buffer, launch
 from .mask_tiles import MaskTiles
 from .prepare_keys import LONG
 from .primitives import E4M3_MAX, RELAXED, record_amax, to_e4m3
@@ -222,11 +222,11 @@ def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles,
     batch, seq_kv, kv_heads, head_dim = v.shape
     heads = batch * kv_heads
     n_steps = triton.cdiv(seq_kv, KEYS.value)
-    codes = torch.empty(heads * n_steps * width, KEYS.value, dtype=torch.float8_e4m3fn, device=v.device)
-    scale = torch.empty(batch, kv_heads, width, device=v.device)
+    codes = buffer(heads * n_steps * width, KEYS.value, dtype=torch.float8_e4m3fn, device=v.device)
+    scale = buffer(batch, kv_heads, width, device=v.device)
     chunk_keys = max(MIN_CHUNK, triton.cdiv(triton.cdiv(seq_kv, AMAX_CHUNKS), AMAX_ROWS.value) * AMAX_ROWS.value)
     chunks = triton.cdiv(seq_kv, chunk_keys)
-    amax = torch.empty(heads, chunks, 2, width, device=v.device)
+    amax = buffer(heads, chunks, 2, width, device=v.device)
     planned, has_mask = state is not None, mask.reach is not None
     plan, plan_scale, stats, counts, row = (scale,) * 5 if state is None else state[:5]
     key, state_width = (shape_key(batch, seq_q, seq_kv, rotation), plan.shape[-1]) if planned else (0, 0)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..numerics import rotation_block
-from .launch import launch
+from .launch import buffer, launch
 
 
 ROWS = 64  # vectors of one matmul
@@ -95,7 +95,7 @@ def launch_rotate(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch
     whole = rotation_block(head_dim)
     halves = whole // min(whole, MAX_WIDTH)
     block, blocks = whole // halves, head_dim // whole
-    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
+    q_out, k_out = (buffer(*x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     q_chunks = triton.cdiv(seq_q * heads * blocks, ROWS * TILES)
     k_chunks = triton.cdiv(seq_kv * kv_heads * blocks, ROWS * TILES)
     split = q.dtype == torch.float32 and q.is_cuda
