@@ -13,6 +13,7 @@ class Case(NamedTuple):
         hidden_keys: the last so many keys of every sample are padding, hidden by a mask [B, 1, 1, S_kv].
         rep: milliseconds that a provider is timed for.
         host_time: also record how long a call of ours takes to return.
+        flex: time FlexAttention, too, which takes half a minute to compile for a shape.
     """
 
     name: str
@@ -26,11 +27,16 @@ class Case(NamedTuple):
     hidden_keys: int = 0
     rep: int = 300
     host_time: bool = False
+    flex: bool = False
 
 
 def square(head_dim: int, seq: int, batch: int = 2, heads: int = 32, causal=False, hidden_keys=0) -> Case:
     kind = "causal" if causal else f"padded{hidden_keys}" if hidden_keys else "full"
-    return Case(f"D{head_dim}_N{seq}_{kind}", batch, seq, seq, heads, heads, head_dim, causal, hidden_keys)
+    flex = batch * heads == 64 and seq in (8192, 16384) and head_dim in (64, 128) and not hidden_keys
+    few = "" if batch * heads == 64 else f"_BH{batch * heads}"
+    return Case(
+        f"D{head_dim}_N{seq}_{kind}{few}", batch, seq, seq, heads, heads, head_dim, causal, hidden_keys, flex=flex
+    )
 
 
 def short(head_dim: int, seq: int, heads: int, causal=False, group: int = 1) -> Case:
@@ -43,13 +49,27 @@ def short(head_dim: int, seq: int, heads: int, causal=False, group: int = 1) -> 
 
 
 HEADLINE = [square(128, 8192)]
-SQUARES = [square(d, n) for d in (64, 128) for n in (1024, 2048, 4096, 8192, 16384)]
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+SQUARES = [
+    *(square(d, n) for d in (64, 128) for n in LENGTHS),
+    *(square(d, n, batch=1, heads=16) for d in (64, 128) for n in LENGTHS),
+]
+WIDTHS = [square(d, n) for d in (40, 80, 96, 256) for n in (4096, 16384)]
+GROUPED = [
+    Case(f"D128_N{n}_{kind}_gqa4", 2, n, n, 32, 8, 128, kind == "causal")
+    for n in (4096, 16384)
+    for kind in ("full", "causal")
+]
 MODELS = [
     Case("flux_1024", 1, 4608, 4608, 24, 24, 128),
+    Case("flux_2048", 1, 16896, 16896, 24, 24, 128),
     Case("wan21_1_3b_480p81_self", 1, 32760, 32760, 12, 12, 128),
     Case("wan21_1_3b_480p81_cross", 1, 32760, 512, 12, 12, 128),
     Case("sdxl_1024", 2, 4096, 4096, 10, 10, 64),
+    Case("sd15_512", 2, 4096, 4096, 8, 8, 40),
     Case("cogvideox_49", 1, 17776, 17776, 30, 30, 64),
+    Case("qwen_image_1328", 1, 7145, 7145, 24, 24, 128),  # 83² patches and 256 text tokens
+    Case("llama3_8b_prefill", 1, 8192, 8192, 32, 8, 128, causal=True),
 ]
 # each masked case follows its unmasked one: what the mask costs is the ratio of the two
 MASKED = [square(128, n, **mask) for n in (8192, 16384) for mask in ({}, {"hidden_keys": 100}, {"causal": True})]
@@ -65,7 +85,9 @@ SETS = {
     "crossover": CROSSOVER,
     "headline": HEADLINE,
     "squares": SQUARES,
+    "widths": WIDTHS,
+    "grouped": GROUPED,
     "models": MODELS,
     "masked": MASKED,
-    "all": [*SQUARES, *MODELS, *MASKED],
+    "all": [*SQUARES, *WIDTHS, *GROUPED, *MODELS, *MASKED],
 }

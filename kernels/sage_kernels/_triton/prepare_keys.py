@@ -89,7 +89,7 @@ class Cut(NamedTuple):
 
 LONG = 2**20  # tokens of all heads: a thousand programs fill the largest GPU several times
 # Timed on an H200 at width 128, of 36 cuts: what waits for its warps between tiles wants more and smaller programs.
-_PLANNED_CUT = Cut(4, 2, 256, 512, 128)
+_PLANNED_CUT = Cut(4, 2, 256, 768, 128)
 _DYNAMIC_CUT = Cut(8, 3, 512, 1024, None)
 _CROWDED_CUT = Cut(8, 2, 512, 1024, 128)  # a plan, and a mask or width 256: fewer warps spill
 
