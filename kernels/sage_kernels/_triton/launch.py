@@ -36,31 +36,42 @@ def launch(kernel, programs: int, *arguments, **constants):
         if tape is not None:
             tape.complete = False
         return kernel[(programs,)](*arguments, **constants)
-    key = [id(kernel), triton.runtime.driver.active.get_current_device(), *constants.items()]
+    active = triton.runtime.driver.active
+    device = active.get_current_device()
+    key = [id(kernel), device, *constants.items()]
+    values = []  # addresses for tensors: the driver's own way to them is longer
     usual = True
     for x, (is_specialized, is_aligned) in zip(arguments, _specialization(kernel), strict=False):
         kind = type(x)
         if kind is int:
             key.append(x if is_specialized else int)
+            values.append(x)
             if not (is_specialized or -(2**31) <= x < 2**31):
                 usual = False
         elif kind is float:
             key.append(float)
+            values.append(x)
         else:
+            tensor = x
             if not isinstance(x, torch.Tensor):
                 if not hasattr(x, "block_shape"):
                     usual = False
                     break
                 key.append(tuple(x.block_shape))  # a descriptor's; it lies as its shape and dtype say
-                x = x.base
-            key.append(x.dtype)
-            if is_aligned and x.data_ptr() & 15:
+                tensor = x.base
+            address = tensor.data_ptr()
+            key.append(tensor.dtype)
+            values.append(address if tensor is x else x)
+            if is_aligned and address & 15:
                 usual = False
     key = tuple(key)
     found = _ready.get(key) if usual else None
     if found is not None:
         compiled, rest = found
-        compiled[(programs, 1, 1)](*arguments, *rest)
+        if _someone_looks_on():
+            compiled[(programs, 1, 1)](*arguments, *rest)
+        else:
+            _start(compiled, programs, active.get_current_stream(device), values, rest)
     else:
         compiled = kernel[(programs,)](*arguments, **constants)
         rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :]) if usual else ()
@@ -72,6 +83,17 @@ def launch(kernel, programs: int, *arguments, **constants):
         tape.complete = tape.complete and usual
         tape.launches.append((kernel, compiled, programs, arguments, rest))
     return compiled
+
+
+def _someone_looks_on() -> bool:
+    """Whether a profiler wants to be told of launches."""
+    hooks = knobs.runtime.launch_enter_hook
+    return hooks is not None and bool(hooks.calls)
+
+
+def _start(compiled, programs: int, stream, values, rest) -> None:
+    """compiled[(programs, 1, 1)](*values, *rest) on a stream, without its metadata for profilers."""
+    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
 
 
 @functools.cache
@@ -174,7 +196,7 @@ class Replay:
         aligned = set()
         self.launches = []
         for kernel, compiled, programs, arguments, rest in tape.launches:
-            values, places, described = [*arguments, *rest], [], []
+            values, places, described = [*arguments], [], []
             for i, (x, (_, is_aligned)) in enumerate(zip(arguments, _specialization(kernel), strict=False)):
                 if type(x) in (int, float):
                     continue
@@ -187,9 +209,7 @@ class Replay:
                 else:
                     described.append((i, _Described({**vars(x), "base": None}), slot))
                 values[i] = None
-            self.launches.append(
-                (compiled.run, programs, compiled.function, compiled.packed_metadata, values, places, described)
-            )
+            self.launches.append((compiled, programs, values, rest, places, described))
         self.aligned = [slot for slot in aligned if slot < given]  # what is allocated here always is
 
     def __call__(self, given):
@@ -197,8 +217,7 @@ class Replay:
         or a profiler's hooks."""
         active = triton.runtime.driver.active
         device = active.get_current_device()
-        hooks = knobs.runtime.launch_enter_hook
-        if device != self.device.index or (hooks is not None and hooks.calls):
+        if device != self.device.index or _someone_looks_on():
             return None
         addresses = [x.data_ptr() for x in given]
         for slot in self.aligned:
@@ -212,11 +231,11 @@ class Replay:
         for shape, dtype in self.returned:
             results.append(torch.empty(shape, dtype=dtype, device=self.device))
             addresses.append(results[-1].data_ptr())
-        for run, programs, function, packed, values, places, described in self.launches:
+        for compiled, programs, values, rest, places, described in self.launches:
             values = values.copy()
             for i, slot in places:
                 values[i] = addresses[slot]
             for i, descriptor, slot in described:
                 values[i] = descriptor.at(addresses[slot])
-            run(programs, 1, 1, stream, function, packed, None, None, None, *values)
+            _start(compiled, programs, stream, values, rest)
         return results[0] if self.single else tuple(results)
