@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from . import metrics, pipelines, quality
+from . import hard_variants, metrics, pipelines, quality
 from .calibration import HELD_OUT, calibrate
 from .config import SageAttnProcessor
 
@@ -18,10 +18,10 @@ from .config import SageAttnProcessor
 # Ways to make INT8 harder that leave exact attention as it is, by the name of the case: {pipeline}_{name}/{scaling}.
 HARD = {
     "": lambda denoiser: contextlib.nullcontext(),
-    "hard_a16": lambda denoiser: quality.inject_outliers(denoiser, 16.0, 2),
-    "hard": lambda denoiser: quality.inject_outliers(denoiser, 64.0, 2),
-    "hard_a256": lambda denoiser: quality.inject_outliers(denoiser, 256.0, 2),
-    "hard_k30": lambda denoiser: quality.bias_keys(30.0),
+    "hard_a16": lambda denoiser: hard_variants.inject_outliers(denoiser, 16.0, 2),
+    "hard": lambda denoiser: hard_variants.inject_outliers(denoiser, 64.0, 2),
+    "hard_a256": lambda denoiser: hard_variants.inject_outliers(denoiser, 256.0, 2),
+    "hard_k30": lambda denoiser: hard_variants.bias_keys(30.0),
 }
 
 PipelineOption = Annotated[str, typer.Option(help="Embedded pipeline, folder, or name on the Hub.")]

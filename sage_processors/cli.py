@@ -168,7 +168,7 @@ def bench_quality(
     device: DeviceOption = "auto",
 ) -> None:
     """PSNR and SSIM of every scaling against stock attention: per picture, then mean and worst."""
-    from . import quality
+    from . import hard_variants, quality
 
     _config(recipe, "timestep")
     known = [known.name for known in quality.default_variants(recipe)]
@@ -189,7 +189,7 @@ def bench_quality(
             label = Path(name).name + suffix
             calls = batches * (1 + len(variants)) + sum(v.warm for v in variants) + 2 * batches * half
             denoiser = getattr(pipe, "unet", None) or pipe.transformer
-            planted = quality.inject_outliers(denoiser, outlier, pairs) if suffix else nullcontext()
+            planted = hard_variants.inject_outliers(denoiser, outlier, pairs) if suffix else nullcontext()
             with _steps_bar(label, steps * calls) as tick, planted:
                 results = list(quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, **size).values())
                 if half:
