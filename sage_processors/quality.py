@@ -1,4 +1,4 @@
-"""Pictures drawn with INT8 attention against stock ones, seed by seed."""
+"""INT8 attention against stock: its pictures seed by seed, and attention's own output batch by batch."""
 
 from __future__ import annotations
 
@@ -41,11 +41,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Quality:
-    """Per-picture distances of one variant to the stock pictures.
+    """Distances of one variant to stock attention.
 
     Attributes:
         name, recipe: of the variant; recipe is empty for a floor row.
         psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture.
+        attention_sqnr_db: dB, one per batch of pictures, at most PSNR_CEILING: signal over noise of attention's output
+            against exact attention of the inputs it got, both summed over all layers, heads and steps. Empty where it
+            was not measured. A sampler carries an early difference elsewhere, and pictures show mostly that; this
+            number knows nothing of it.
         int8_calls, fallback_calls: attention calls that ran in INT8, and that ran the model's own attention.
         chosen_calls: those of the latter that the options keep in 16 bit (windows, layers).
     """
@@ -57,9 +61,13 @@ class Quality:
     int8_calls: int = 0
     fallback_calls: int = 0
     chosen_calls: int = 0
+    attention_sqnr_db: tuple[float, ...] = ()
 
     def rows(self, pipeline: str) -> Iterator[dict]:
-        """Fields of results.csv: median and percentiles over pictures, then mean and worst as metrics of their own."""
+        """Fields of results.csv: median and percentiles over the samples, then mean and worst as metrics of their own.
+
+        Samples are pictures, and for attention_sqnr_db the batches of them. The column batch counts pictures.
+        """
         common = {
             "suite": "quality",
             "case": f"{pipeline}/{self.name}",
@@ -67,7 +75,10 @@ class Quality:
             "recipe": self.recipe,
             "batch": len(self.psnr_db),
         }
-        for metric, unit, values in (("psnr_db", "dB", self.psnr_db), ("ssim", "1", self.ssim)):
+        samples = [("psnr_db", "dB", self.psnr_db), ("ssim", "1", self.ssim)]
+        if self.attention_sqnr_db:
+            samples.append(("attention_sqnr_db", "dB", self.attention_sqnr_db))
+        for metric, unit, values in samples:
             low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(
                 torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
             )
@@ -165,10 +176,14 @@ def generate(
     return pictures.float().cpu()
 
 
-def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0)) -> Quality:
-    """Distances of pictures [N, 3, H, W] to reference pictures; calls: in INT8, exact, and exact by choice."""
+def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0), **more) -> Quality:
+    """Distances of pictures [N, 3, H, W] to reference pictures.
+
+    calls: in INT8, exact, and exact by choice. more: fields of Quality that pictures do not tell.
+    """
     psnr_db = metrics.psnr(pictures, reference).clamp(max=PSNR_CEILING)
-    return Quality(name, recipe, tuple(psnr_db.tolist()), tuple(metrics.ssim(pictures, reference).tolist()), *calls)
+    ssim = metrics.ssim(pictures, reference)
+    return Quality(name, recipe, tuple(psnr_db.tolist()), tuple(ssim.tolist()), *calls, **more)
 
 
 def evaluate(
@@ -182,6 +197,7 @@ def evaluate(
     on_step: Callable | None = None,
     stock: torch.Tensor | None = None,
     on_handle: Callable | None = None,
+    probe: bool = False,
 ) -> dict[str, Quality]:
     """Run stock attention, then every variant, on the same prompts and seeds.
 
@@ -192,6 +208,8 @@ def evaluate(
         on_step: called without arguments after each denoising step.
         stock: pictures of stock attention for these prompts and seeds, drawn earlier; None draws them.
         on_handle: called with the Handle of every variant before it draws.
+        probe: measure attention_sqnr_db too, with a Probe on every step, which replaces one of on_handle's. Pictures
+            stay the same; one read from the device per batch.
     Returns: {variant name: Quality}, distances to the stock pictures.
     Raises: ValueError for unequal lengths, batch < 1, or pictures with NaN.
     """
@@ -209,25 +227,31 @@ def evaluate(
     stock = torch.cat([draw(part) for part in batches]) if stock is None else stock
     results = {}
     for variant in variants:
-        pictures, calls = [], [0, 0, 0]
+        pictures, calls, sqnr_db = [], [0, 0, 0], []
         with apply(pipe, variant.config) as handle:
             if on_handle is not None:
                 on_handle(handle)
             if variant.warm:
                 others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
                 generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step)
+            # every step: of one in k, the first step, which has no plan, would count k times
+            watching = handle.probe(every=1) if probe else None
             for part in batches:
                 if not variant.warm:
                     handle.reset()
                 if variant.scales is not None:
                     handle.load_scales(variant.scales)
                 pictures.append(draw(part))
+                if watching is not None:
+                    sqnr_db += [min(row["sqnr_db"], PSNR_CEILING) for row in watching.summary()]
+                    watching.reset()
                 if not variant.warm or part is batches[-1]:  # resetting forgets the counts too
                     report = handle.report()
                     chosen = sum(report.fallbacks.get(reason, 0) for reason in CHOSEN)
                     more = (report.calls, sum(report.fallbacks.values()), chosen)
                     calls = [a + b for a, b in zip(calls, more, strict=True)]
-        results[variant.name] = compare(variant.name, variant.config.recipe, torch.cat(pictures), stock, calls)
+        found = {"calls": calls, "attention_sqnr_db": tuple(sqnr_db)}
+        results[variant.name] = compare(variant.name, variant.config.recipe, torch.cat(pictures), stock, **found)
     return results
 
 
@@ -275,7 +299,7 @@ def floor(pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Cal
 
 
 def append_results(path: str | Path, pipeline: str, results: Sequence[Quality], *, device: str) -> None:
-    """Append every result to results.csv; device "cpu" says so even on a machine that has a GPU."""
+    """Append every result to results.csv, as cases of `pipeline`; device "cpu" says so even where there is a GPU."""
     from sage_kernels.results import append_row
 
     where = {"gpu": "cpu"} if torch.device(device).type == "cpu" else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -82,6 +83,40 @@ def test_evaluate_fresh_state_forgets_the_batch_before():
     assert results["warm"].int8_calls == 3 * results["fresh"].int8_calls // 2
 
 
+def test_evaluate_measures_attention_of_each_batch_and_leaves_its_pictures():
+    """Each batch's number is that of a probe on this batch alone: no earlier batch, no warm-up."""
+    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor()
+    exact = sp.SageAttnProcessor(min_tokens=100_000)
+    variants = (
+        quality.Variant("fresh", config),
+        quality.Variant("warm", config, warm=True),
+        quality.Variant("exact", exact),
+    )
+    seeds, size = [0, 1, 2], {"steps": 2, "batch": 2}
+    stock = torch.cat([quality.generate(pipe, PROMPTS[p], seeds[p], steps=2) for p in (slice(0, 2), slice(2, 3))])
+    results = quality.evaluate(pipe, PROMPTS, seeds, variants, stock=stock, probe=True, **size)
+    plain = quality.evaluate(pipe, PROMPTS, seeds, variants, stock=stock, **size)
+    for name, result in results.items():
+        assert dataclasses.replace(result, attention_sqnr_db=()) == plain[name]
+    assert results["exact"].attention_sqnr_db == () and plain["fresh"].attention_sqnr_db == ()
+
+    def alone(handle, part):
+        with handle.probe(every=1) as probe:
+            quality.generate(pipe, PROMPTS[part], seeds[part], steps=2)
+            (row,) = probe.summary()
+        return row["sqnr_db"]
+
+    parts = (slice(0, 2), slice(2, 3))
+    with sp.apply(pipe, config) as handle:
+        fresh = [(handle.reset(), alone(handle, part))[1] for part in parts]
+    with sp.apply(pipe, config) as handle:
+        quality.generate(pipe, PROMPTS[:2], [quality.WARM_UP_SEED, quality.WARM_UP_SEED + 1], steps=2)
+        warm = [alone(handle, part) for part in parts]
+    assert results["fresh"].attention_sqnr_db == pytest.approx(fresh)
+    assert results["warm"].attention_sqnr_db == pytest.approx(warm)
+    assert len({*fresh, *warm}) == 4 and all(35 < value < 70 for value in (*fresh, *warm))
+
+
 def test_evaluate_checks_batch():
     with pytest.raises(ValueError, match="batch: got 0"):
         quality.evaluate(None, PROMPTS, [0, 1, 2], (), batch=0)
@@ -110,6 +145,12 @@ def test_rows_hold_median_mean_and_worst():
     assert [rows["psnr_db"][c] for c in ("median", "p20", "p80")] == [61.0, 58.0, 63.6]
     assert rows["psnr_db_mean"]["median"] == 60.6 and rows["psnr_db_worst"]["median"] == 50.0
     assert rows["ssim_mean"]["median"] == 0.98 and rows["ssim_worst"]["median"] == 0.9
+    assert "attention_sqnr_db" not in rows
+    measured = dataclasses.replace(result, attention_sqnr_db=(46.0, 47.0, 45.0))
+    rows = {row["metric"]: row for row in measured.rows("tiny_sd") if row["metric"].startswith("attention")}
+    assert {(row["unit"], row["batch"], row["case"]) for row in rows.values()} == {("dB", 5, "tiny_sd/timestep")}
+    assert [rows["attention_sqnr_db"][c] for c in ("median", "p20", "p80")] == [46.0, 45.4, 46.6]
+    assert [rows[f"attention_sqnr_db_{of}"]["median"] for of in ("mean", "worst")] == [46.0, 45.0]
 
 
 def test_append_results_writes_the_houses_columns(tmp_path):
