@@ -35,7 +35,7 @@ import tiny_data  # noqa: E402
 import sage_processors as sp  # noqa: E402
 from sage_kernels import RECIPES  # noqa: E402
 from sage_kernels.results import append_row, environment  # noqa: E402
-from sage_processors import pipelines, quality  # noqa: E402
+from sage_processors import hard_variants, pipelines, quality  # noqa: E402
 from sage_processors.feature_distance import features, load_classifier  # noqa: E402
 from sage_processors.picture_report import Pictures, Row, report  # noqa: E402
 
@@ -126,7 +126,7 @@ class Measurement:
         """Context in which the pipeline is the one that the name says."""
         hard = self.name.endswith("_hard")
         denoiser = getattr(self.pipe, "unet", None) or self.pipe.transformer
-        return quality.inject_outliers(denoiser) if hard else nullcontext()
+        return hard_variants.inject_outliers(denoiser) if hard else nullcontext()
 
     def draw(self, batch: range, first_seed: int = FIRST_SEED) -> torch.Tensor:
         """Pictures [len(batch), 3, 128, 128] in [0, 1] of the prompts in `batch`."""

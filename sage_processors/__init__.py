@@ -49,6 +49,7 @@ _MODULES = (
     "doctor",
     "drawing",
     "feature_distance",
+    "hard_variants",
     "kv_cache",
     "language",
     "metrics",

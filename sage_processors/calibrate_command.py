@@ -7,10 +7,11 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.table import Table
 
-from . import metrics, pipelines, quality
+from . import hard_variants, metrics, pipelines, quality
 from .calibration import HELD_OUT, calibrate
 from .config import SageAttnProcessor
 
@@ -18,11 +19,17 @@ from .config import SageAttnProcessor
 # Ways to make INT8 harder that leave exact attention as it is, by the name of the case: {pipeline}_{name}/{scaling}.
 HARD = {
     "": lambda denoiser: contextlib.nullcontext(),
-    "hard_a16": lambda denoiser: quality.inject_outliers(denoiser, 16.0, 2),
-    "hard": lambda denoiser: quality.inject_outliers(denoiser, 64.0, 2),
-    "hard_a256": lambda denoiser: quality.inject_outliers(denoiser, 256.0, 2),
-    "hard_k30": lambda denoiser: quality.bias_keys(30.0),
+    "hard_a16": lambda denoiser: hard_variants.inject_outliers(denoiser, 16.0, 2),
+    "hard": lambda denoiser: hard_variants.inject_outliers(denoiser, 64.0, 2),
+    "hard_a256": lambda denoiser: hard_variants.inject_outliers(denoiser, 256.0, 2),
+    "hard_k30": lambda denoiser: hard_variants.bias_keys(30.0),
 }
+DTYPES = ("bfloat16", "float16", "float32")
+# What two ways of scaling are compared by, pair by pair: field of Quality -> (what it is, what the pairs are).
+COMPARED = {"psnr_db": ("PSNR", "seed"), "attention_sqnr_db": ("attention's SQNR", "batch")}
+# The bootstrap's interval lies between the least and the largest difference, and can't hold 0 where all point one way.
+# Equal rules do that by chance in one of 2^(n - 1) sets of n pairs: only from 6 pairs on in less than 5 %.
+LEAST_PAIRS = 6
 
 PipelineOption = Annotated[str, typer.Option(help="Embedded pipeline, folder, or name on the Hub.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU if there is one.")]
@@ -34,11 +41,29 @@ HardOption = Annotated[
     list[str], typer.Option(help=f"Only these variants; {', '.join(filter(None, HARD))}, or plain.")
 ]
 CsvOption = Annotated[Path | None, typer.Option(help="results.csv to append to.")]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help=f"The pipeline's: {', '.join(DTYPES)}. None is float32 on a CPU and bfloat16 elsewhere."),
+]
 
 
 def _options(pipeline: str) -> SageAttnProcessor:
     """The defaults; at the few tokens of an embedded pipeline a GPU's table would leave all of it exact."""
     return SageAttnProcessor(min_tokens=quality.MIN_TOKENS if pipeline in pipelines.names() else None)
+
+
+def own_dtype(device: torch.device) -> torch.dtype:
+    """What a pipeline runs in where nobody says otherwise."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def case_label(name: str, pipe) -> str:
+    """First part of a results' case: the pipeline's name, and its dtype where that is not the device's own.
+
+    results.csv has no column for it, and in its tables rows of one dtype must not replace those of another.
+    """
+    dtype = "" if pipe.dtype == own_dtype(pipe.device) else f"_{pipe.dtype}".replace("torch.", "")
+    return Path(name).name + dtype
 
 
 def calibrate_policy(
@@ -96,10 +121,12 @@ def rules(
     variant: Annotated[list[str] | None, typer.Option(help="Only these rules; may be repeated.")] = None,
     csv: CsvOption = None,
     device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
 ) -> None:
-    """PSNR and SSIM of every scaling rule against stock attention, on the plain and the harder variants.
+    """PSNR, SSIM and attention's own error of every scaling rule, on the plain and the harder variants.
 
-    Two rules differ if the interval of their paired differences, seed by seed, does not hold 0.
+    Two rules differ if the interval of their paired differences, of 6 pairs or more, does not hold 0. Pictures are
+    paired seed by seed; attention's SQNR batch by batch, so a smaller --batch gives it more pairs.
     """
     from . import cli
 
@@ -109,14 +136,16 @@ def rules(
         raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {expected}", param_hint="--variant")
     chosen = [v for v in known if not variant or v.name in variant]
     settings = _variants(hard)
-    pipe = cli._load_pipeline(pipeline, device)
+    pipe = cli._load_pipeline(pipeline, device, dtype)
     prompts, seeds = cli._prompts(images), [seed + i for i in range(images)]
     for name, harder in settings.items():
-        label = Path(pipeline).name + (f"_{name}" if name else "")
+        label = case_label(pipeline, pipe) + (f"_{name}" if name else "")
         calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
         with cli._steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
-            results = quality.evaluate(pipe, prompts, seeds, chosen, steps=steps, batch=batch, on_step=tick)
-        _record(pipe, label, list(results.values()), csv, "timestep")
+            size = {"steps": steps, "batch": batch}
+            results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
+        # timestep runs the first step of each batch dynamic; rules that a first run froze never do, nor timestep_warm
+        _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))
 
 
 def transfer(
@@ -129,22 +158,24 @@ def transfer(
         "EulerDiscreteScheduler:20",
     ],
     images: ImagesOption = 8,
+    batch: BatchOption = 8,
     seed: SeedOption = 1000,
     csv: CsvOption = None,
     device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
 ) -> None:
     """What a table of scales loses with another scheduler than it was learnt with: own table, and transferred."""
     from . import cli
 
-    pipe = cli._load_pipeline(pipeline, device)
+    pipe = cli._load_pipeline(pipeline, device, dtype)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
     config, prompts = _options(pipeline), cli._prompts(images)
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder) / "table.safetensors"
         pipe.scheduler = learn
         with pipe.set_attn_processor(config) as handle, cli._steps_bar(f"learning with {source}", steps) as tick:
-            others = [quality.WARM_UP_SEED + i for i in range(images)]
-            quality.generate(pipe, prompts, others, steps=steps, on_step=tick)
+            others = [quality.WARM_UP_SEED + i for i in range(len(prompts[:batch]))]  # as many as the own table saw
+            quality.generate(pipe, prompts[:batch], others, steps=steps, on_step=tick)
             handle.save_scales(table)
         variants = (
             quality.Variant("timestep_warm", config, warm=True),
@@ -152,11 +183,11 @@ def transfer(
         )
         for text, (scheduler, steps) in zip(target, schedulers[1:], strict=True):
             pipe.scheduler = scheduler
-            label = f"{Path(pipeline).name}_{text}"
-            with cli._steps_bar(label, steps * 4) as tick:
-                seeds = [seed + i for i in range(images)]
-                results = quality.evaluate(pipe, prompts, seeds, variants, steps=steps, batch=images, on_step=tick)
-            _record(pipe, label, list(results.values()), csv, "timestep_warm")
+            label = f"{case_label(pipeline, pipe)}_{text}"
+            with cli._steps_bar(label, steps * (1 + 3 * -(-images // batch))) as tick:
+                seeds, size = [seed + i for i in range(images)], {"steps": steps, "batch": batch}
+                results = quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, probe=True, **size)
+            _record(pipe, label, list(results.values()), csv, ("timestep_warm",))
 
 
 def _variants(names) -> dict:
@@ -183,32 +214,33 @@ def _scheduler(pipe, text: str):
     return cls.from_config(pipe.scheduler.config, **options), int(steps)
 
 
-def _record(pipe, label: str, results, csv: Path | None, baseline: str) -> None:
+def _record(pipe, label: str, results, csv: Path | None, baselines) -> None:
     from . import cli
 
     cli.console.print(cli._quality_table(label, results))
-    if any(result.name == baseline for result in results) and len(results) > 1:
-        cli.console.print(_differences(results, baseline))
+    for baseline in baselines:
+        if any(result.name == baseline for result in results) and len(results) > 1:
+            for field in COMPARED:
+                cli.console.print(_differences(results, baseline, field))
     if csv is not None:
         quality.append_results(csv, label, results, device=str(pipe.device))
 
 
-def _differences(results, baseline: str) -> Table:
-    """PSNR over that of the baseline on the same seeds: mean, 95 % interval, and what it says."""
-    base = next(result for result in results if result.name == baseline)
-    table = Table(title=f"PSNR minus that of {baseline}, paired by seed", title_justify="left")
+def _differences(results, baseline: str, field: str) -> Table:
+    """One of COMPARED over that of the baseline, of the same seeds: mean, 95 % interval, and what it says."""
+    what, pair = COMPARED[field]
+    base = getattr(next(result for result in results if result.name == baseline), field)
+    table = Table(title=f"{what} minus that of {baseline}, paired by {pair}", title_justify="left")
     for name in ("scaling", "mean, dB", "95 % interval", "largest", "that is"):
         table.add_column(name, justify="right" if name.endswith(("dB", "interval", "largest")) else "left")
     for result in results:
-        if result is not base:
-            found = metrics.paired_interval(result.psnr_db, base.psnr_db)
-            largest = max((a - b for a, b in zip(result.psnr_db, base.psnr_db, strict=True)), key=abs)
-            interval = f"{found.low:+.2f} to {found.high:+.2f}"
-            table.add_row(result.name, f"{found.value:+.2f}", interval, f"{largest:+.2f}", _verdict(found, base))
+        values = getattr(result, field)
+        if result.name == baseline or not (values and base):  # nothing ran in INT8: nothing was measured
+            continue
+        found = metrics.paired_interval(values, base)
+        largest = max((a - b for a, b in zip(values, base, strict=True)), key=abs)
+        interval = f"{found.low:+.2f} to {found.high:+.2f}"
+        verdict = "better" if found.low > 0 else "worse" if found.high < 0 else "no difference shown"
+        said = verdict if len(base) >= LEAST_PAIRS else f"{len(base)} of {LEAST_PAIRS} pairs: too few to say"
+        table.add_row(result.name, f"{found.value:+.2f}", interval, f"{largest:+.2f}", said)
     return table
-
-
-def _verdict(found, base) -> str:
-    if len(base.psnr_db) < 2:
-        return "one picture: nothing"
-    return "better" if found.low > 0 else "worse" if found.high < 0 else "no difference shown"

@@ -23,7 +23,7 @@ except ImportError as missing:
     raise ImportError(f"the command line needs {missing.name}: pip install sage-processors") from missing
 
 from . import pipelines
-from .calibrate_command import calibrate_policy, rules, transfer
+from .calibrate_command import DTYPES, DtypeOption, calibrate_policy, case_label, own_dtype, rules, transfer
 from .config import SCALINGS, SageAttnProcessor
 from .language_command import bench_language
 
@@ -166,9 +166,10 @@ def bench_quality(
     pairs: Annotated[int, typer.Option(min=1, help="Outlier channel pairs per head.")] = 2,
     csv: Annotated[Path | None, typer.Option(help="results.csv to append to.")] = None,
     device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
 ) -> None:
-    """PSNR and SSIM of every scaling against stock attention: per picture, then mean and worst."""
-    from . import quality
+    """PSNR and SSIM of every scaling against stock attention, and SQNR of attention: mean and worst."""
+    from . import hard_variants, quality
 
     _config(recipe, "timestep")
     known = [known.name for known in quality.default_variants(recipe)]
@@ -179,19 +180,20 @@ def bench_quality(
     if csv is not None and not csv.parent.is_dir():
         raise typer.BadParameter(f"folder {csv.parent} does not exist", param_hint="--csv")
     for name in pipeline:
-        pipe = _load_pipeline(name, device)
+        pipe = _load_pipeline(name, device, dtype)
         variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
         prompts, seeds = _prompts(images), [seed + i for i in range(images)]
         size = {"steps": steps, "batch": batch}
+        watched = {**size, "probe": True}
         batches = -(-images // batch)
         half = pipe.dtype in (torch.float16, torch.bfloat16)
         for suffix in ("", "_hard")[: 1 + hard]:
-            label = Path(name).name + suffix
+            label = case_label(name, pipe) + suffix
             calls = batches * (1 + len(variants)) + sum(v.warm for v in variants) + 2 * batches * half
             denoiser = getattr(pipe, "unet", None) or pipe.transformer
-            planted = quality.inject_outliers(denoiser, outlier, pairs) if suffix else nullcontext()
+            planted = hard_variants.inject_outliers(denoiser, outlier, pairs) if suffix else nullcontext()
             with _steps_bar(label, steps * calls) as tick, planted:
-                results = list(quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, **size).values())
+                results = list(quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, **watched).values())
                 if half:
                     results.append(quality.floor(pipe, prompts, seeds, on_step=tick, **size))
             console.print(_quality_table(label, results))
@@ -301,15 +303,18 @@ def _loading(name: str):
         raise typer.BadParameter(f"{name} could not be loaded: {str(error).strip().splitlines()[0]}") from error
 
 
-def _load_pipeline(name: str, device: str):
+def _load_pipeline(name: str, device: str, dtype: str | None = None):
+    """A pipeline on a device ("auto": a GPU if there is one); dtype: of DTYPES, None is the device's own."""
     diffusers, where = _diffusers(), _torch_device(device)
     source = _locate(name)
-    dtype = torch.float32 if where.type == "cpu" else torch.bfloat16
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")
+    chosen = own_dtype(where) if dtype is None else getattr(torch, dtype)
     with _loading(name), warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", FutureWarning
         )  # torch_dtype: renamed in diffusers 0.42, and the only name in 0.36
-        pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=dtype)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=chosen)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(where)
 
@@ -362,13 +367,17 @@ def _steps_bar(label: str, total: int):
 
 def _quality_table(label: str, results) -> Table:
     table = Table(title=f"{label}: against stock attention, {len(results[0].psnr_db)} pictures", title_justify="left")
-    for name in ("scaling", "PSNR mean, dB", "worst", "SSIM mean", "worst", "INT8 calls", "exact calls"):
+    names = ("scaling", "PSNR mean, dB", "worst", "SSIM mean", "worst", "attention SQNR mean, dB", "worst batch")
+    for name in (*names, "INT8 calls", "exact calls"):
         table.add_column(name, justify="left" if name == "scaling" else "right")
     for result in results:
         n = len(result.psnr_db)
         psnr = (f"{sum(result.psnr_db) / n:.2f}", f"{min(result.psnr_db):.2f}")
         ssim = (f"{sum(result.ssim) / n:.6f}", f"{min(result.ssim):.6f}")
-        table.add_row(result.name, *psnr, *ssim, str(result.int8_calls), str(result.fallback_calls))
+        sqnr = result.attention_sqnr_db
+        attention = (f"{sum(sqnr) / len(sqnr):.2f}", f"{min(sqnr):.2f}") if sqnr else ("–", "–")
+        calls = (str(result.int8_calls), str(result.fallback_calls))
+        table.add_row(result.name, *psnr, *ssim, *attention, *calls)
     return table
 
 

@@ -1,11 +1,9 @@
-"""Pictures drawn with INT8 attention against stock ones, seed by seed, also with outliers planted in Q and K."""
+"""INT8 attention against stock: its pictures seed by seed, and attention's own output batch by batch."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,11 +41,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Quality:
-    """Per-picture distances of one variant to the stock pictures.
+    """Distances of one variant to stock attention.
 
     Attributes:
         name, recipe: of the variant; recipe is empty for a floor row.
         psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture.
+        attention_sqnr_db: dB, one per batch of pictures, at most PSNR_CEILING: signal over noise of attention's output
+            against exact attention of the inputs it got, both summed over all layers, heads and steps. Empty where it
+            was not measured. A sampler carries an early difference elsewhere, and pictures show mostly that; this
+            number knows nothing of it.
         int8_calls, fallback_calls: attention calls that ran in INT8, and that ran the model's own attention.
         chosen_calls: those of the latter that the options keep in 16 bit (windows, layers).
     """
@@ -59,9 +61,13 @@ class Quality:
     int8_calls: int = 0
     fallback_calls: int = 0
     chosen_calls: int = 0
+    attention_sqnr_db: tuple[float, ...] = ()
 
     def rows(self, pipeline: str) -> Iterator[dict]:
-        """Fields of results.csv: median and percentiles over pictures, then mean and worst as metrics of their own."""
+        """Fields of results.csv: median and percentiles over the samples, then mean and worst as metrics of their own.
+
+        Samples are pictures, and for attention_sqnr_db the batches of them. The column batch counts pictures.
+        """
         common = {
             "suite": "quality",
             "case": f"{pipeline}/{self.name}",
@@ -69,7 +75,10 @@ class Quality:
             "recipe": self.recipe,
             "batch": len(self.psnr_db),
         }
-        for metric, unit, values in (("psnr_db", "dB", self.psnr_db), ("ssim", "1", self.ssim)):
+        samples = [("psnr_db", "dB", self.psnr_db), ("ssim", "1", self.ssim)]
+        if self.attention_sqnr_db:
+            samples.append(("attention_sqnr_db", "dB", self.attention_sqnr_db))
+        for metric, unit, values in samples:
             low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(
                 torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
             )
@@ -167,10 +176,14 @@ def generate(
     return pictures.float().cpu()
 
 
-def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0)) -> Quality:
-    """Distances of pictures [N, 3, H, W] to reference pictures; calls: in INT8, exact, and exact by choice."""
+def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0), **more) -> Quality:
+    """Distances of pictures [N, 3, H, W] to reference pictures.
+
+    calls: in INT8, exact, and exact by choice. more: fields of Quality that pictures do not tell.
+    """
     psnr_db = metrics.psnr(pictures, reference).clamp(max=PSNR_CEILING)
-    return Quality(name, recipe, tuple(psnr_db.tolist()), tuple(metrics.ssim(pictures, reference).tolist()), *calls)
+    ssim = metrics.ssim(pictures, reference)
+    return Quality(name, recipe, tuple(psnr_db.tolist()), tuple(ssim.tolist()), *calls, **more)
 
 
 def evaluate(
@@ -184,6 +197,7 @@ def evaluate(
     on_step: Callable | None = None,
     stock: torch.Tensor | None = None,
     on_handle: Callable | None = None,
+    probe: bool = False,
 ) -> dict[str, Quality]:
     """Run stock attention, then every variant, on the same prompts and seeds.
 
@@ -194,6 +208,8 @@ def evaluate(
         on_step: called without arguments after each denoising step.
         stock: pictures of stock attention for these prompts and seeds, drawn earlier; None draws them.
         on_handle: called with the Handle of every variant before it draws.
+        probe: measure attention_sqnr_db too, with a Probe on every step, which replaces one of on_handle's. Pictures
+            stay the same; one read from the device per batch.
     Returns: {variant name: Quality}, distances to the stock pictures.
     Raises: ValueError for unequal lengths, batch < 1, or pictures with NaN.
     """
@@ -211,25 +227,31 @@ def evaluate(
     stock = torch.cat([draw(part) for part in batches]) if stock is None else stock
     results = {}
     for variant in variants:
-        pictures, calls = [], [0, 0, 0]
+        pictures, calls, sqnr_db = [], [0, 0, 0], []
         with apply(pipe, variant.config) as handle:
             if on_handle is not None:
                 on_handle(handle)
             if variant.warm:
                 others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
                 generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step)
+            # every step: of one in k, the first step, which has no plan, would count k times
+            watching = handle.probe(every=1) if probe else None
             for part in batches:
                 if not variant.warm:
                     handle.reset()
                 if variant.scales is not None:
                     handle.load_scales(variant.scales)
                 pictures.append(draw(part))
+                if watching is not None:
+                    sqnr_db += [min(row["sqnr_db"], PSNR_CEILING) for row in watching.summary()]
+                    watching.reset()
                 if not variant.warm or part is batches[-1]:  # resetting forgets the counts too
                     report = handle.report()
                     chosen = sum(report.fallbacks.get(reason, 0) for reason in CHOSEN)
                     more = (report.calls, sum(report.fallbacks.values()), chosen)
                     calls = [a + b for a, b in zip(calls, more, strict=True)]
-        results[variant.name] = compare(variant.name, variant.config.recipe, torch.cat(pictures), stock, calls)
+        found = {"calls": calls, "attention_sqnr_db": tuple(sqnr_db)}
+        results[variant.name] = compare(variant.name, variant.config.recipe, torch.cat(pictures), stock, **found)
     return results
 
 
@@ -277,117 +299,10 @@ def floor(pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Cal
 
 
 def append_results(path: str | Path, pipeline: str, results: Sequence[Quality], *, device: str) -> None:
-    """Append every result to results.csv; device "cpu" says so even on a machine that has a GPU."""
+    """Append every result to results.csv, as cases of `pipeline`; device "cpu" says so even where there is a GPU."""
     from sage_kernels.results import append_row
 
     where = {"gpu": "cpu"} if torch.device(device).type == "cpu" else {}
     for result in results:
         for row in result.rows(pipeline):
             append_row(path, **row, **where)
-
-
-@contextmanager
-def inject_outliers(model: torch.nn.Module, a: float = 64.0, pairs: int = 2) -> Iterator[list[str]]:
-    """Plant channel outliers in Q that K undoes, in every attention of a model: the function stays, INT8 gets harder.
-
-    `pairs` channel pairs (2j, 2j+1) of every head, evenly spread, are multiplied by `a` in Q and divided by `a` in K:
-    on the affine weight after the Q and K norms where there is one, else on the rows of the projections. A pair shares
-    its factor, so interleaved rotary embeddings commute. a is a power of two: stock pictures in fp32 and bf16 stay bit
-    identical (in fp16 only down to its subnormals).
-
-    Args:
-        model: a denoiser (UNet or transformer), not in use by another thread; weights are changed in place.
-        a: power of two >= 1, no unit. pairs: >= 1, at most half the head dim.
-    Yields: names of the changed attention modules. Weights are restored bit for bit on leaving.
-    Raises: ValueError (a, pairs, or no attention to change).
-    """
-    if not (math.isfinite(a) and a >= 1 and math.frexp(a)[0] == 0.5):
-        raise ValueError(f"a: got {a}, expected a power of two >= 1, so that multiplying is exact")
-    if pairs < 1:
-        raise ValueError(f"pairs: got {pairs}, expected at least 1")
-    names, factors = [], {}
-    for name, module in model.named_modules():
-        found = list(_scalable(module))
-        if found:
-            names.append(name)
-        for parameter, head_dim, is_query in found:
-            if 2 * pairs > head_dim:
-                raise ValueError(f"pairs: got {pairs}, expected at most {head_dim // 2}, half the head dim of {name}")
-            factors[parameter] = (head_dim, a if is_query else 1.0 / a)
-    if not names:
-        raise ValueError(
-            f"model: found no attention with to_q and to_k in {type(model).__name__}, expected a denoiser"
-        )
-    before = {parameter: parameter.detach().clone() for parameter in factors}
-    try:
-        with torch.no_grad():
-            for parameter, (head_dim, factor) in factors.items():
-                parameter[_outlier_channels(parameter.shape[0], head_dim, pairs)] *= factor
-        yield names
-    finally:
-        with torch.no_grad():
-            for parameter, values in before.items():
-                parameter.copy_(values)
-
-
-@contextmanager
-def bias_keys(factor: float = 30.0) -> Iterator[dict]:
-    """Add one vector per head to every key of every INT8 call, behind RoPE. Softmax stays as it is, INT8 gets harder.
-
-    The constant of channel d is a fraction from -factor to factor (evenly spaced over the channels) of that channel's
-    standard deviation over the tokens of the layer's first call, and stays the same in later calls. Exact calls are
-    not touched. For fp32 models: in 16 bit, adding a large constant rounds K itself.
-
-    Args: factor: largest constant in standard deviations, finite and >= 0.
-    Yields: {(layer, n-th attention call in it): constants fp32 [H_kv, D]}, filled as layers run. All handles of this
-        process are affected meanwhile.
-    Raises: ValueError (factor).
-    """
-    from . import processors
-
-    if not (math.isfinite(factor) and factor >= 0):
-        raise ValueError(f"factor: got {factor}, expected a finite number >= 0")
-    attend, constants = processors._attend, {}
-
-    def biased(query, key, value, attn_mask, is_causal, scale, processor, index):
-        place = (processor._sage_layer, index)
-        if place not in constants:
-            ramp = torch.linspace(-factor, factor, key.shape[3], device=key.device)
-            constants[place] = key.float().std((0, 1)) * ramp
-        key = key + constants[place].to(key.dtype)
-        return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
-
-    processors._attend = biased
-    try:
-        yield constants
-    finally:
-        processors._attend = attend
-
-
-def _outlier_channels(channels: int, head_dim: int, pairs: int) -> list[int]:
-    """Both channels of `pairs` evenly spread pairs, in each head of a vector of heads."""
-    first = [2 * (i * (head_dim // 2) // pairs) for i in range(pairs)]
-    return [head + c + i for head in range(0, channels, head_dim) for c in first for i in (0, 1)]
-
-
-def _scalable(module) -> Iterator[tuple[torch.nn.Parameter, int, bool]]:
-    """(parameter whose first dimension is heads x channels, head dim, belongs to Q) of one attention module."""
-    to_q, to_k, heads = (getattr(module, name, None) for name in ("to_q", "to_k", "heads"))
-    if not (isinstance(to_q, torch.nn.Linear) and isinstance(to_k, torch.nn.Linear) and isinstance(heads, int)):
-        return
-    head_dim = to_q.out_features // heads
-    targets = []
-    for norm_name, layer_name, is_query in (
-        ("norm_q", "to_q", True),
-        ("norm_k", "to_k", False),
-        ("norm_added_q", "add_q_proj", True),
-        ("norm_added_k", "add_k_proj", False),
-    ):
-        norm, layer = getattr(module, norm_name, None), getattr(module, layer_name, None)
-        if norm is not None and getattr(norm, "weight", None) is None:
-            return  # a norm without weight would undo a factor put before it
-        targets.append((layer if norm is None else norm, is_query))
-    for target, is_query in targets:
-        for parameter in (getattr(target, "weight", None), getattr(target, "bias", None)):
-            if parameter is not None:
-                yield parameter, head_dim, is_query

@@ -60,12 +60,16 @@ def _newest(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], di
     return {tuple(row[name] for name in names): row for row in rows}
 
 
-QUALITY = {"psnr_db": ("PSNR, dB", 2), "ssim": ("SSIM", 4)}  # metric: heading, digits to show
+QUALITY = {  # metric: heading, what there is one number of, digits to show
+    "psnr_db": ("PSNR, dB", "pictures", 2),
+    "ssim": ("SSIM", "pictures", 4),
+    "attention_sqnr_db": ("SQNR of attention's output against exact attention, dB", "batches of pictures", 2),
+}
 TRANSFERRED = {"timestep_warm": "own table", "timestep_transferred": "transferred"}
 
 
 def _quality(rows: list[dict[str, str]]) -> str:
-    """A table a metric, a line for each pipeline, device and number of pictures; and one of transferred scales."""
+    """A table a metric, a line for each pipeline, device and number of pictures; and those of transferred scales."""
     metrics = [f"{metric}_{of}" for metric in QUALITY for of in ("mean", "worst")]
     rows = [row for row in rows if row["metric"] in metrics]
     if not rows:
@@ -80,27 +84,29 @@ def _quality(rows: list[dict[str, str]]) -> str:
         if not is_transfer:
             ways[way] = way
         lines.setdefault((is_transfer, pipeline, gpu, pictures))
-        for metric, (_, digits) in QUALITY.items():
-            found = (by_key.get((case, recipe, gpu, pictures, f"{metric}_{of}")) for of in ("mean", "worst"))
-            mean, worst = ("–" if row is None else f"{float(row['median']):.{digits}f}" for row in found)
-            cells[pipeline, gpu, pictures, way, metric] = f"{mean} ({worst})"
+        for metric, (*_, digits) in QUALITY.items():
+            found = [by_key.get((case, recipe, gpu, pictures, f"{metric}_{of}")) for of in ("mean", "worst")]
+            if any(found):
+                mean, worst = ("–" if row is None else f"{float(row['median']):.{digits}f}" for row in found)
+                cells[metric, is_transfer, pipeline, gpu, pictures, way] = f"{mean} ({worst})"
 
-    def table(metric, transfers, columns):
+    def table(text, metric, transfers, columns):
+        """The lines and columns that have a number; nothing without any."""
+        own = {key[2:]: cell for key, cell in cells.items() if key[:2] == (metric, transfers)}
+        used = {way: heading for way, heading in columns.items() if any(key[-1] == way for key in own)}
         body = [
-            [pipeline, gpu, pictures, *(cells.get((pipeline, gpu, pictures, way, metric), "–") for way in columns)]
-            for is_transfer, pipeline, gpu, pictures in lines
-            if is_transfer == transfers
+            [*line, *(own.get((*line, way), "–") for way in used)]
+            for is_transfer, *line in lines
+            if is_transfer == transfers and any((*line, way) in own for way in used)
         ]
-        return _table(["pipeline", "on", "pictures", *columns.values()], body) if body else ""
+        return [text, _table(["pipeline", "on", "pictures", *used.values()], body)] if body else []
 
-    parts = [
-        part
-        for metric, (heading, _) in QUALITY.items()
-        for part in (f"{heading}: mean over the pictures, in brackets the worst.", table(metric, False, ways))
-    ]
-    transferred = table("psnr_db", True, TRANSFERRED)
-    if transferred:
-        parts += ["PSNR, dB, with a table of scales learnt with this scheduler, and with another one.", transferred]
+    parts = []
+    for metric, (heading, samples, _) in QUALITY.items():
+        parts += table(f"{heading}: mean over the {samples}, in brackets the worst.", metric, False, ways)
+    for metric in ("psnr_db", "attention_sqnr_db"):
+        text = f"{QUALITY[metric][0]}, with a table of scales learnt with this scheduler, and with another one."
+        parts += table(text, metric, True, TRANSFERRED)
     return "\n\n".join(parts)
 
 

@@ -31,21 +31,59 @@ def test_rules_measures_plain_and_hard_variants(tmp_path):
     assert cases(csv) == {f"tiny_flux{x}/{v}" for x in ("", "_hard_k30") for v in ("dynamic", "timestep")}
     values = {row["case"]: float(row["median"]) for row in read_rows(csv) if row["metric"] == "psnr_db_mean"}
     assert all(value > 35 for value in values.values())
-    assert done.output.count("PSNR minus that of timestep, paired by seed") == 2 and "one picture" in done.output
+    for what in ("PSNR minus that of timestep, paired by seed", "attention's SQNR minus that of timestep, paired by"):
+        assert done.output.count(what) == 2
+    assert done.output.count("1 of 6 pairs: too few to say") == 4
+    sqnr = {row["case"]: float(row["median"]) for row in read_rows(csv) if row["metric"] == "attention_sqnr_db"}
+    assert sqnr.keys() == values.keys() and all(35 < value < 70 for value in sqnr.values())
+    assert all(f"{value:.2f}" in done.output for value in sqnr.values())
     assert {"hard", "hard_a16", "hard_a256", "hard_k30"} == set(HARD) - {""}
 
 
 def test_differences_are_judged_by_pairs():
     """Pictures that differ by 30 dB, rules that differ by a tenth: only the pairs tell."""
-    base = quality.Quality("timestep", "r", (40.0, 50.0, 60.0, 70.0), (1.0,) * 4)
-    better = quality.Quality("dynamic", "r", (40.1, 50.2, 60.1, 70.2), (1.0,) * 4)
-    same = quality.Quality("static", "r", (43.0, 45.0, 62.0, 70.0), (1.0,) * 4)
-    table = calibrate_command._differences([better, base, same], "timestep")
+    seen = (1.0,) * 6
+    base = quality.Quality("timestep", "r", (40.0, 50.0, 60.0, 70.0, 40.0, 50.0), seen)
+    better = quality.Quality("dynamic", "r", (40.1, 50.2, 60.1, 70.2, 40.1, 50.2), seen)
+    same = quality.Quality("static", "r", (43.0, 45.0, 62.0, 70.0, 43.0, 47.0), seen)
+    table = calibrate_command._differences([better, base, same], "timestep", "psnr_db")
     names, means, intervals, largest, verdicts = (list(column.cells) for column in table.columns)
     assert names == ["dynamic", "static"] and verdicts == ["better", "no difference shown"]
     assert means == ["+0.15", "+0.00"] and largest == ["+0.20", "-5.00"]
     low, high = (float(x) for x in intervals[1].split(" to "))
     assert low < -1 and high > 1
+
+
+def test_differences_of_attention_are_those_of_batches_and_need_six():
+    """Equal rules have five differences of one sign once in 16 times, and an interval that does not hold 0."""
+
+    def measured(name, *sqnr_db):
+        return quality.Quality(name, "r", (50.0,) * 12, (1.0,) * 12, attention_sqnr_db=sqnr_db)
+
+    base, idle = measured("timestep", 46.0, 47.0, 48.0, 49.0, 50.0, 51.0), measured("idle")
+    worse = measured("static", 45.9, 46.8, 47.9, 48.8, 49.9, 50.8)
+    table = calibrate_command._differences([base, worse, idle], "timestep", "attention_sqnr_db")
+    names, means, _, _, verdicts = (list(column.cells) for column in table.columns)
+    assert names == ["static"] and means == ["-0.15"] and verdicts == ["worse"]
+    five = [measured(result.name, *result.attention_sqnr_db[:5]) for result in (base, worse)]
+    table = calibrate_command._differences(five, "timestep", "attention_sqnr_db")
+    assert list(table.columns[-1].cells) == ["5 of 6 pairs: too few to say"]
+
+
+def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path):
+    csv = tmp_path / "results.csv"
+    small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 1, "--device", "cpu", "--csv", csv]
+    one = ["--variant", "timestep"]
+    for dtype in (["--dtype", "bfloat16"], ["--dtype", "float32"], []):  # the last two are the same on a CPU
+        assert invoke("bench", "rules", *small, *one, *dtype, "--hard", "hard").exit_code == 0
+    rows = {}
+    for row in read_rows(csv):
+        rows.setdefault((row["case"], row["metric"]), []).append(row["median"])
+    in_fp32, in_bf16 = (rows[f"tiny_flux{x}_hard/timestep", "psnr_db"] for x in ("", "_bfloat16"))
+    assert in_fp32[0] == in_fp32[1] and len(in_bf16) == 1 and float(in_bf16[0]) < float(in_fp32[0]) - 1
+    done = invoke("bench", "quality", *small, *one, "--dtype", "float16", "--no-hard")
+    assert done.exit_code == 0, done.output
+    assert {f"tiny_flux_float16/{x}" for x in ("timestep", "stock_fp16")} <= cases(csv)
 
 
 def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
@@ -74,10 +112,13 @@ def test_transfer_compares_own_and_foreign_tables(tmp_path):
     name = "FlowMatchEulerDiscreteScheduler"
     done = invoke(
         "bench", "transfer", "--pipeline", "tiny_flux", "--source", f"{name}:3:shift=1",
-        "--target", f"{name}:2:shift=3", "--images", 1, "--csv", csv, "--device", "cpu",
+        "--target", f"{name}:2:shift=3", "--images", 2, "--batch", 1, "--csv", csv, "--device", "cpu",
+        "--dtype", "bfloat16",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert cases(csv) == {f"tiny_flux_{name}:2:shift=3/timestep_{x}" for x in ("warm", "transferred")}
+    assert cases(csv) == {f"tiny_flux_bfloat16_{name}:2:shift=3/timestep_{x}" for x in ("warm", "transferred")}
+    assert "10/10 steps" not in done.output and "14/14 steps" in done.output  # 2 steps of: a warm-up, 3 x 2 pictures
+    assert any(row["metric"] == "attention_sqnr_db_mean" for row in read_rows(csv))
 
 
 @pytest.mark.parametrize(
@@ -85,6 +126,7 @@ def test_transfer_compares_own_and_foreign_tables(tmp_path):
     [
         (["bench", "rules", "--hard", "soft"], "soft: expected some of plain"),
         (["bench", "rules", "--variant", "fast"], "fast: expected some of dynamic"),
+        (["bench", "rules", "--dtype", "int8"], "int8: expected one of bfloat16, float16, float32"),
         (["bench", "transfer", "--source", "NoScheduler:5"], "'NoScheduler:5': expected a scheduler"),
         (["bench", "transfer", "--source", "DDIMScheduler:many"], "expected a scheduler"),
         (["calibrate", "--images", "1", "--steps", "1"], "both or neither"),

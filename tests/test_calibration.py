@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors import attention_cost, calibration, ladders, processors, quality
+from sage_processors import attention_cost, calibration, hard_variants, ladders, processors, quality
 from sage_processors.attention_cost import (
     BYTES_PER_SECOND,
     FLOPS_16BIT,
@@ -87,7 +87,7 @@ def test_a_budget_out_of_reach_says_so_with_the_best_and_the_curve():
 def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
     """With outliers that per-block scaling can't take, some layers or steps have to stay in 16 bit."""
     pipe = pipeline("tiny_flux")
-    with quality.inject_outliers(pipe.transformer, 64.0, 2):
+    with hard_variants.inject_outliers(pipe.transformer, 64.0, 2):
         plain = run(target_psnr=1.0, scalings=("per_block",), steps=4)
         target = plain.result["psnr_db"] + 6
         found = run(target_psnr=target, scalings=("per_block",), steps=4)
@@ -245,7 +245,7 @@ def test_a_state_of_another_calibration_is_refused(tmp_path):
     with pytest.raises(ValueError, match="state_path: got 'state.json' of another model, prompts, seeds"):
         run(target_psnr=30.0, state_path=state, scalings=("per_block",), seeds=[5])
     pipe = pipeline("tiny_flux")
-    with quality.inject_outliers(pipe.transformer, 64.0, 2), pytest.raises(ValueError, match="another model"):
+    with hard_variants.inject_outliers(pipe.transformer, 64.0, 2), pytest.raises(ValueError, match="another model"):
         run(target_psnr=30.0, state_path=state, scalings=("per_block",))
     content = json.loads(state.read_text())
     for broken in ("[]", "{", json.dumps(content | {"more": 1}), state.read_text().replace('"psnr_db"', '"psnr"')):

@@ -1,7 +1,8 @@
-"""The comparison with stock pictures measures what it says; planted outliers change nothing but INT8's task."""
+"""The comparison with stock pictures measures what it says."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -9,7 +10,6 @@ import torch
 
 import sage_processors as sp
 from sage_processors import metrics, quality
-from tests.tiny_models import MODELS
 
 
 PROMPTS = ["a red circle on a blue background", "a yellow star on a black background", "a green heart"]
@@ -22,11 +22,6 @@ def pipeline(name: str):
     pipe = DiffusionPipeline.from_pretrained(sp.pipelines.path(name))
     pipe.set_progress_bar_config(disable=True)
     return pipe
-
-
-def output(model, inputs) -> torch.Tensor:
-    with torch.no_grad():
-        return model(**inputs, return_dict=False)[0]
 
 
 # --- generate ---
@@ -88,6 +83,40 @@ def test_evaluate_fresh_state_forgets_the_batch_before():
     assert results["warm"].int8_calls == 3 * results["fresh"].int8_calls // 2
 
 
+def test_evaluate_measures_attention_of_each_batch_and_leaves_its_pictures():
+    """Each batch's number is that of a probe on this batch alone: no earlier batch, no warm-up."""
+    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor()
+    exact = sp.SageAttnProcessor(min_tokens=100_000)
+    variants = (
+        quality.Variant("fresh", config),
+        quality.Variant("warm", config, warm=True),
+        quality.Variant("exact", exact),
+    )
+    seeds, size = [0, 1, 2], {"steps": 2, "batch": 2}
+    stock = torch.cat([quality.generate(pipe, PROMPTS[p], seeds[p], steps=2) for p in (slice(0, 2), slice(2, 3))])
+    results = quality.evaluate(pipe, PROMPTS, seeds, variants, stock=stock, probe=True, **size)
+    plain = quality.evaluate(pipe, PROMPTS, seeds, variants, stock=stock, **size)
+    for name, result in results.items():
+        assert dataclasses.replace(result, attention_sqnr_db=()) == plain[name]
+    assert results["exact"].attention_sqnr_db == () and plain["fresh"].attention_sqnr_db == ()
+
+    def alone(handle, part):
+        with handle.probe(every=1) as probe:
+            quality.generate(pipe, PROMPTS[part], seeds[part], steps=2)
+            (row,) = probe.summary()
+        return row["sqnr_db"]
+
+    parts = (slice(0, 2), slice(2, 3))
+    with sp.apply(pipe, config) as handle:
+        fresh = [(handle.reset(), alone(handle, part))[1] for part in parts]
+    with sp.apply(pipe, config) as handle:
+        quality.generate(pipe, PROMPTS[:2], [quality.WARM_UP_SEED, quality.WARM_UP_SEED + 1], steps=2)
+        warm = [alone(handle, part) for part in parts]
+    assert results["fresh"].attention_sqnr_db == pytest.approx(fresh)
+    assert results["warm"].attention_sqnr_db == pytest.approx(warm)
+    assert len({*fresh, *warm}) == 4 and all(35 < value < 70 for value in (*fresh, *warm))
+
+
 def test_evaluate_checks_batch():
     with pytest.raises(ValueError, match="batch: got 0"):
         quality.evaluate(None, PROMPTS, [0, 1, 2], (), batch=0)
@@ -116,6 +145,12 @@ def test_rows_hold_median_mean_and_worst():
     assert [rows["psnr_db"][c] for c in ("median", "p20", "p80")] == [61.0, 58.0, 63.6]
     assert rows["psnr_db_mean"]["median"] == 60.6 and rows["psnr_db_worst"]["median"] == 50.0
     assert rows["ssim_mean"]["median"] == 0.98 and rows["ssim_worst"]["median"] == 0.9
+    assert "attention_sqnr_db" not in rows
+    measured = dataclasses.replace(result, attention_sqnr_db=(46.0, 47.0, 45.0))
+    rows = {row["metric"]: row for row in measured.rows("tiny_sd") if row["metric"].startswith("attention")}
+    assert {(row["unit"], row["batch"], row["case"]) for row in rows.values()} == {("dB", 5, "tiny_sd/timestep")}
+    assert [rows["attention_sqnr_db"][c] for c in ("median", "p20", "p80")] == [46.0, 45.4, 46.6]
+    assert [rows[f"attention_sqnr_db_{of}"]["median"] for of in ("mean", "worst")] == [46.0, 45.0]
 
 
 def test_append_results_writes_the_houses_columns(tmp_path):
@@ -191,121 +226,3 @@ def test_study_variants_are_every_planned_rule():
         -1.0,
     }
     assert all(variants[n].warm for n in ("static", "sigma_power", "sigma_ratio", "sigma_ratio_printed"))
-
-
-# --- biased keys ---
-
-
-def test_biased_keys_leave_exact_attention_and_shift_every_key_alike(monkeypatch):
-    from sage_processors import processors
-
-    model, inputs = MODELS["flux"]()
-    stock, seen = output(model, inputs), []
-    attend = processors._attend
-
-    def recording(query, key, *rest):
-        seen.append(key.clone())
-        return attend(query, key, *rest)
-
-    monkeypatch.setattr(processors, "_attend", recording)
-    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="dynamic")):
-        plain = output(model, inputs)
-        with quality.bias_keys(30.0) as constants:
-            biased = output(model, inputs)
-    assert processors._attend is recording and len(constants) == 2
-    for before, after, constant in zip(seen[:2], seen[2:4], constants.values(), strict=True):
-        torch.testing.assert_close(constant, before.std((0, 1)) * torch.linspace(-30, 30, before.shape[3]))
-        if after is seen[2]:  # the second layer's inputs have felt the first one's codes
-            torch.testing.assert_close(after, before + constant)
-    # K smoothed: the same codes up to fp32 rounding of the sum
-    assert metrics.sqnr_db(biased, stock) > metrics.sqnr_db(plain, stock) - 1
-    with quality.bias_keys(30.0), sp.apply(model, sp.SageAttnProcessor(min_tokens=10_000)):
-        assert torch.equal(output(model, inputs), stock)
-
-
-def test_biased_keys_are_undone_after_an_error_and_refuse_bad_factors():
-    from sage_processors import processors
-
-    attend = processors._attend
-    with pytest.raises(RuntimeError, match="inside"), quality.bias_keys():
-        raise RuntimeError("inside")
-    assert processors._attend is attend
-    for factor in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="factor: got"), quality.bias_keys(factor):
-            pass
-
-
-# --- outlier injection ---
-
-
-@pytest.mark.parametrize(
-    "name", ["unet_sd15", "unet_sdxl", "flux", "sd3", "sd35_dual", "cogvideox", "wan_t2v", "wan_i2v"]
-)
-@pytest.mark.parametrize("a", [64.0, 256.0])
-def test_injection_is_exact_in_fp32_and_undone(name, a):
-    model, inputs = MODELS[name]()
-    stock = output(model, inputs)
-    weights = {n: p.clone() for n, p in model.named_parameters()}
-    with quality.inject_outliers(model, a, pairs=2) as names:
-        assert names and any(not torch.equal(p, weights[n]) for n, p in model.named_parameters())
-        assert torch.equal(output(model, inputs), stock)
-    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-
-
-@pytest.mark.parametrize(("name", "tensor"), [("unet_sd15", "to_q"), ("flux", "norm_q"), ("flux", "norm_added_q")])
-def test_injection_plants_pairs_of_channels_in_every_head(name, tensor):
-    model, inputs = MODELS[name]()
-    seen = []
-    modules = [m for n, m in model.named_modules() if n.endswith("." + tensor)]
-    heads = next(m.heads for m in model.modules() if getattr(m, tensor, None) is modules[0])
-    modules[0].register_forward_hook(lambda module, args, out: seen.append(out))
-    output(model, inputs)
-    with quality.inject_outliers(model, 64.0, pairs=2):
-        output(model, inputs)
-    plain, hard = (
-        x.reshape(-1, heads, x.shape[-1] // heads) if tensor == "to_q" else x.flatten(0, -2)[:, None] for x in seen
-    )
-    factor = (hard.abs().amax(0) / plain.abs().amax(0)).round()
-    half = factor.shape[-1] // 2
-    expected = torch.ones_like(factor)
-    expected[:, [0, 1, half, half + 1]] = 64
-    assert torch.equal(factor, expected)
-
-
-def test_injection_makes_int8_harder():
-    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor(scaling="per_head")
-    variants = (quality.Variant("per_head", config),)
-    plain = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2)["per_head"]
-    with quality.inject_outliers(pipe.transformer, 64.0, 2):
-        hard = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2)["per_head"]
-    assert hard.psnr_db[0] < plain.psnr_db[0] - 10
-
-
-def test_injection_restores_after_an_exception():
-    model, _ = MODELS["unet_sd15"]()
-    weights = {n: p.clone() for n, p in model.named_parameters()}
-    with pytest.raises(RuntimeError, match="inside"), quality.inject_outliers(model):
-        raise RuntimeError("inside")
-    assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"a": 3.0}, "a: got 3.0, expected a power of two"),
-        ({"a": 0.5}, "a: got 0.5"),
-        ({"a": float("inf")}, "a: got inf"),
-        ({"pairs": 0}, "pairs: got 0"),
-        ({"pairs": 500}, "pairs: got 500, expected at most"),
-    ],
-)
-def test_injection_refuses_bad_arguments(arguments, message):
-    model, _ = MODELS["unet_sd15"]()
-    with pytest.raises(ValueError, match=message), quality.inject_outliers(model, **arguments):
-        pass
-
-
-def test_injection_refuses_models_without_attention():
-    with pytest.raises(ValueError, match="no attention with to_q and to_k in Linear"):
-        with quality.inject_outliers(torch.nn.Linear(2, 2)):
-            pass
