@@ -310,6 +310,8 @@ def _load_pipeline(name: str, device: str, dtype: str | None = None):
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")
     chosen = own_dtype(where) if dtype is None else getattr(torch, dtype)
+    if chosen == torch.float32:
+        torch.backends.cudnn.allow_tf32 = False  # torch's default: convolutions with 10 bits, a floor of their own
     with _loading(name), warnings.catch_warnings():
         warnings.simplefilter(
             "ignore", FutureWarning

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import sage_processors as sp
@@ -70,12 +71,14 @@ def test_differences_of_attention_are_those_of_batches_and_need_six():
     assert list(table.columns[-1].cells) == ["5 of 6 pairs: too few to say"]
 
 
-def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path):
+def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path, monkeypatch):
     csv = tmp_path / "results.csv"
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 1, "--device", "cpu", "--csv", csv]
     one = ["--variant", "timestep"]
     for dtype in (["--dtype", "bfloat16"], ["--dtype", "float32"], []):  # the last two are the same on a CPU
         assert invoke("bench", "rules", *small, *one, *dtype, "--hard", "hard").exit_code == 0
+    assert not torch.backends.cudnn.allow_tf32  # float32 is what it says on a GPU too
     rows = {}
     for row in read_rows(csv):
         rows.setdefault((row["case"], row["metric"]), []).append(row["median"])
