@@ -139,7 +139,8 @@ class Outcomes:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory(monkeypatch):
-    """torch.empty returns NaN (codes: 77), so that a result that was never written can't pass for a right one."""
+    """torch.empty returns NaN (codes: 77; bytes that may become either: 255, a NaN of fp32), so that a result that was
+    never written can't pass for a right one."""
     empty = torch.empty
 
     def poisoned(*args, **kwargs):
@@ -152,8 +153,8 @@ def _poisoned_memory(monkeypatch):
             return tensor
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
-        elif tensor.dtype == torch.int8:
-            tensor.fill_(77)
+        elif tensor.dtype in (torch.int8, torch.uint8):
+            tensor.fill_(77 if tensor.dtype == torch.int8 else 255)
         return tensor
 
     monkeypatch.setattr(torch, "empty", poisoned)
