@@ -22,6 +22,7 @@ CUDNN, FLASH = "torch_sdpa_cudnn", "torch_sdpa_flash"
 # A row may name measurements in which INT8 had at least this share of the 16-bit provider's speed.
 BREAK_EVEN = 0.97
 NEVER = 2**62
+FP8_RECIPE = "qk_int8_pv_fp8"
 
 
 class Crossover(NamedTuple):
@@ -52,14 +53,20 @@ class Crossover(NamedTuple):
 # Filled from `bench.py --set crossover` and `--set all`. tests/test_crossover.py holds every row to its evidence: the
 # shortest measured case is the row's number of tokens, so nothing is interpolated.
 _16_BIT_PV = (
+    Crossover(
+        "hopper", 64, DEFAULT_RECIPE, False, 4096, 2**30, CUDNN,
+        ("D64_N4096_full", "D64_N8192_full", "D64_N8192_full_BH16", "D64_N16384_full_BH16", "cogvideox_49"),
+    ),
     # not measured: the exponentials, which INT8 does not touch, weigh twice as much as at 128 channels
-    Crossover("hopper", 64, DEFAULT_RECIPE, False, 16384, 2**31, CUDNN),
     Crossover("hopper", 64, DEFAULT_RECIPE, True, 16384, 2**31, FLASH),
-    Crossover("hopper", 128, DEFAULT_RECIPE, False, 8192, 2**30, CUDNN, ("D128_N8192_full", "D128_N16384_full")),
+    Crossover(
+        "hopper", 128, DEFAULT_RECIPE, False, 4096, 2**30, CUDNN,
+        ("D128_N4096_full", "D128_N8192_full", "D128_N8192_full_BH16", "D128_N16384_full", "qwen_image_1328"),
+    ),
     # causal calls are those of language models: a scale per token, and SDPA as it chooses by itself
     Crossover(
         "hopper", 128, DEFAULT_RECIPE, True, 8192, 2**30, FLASH,
-        ("D128_N8192_causal/per_token", "D128_N16384_causal/per_token"),
+        ("D128_N8192_causal/per_token", "D128_N16384_causal/per_token", "llama3_8b_prefill/per_token"),
     ),
     Crossover("hopper", 256, DEFAULT_RECIPE, False, 16384, 2**31, CUDNN),  # not measured
     Crossover("hopper", 256, DEFAULT_RECIPE, True, 16384, 2**31, FLASH),  # not measured
@@ -67,8 +74,18 @@ _16_BIT_PV = (
     Crossover(ANY_GPU, 256, DEFAULT_RECIPE, False, 4096, 2**28, FLASH),
     Crossover(ANY_GPU, 256, DEFAULT_RECIPE, True, 4096, 2**28, FLASH),
 )  # fmt: skip
-# not measured: those of the recipe with P and V in 16 bit
-_FP8_PV = tuple(row._replace(recipe="qk_int8_pv_fp8", evidence=()) for row in _16_BIT_PV)
+_FP8_PV = (
+    Crossover(
+        "hopper", 64, FP8_RECIPE, False, 8192, 2**32, CUDNN,
+        ("D64_N8192_full", "D64_N16384_full", "D64_N16384_full_BH16"),
+    ),
+    Crossover(
+        "hopper", 128, FP8_RECIPE, False, 8192, 2**30, CUDNN,
+        ("D128_N8192_full", "D128_N8192_full_BH16", "D128_N16384_full"),
+    ),
+    # not measured: those of the recipe with P and V in 16 bit
+    *(row._replace(recipe=FP8_RECIPE, evidence=()) for row in _16_BIT_PV if row.causal or row.head_dim == 256),
+)  # fmt: skip
 CROSSOVERS = _16_BIT_PV + _FP8_PV
 
 
