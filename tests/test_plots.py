@@ -57,6 +57,13 @@ def test_speed_shows_the_newest_row_of_every_case(plots):
     assert axes.get_xlabel().startswith("speed, ours / cuDNN")
 
 
+def test_speed_tells_recipes_apart(plots):
+    fp8 = [{**speed(case, ratio), "recipe": "qk_int8_pv_fp8"} for case, ratio in (("A", 2.0), ("A/per_block", 3.0))]
+    figure = plots.draw_speed([speed("A", 1.5), *fp8])
+    assert sorted(widths(figure.axes[0])) == [1.5, 2.0]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["timestep", "timestep, qk_int8_pv_fp8"]
+
+
 def test_speed_has_a_panel_per_gpu(plots):
     figure = plots.draw_speed([speed("A", 1.5), speed("A", 0.7, gpu="other GPU")])
     assert [axes.get_title() for axes in figure.axes] == ["GPU", "other GPU"]
@@ -64,12 +71,24 @@ def test_speed_has_a_panel_per_gpu(plots):
 
 
 def test_pictures_have_error_bars(plots):
-    figure = plots.draw_pictures([quality("sd/dynamic", 40, 35, 47), quality("sd/timestep", 50, 49, 52)])
+    figure = plots.draw_pictures(
+        [quality("sd/dynamic", 40, 35, 47), quality("sd/timestep", 50, 49, 52), quality("sd/static", 30, 29, 33)]
+    )
     (axes,) = figure.axes
-    assert widths(axes) == [40, 50] and axes.get_title() == "sd, cpu, 32 pictures"
+    assert widths(axes) == [40, 50, 30] and axes.get_title() == "sd, cpu, 32 pictures"
     segments = [line.tolist() for line in axes.collections[0].get_segments()]
-    assert [[point[0] for point in line] for line in segments] == [[35, 47], [49, 52]]
+    assert [[point[0] for point in line] for line in segments] == [[35, 47], [49, 52], [29, 33]]
     assert "dB" in axes.get_xlabel()
+
+
+def test_a_panel_of_pictures_is_one_run(plots):
+    """Not a mean over 8 pictures beside one over 32, and no panel for two ways."""
+    of_32 = [quality(f"sd/{way}", 40 + i, 35, 47) for i, way in enumerate(("dynamic", "timestep", "static"))]
+    of_8 = [{**quality(f"sd/{way}", 10, 9, 11), "batch": "8"} for way in ("dynamic", "policy")]
+    pair = [quality("flux/dynamic", 40, 35, 47), quality("flux/timestep", 40, 35, 47)]
+    (axes,) = plots.draw_pictures([*of_32, *of_8, *pair]).axes
+    assert widths(axes) == [40, 41, 42] and axes.get_title() == "sd, cpu, 32 pictures"
+    assert plots.draw_pictures(pair) is None
 
 
 def test_no_rows_make_no_figure(plots, tmp_path, monkeypatch, capsys):
