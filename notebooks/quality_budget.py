@@ -25,6 +25,7 @@ import torch
 from IPython.display import Image, Markdown, display
 
 import sage_processors as sp
+from sage_kernels import DEFAULT_RECIPE
 from sage_kernels.results import read_rows
 from sage_processors import drawing, metrics
 from sage_processors.picture_report import PSNR_CEILING, markdown_table
@@ -53,7 +54,10 @@ CASE = "D128_N8192_full"
 timed = [
     row
     for row in read_rows("../kernels/benchmarks/results.csv")
-    if row["case"].partition("/")[0] == CASE and row["provider"] == "sage_kernels" and row["ratio_vs_cudnn"]
+    if row["case"].partition("/")[0] == CASE
+    and row["provider"] == "sage_kernels"
+    and row["ratio_vs_cudnn"]
+    and row["recipe"] == DEFAULT_RECIPE
 ]
 speed = {row["case"].partition("/")[2] or "timestep": float(row["ratio_vs_cudnn"]) for row in timed}
 speed["dynamic"] = speed["per_token"]
