@@ -13,36 +13,15 @@ import pytest
 pytest.importorskip("triton", reason="triton is not installed")
 ROOT = Path(__file__).resolve().parent.parent
 
-# In a process of its own: compiles for a Hopper GPU that is not there, with a driver that records what it is handed.
+# in a process of its own, with a driver that records what it is handed
 SCRIPT = """
-import torch, triton
+import torch
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
+from recording_driver import install
 
-handed = []
-
-class Utils:
-    def load_binary(self, *_):
-        return 0, 0, 32, 0, 1024
-    def get_device_properties(self, _):
-        return {"max_shared_mem": 232448}
-
-class Launcher:
-    def __init__(self, src, metadata):
-        self.hash = metadata.hash
-    def __call__(self, *arguments):
-        grid, (stream, function, packed, metadata, *hooks), values = arguments[:3], arguments[3:9], arguments[9:]
-        handed.append((self.hash, grid, [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]))
-
-class Driver:
-    utils, launcher_cls = Utils(), Launcher
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device=0: 0)
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-
-triton.runtime.driver.set_active(Driver())
+handed = install()
 from sage_kernels._triton.launch import launch
 
 @triton.jit(do_not_specialize=["length"], do_not_specialize_on_alignment=["scale_ptr"])
@@ -92,7 +71,10 @@ print("all like Triton")
 def test_what_is_launched_is_what_triton_would_launch(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)  # Triton reads the source of its kernels from files
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment |= {
+        "PYTHONPATH": f"{ROOT / 'kernels'}{os.pathsep}{ROOT / 'tests'}",
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, env=environment, check=False
     )

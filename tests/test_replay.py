@@ -18,33 +18,12 @@ from sage_kernels.state import new_head_state
 pytest.importorskip("triton", reason="triton is not installed")
 ROOT = Path(__file__).resolve().parent.parent
 
-# In a process of its own: compiles for a Hopper GPU that is not there, with a driver that records what it is handed.
+# in a process of its own, with a driver that records what it is handed
 SCRIPT = """
-import sys, torch, triton
-from triton.backends.compiler import GPUTarget
+import torch, triton
+from recording_driver import install
 
-handed = []
-
-class Utils:
-    def load_binary(self, *_):
-        return 0, 0, 32, 0, 1024
-    def get_device_properties(self, _):
-        return {"max_shared_mem": 232448}
-
-class Launcher:
-    def __init__(self, src, metadata):
-        self.hash = metadata.hash
-    def __call__(self, *arguments):
-        handed.append((self.hash, arguments[:5], arguments[9:]))
-
-class Driver:
-    utils, launcher_cls = Utils(), Launcher
-    get_current_device = staticmethod(lambda: None)
-    get_current_stream = staticmethod(lambda device=0: 7)
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
-
-triton.runtime.driver.set_active(Driver())
+handed = install(device=None, stream=7)
 from sage_kernels._triton import launch as launching, launch_attention
 from sage_kernels._triton.tiles import Tile, choose_tile
 from sage_kernels.masking import make_masking
@@ -69,7 +48,7 @@ def named(given, results):
     names = {x.data_ptr(): f"given {i}" for i, x in enumerate(given)}
     names |= {x.data_ptr(): f"result {i}" for i, x in enumerate([results] if torch.is_tensor(results) else results)}
     launches = []
-    for hash, head, values in handed:
+    for hash, grid, head, values in handed:
         line = []
         for x in values:
             if hasattr(x, "block_shape"):
@@ -80,7 +59,7 @@ def named(given, results):
             if type(x) is int and x in names or type(x) is int and x > 2**40:
                 x = names.setdefault(x, f"buffer {len(names)}")
             line.append(x)
-        launches.append((hash, head, line))
+        launches.append((hash, grid, head, line))
     handed.clear()
     return launches
 
@@ -142,7 +121,10 @@ print("all made again alike")
 def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {"PYTHONPATH": str(ROOT / "kernels"), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment |= {
+        "PYTHONPATH": f"{ROOT / 'kernels'}{os.pathsep}{ROOT / 'tests'}",
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+    }
     done = subprocess.run(
         [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, env=environment, check=False
     )
