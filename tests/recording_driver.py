@@ -3,6 +3,11 @@
 For scripts in processes of their own: it stays the active one.
 """
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -37,3 +42,16 @@ def install(device: int | None = 0, stream: int = 0) -> list:
 
     triton.runtime.driver.set_active(Driver())
     return handed
+
+
+def run(script: str, folder: Path) -> subprocess.CompletedProcess:
+    """Run a script in a process of its own, where kernels are compiled, with a cache in `folder`."""
+    path = folder / "script.py"  # Triton reads the source of its kernels from files
+    path.write_text(script)
+    here = Path(__file__).resolve().parent
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {
+        "PYTHONPATH": f"{here.parent / 'kernels'}{os.pathsep}{here}",
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+    }
+    return subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, check=False)

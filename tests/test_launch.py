@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 
 pytest.importorskip("triton", reason="triton is not installed")
-ROOT = Path(__file__).resolve().parent.parent
+from tests.recording_driver import run  # noqa: E402
+
 
 # in a process of its own, with a driver that records what it is handed
 SCRIPT = """
@@ -69,13 +65,5 @@ print("all like Triton")
 
 
 def test_what_is_launched_is_what_triton_would_launch(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)  # Triton reads the source of its kernels from files
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {
-        "PYTHONPATH": f"{ROOT / 'kernels'}{os.pathsep}{ROOT / 'tests'}",
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, env=environment, check=False
-    )
+    done = run(SCRIPT, tmp_path)
     assert done.stdout == "all like Triton\n", done.stderr[-3000:]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +11,8 @@ from sage_kernels.state import new_head_state
 
 
 pytest.importorskip("triton", reason="triton is not installed")
-ROOT = Path(__file__).resolve().parent.parent
+from tests.recording_driver import run  # noqa: E402
+
 
 # in a process of its own, with a driver that records what it is handed
 SCRIPT = """
@@ -119,15 +115,7 @@ print("all made again alike")
 
 
 def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
-    (tmp_path / "script.py").write_text(SCRIPT)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment |= {
-        "PYTHONPATH": f"{ROOT / 'kernels'}{os.pathsep}{ROOT / 'tests'}",
-        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
-    }
-    done = subprocess.run(
-        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, env=environment, check=False
-    )
+    done = run(SCRIPT, tmp_path)
     assert done.stdout == "all made again alike\n", done.stderr[-3000:]
 
 

@@ -13,7 +13,6 @@ class Case(NamedTuple):
         hidden_keys: the last so many keys of every sample are padding, hidden by a mask [B, 1, 1, S_kv].
         rep: milliseconds that a provider is timed for.
         host_time: also record how long a call of ours takes to return.
-        flex: time FlexAttention, too, which takes half a minute to compile for a shape.
     """
 
     name: str
@@ -27,16 +26,12 @@ class Case(NamedTuple):
     hidden_keys: int = 0
     rep: int = 300
     host_time: bool = False
-    flex: bool = False
 
 
 def square(head_dim: int, seq: int, batch: int = 2, heads: int = 32, causal=False, hidden_keys=0) -> Case:
     kind = "causal" if causal else f"padded{hidden_keys}" if hidden_keys else "full"
-    flex = batch * heads == 64 and seq in (8192, 16384) and head_dim in (64, 128) and not hidden_keys
     few = "" if batch * heads == 64 else f"_BH{batch * heads}"
-    return Case(
-        f"D{head_dim}_N{seq}_{kind}{few}", batch, seq, seq, heads, heads, head_dim, causal, hidden_keys, flex=flex
-    )
+    return Case(f"D{head_dim}_N{seq}_{kind}{few}", batch, seq, seq, heads, heads, head_dim, causal, hidden_keys)
 
 
 def short(head_dim: int, seq: int, heads: int, causal=False, group: int = 1) -> Case:

@@ -84,8 +84,8 @@ def sage_attention(
     key = None
     if attn_mask is None and sinks is None and cu_seqlens is None and not torch.compiler.is_compiling():
         options = (scale, scaling, smooth_k, causal, window, softcap, recipe, rotation, return_lse)
-        key, again = _find_call(q, k, v, state, options)
-        if again is not None and (result := again((q, k, v, *(state or ())))) is not None:
+        key, result = _make_again(q, k, v, state, options)
+        if result is not None:
             return result
     check_options(recipe, scaling, scale, state, softcap, cu_seqlens, rotation)
     check_attention_inputs(q, k, v)
@@ -131,11 +131,11 @@ _MADE_LIMIT = 4096  # kinds of calls that are remembered
 _made = {}  # key → Replay
 
 
-def _find_call(q, k, v, state, options):
-    """What decides how the host makes a call and whether it is valid, and how to make it again, None if it never was.
+def _make_again(q, k, v, state, options):
+    """What decides how the host makes a call and whether it is valid; and its results, if such a call was made before.
 
-    Reads all that the checks read, so a call that was made before need not be checked again. Without a GPU, and where
-    someone looks on (`_is_plain_call`), both are None.
+    Reads all that the checks read, so that call need not be checked. Results are None where it has to be made anew;
+    both are None without a GPU, and where someone looks on (`_is_plain_call`).
     """
     if type(q) not in _TENSOR or type(k) not in _TENSOR or type(v) not in _TENSOR or not q.is_cuda:
         return None, None
@@ -149,9 +149,10 @@ def _find_call(q, k, v, state, options):
     # 1, 1.0 and True are one key of a dictionary
     key = (options, *map(type, options), *((x.dtype, x.device, x.shape, x.stride()) for x in tensors))
     try:
-        return key, _made.get(key)
-    except TypeError:  # an option that can't be one
+        again = _made.get(key)
+    except TypeError:  # an option that can't be part of a key
         return None, None
+    return key, None if again is None else again(tensors)
 
 
 def _run_and_record(key, q, k, v, *arguments, state, **options):
@@ -206,8 +207,8 @@ def _implementation(planned: bool, return_lse: bool):
         q, k, v, attn_mask, sinks, *options = arguments[:_INPUTS]
         if attn_mask is None and sinks is None:
             # other keys than those of sage_attention, whose options are not checked yet
-            key, again = _find_call(q, k, v, state, ("op", *options, return_lse))
-            if again is not None and (result := again((q, k, v, *(state or ())))) is not None:
+            key, result = _make_again(q, k, v, state, ("op", *options, return_lse))
+            if result is not None:
                 return result
             if key is not None:
                 return _run_and_record(key, *arguments[:_INPUTS], state=state, return_lse=return_lse)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .recipe import DEFAULT_RECIPE
+from .recipe import DEFAULT_RECIPE, FP8_RECIPE
 
 
 ANY_GPU = "any GPU"
@@ -22,7 +22,6 @@ CUDNN, FLASH = "torch_sdpa_cudnn", "torch_sdpa_flash"
 # A row may name measurements in which INT8 had at least this share of the 16-bit provider's speed.
 BREAK_EVEN = 0.97
 NEVER = 2**62
-FP8_RECIPE = "qk_int8_pv_fp8"
 
 
 class Crossover(NamedTuple):

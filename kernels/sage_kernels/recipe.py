@@ -54,4 +54,4 @@ RECIPES = {
         Recipe("qk_int8_pv_fp8", qk="int8", pv="fp8_e4m3"),
     )
 }
-DEFAULT_RECIPE = "qk_int8_pv_bf16"
+DEFAULT_RECIPE, FP8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8"

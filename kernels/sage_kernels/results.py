@@ -61,7 +61,7 @@ def append_row(path: str | Path, **fields) -> None:
 
 
 def is_crossover_row(row: dict[str, str]) -> bool:
-    """Whether a row is of `bench.py --set crossover`: evidence for crossover.py, too many rows for a page."""
+    """Whether a row is of few heads or short calls: evidence for crossover.py, too many rows for a page."""
     return row["suite"] == "attention_fwd" and "_BH" in row["case"]
 
 
