@@ -82,12 +82,13 @@ def calibrate_policy(
     cost: Annotated[str, typer.Option(help="counted, measured or auto.")] = "auto",
     csv: CsvOption = None,
     device: DeviceOption = "auto",
+    dtype: DtypeOption = None,
 ) -> None:
     """Find the fastest attention that meets a quality budget. The exit code is 1 if none does."""
     from . import cli
 
     variants = _variants([hard or "plain"])
-    pipe = cli._load_pipeline(pipeline, device)
+    pipe = cli._load_pipeline(pipeline, device, dtype)
     prompts, seeds = cli._prompts(images), [seed + i for i in range(images)]
     with next(iter(variants.values()))(_denoiser(pipe)):
         try:
@@ -103,9 +104,9 @@ def calibrate_policy(
         if csv is not None:
             fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds that decided nothing
             size = {"steps": steps, "batch": batch}
-            variant = quality.Variant("policy", found.config)
-            drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)["policy"]
-            label = Path(pipeline).name + (f"_{hard}" if hard else "")
+            variant = quality.Variant(quality.POLICY, found.config)
+            drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)[quality.POLICY]
+            label = case_label(pipeline, pipe) + (f"_{hard}" if hard else "")
             quality.append_results(csv, label, [drawn], device=str(pipe.device))
     if not found.met:
         raise typer.Exit(1)

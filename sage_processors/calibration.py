@@ -273,11 +273,10 @@ class _Search:
             self._pipe, self._prompts, seeds, [variant], stock=self._stock[look], on_step=on_step, on_handle=on_handle,
             **size,
         )["tried"]  # fmt: skip
-        possible = drawn.int8_calls + drawn.chosen_calls
         return {
             "psnr_db": round(sum(drawn.psnr_db) / len(drawn.psnr_db), 4),
             "psnr_db_worst": round(min(drawn.psnr_db), 4),
-            "int8_share": round(drawn.int8_calls / possible, 6) if possible else 0.0,
+            "int8_share": round(drawn.int8_share, 6),
             "noise": demotion.sums_by_step(probes),
         }
 

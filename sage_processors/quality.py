@@ -18,6 +18,7 @@ PSNR_CEILING = 120.0  # dB; identical pictures would make every mean infinite; f
 # What is measured is INT8 itself: at the few tokens of the embedded pipelines a GPU's table would leave it all exact.
 # Texts of 77 tokens stay exact, as they do on every GPU.
 MIN_TOKENS = 128
+POLICY = "policy"  # name of the variant that a calibration found
 WARM_UP_SEED = 2**20  # first seed of the unmeasured run, away from the measured ones
 
 
@@ -63,10 +64,17 @@ class Quality:
     chosen_calls: int = 0
     attention_sqnr_db: tuple[float, ...] = ()
 
+    @property
+    def int8_share(self) -> float:
+        """INT8 calls over those that INT8 can do; 0 where there are none."""
+        possible = self.int8_calls + self.chosen_calls
+        return self.int8_calls / possible if possible else 0.0
+
     def rows(self, pipeline: str) -> Iterator[dict]:
         """Fields of results.csv: median and percentiles over the samples, then mean and worst as metrics of their own.
 
         Samples are pictures, and for attention_sqnr_db the batches of them. The column batch counts pictures.
+        Options that keep calls in 16 bit also tell the share that is left in INT8.
         """
         common = {
             "suite": "quality",
@@ -88,6 +96,8 @@ class Quality:
             mean = sum(values) / len(values)
             yield {**common, "metric": f"{metric}_mean", "unit": unit, "median": round(mean, digits)}
             yield {**common, "metric": f"{metric}_worst", "unit": unit, "median": round(min(values), digits)}
+        if self.name == POLICY or self.chosen_calls:
+            yield {**common, "metric": "int8_share", "unit": "1", "median": round(self.int8_share, 4)}
 
 
 def _options(recipe: str, scaling: str, **options) -> SageAttnProcessor:

@@ -97,14 +97,16 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     assert "met" in done.output and "NOT met" not in done.output
     assert sp.SageAttnProcessor.from_policy(output) == sp.SageAttnProcessor(min_tokens=quality.MIN_TOKENS)
     assert json.loads(output.read_text())["budget"] == {"target_psnr": 35.0} and cases(csv) == {"tiny_flux/policy"}
+    assert [row["median"] for row in read_rows(csv) if row["metric"] == "int8_share"] == ["1.0"]
 
 
-def test_calibrate_takes_a_recipe(tmp_path):
-    output = tmp_path / "policy.json"
+def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
+    output, csv = tmp_path / "policy.json", tmp_path / "results.csv"
     small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
     arguments = ["calibrate", *small, "--target-psnr", 10, "--scaling", "timestep", "--output", output]
-    done = invoke(*arguments, "--recipe", "qk_int8_pv_fp8")
+    done = invoke(*arguments, "--recipe", "qk_int8_pv_fp8", "--dtype", "bfloat16", "--csv", csv)
     assert done.exit_code == 0, done.output
+    assert cases(csv) == {"tiny_flux_bfloat16/policy"}
     assert sp.SageAttnProcessor.from_policy(output).recipe == "qk_int8_pv_fp8"
     done = invoke(*arguments, "--recipe", "qk_int4")
     assert done.exit_code == 2 and "qk_int4" in done.output
