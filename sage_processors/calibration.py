@@ -5,8 +5,8 @@ has the cheapest way whose measured error stays below a limit that falls from ru
 where the recipe has it in 8, a scale per token, the Hadamard rotation (measured for all layers first, which may do),
 16 bit at the noise levels where its error is, 16 bit throughout. The others have more and more 16 bit: layers in the
 order of their error, first steps, last steps. On each ladder the mildest rung that meets the budget is found by
-bisection. What meets it on the search's seeds is drawn again with fresh seeds, cheapest first, and only those numbers
-count.
+bisection. What meets it on the search's seeds is drawn again with fresh seeds, cheapest first and of equally dear ones
+the better first, and only those numbers count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, demotion, policy, quality
+from . import __version__, demotion, metrics, policy, quality
 from .attention_cost import CostTable
 from .config import BY_CALL, SageAttnProcessor
 from .demotion import Choice, Demotion, Way
@@ -44,10 +44,11 @@ class Calibration:
         config: the options, to be given to `pipe.set_attn_processor`.
         met: whether the pictures of fresh seeds met the budget.
         budget: {"target_psnr": dB} or {"max_attention_error": relative L2 of the worst layer}.
-        result: on those fresh seeds: psnr_db (mean), psnr_db_worst, attention_error (of the worst layer; 0 where it
-            was not asked for), int8_share (INT8 calls over those that INT8 can do), cost (attention time over that of
-            16 bit, counted or measured), looks (sets of fresh seeds used).
-        curve: everything tried on the search's seeds, by cost: label, cost, psnr_db, psnr_db_worst, int8_share.
+        result: on those fresh seeds: psnr_db (mean), psnr_db_low (lower end of the mean's 95 % interval: few pictures
+            tell little), psnr_db_worst, attention_error (of the worst layer; 0 where it was not asked for), int8_share
+            (INT8 calls over those that INT8 can do), cost (attention time over that of 16 bit, counted or measured),
+            looks (sets of fresh seeds used).
+        curve: everything tried on the search's seeds, by cost: label, cost, the three of psnr_db, int8_share.
         models: what the policy is for.
     """
 
@@ -70,11 +71,11 @@ class Calibration:
 
         console = console or Console()
         table = Table(title="tried on the search's seeds", title_justify="left")
-        for name in ("options", "attention time", "PSNR mean, dB", "PSNR worst, dB", "INT8 calls"):
+        for name in ("options", "attention time", "PSNR mean, dB", "95 % above", "PSNR worst, dB", "INT8 calls"):
             table.add_column(name, justify="left" if name == "options" else "right")
         for row in self.curve:
-            numbers = (f"{row['cost']:.3f}", f"{row['psnr_db']:.2f}", f"{row['psnr_db_worst']:.2f}")
-            table.add_row(row["label"], *numbers, f"{row['int8_share']:.0%}")
+            psnr = (f"{row[name]:.2f}" for name in ("psnr_db", "psnr_db_low", "psnr_db_worst"))
+            table.add_row(row["label"], f"{row['cost']:.3f}", *psnr, f"{row['int8_share']:.0%}")
         console.print(table)
         verdict = "met" if self.met else "NOT met, the best reachable is"
         console.print(f"budget {self.budget} on fresh seeds {verdict}: {self.result}", highlight=False)
@@ -223,7 +224,7 @@ class _Search:
                 f"state_path: got {self._path.name!r} of another model, prompts, seeds or versions, expected one of "
                 f"this calibration; {_REMEDY}"
             )
-        fields = {"psnr_db": float, "psnr_db_worst": float, "int8_share": float, "noise": dict}
+        fields = {**dict.fromkeys(("psnr_db", "psnr_db_low", "psnr_db_worst", "int8_share"), float), "noise": dict}
         outcomes = {k: strict_object(v, fields, "an outcome", _REMEDY) for k, v in content["outcomes"].items()}
         for outcome in outcomes.values():
             demotion.check_sums(outcome["noise"], _REMEDY)
@@ -232,8 +233,8 @@ class _Search:
     def measure(self, config, *, look: int = 0, probe: bool = False) -> dict:
         """Outcome of drawing under `config`; look 0: the search's seeds, above: fresh ones.
 
-        Keys: psnr_db, psnr_db_worst, int8_share, noise ({layer: {step as str: [signal, noise]}}, sums of squares, with
-        `probe`), errors ({layer: relative L2}), and cost.
+        Keys: psnr_db, psnr_db_low, psnr_db_worst, int8_share, noise ({layer: {step as str: [signal, noise]}}, sums of
+        squares, with `probe`), errors ({layer: relative L2}), and cost.
         """
         key = json.dumps([dataclasses.asdict(config), look, probe], sort_keys=True)
         if key not in self._outcomes:
@@ -244,7 +245,7 @@ class _Search:
         outcome["errors"] = {layer: demotion.relative_l2(sums.values()) for layer, sums in outcome["noise"].items()}
         if look == 0:
             row = {"label": label(config)} | _numbers(outcome)
-            self.curve[json.dumps(dataclasses.asdict(config), sort_keys=True)] = row
+            self.curve[_key(config)] = row
         return outcome
 
     def _draw(self, config, look: int, probe: bool) -> dict:
@@ -273,8 +274,10 @@ class _Search:
             self._pipe, self._prompts, seeds, [variant], stock=self._stock[look], on_step=on_step, on_handle=on_handle,
             **size,
         )["tried"]  # fmt: skip
+        mean = metrics.mean_interval(drawn.psnr_db)
         return {
-            "psnr_db": round(sum(drawn.psnr_db) / len(drawn.psnr_db), 4),
+            "psnr_db": round(mean.value, 4),
+            "psnr_db_low": round(mean.low, 4),
             "psnr_db_worst": round(min(drawn.psnr_db), 4),
             "int8_share": round(drawn.int8_share, 6),
             "noise": demotion.sums_by_step(probes),
@@ -283,6 +286,11 @@ class _Search:
     def cost(self, config) -> float:
         """Attention time over that of 16 bit."""
         return self.costs.relative(config, len(self.levels) or self.steps, self.levels)
+
+    def preference(self, config) -> tuple:
+        """Sorts what was measured: cheapest first, of equally dear ones the better first."""
+        key = _key(config)
+        return round(self.cost(config), 3), -self.curve[key]["psnr_db"], key
 
     def demotion(self, base, configs) -> Demotion:
         """From the probes under `configs`, which are options for all layers."""
@@ -297,6 +305,10 @@ class _Search:
         return Calibration(config, met, budget, result, curve, self.models)
 
 
+def _key(config: SageAttnProcessor) -> str:
+    return json.dumps(dataclasses.asdict(config), sort_keys=True)
+
+
 def _numbers(outcome: dict) -> dict:
     return {k: v for k, v in outcome.items() if k not in ("errors", "noise")}
 
@@ -307,12 +319,9 @@ def _numbers(outcome: dict) -> dict:
 def _for_psnr(search: _Search, bases, target: float) -> Calibration:
     budget, looked = {"target_psnr": target}, []
 
-    def cost(config):
-        return search.cost(config), json.dumps(dataclasses.asdict(config), sort_keys=True)
-
     def good_enough(configs):
-        """Draws with fresh seeds, cheapest first; the first that meets the budget."""
-        for config in sorted(configs, key=cost):
+        """Draws with fresh seeds, in the order of preference; the first that meets the budget."""
+        for config in sorted(configs, key=search.preference):
             if len(looked) == MAX_LOOKS:
                 return None
             outcome = search.measure(config, look=len(looked) + 1)
@@ -329,7 +338,7 @@ def _for_psnr(search: _Search, bases, target: float) -> Calibration:
         measured = demotion.demotions(best)
         by_layer = search.demotion(best, measured).ladder()
         good = [c for c in measured if c not in tried and search.measure(c, probe=True)["psnr_db"] >= target]
-        passing = sorted(good, key=cost)[:1]
+        passing = sorted(good, key=search.preference)[:1]
         worst_first = sorted(errors, key=lambda layer: (-errors[layer], layer))
         for ladder in (by_layer, *ladders(best, worst_first, search.steps)):
             passing += _mildest(search, ladder, target)

@@ -50,6 +50,16 @@ def test_an_easy_budget_is_met_by_the_cheapest_and_again_byte_by_byte(tmp_path, 
     assert again == found and second.read_bytes() == first.read_bytes()
 
 
+def test_of_equally_dear_options_the_better_ones_are_taken():
+    pipe = pipeline("tiny_flux")
+    with hard_variants.inject_outliers(pipe.transformer, 16.0):
+        found = sp.calibrate(pipe, PROMPTS[:1], target_psnr=10.0, scalings=("per_block", "timestep"), **SMALL)
+    (worse, better) = sorted(found.curve, key=lambda row: row["psnr_db"])
+    assert worse["cost"] == better["cost"] and worse["psnr_db"] < better["psnr_db"] - 5
+    assert better["label"] == "qk_int8_pv_bf16, timestep" and found.config.scaling == "timestep"
+    assert found.result["psnr_db_low"] == found.result["psnr_db"]  # one picture has no spread
+
+
 def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     state, evaluate, drawn = tmp_path / "state.json", quality.evaluate, []
 
