@@ -23,7 +23,6 @@ from .. import recipe
 from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q_AMAX
 from .hopper_parts import (
     ROWS,
-    SLICE,
     as_operand,
     bits_of,
     copy_keys,
@@ -35,7 +34,6 @@ from .hopper_parts import (
     next_place,
     outgrown,
     promote,
-    quantise_queries,
     record_amax,
     seen_tile,
     settled,
@@ -64,6 +62,9 @@ _INFINITY = gl.constexpr(bits_of(float("inf")))
 _RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
+_AMAX_FLOOR = gl.constexpr(1e-30)
+_ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
+_ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
 # keys whose 8-bit products are summed in the tensor cores: with 1024, long sums of equal values came out too short
 _PROMOTED_KEYS = gl.constexpr(512)
 # registers of a thread: what the producer does not need, the two or three warpgroups have
@@ -228,7 +229,7 @@ def _consume(
     q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr = given[:9]
     stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width = given[9]
     stride_qb, stride_qs, stride_qh = given[10]
-    q_smem, row_smem, silenced, finished, landed = given[11]
+    q_smem, silenced, finished, landed = given[11]
     ring = given[12]
     seen = given[13]
     seq_q, heads, group, b, h, first_row, k_row, full, visited, tries = given[14]
@@ -251,31 +252,40 @@ def _consume(
     k_smem, v_smem, scale_smem, filled, freed = ring
     h_kv = h // group
     kv_head_of_batch = b * (heads // group) + h_kv
-    own_row = first_row + GROUP_INDEX * ROWS
+    rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
     channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
+    inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
 
     # quantise Q: [64, WIDTH]
     q_base = q_ptr + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
-    weight = gl.full([WIDTH], 1.0, gl.float32, gl.SliceLayout(0, IO))
+    q = gl.load(q_base + rows.to(gl.int64)[:, None] * stride_qs + channels[None, :], mask=inside, other=0.0).to(
+        gl.float32
+    )
+    x = q
     if SCALING == "planned":
         row = gl.load(row_ptr) + h_kv
-        weight = gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)
-    center = weight
-    if RETURN_LSE:
-        center = gl.load(center_ptr + kv_head_of_batch * WIDTH + channels)
-    head_amax = 0.0
+        x = q * gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+    amax = gl.max(gl.abs(x), 1)
+    if SCALING == "per_block":
+        amax = gl.full_like(amax, 0.0) + gl.max(amax, 0)
     if SCALING == "per_head":
-        head_amax = gl.load(q_amax_ptr + b * heads + h)
-    amax, q_codes, row_scale, shift = quantise_queries(
-        q_base, stride_qs, own_row, seq_q, weight, center, head_amax, q_smem, row_smem,
-        GROUP_INDEX, HEAD_DIM, WIDTH, SCALING, RETURN_LSE, IO, ROW,
-    )  # fmt: skip
+        amax = gl.full_like(amax, 0.0) + gl.load(q_amax_ptr + b * heads + h)
+    amax = gl.maximum(amax, _AMAX_FLOOR)
+    inverse = gl.div_rn(gl.full_like(amax, 127.0), amax)
+    codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+    q_smem.index(GROUP_INDEX).store(codes.to(gl.int8))
+    fence_async_shared()
     if SCALING == "planned":  # not before the fence, which waits for what is under way
         stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
-        record_amax(stat, amax, HEAD_DIM, WIDTH)
-    row_scale = row_scale * (softmax_scale * _LOG2_E)
-    shift = shift * softmax_scale
+        record_amax(stat, gl.max(gl.abs(q), 0), HEAD_DIM, WIDTH)
+    # a NaN in a row must not be laundered into a code: max() dropped it
+    row_scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (softmax_scale * _LOG2_E)
+    row_scale = gl.convert_layout(row_scale, ROW)
+    if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
+        center = gl.load(center_ptr + kv_head_of_batch * WIDTH + channels)
+        shift = gl.convert_layout(gl.sum(q * center[None, :], 1) * softmax_scale, ROW)
 
+    q_codes = q_smem.index(GROUP_INDEX)
     k_scales = key_scales
     if not SCALE_PER_KEY:
         k_scales += kv_head_of_batch * seen[2]
@@ -285,7 +295,7 @@ def _consume(
     top = (running_sum * 0.0).to(gl.int32)
     acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
     zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
-    score_rows = own_row + gl.arange(0, ROWS, ROW)
+    score_rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
     row_max = row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
     if LAGGED:
         earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
@@ -351,9 +361,9 @@ def _consume(
         else:
             again = outgrown(acc, running_sum, OUT)
         if SCALING == "planned":
-            count = counts_ptr + (gl.load(row_ptr) + h_kv) * _COUNTS + channels * 0
+            count = counts_ptr + row * _COUNTS + channels * 0
             # a warpgroup without rows did nothing
-            one = gl.full_like(channels, 1) * (own_row < seq_q).to(gl.int32)
+            one = gl.full_like(channels, 1) * (first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
             gl.atomic_add(count + _TRIED, one, mask=channels == 0, sem=_RELAXED)
             gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=channels == 0, sem=_RELAXED)
         if again:
@@ -372,23 +382,17 @@ def _consume(
         gl.store(row_max, gl.where(top == float("-inf"), 0.0, top), mask=score_rows < seq_q)
         reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
-    # one division a row: with one for each number, three warpgroups wait for the instruction cache
-    inverse = gl.div_rn(gl.full_like(running_sum, 1.0), running_sum)
-    acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, OUT))[:, None]
-    if MASKING[0] != "none" or MASKING[2] or MASKING[3]:
-        sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
-        acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
+    acc = acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None]
+    sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
+    acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
+    out = gl.convert_layout(acc, IO)
     if FP8:
-        v_scale = v_scale_ptr + kv_head_of_batch * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
-        acc = acc * gl.load(v_scale)[None, :]
+        out = out * gl.load(v_scale_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
         # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
         LARGEST: gl.constexpr = 65504.0 if out_ptr.dtype.element_ty == gl.float16 else 3.38e38
-        acc = gl.where(acc > LARGEST, LARGEST, gl.where(acc < -LARGEST, -LARGEST, acc))
-    out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), IO)
-    rows = own_row + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
-    inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
+        out = gl.where(out > LARGEST, LARGEST, gl.where(out < -LARGEST, -LARGEST, out))
     out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
-    gl.store(out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
+    gl.store(out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
     if RETURN_LSE:
         lse = (reference + gl.log2(running_sum)) * _LN_2 + shift
         lse_at = lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
@@ -449,16 +453,14 @@ def attention_fwd_hopper_kernel(
         ring_visited = gl.where(tries != 0, visited, 1)
 
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS * ROWS // SLICE, SLICE, WIDTH], Q_LAYOUT)
-    row_smem = gl.allocate_shared_memory(gl.float32, [2 * GROUPS * ROWS // SLICE, SLICE], LINE)
+    q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
     if SCALING == "per_token":
         scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1, BLOCK_N], key_scales.layout)
     else:
-        scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1], LINE)
+        scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     filled = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     freed = gl.allocate_shared_memory(gl.int64, [NUM_BUFFERS, 1], BARRIER)
     silenced = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
@@ -476,7 +478,7 @@ def attention_fwd_hopper_kernel(
     seen = (reach, tiles_ptr, n_tiles, first, first_full, ring_full, ring_visited, left, right, offset, seq_kv)
     state = (stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width)
     strides = (stride_qb, stride_qs, stride_qh)
-    smem = (q_smem, row_smem, silenced, finished, landed)
+    smem = (q_smem, silenced, finished, landed)
     sizes = (seq_q, heads, group, b, h, first_row, k_row, full, visited, tries)
     given = (
         q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, state, strides, smem,

@@ -25,14 +25,8 @@ def bits_of(number: float) -> int:
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
 ROWS = gl.constexpr(64)  # query rows of one warpgroup
-SLICE = gl.constexpr(16)  # of these quantised together
-_AMAX_FLOOR_BITS = gl.constexpr(bits_of(1e-30))
-_INFINITY_BITS = gl.constexpr(bits_of(float("inf")))
-_ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
-_ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
 _SILENCED_ROWS = gl.constexpr(16)  # values rewritten together: few registers, in the middle of the key loop
 _STEP_KEYS = gl.constexpr(KEYS.value)
 _P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
@@ -139,76 +133,6 @@ def copy_keys_and_values(
     copy_values(
         values, v_head, b, h_kv, tile, seen[10], filled.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1]
     )
-
-
-@gluon.jit
-def _load_queries(base, stride, row, end, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, IO: gl.constexpr):
-    """SLICE rows of Q from `row` on: [SLICE, WIDTH], zero from row `end` on and beyond the head."""
-    rows = row + gl.arange(0, SLICE, gl.SliceLayout(1, IO))
-    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
-    inside = (rows < end)[:, None] & (channels < HEAD_DIM)[None, :]
-    return gl.load(base + rows.to(gl.int64)[:, None] * stride + channels[None, :], mask=inside, other=0.0)
-
-
-@gluon.jit
-def _largest_bits(q, weight):
-    """Bits of the largest |q · weight| of each row. As integers, what is not finite is larger than any number."""
-    return gl.max(gl.abs(q * weight[None, :]).to(gl.int32, bitcast=True), 1)
-
-
-@gluon.jit
-def quantise_queries(
-    base, stride, row, seq_q, weight, center, head_amax, q_smem, row_smem,
-    GROUP_INDEX: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, SCALING: gl.constexpr,
-    RETURN_LSE: gl.constexpr, IO: gl.constexpr, ROW: gl.constexpr,
-):  # fmt: skip
-    """INT8 codes of one warpgroup's query rows, from `row` on, in shared memory.
-
-    A loop over slices, though all rows would fit the registers: three warpgroups that run 1,200 instructions each
-    once wait for the instruction cache.
-
-    Returns: amax of each channel of q [WIDTH], codes [ROWS, WIDTH] in shared memory, scale of each row [ROWS], and
-        q·center of each row (for the LSE; else the scale).
-    """
-    STEPS: gl.constexpr = ROWS // SLICE
-    FIRST: gl.constexpr = GROUP_INDEX * STEPS
-    end = gl.minimum(seq_q, row + ROWS)
-    block = gl.full([SLICE], 0, gl.int32, gl.SliceLayout(1, IO))
-    if SCALING == "per_block":
-        for step in range(STEPS):
-            q = _load_queries(base, stride, row + step * SLICE, end, HEAD_DIM, WIDTH, IO).to(gl.float32)
-            bits = _largest_bits(q, weight)
-            block = gl.maximum(block, gl.where(bits > _INFINITY_BITS, 0, bits))  # a NaN is its row's own affair
-        block = gl.full_like(block, 0) + gl.max(block, 0)
-    channel_amax = gl.zeros([SLICE, WIDTH], gl.float32, IO)
-    following = _load_queries(base, stride, row, end, HEAD_DIM, WIDTH, IO)
-    for step in range(STEPS):
-        q = following.to(gl.float32)
-        following = _load_queries(base, stride, row + (step + 1) * SLICE, end, HEAD_DIM, WIDTH, IO)
-        channel_amax = gl.maximum(channel_amax, gl.abs(q))
-        bits = _largest_bits(q, weight)
-        # a NaN in a row must not be laundered into a code
-        lost = bits.to(gl.float32, bitcast=True) * 0.0
-        if SCALING == "per_block":
-            bits = block
-        if SCALING == "per_head":
-            bits = gl.full_like(bits, 0) + head_amax.to(gl.int32, bitcast=True)
-        amax = gl.maximum(bits, _AMAX_FLOOR_BITS).to(gl.float32, bitcast=True)
-        inverse = gl.div_rn(gl.full_like(amax, 127.0), amax)
-        x = q * weight[None, :]
-        codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
-        q_smem.index(FIRST + step).store(codes.to(gl.int8))
-        row_smem.index(2 * FIRST + step).store(amax * (1.0 / 127.0) + lost)
-        if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
-            row_smem.index(2 * FIRST + STEPS + step).store(gl.sum(q * center[None, :], 1))
-    fence_async_shared()
-    _thread_barrier()
-    codes = q_smem.index(FIRST)._reinterpret(gl.int8, [ROWS, WIDTH], q_smem.layout)
-    scale = row_smem.index(2 * FIRST)._reinterpret(gl.float32, [ROWS], row_smem.layout).load(ROW)
-    shift = scale
-    if RETURN_LSE:
-        shift = row_smem.index(2 * FIRST + STEPS)._reinterpret(gl.float32, [ROWS], row_smem.layout).load(ROW)
-    return gl.max(channel_amax, 0), codes, scale, shift
 
 
 @gluon.jit
@@ -419,6 +343,6 @@ def record_amax(stat, amax, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def outgrown(acc, running_sum, OUT: gl.constexpr):
-    """As primitives.outgrown, for one warpgroup. That sums of the very largest numbers count, too, saves a product."""
-    lost = (gl.sum(acc, 1) + gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))) * 0.0
+    """As primitives.outgrown, for one warpgroup."""
+    lost = gl.sum(acc * 0.0, 1) + gl.convert_layout(running_sum * 0.0, gl.SliceLayout(1, OUT))
     return gl.max((lost != 0.0).to(gl.int32), 0) != 0
