@@ -48,6 +48,7 @@ _MODULES = (
     "discovery",
     "doctor",
     "drawing",
+    "event_counter",
     "feature_distance",
     "hard_variants",
     "kv_cache",

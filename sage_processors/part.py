@@ -108,7 +108,7 @@ class Part:
         """The counts of the layer so far, and whether it turned out to need a rotation."""
         earlier = next((layer.sage for layer in reversed(self._made) if layer.module is module), None)
         if earlier is not None:
-            sage._sage_events.copy_(earlier._sage_events)
+            sage._sage_events.take_over(earlier._sage_events)
             object.__setattr__(sage, "_sage_rotated", earlier._sage_rotated)
             for site, before in zip(sage._sage_sites, earlier._sage_sites, strict=False):
                 site.elements = before.elements
@@ -170,7 +170,7 @@ class Part:
             if self.state is not None:
                 self.state.to(device)
             for layer in self.layers:
-                object.__setattr__(layer.sage, "_sage_events", layer.sage._sage_events.to(device))
+                layer.sage._sage_events.to(device)
                 if layer.sage._sage_probe is not None:
                     layer.sage._sage_probe.to(device)
         self._hand_out()
@@ -189,7 +189,7 @@ class Part:
             self.state.reset()
             self.state.begin_run(1.0)
         for layer in self.layers:
-            layer.sage._sage_events.zero_()
+            layer.sage._sage_events.zero()
 
     def watch(self) -> None:
         """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back."""
@@ -241,7 +241,6 @@ def _rotation_of(processor) -> str:
 
 
 def _tensors(processor):
-    yield processor._sage_events
     for site in processor._sage_sites:
         if site.state is not None:
             yield from site.state

@@ -21,9 +21,11 @@ from torch.utils._device import DeviceContext
 
 import sage_kernels
 from sage_kernels import crossover
+from sage_kernels.checks import MAX_HEAD_DIM
 
 from .autocast import autocast
 from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
+from .event_counter import EventCounter
 from .rebind import dispatch_attention_fn, rebind, stand_ins
 from .windows import CHOSEN
 
@@ -84,12 +86,6 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def new_events(device: torch.device | str = "cpu") -> torch.Tensor:
-    """Zeroed int64 [len(EVENTS)] counter."""
-    with torch.inference_mode(False):  # an inference tensor could not be counted up outside of inference_mode
-        return torch.zeros(len(EVENTS), dtype=torch.int64, device=device)
-
-
 def _log_once(layer: str, reason: str) -> None:
     key = (layer, reason)
     if key not in _logged:
@@ -113,9 +109,23 @@ def _foreign_function_mode() -> bool:
     return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
+def _is_short(processor, query, key, tokens: int, heads: int, is_causal) -> bool:
+    """Whether 16 bit is the faster one for a call. tokens, heads: which dimensions of query and key these are.
+
+    Asked first: a call that would have been too short anyway should cost the host next to nothing.
+    """
+    if query.dim() != 4 or key.dim() != 4 or query.shape[3] > MAX_HEAD_DIM:
+        return False
+    config, shape = processor._sage_config, query.shape
+    return crossover.is_short(
+        query.device, batch=shape[0], heads=shape[heads], seq_q=shape[tokens], seq_kv=key.shape[tokens],
+        head_dim=shape[3], causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
+    )  # fmt: skip
+
+
 def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> str | None:
     """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
-    config, window = processor._sage_config, processor._sage_window
+    window = processor._sage_window
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
         return "block_mask"
     if _running.training:
@@ -127,13 +137,6 @@ def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causa
     reason = sage_kernels.unsupported(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
     )
-    if reason is None:
-        batch, seq_q, heads, head_dim = query.shape
-        if crossover.is_short(
-            query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=key.shape[1], head_dim=head_dim,
-            causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
-        ):  # fmt: skip
-            return "short"
     if reason is None and processor._sage_kept:
         return "kept"
     if reason is None and window is not None and window.exact:
@@ -145,7 +148,7 @@ def _stay_exact(processor, reason: str) -> None:
     """Count a call that runs the model's own attention; raise under policy="strict"."""
     if processor._sage_config.policy == "strict" and reason not in CHOSEN:
         raise UnsupportedAttentionError(processor._sage_layer, reason)
-    processor._sage_events[_EVENT.get(reason, _EVENT["other"])].add_(1)
+    processor._sage_events.add(_EVENT.get(reason, _EVENT["other"]))
     if not torch.compiler.is_compiling() and reason not in CHOSEN:
         _log_once(processor._sage_layer, reason)
 
@@ -166,10 +169,10 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
                     rows = (query.shape[0], query.shape[2], query.shape[1])
                     state = state._replace(row_max=site.row_max_of(rows, query.device))
     if state is None:
-        processor._sage_events[_EVENT["called"]].add_(1)
+        processor._sage_events.add(_EVENT["called"])
     rotation = "none"
     if processor._sage_rotated:
-        processor._sage_events[_EVENT["rotated"]].add_(1)
+        processor._sage_events.add(_EVENT["rotated"])
         rotation = "hadamard"
     out = sage_kernels.sage_attention(
         query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
@@ -192,7 +195,9 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
     """Stands in for F.scaled_dot_product_attention inside a Sage class: [B, H, S, D] in and out."""
     processor, index = _next_call()
     if processor._sage_config is not None:
-        if query.dim() == key.dim() == value.dim() == 4:
+        if _is_short(processor, query, key, 2, 1, is_causal):
+            reason = "short"
+        elif query.dim() == key.dim() == value.dim() == 4:
             q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
             reason = _reason_against(processor, q, k, v, *options)
@@ -236,6 +241,8 @@ def _dispatch(
             reason = "attention_kwargs"
         elif backend != processor._sage_backend:
             reason = "backend"  # set_attention_backend() after the swap: the user's later word counts
+        elif _is_short(processor, query, key, 1, 2, is_causal):
+            reason = "short"
         else:
             q, k, v = autocast(query, key, value)
             reason = _reason_against(processor, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
@@ -289,7 +296,7 @@ class _SageMethods:
         set_("_sage_kept", kept)
         set_("_sage_rotated", config is not None and config.rotation == "hadamard")
         set_("_sage_window", window)
-        set_("_sage_events", new_events(device))
+        set_("_sage_events", EventCounter(len(EVENTS), device))
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
         self._sage_accept_backend()
 

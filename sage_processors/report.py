@@ -109,7 +109,7 @@ def _row(layer, processor, status, note="", **values):
 def _counted(layer, summary) -> dict:
     """The numbers of a swapped layer. `summary`: ScaleState.summary() rows, or []."""
     sage = layer.sage
-    events = dict(zip(EVENTS, sage._sage_events.tolist(), strict=True))
+    events = dict(zip(EVENTS, sage._sage_events.numbers(), strict=True))
     planned = [
         (site, summary[i]) for site, i in zip(sage._sage_sites, layer.site_indices, strict=False) if i is not None
     ]

@@ -8,6 +8,7 @@ import torch
 
 import sage_kernels
 
+from .event_counter import EventCounter
 from .layer_report import LayerReport, empty_table, reasons
 
 
@@ -36,44 +37,26 @@ REMEDIES = {
 _shared: dict[torch.device, torch.Tensor] = {}
 
 
-def _zeros(device) -> torch.Tensor:
-    with torch.inference_mode(False):  # an inference tensor could not be counted up outside of inference_mode
-        counter = torch.zeros(len(EVENTS), dtype=torch.int64, device=device)
-    torch._dynamo.mark_static_address(counter, guard=False)  # CUDA graphs refuse to mutate other inputs
-    return counter
-
-
 @torch._dynamo.assume_constant_result
 def _shared_counter(device: torch.device) -> torch.Tensor:
     """Counts compiled calls of layers that were never called eagerly: a traced call can't give a layer a counter."""
     if device not in _shared:
-        _shared[device] = _zeros(device)
+        _shared[device] = EventCounter(len(EVENTS), device).traced
     return _shared[device]
-
-
-def _give_counters(module, device) -> None:
-    """Two counters: a list for eager calls, where a tensor would cost a launch, and a tensor for compiled ones."""
-    old = getattr(module, "_sage_events", None)
-    counter = _zeros(device)
-    if old is None:
-        module._sage_eager_events = [0] * len(EVENTS)
-    else:
-        counter.copy_(old)
-    module._sage_events = counter
 
 
 def count(module, event: str, device: torch.device) -> None:
     """Count a call of an attention module. device: where the call's tensors are."""
     slot = _EVENT.get(event, _EVENT["other"])
     counter = getattr(module, "_sage_events", None)
-    if torch.compiler.is_compiling():
-        if counter is None:
-            counter = _shared_counter(device)
-        counter[slot].add_(1)
-        return
-    if counter is None or counter.device != device:
-        _give_counters(module, device)
-    module._sage_eager_events[slot] += 1
+    if counter is None:
+        if torch.compiler.is_compiling():
+            _shared_counter(device)[slot].add_(1)
+            return
+        counter = module._sage_events = EventCounter(len(EVENTS), device)
+    elif counter.traced.device != device and not torch.compiler.is_compiling():
+        counter.to(device)
+    counter.add(slot)
 
 
 def counted(module) -> dict[str, int]:
@@ -81,8 +64,7 @@ def counted(module) -> dict[str, int]:
     counter = getattr(module, "_sage_events", None)
     if counter is None:
         return {}
-    numbers = zip(EVENTS, module._sage_eager_events, counter.tolist(), strict=True)
-    return {event: eager + compiled for event, eager, compiled in numbers if eager + compiled}
+    return {event: number for event, number in zip(EVENTS, counter.numbers(), strict=True) if number}
 
 
 def _code_names(module) -> tuple[str, ...]:
@@ -164,7 +146,8 @@ def build_report(model, implementations: dict) -> AttentionReport:
         if _takes_implementations(module):
             if getattr(module, "_sage_events", None) is None:
                 parameter = next(module.parameters(), None)
-                _give_counters(module, "cpu" if parameter is None else parameter.device)
+                where = "cpu" if parameter is None else parameter.device
+                module._sage_events = EventCounter(len(EVENTS), where)
             rows.append(_row(name, module, implementations))
         elif _attends_by_itself(module):
             rows.append(

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_kernels
 import sage_processors as sp
@@ -132,7 +133,7 @@ def sage_attention_module(**options):
 
 
 def counted(processor):
-    return {name: n for name, n in zip(processors.EVENTS, processor._sage_events.tolist(), strict=True) if n}
+    return {name: n for name, n in zip(processors.EVENTS, processor._sage_events.numbers(), strict=True) if n}
 
 
 def test_fallback_is_exact_counted_and_logged_once(caplog):
@@ -142,6 +143,50 @@ def test_fallback_is_exact_counted_and_logged_once(caplog):
         assert torch.equal(attention(x), stock)
     assert counted(attention.processor) == {"short": 3}
     assert len([r for r in caplog.records if "short" in r.getMessage()]) == 1
+
+
+class Operations(TorchDispatchMode):
+    """Writes down every operation on tensors."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+    @classmethod
+    def of(cls, fn, *args):
+        with cls() as mode:
+            mode.seen = []
+            fn(*args)
+        return mode.seen
+
+
+def test_a_short_call_is_the_stock_call_operation_by_operation():
+    """Not one more: on a GPU each would be a launch, in calls that are exact because they are short."""
+    attention, x, _, _ = sage_attention_module(min_tokens=161)
+    assert Operations.of(attention, x) == Operations.of(attention_inputs()[0], x)
+    assert counted(attention.processor) == {"short": 1}
+
+
+def test_a_head_too_wide_is_not_called_short():
+    attention, x = attention_inputs(heads=1, head_dim=264)
+    attention.processor = processors.swap(attention.processor, sp.SageAttnProcessor(min_tokens=161), "layer")
+    attention(x)
+    assert counted(attention.processor) == {"head_dim": 1}
+
+
+@pytest.mark.gpu
+def test_calls_that_a_graph_makes_again_are_counted():
+    attention, x, _, _ = sage_attention_module(min_tokens=161)
+    attention, x = attention.cuda(), x.cuda()
+    attention.processor._sage_events.to("cuda")
+    attention(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attention(x)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert counted(attention.processor) == {"short": 4}
 
 
 @pytest.mark.parametrize("kind", ["float", "bool"])

@@ -1,0 +1,51 @@
+"""Counts of what a layer's attention calls did: free in eager calls, and right in calls that a graph makes again."""
+
+from __future__ import annotations
+
+import torch
+
+
+class EventCounter:
+    """How often each of some events happened in one layer.
+
+    Two counts of each: a Python number for eager calls, where a tensor would cost a launch a call, and a tensor for
+    calls that a graph makes again without Python (torch.compile, CUDA graphs).
+
+    Attributes:
+        eager: int of each event. traced: int64 [events], on the device of the layer.
+    """
+
+    def __init__(self, events: int, device: torch.device | str = "cpu"):
+        self.eager = [0] * events
+        self._keep(torch.zeros(events, dtype=torch.int64), device)
+
+    def _keep(self, numbers: torch.Tensor, device) -> None:
+        with torch.inference_mode(False):  # an inference tensor could not be counted up outside of inference_mode
+            self.traced = numbers.to(device, copy=True)
+        torch._dynamo.mark_static_address(self.traced, guard=False)  # CUDA graphs refuse to mutate other inputs
+
+    def add(self, event: int) -> None:
+        """Count one call."""
+        if torch.compiler.is_compiling() or (self.traced.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self.traced[event].add_(1)
+        else:
+            self.eager[event] += 1
+
+    def numbers(self) -> list[int]:
+        """Both counts together, one number an event. Syncs."""
+        return [eager + traced for eager, traced in zip(self.eager, self.traced.tolist(), strict=True)]
+
+    def zero(self) -> None:
+        """Forget them."""
+        self.eager = [0] * len(self.eager)
+        self.traced.zero_()
+
+    def take_over(self, other: EventCounter) -> None:
+        """Have the numbers of another one, of the same events."""
+        self.eager = list(other.eager)
+        self.traced.copy_(other.traced)
+
+    def to(self, device: torch.device | str) -> None:
+        """Count on another device from now on."""
+        if self.traced.device != torch.device(device):
+            self._keep(self.traced, device)
