@@ -57,20 +57,21 @@ table = measure.read_table(Path("data/quality.csv"))
 devices = sorted({row["device"] for row in table}, key=lambda device: (device == "cpu", device))
 device = devices[0]  # a GPU's, where there is one
 table = [row for row in table if row["device"] == device]
-names = list(dict.fromkeys(row["pipeline"] for row in table))
-rows = {name: measure.as_rows([row for row in table if row["pipeline"] == name]) for name in names}
-for name in names:
-    steps = next(row["steps"] for row in table if row["pipeline"] == name)
-    display(Markdown(f"### {name}, on {device}, {steps} steps\n\n{picture_report.markdown(rows[name])}"))
+rows = {}  # of each pipeline and recipe
+for name, recipe in dict.fromkeys((row["pipeline"], row["recipe"]) for row in table if row["recipe"] != "stock"):
+    own = [row for row in table if row["pipeline"] == name and row["recipe"] in ("stock", recipe)]
+    rows[name, recipe] = measure.as_rows(own)
+    title = f"### {name}, {recipe}, on {device}, {own[0]['steps']} steps"
+    display(Markdown(f"{title}\n\n{picture_report.markdown(rows[name, recipe])}"))
 
 
 # %%
 def comparison(metric: str, file: str) -> Image:
-    shown = [name for name in names if any(row.metric == metric for row in rows[name])]
+    shown = [key for key in rows if any(row.metric == metric for row in rows[key])]
     figure, axes = drawing.figure(1, len(shown), width=5.2 * len(shown), height=4.2)
-    for place, name in zip(axes[0], shown, strict=True):
-        picture_report.plot(place, rows[name], metric)
-        place.set_title(f"{name}, {rows[name][-1].images} pictures, {device}")
+    for place, key in zip(axes[0], shown, strict=True):
+        picture_report.plot(place, rows[key], metric)
+        place.set_title(f"{key[0]}, {key[1]}, {rows[key][-1].images} pictures", fontsize="medium")
     return Image(drawing.save(figure, FIGURES / file))
 
 

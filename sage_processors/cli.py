@@ -220,7 +220,7 @@ def bench_tables(
     readme: Annotated[Path, typer.Option(help="File with the results markers.")] = Path("README.md"),
     results: Annotated[Path, typer.Option(help="results.csv to read.")] = RESULTS,
 ) -> None:
-    """Rewrite README's result tables from results.csv."""
+    """Rewrite README's result tables, and RESULTS.md beside results.csv."""
     from .tables import update
 
     for path, option in ((readme, "--readme"), (results, "--results")):

@@ -1,7 +1,8 @@
-"""README's tables, made from kernels/benchmarks/results.csv: no number there is typed by hand."""
+"""Tables made from kernels/benchmarks/results.csv, a few for the README and all for RESULTS.md: none typed by hand."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -20,17 +21,30 @@ LANGUAGE = {  # metric of a language model's row: heading
 }
 
 
-def results_markdown(rows: Iterable[dict[str, str]]) -> str:
-    """Markdown of the newest row (the last in the file) of every case, GPU, provider, recipe and metric."""
+PAGE = "RESULTS.md"  # beside results.csv
+PAGE_HEADER = """# Results
+
+All of [results.csv](results.csv), the newest row of each kind, written by `sage-processors bench tables`. What the
+columns of pictures mean stands in the [README](../../README.md#measured).
+
+"""
+
+
+def results_markdown(rows: Iterable[dict[str, str]], *, summary: bool = False) -> str:
+    """Markdown of the newest row (the last in the file) of every case, GPU, provider, recipe and metric.
+
+    summary: what a reader of the README wants: one run of each pipeline, the default scaling, lengths worth INT8.
+    """
     rows = list(rows)
     quality = [row for row in rows if row["suite"] == "quality"]
+    pictures = [row for row in quality if row["metric"] not in LANGUAGE]
     return "\n\n".join(
         (
-            "### Picture quality\n\n" + _quality([row for row in quality if row["metric"] not in LANGUAGE]),
+            "### Picture quality\n\n" + (_quality_summary(pictures) if summary else _quality(pictures)),
             "### Language models\n\n" + _language([row for row in quality if row["metric"] in LANGUAGE]),
-            "### Attention forward\n\n" + _attention([r for r in rows if r["suite"] == "attention_fwd"]),
+            "### Attention forward\n\n" + _attention([r for r in rows if r["suite"] == "attention_fwd"], summary),
             "### Decoding over an INT8 cache\n\n" + _decoding([r for r in rows if r["suite"] == "decode"]),
-            "### Whole models\n\n" + _whole_models([r for r in rows if r["suite"] == "end_to_end"]),
+            "### Whole models\n\n" + _whole_models([r for r in rows if r["suite"] == "end_to_end"], summary),
         )
     )
 
@@ -45,14 +59,15 @@ def replace_section(text: str, markdown: str) -> str:
 
 
 def update(readme: str | Path, results: str | Path) -> bool:
-    """Rewrite the section of a README from a results.csv; True if that changed the file."""
+    """Rewrite the section of a README and the page beside a results.csv; True if that changed the README."""
     from sage_kernels.results import read_rows
 
-    readme = Path(readme)
+    readme, rows = Path(readme), read_rows(results)
     old = readme.read_text(encoding="utf-8")
-    new = replace_section(old, results_markdown(read_rows(results)))
+    new = replace_section(old, results_markdown(rows, summary=True))
     if new != old:
         readme.write_text(new, encoding="utf-8")
+    Path(results).with_name(PAGE).write_text(PAGE_HEADER + results_markdown(rows) + "\n", encoding="utf-8")
     return new != old
 
 
@@ -110,6 +125,44 @@ def _quality(rows: list[dict[str, str]]) -> str:
     return "\n\n".join(parts)
 
 
+SUMMARY_WAYS = ("dynamic", "timestep", "timestep_warm", "static", "sigma_ratio")
+
+
+def _quality_summary(rows: list[dict[str, str]]) -> str:
+    """A line a pipeline: PSNR of its run of the most pictures, and SQNR of attention; of a GPU, if there is one."""
+    rows = [row for row in rows if row["recipe"] == DEFAULT_RECIPE and ":" not in row["case"]]
+    rows = [row for row in rows if row["gpu"] != "cpu"] or rows
+
+    def best_runs(metric: str) -> dict[str, tuple[tuple[str, str], dict[str, str]]]:
+        """{pipeline: ((GPU, pictures), {way: mean})}"""
+        runs: dict[str, dict] = {}
+        for row in rows:
+            if row["metric"] == f"{metric}_mean":
+                pipeline, _, way = row["case"].partition("/")
+                run = runs.setdefault(pipeline, {}).setdefault((row["gpu"], row["batch"]), {})
+                run[way] = f"{float(row['median']):.{QUALITY[metric][2]}f}"
+        found = {}
+        for pipeline, by_run in runs.items():
+            complete = {key: ways for key, ways in by_run.items() if {"dynamic", "timestep"} <= ways.keys()}
+            if complete:
+                key = max(complete, key=lambda key: int(key[1]))
+                found[pipeline] = key, complete[key]
+        return found
+
+    psnr, sqnr = best_runs("psnr_db"), best_runs("attention_sqnr_db")
+    if not psnr:
+        return _quality([])
+    lines = []
+    for pipeline in sorted(psnr):
+        (gpu, pictures), ways = psnr[pipeline]
+        attention = sqnr.get(pipeline, (None, {}))[1]
+        cells = [*(ways.get(way, "–") for way in SUMMARY_WAYS), *(attention.get(w, "–") for w in SUMMARY_WAYS[:2])]
+        lines.append([pipeline, gpu, pictures, *cells])
+    header = ["pipeline", "on", "pictures", *SUMMARY_WAYS, *(f"attention: {way}" for way in SUMMARY_WAYS[:2])]
+    note = "PSNR, dB, mean over the pictures; last, SQNR of attention's output against exact attention, dB."
+    return f"{note}\n\n{_table(header, lines)}"
+
+
 def _language(rows: list[dict[str, str]]) -> str:
     if not rows:
         return "No rows yet: `sage-processors bench language --csv kernels/benchmarks/results.csv`."
@@ -122,11 +175,17 @@ def _language(rows: list[dict[str, str]]) -> str:
     return _table(["model", "case", "recipe", "on", *LANGUAGE.values()], lines)
 
 
-def _attention(rows: list[dict[str, str]]) -> str:
+# squares of these sizes; other shapes are those of models
+SUMMARY_SQUARES = re.compile(r"D(64|128)_N(4096|16384|65536)_(full|causal)$|(?!D\d)")
+
+
+def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
     """Two tables: speed, a line for each shape and GPU; and the largest error of each recipe and scaling."""
     from sage_kernels.results import is_crossover_row
 
     rows = [row for row in rows if row["metric"] == "throughput" and not is_crossover_row(row)]
+    if summary:  # the bare shape is the default, timestep scaling with a plan
+        rows = [row for row in rows if "/" not in row["case"] and SUMMARY_SQUARES.match(row["case"])]
     cells, errors, shapes = {}, {}, {}
     for (case, gpu, recipe), row in _newest(
         [row for row in rows if row["provider"] == "sage_kernels"], "case", "gpu", "recipe"
@@ -179,14 +238,19 @@ def _decoding(rows: list[dict[str, str]]) -> str:
     return _table(header, lines)
 
 
-def _whole_models(rows: list[dict[str, str]]) -> str:
+def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
+    """summary: of several ways to run a model with one recipe, the one that was timed last."""
     if not rows:
         return "No rows yet: `python kernels/benchmarks/bench_end_to_end.py` on a machine with a GPU."
     by_key = _newest(rows, "case", "gpu", "provider", "recipe", "metric")
+    timed = [row for row in rows if (row["provider"], row["metric"]) == ("sage_kernels", "time")]
+    last = {(row["case"].partition("/")[0], row["gpu"], row["recipe"]): row["case"] for row in timed}
     lines = []
     for case, gpu, _, recipe, metric in by_key:
         row = by_key.get((case, gpu, "sage_kernels", recipe, metric))
         if row is None or metric != "time":
+            continue
+        if summary and last[case.partition("/")[0], gpu, recipe] != case:
             continue
 
         def value(provider, metric="time", recipe="", case=case, gpu=gpu):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -57,6 +58,26 @@ def test_speed_shows_the_newest_row_of_every_case(plots):
     assert axes.get_xlabel().startswith("speed, ours / cuDNN")
 
 
+def test_lengths_are_lines_and_models_are_bars(plots):
+    rows = [
+        speed(f"D64_N{n}_full", ratio) | {"head_dim": "64", "seq_q": str(n)} for n, ratio in ((8192, 9), (512, 0.5))
+    ]
+    rows += [speed("D64_N8192_full", 1.3) | {"head_dim": "64", "seq_q": "8192"}]  # newer
+    models = [speed("flux", 1.1), speed("flux/per_block", 1.2), speed("other", 7, gpu="B")]
+    assert plots.draw_lengths(rows) is None
+    left, right = plots.draw_lengths([*rows, *models]).axes
+    (line, _) = left.lines  # the other one is where both are equally fast
+    assert line.get_xydata().tolist() == [[512, 0.5], [8192, 1.3]]
+    assert line.get_label() == "D=64, qk_int8_pv_bf16" and left.get_title() == "GPU"
+    assert widths(right) == [1.1] and [label.get_text() for label in right.get_yticklabels()] == ["flux"]
+
+
+def test_the_readme_shows_figures_that_are_there():
+    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert {Path(path).stem for path in shown} == {"speed_by_length", "quality_budget"}
+    assert all((ROOT / path).is_file() for path in shown)
+
+
 def test_speed_tells_recipes_apart(plots):
     fp8 = [{**speed(case, ratio), "recipe": "qk_int8_pv_fp8"} for case, ratio in (("A", 2.0), ("A/per_block", 3.0))]
     figure = plots.draw_speed([speed("A", 1.5), *fp8])
@@ -107,7 +128,7 @@ def test_the_projects_own_results_make_the_same_files_twice(plots, suffix, tmp_p
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         files = plots.write(results, tmp_path / name, suffix)
-        assert [file.stem for file in files] == ["speed_vs_cudnn", "psnr_per_scaling"]
+        assert [file.stem for file in files] == ["speed_by_length", "speed_vs_cudnn", "psnr_per_scaling"]
         contents.append([file.read_bytes() for file in files])
     assert contents[0] == contents[1]
     for file in files:
@@ -120,7 +141,7 @@ def test_the_projects_own_results_make_the_same_files_twice(plots, suffix, tmp_p
 
 
 def test_committed_figures_are_there():
-    for name in ("speed_vs_cudnn", "psnr_per_scaling"):
+    for name in ("speed_by_length", "speed_vs_cudnn", "psnr_per_scaling"):
         file = ROOT / "kernels" / "benchmarks" / "figures" / f"{name}.png"
         assert Image.open(file).width > 300 and file.stat().st_size < 100_000
 

@@ -6,7 +6,16 @@ import pytest
 
 from sage_kernels.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, read_rows
-from sage_processors.tables import BEGIN, END, LANGUAGE, replace_section, results_markdown, update
+from sage_processors.tables import (
+    BEGIN,
+    END,
+    LANGUAGE,
+    PAGE,
+    PAGE_HEADER,
+    replace_section,
+    results_markdown,
+    update,
+)
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -18,7 +27,30 @@ TIMED |= {"case": "D128_N8192_full", "metric": "throughput", "includes_quantizat
 def test_readme_is_what_results_csv_says():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     results = ROOT / "kernels" / "benchmarks" / "results.csv"
-    assert text == replace_section(text, results_markdown(read_rows(results))), "run `sage-processors bench tables`"
+    rows = read_rows(results)
+    assert text == replace_section(text, results_markdown(rows, summary=True)), "run `sage-processors bench tables`"
+    assert results.with_name(PAGE).read_text(encoding="utf-8") == f"{PAGE_HEADER}{results_markdown(rows)}\n"
+
+
+def test_the_summary_shows_the_largest_run_on_a_gpu_and_lengths_worth_int8(tmp_path):
+    path = tmp_path / "results.csv"
+    quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean"}
+    for gpu, pictures, values in (("H200", 8, (1.0, 2.0)), ("H200", 256, (51.0, 52.0)), ("cpu", 512, (61.0, 62.0))):
+        for way, value in zip(("dynamic", "timestep"), values, strict=True):
+            append_row(path, **quality | {"gpu": gpu, "batch": pictures}, case=f"tiny_sd/{way}", median=value)
+    append_row(path, **quality | {"gpu": "H200", "batch": 999}, case="tiny_sd/policy", median=3.0)  # another question
+    sqnr = {"metric": "attention_sqnr_db_mean", "gpu": "H200"}
+    for way, value in (("dynamic", 45.5), ("timestep", 44.25)):
+        append_row(path, **quality | sqnr, case=f"tiny_sd/{way}", median=value)
+    append_row(path, **quality | {"gpu": "H200"}, case="tiny_sd_Euler:20/timestep", median=4.0)
+    for case in ("D128_N4096_full", "D128_N512_full", "D128_N4096_full/per_block", "D40_N4096_full", "flux_1024"):
+        append_row(path, **TIMED | {"case": case}, median=650)
+    text = results_markdown(read_rows(path), summary=True)
+    assert "| tiny_sd | H200 | 256 | 51.00 | 52.00 | – | – | – | 45.50 | 44.25 |" in text and "Euler" not in text
+    assert text.count("| tiny_sd |") == 1
+    assert text.count("| D128_N4096_full | H200 |") == text.count("| flux_1024 | H200 |") == 1
+    assert not any(name in text for name in ("N512", "per_block", "D40"))
+    assert results_markdown(read_rows(path)).count("| tiny_sd |") == 5
 
 
 def test_quality_table_shows_the_newest_mean_and_worst(tmp_path):
@@ -129,16 +161,24 @@ def test_whole_models_sets_ours_beside_the_others(tmp_path):
     text = results_markdown(read_rows(path))
     assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 | 1.144 | 30.5 | 31 | 0.02 |" in text
     assert text.count("| flux_2048 |") == 1 and "bench_end_to_end.py" not in text
+    append_row(path, **timed | {"case": "flux_2048/min_tokens0"}, **ours, median=740, ratio_vs_cudnn=1.16)
+    rows = read_rows(path)
+    assert "| flux_2048 |" in results_markdown(rows) and "| flux_2048/min_tokens0 |" in results_markdown(rows)
+    summary = results_markdown(rows, summary=True)
+    assert "| flux_2048/min_tokens0 |" in summary and "| flux_2048 |" not in summary  # the newer one
 
 
 def test_update_rewrites_between_the_markers_only(tmp_path):
     readme, path = tmp_path / "README.md", tmp_path / "results.csv"
-    append_row(path, **QUALITY, case="tiny_sd/dynamic", metric="psnr_db_mean", median=61.0)
+    for way in ("dynamic", "timestep"):
+        ours = QUALITY | {"recipe": DEFAULT_RECIPE}
+        append_row(path, **ours, case=f"tiny_sd/{way}", metric="psnr_db_mean", median=61.0)
     readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
     assert update(readme, path) and not update(readme, path)
     text = readme.read_text(encoding="utf-8")
     assert text.startswith(f"before\n{BEGIN}\n### Picture quality") and text.endswith(f"\n{END}\nafter\n")
     assert "61.0" in text and "old" not in text
+    assert "61.0" in (tmp_path / PAGE).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("text", ["none", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}"])

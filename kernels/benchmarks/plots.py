@@ -10,6 +10,7 @@ same rows give the same file, byte for byte, with the same version of matplotlib
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ from sage_processors.metrics import Interval  # noqa: E402
 
 
 Rows = list[dict[str, str]]
+WIDTH = re.compile(r"D\d+_")
+SQUARE = re.compile(r"D(64|128)_N\d+_full")
 FEWEST_WAYS = 3  # that a panel of pictures compares
 
 
@@ -89,6 +92,46 @@ def draw_speed(rows: Rows):
     return figure
 
 
+def draw_lengths(rows: Rows):
+    """Ours / cuDNN over the number of tokens, a line for each width and recipe, and of the shapes of models.
+
+    Timestep scaling, on the GPU with the most rows. Returns a Figure or None.
+    """
+    rows = [row for row in speed_rows(rows) if "/" not in row["case"]]
+    gpus = [row["gpu"] for row in rows]
+    squares = [row for row in rows if SQUARE.fullmatch(row["case"])]
+    models = [row for row in rows if not WIDTH.match(row["case"])]
+    if not squares or not models:
+        return None
+    gpu = max(dict.fromkeys(gpus), key=gpus.count)
+    figure, axes = drawing.figure(1, 2, width=11, height=4)
+    lines: dict[str, dict[int, float]] = {}
+    for row in squares:
+        if row["gpu"] == gpu:
+            name = f"D={row['head_dim']}, {row['recipe']}"
+            lines.setdefault(name, {})[int(row["seq_q"])] = float(row["ratio_vs_cudnn"])
+    for index, (name, points) in enumerate(sorted(lines.items())):
+        tokens = sorted(points)
+        axes[0, 0].plot(tokens, [points[n] for n in tokens], label=name, **drawing.style_of(index))
+    axes[0, 0].set_xscale("log", base=2)
+    ticks = sorted({n for points in lines.values() for n in points})
+    axes[0, 0].set_xticks(ticks, [str(n) for n in ticks], rotation=30)
+    axes[0, 0].set(xlabel="tokens (self-attention, 64 heads in all)", ylabel="speed, ours / cuDNN 16 bit", title=gpu)
+    axes[0, 0].legend(fontsize=9)
+    axes[0, 0].axhline(1, color="#333333", lw=1, ls="--")
+    shown = [row for row in models if row["gpu"] == gpu and row["recipe"] == DEFAULT_RECIPE]
+    values = [float(row["ratio_vs_cudnn"]) for row in shown]
+    axes[0, 1].barh(range(len(shown)), values, color=drawing.COLORS[0])
+    for y, value in enumerate(values):
+        axes[0, 1].annotate(f"{value:.2f}", (value, y), xytext=(3, 0), textcoords="offset points", va="center", size=9)
+    axes[0, 1].set_yticks(range(len(shown)), [row["case"] for row in shown])
+    axes[0, 1].invert_yaxis()
+    axes[0, 1].axvline(1, color="#333333", lw=1, ls="--")
+    axes[0, 1].grid(axis="y", visible=False)
+    axes[0, 1].set(xlabel="speed, ours / cuDNN 16 bit", title=f"attention of models, {DEFAULT_RECIPE}")
+    return figure
+
+
 def draw_pictures(rows: Rows):
     """Bars of the median PSNR with its 20th and 80th percentile, one panel per pipeline and GPU. Figure or None."""
     panels = picture_panels(rows)
@@ -116,7 +159,7 @@ def _scaling(row: dict[str, str]) -> str:
     return scaling if row["recipe"] == DEFAULT_RECIPE else f"{scaling}, {row['recipe']}"
 
 
-FIGURES = {"speed_vs_cudnn": draw_speed, "psnr_per_scaling": draw_pictures}
+FIGURES = {"speed_by_length": draw_lengths, "speed_vs_cudnn": draw_speed, "psnr_per_scaling": draw_pictures}
 
 
 def write(results: Path, out: Path, suffix: str) -> list[Path]:
