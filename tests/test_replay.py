@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels import attention, sage_attention
+from sage_kernels import append_kv, decode, made_again, sage_attention, sage_decode_attention
 from sage_kernels.state import new_head_state
 
 
@@ -119,6 +119,134 @@ def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
     assert done.stdout == "all made again alike\n", done.stderr[-3000:]
 
 
+DECODE_SCRIPT = """
+import torch
+from recording_driver import install
+
+handed = install(device=None, stream=7)
+from sage_kernels import decode
+from sage_kernels._triton import append_kv, attention_decode, launch as launching
+
+attention_decode.decode_capability = lambda device: 90
+attention_decode.programs_at_once = lambda device, tile: 528
+
+def cache(room, tokens):
+    codes = [torch.zeros(2, 2, room, 64, dtype=torch.int8)[:, :, :tokens] for _ in "kv"]
+    scales = [torch.ones(2, 2, room, dtype=torch.bfloat16)[:, :, :tokens] for _ in "kv"]
+    return codes[0], scales[0], codes[1], scales[1]
+
+def named(given, results):
+    # as above
+    names = {x.data_ptr(): f"given {i}" for i, x in enumerate(given)}
+    names |= {x.data_ptr(): f"result {i}" for i, x in enumerate([results] if torch.is_tensor(results) else results)}
+    launches = []
+    for hash, grid, head, values in handed:
+        line = []
+        for x in values:
+            if type(x) is int and (x in names or x > 2**40):
+                x = names.setdefault(x, f"buffer {len(names)}")
+            line.append(x)
+        launches.append((hash, grid, head, line))
+    handed.clear()
+    return launches
+
+KINDS = {
+    "plain": {},
+    "few keys, one part": dict(room=100, tokens=(70, 71)),
+    "window, lse": dict(window=900, causal=True, return_lse=True),
+    "lengths, ring, sinks": dict(lengths=torch.tensor([3, 4]), ring=True, sinks=torch.zeros(8)),
+    "no mean": dict(mean=None),
+}
+for name, kind in KINDS.items():
+    usual = {"window": None, "causal": False, "return_lse": False, "lengths": None, "ring": False, "sinks": None}
+    usual |= {"room": 5100, "tokens": (5000, 5001), "mean": torch.zeros(2, 2, 64)}
+    kind = usual | kind
+    room, mean = kind["room"], kind["mean"]
+    keys = []
+    for tokens in kind["tokens"]:
+        q = torch.randn(2, 1, 8, 64, dtype=torch.bfloat16)
+        whole = (*cache(room, tokens), mean)
+        options = tuple(kind[x] for x in ("ring", "causal", "window")) + (0.0, None, kind["return_lse"])
+        key, given, numbers = decode._attend_key(q, whole, kind["lengths"], kind["sinks"], options)
+        keys.append(key)
+        from sage_kernels.masking import Masking
+        from sage_kernels.reference_decode import decode_band
+
+        def call():
+            masking = Masking(None, *decode_band(kind["causal"], kind["window"]), softcap=0.0, sinks=kind["sinks"])
+            out, lse = attention_decode.launch_decode_attention(
+                q, *whole, kind["lengths"], ring=kind["ring"], masking=masking, scale=0.1,
+                return_lse=kind["return_lse"],
+            )
+            return out if lse is None else (out, lse)
+
+        if len(keys) == 1:
+            results, again = launching.record(call, given, numbers)
+            assert again is not None, name
+            named(given, results)
+    made = again(given, numbers)
+    replayed = named(given, made)
+    fresh = call()
+    assert replayed == named(given, fresh) and len(replayed) == (1 if room == 100 else 2), (name, replayed)
+    assert keys[0] == keys[1], name  # a token more is made again
+    # what is not handed over as the number that the recorded call names
+    assert launching.record(call, given, {"capacity": 1})[1] is None
+    handed.clear()
+
+k, v = (torch.randn(2, 2, 1, 64) for _ in "kv")
+tensors = (k, v, torch.zeros(2, 2, 64), *cache(100, 100))
+keys = []
+for start in (7, 8):
+    key, given, numbers = decode._append_key(tensors, start, False)
+    keys.append(key)
+    call = lambda: append_kv.launch_append_kv(*tensors, position=None, start=start, ring=False)
+    if start == 7:
+        results, again = launching.record(call, given, numbers)
+        assert results is None and again is not None
+        named(given, ())
+made = again(given, numbers)
+assert made == ()
+replayed = named(given, ())
+call()
+assert replayed == named(given, ()) and len(replayed) == 1 and keys[0] == keys[1]
+assert decode._append_key(tensors, 100, False)[0] is None and decode._append_key(tensors, 100, True)[0] is not None
+print("all made again alike")
+"""
+
+
+def test_a_decoding_step_made_again_launches_what_a_new_one_would(tmp_path):
+    done = run(DECODE_SCRIPT, tmp_path)
+    assert done.stdout == "all made again alike\n", done.stderr[-3000:]
+
+
+def test_the_key_of_a_decoding_step_holds_all_that_decides_it():
+    usual = (False, True, None, 0.0, None, False)  # ring, causal, window, softcap, scale, return_lse
+
+    def key(q=(1, 1, 8, 64), cache=(1, 2, 900, 64), options=usual, scale=None, **changed):
+        codes = [torch.zeros(cache, dtype=torch.int8) for _ in "kv"]
+        scales = [torch.ones(scale or cache[:3], dtype=torch.bfloat16) for _ in "kv"]
+        tensors = {"k_codes": codes[0], "k_scale": scales[0], "v_codes": codes[1], "v_scale": scales[1]}
+        tensors |= {"k_mean": torch.zeros(1, 2, 64), "lengths": None, "sinks": None, "q": torch.zeros(q)} | changed
+        names = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean")
+        held = tuple(tensors[name] for name in names)
+        return decode._attend_key(tensors["q"], held, tensors["lengths"], tensors["sinks"], options)[0]
+
+    base = key()
+    assert base is not None and base == key()
+    others = [
+        key(q=(1, 2, 8, 64)), key(q=(1, 1, 4, 64)), key(cache=(1, 1, 900, 64)), key(cache=(1, 2, 9000, 64)),
+        key(scale=(1, 2, 899)), key(k_mean=None), key(k_mean=torch.zeros(1, 2, 32)), key(lengths=torch.tensor(3)),
+        key(lengths=torch.tensor([3])), key(lengths=torch.tensor(3.0)), key(sinks=torch.zeros(8)),
+        key(q=(1, 1, 8, 64), k_scale=torch.ones(1, 2, 900)), key(v_codes=torch.zeros(1, 2, 64, 900).mT),
+        *(key(options=(*usual[:i], x, *usual[i + 1 :])) for i, x in (
+            (0, True), (0, 0), (1, False), (2, 64), (3, 5.0), (3, 0), (4, 0.5), (5, True),
+        )),
+    ]  # fmt: skip
+    assert len({base, *others}) == len(others) + 1 and None not in others
+    refused = [key(options=(False, True, "64", 0.0, None, False)), key(cache=(1, 2, 0, 64)), key(k_codes=None)]
+    assert refused == [None] * 3
+
+
 def inputs(seed):
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (2, 384, 4, 64)
@@ -136,16 +264,16 @@ def as_tuple(results):
 @pytest.mark.parametrize("recipe", sorted(sage_kernels.RECIPES))
 @pytest.mark.parametrize("planned", [False, True])
 def test_calls_made_again_give_the_same_bits(options, recipe, planned):
-    attention._made.clear()
+    made_again.made.clear()
     states = [new_head_state(4, 64, "cuda") if planned else None for _ in range(4)]
     new = []
     for seed in (0, 1):
-        attention._made.clear()
+        made_again.made.clear()
         new.append(sage_attention(*inputs(seed), recipe=recipe, state=states[seed], **options))
-    assert len(attention._made) == 1
-    again = next(iter(attention._made.values()))
+    assert len(made_again.made) == 1
+    again = next(iter(made_again.made.values()))
     calls = []
-    attention._made[next(iter(attention._made))] = lambda given: calls.append(1) or again(given)
+    made_again.made[next(iter(made_again.made))] = lambda *arguments: calls.append(1) or again(*arguments)
     for seed in (0, 1):
         poison = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(3)]  # what buffers then hold
         del poison
@@ -160,12 +288,12 @@ def test_calls_made_again_give_the_same_bits(options, recipe, planned):
 
 @pytest.mark.gpu
 def test_a_known_call_still_meets_its_checks():
-    attention._made.clear()
+    made_again.made.clear()
     q, k, v = inputs(0)
     state = new_head_state(4, 64, "cuda")
     out = sage_attention(q, k, v, state=state)
     sage_attention(q, k, v, state=state)
-    assert len(attention._made) == 1
+    assert len(made_again.made) == 1
     with pytest.raises(NotImplementedError):
         sage_attention(q.requires_grad_(), k, v, state=state)
     q.requires_grad_(False)
@@ -182,7 +310,7 @@ def test_a_known_call_still_meets_its_checks():
 
 @pytest.mark.gpu
 def test_a_call_made_again_is_captured_and_runs_on_the_current_stream():
-    attention._made.clear()
+    made_again.made.clear()
     q, k, v = inputs(0)
     other = inputs(1)
     wanted = sage_attention(*other)
@@ -202,3 +330,42 @@ def test_a_call_made_again_is_captured_and_runs_on_the_current_stream():
     q.copy_(other[0]), k.copy_(other[1]), v.copy_(other[2])
     graph.replay()
     assert torch.equal(out, wanted)
+
+
+@pytest.mark.gpu
+def test_a_growing_cache_is_decoded_again_with_the_same_bits():
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    room, steps = 700, 6
+    codes = [torch.zeros(2, 2, room, 64, dtype=torch.int8, device="cuda") for _ in range(4)]
+    scales = [torch.zeros(2, 2, room, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+    mean = torch.zeros(2, 2, 64, device="cuda")
+    new = [(draw(2, 2, 1, 64), draw(2, 2, 1, 64), draw(2, 1, 8, 64)) for _ in range(steps)]
+    first = draw(2, 2, 600, 64), draw(2, 2, 600, 64)
+
+    def decode_all(buffers, forget):
+        outs = []
+        append_kv(*first, mean, *buffers, position=0)
+        for step, (k, v, q) in enumerate(new):
+            if forget:
+                made_again.made.clear()
+            append_kv(k, v, mean, *buffers, position=600 + step)
+            held = [x[:, :, : 601 + step] for x in buffers]
+            outs.append(sage_decode_attention(q, *held, mean, causal=True, return_lse=True))
+        return outs
+
+    one, two = ((codes[i], scales[i], codes[i + 1], scales[i + 1]) for i in (0, 2))
+    fresh = decode_all(one, forget=True)
+    made_again.made.clear()
+    again = decode_all(two, forget=False)
+    kinds = sorted(key[0] for key in made_again.made)
+    assert kinds == ["append", "append", "decode"]  # the prompt, one token, and all steps of attention
+    assert all(torch.equal(a, b) for pair in zip(fresh, again, strict=True) for a, b in zip(*pair, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    with pytest.raises(ValueError):
+        append_kv(*new[0][:2], mean, *two, position=room)
+    with pytest.raises(ValueError):
+        sage_decode_attention(new[0][2][:1], *two, mean, causal=True)

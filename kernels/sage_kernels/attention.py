@@ -6,6 +6,7 @@ import torch
 
 from . import reference
 from .checks import check_attention_inputs, check_masking, check_options, check_state
+from .made_again import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
 from .masking import make_masking
 from .recipe import DEFAULT_RECIPE
 from .state import HeadState
@@ -97,8 +98,8 @@ def sage_attention(
     if state is not None:
         check_state(state, q.shape, k.shape[2], q.device)
     if key is not None:
-        return _run_and_record(key, *arguments, state=state, return_lse=return_lse)
-    if _is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
+        return _run_and_remember(key, *arguments, state=state, return_lse=return_lse)
+    if is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
         return _run(*arguments, state=state, return_lse=return_lse)
     ops = torch.ops.sage_kernels
     if state is None:
@@ -106,66 +107,33 @@ def sage_attention(
     return (ops.attention_planned_lse if return_lse else ops.attention_planned)(*arguments, *state)
 
 
-_TENSOR = (torch.Tensor, torch.nn.Parameter)
-_PLAIN = (*_TENSOR, type(None))
-
-
-def _is_plain_call(*tensors) -> bool:
-    """Whether the dispatcher would only hand this call on to `_run`, which saves it a third of the time on the host.
-
-    It is needed where someone looks on (compiler, tracer, profiler, a mode) or the tensors are not what they seem
-    (subclasses such as FakeTensor, torch.func transforms).
-    """
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not torch.autograd._profiler_enabled()
-        and all(type(x) in _PLAIN for x in tensors)
-    )
-
-
-_MADE_LIMIT = 4096  # kinds of calls that are remembered
-_made = {}  # key → Replay
-
-
 def _make_again(q, k, v, state, options):
     """What decides how the host makes a call and whether it is valid; and its results, if such a call was made before.
 
     Reads all that the checks read, so that call need not be checked. Results are None where it has to be made anew;
-    both are None without a GPU, and where someone looks on (`_is_plain_call`).
+    both are None without a GPU, and where someone looks on (`is_plain_call`).
     """
-    if type(q) not in _TENSOR or type(k) not in _TENSOR or type(v) not in _TENSOR or not q.is_cuda:
+    if type(q) not in TENSOR or type(k) not in TENSOR or type(v) not in TENSOR or not q.is_cuda:
         return None, None
     if state is not None and type(state) is not HeadState:
         return None, None
     tensors = (q, k, v) if state is None else (q, k, v, *state)
-    if not _is_plain_call(*tensors):
+    if not is_plain_call(*tensors):
         return None, None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None, None
     # 1, 1.0 and True are one key of a dictionary
-    key = (options, *map(type, options), *((x.dtype, x.device, x.shape, x.stride()) for x in tensors))
+    key = (options, *map(type, options), *map(layout_of, tensors))
     try:
-        again = _made.get(key)
+        return key, make_again(key, tensors)
     except TypeError:  # an option that can't be part of a key
         return None, None
-    return key, None if again is None else again(tensors)
 
 
-def _run_and_record(key, q, k, v, *arguments, state, **options):
-    """`_run`, leaving in `_made` how such a call is made again, if it can be."""
-    from ._triton.launch import record
-
+def _run_and_remember(key, q, k, v, *arguments, state, **options):
+    """`_run`, the next time like it is made again."""
     given = (q, k, v, *(state or ()))
-    results, again = record(lambda: _run(q, k, v, *arguments, state=state, **options), given)
-    if again is not None:
-        if len(_made) >= _MADE_LIMIT:
-            _made.clear()
-        _made[key] = again
-    return results
+    return make_and_remember(key, lambda: _run(q, k, v, *arguments, state=state, **options), given)
 
 
 def _run(q, *arguments, **options):
@@ -211,7 +179,7 @@ def _implementation(planned: bool, return_lse: bool):
             if result is not None:
                 return result
             if key is not None:
-                return _run_and_record(key, *arguments[:_INPUTS], state=state, return_lse=return_lse)
+                return _run_and_remember(key, *arguments[:_INPUTS], state=state, return_lse=return_lse)
         return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse)
 
     return run

@@ -6,6 +6,7 @@ import torch
 
 from . import reference_decode
 from .checks_decode import check_append, check_decode_inputs, check_decode_options
+from .made_again import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
 from .masking import Masking, canonical_mask
 
 
@@ -49,12 +50,19 @@ def append_kv(
             position is an int, and is not written where it is a tensor (attention then returns NaN).
     Raises: TypeError, ValueError, NotImplementedError before anything is written; see checks_decode.py.
     """
-    check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, ring)
+    tensors = (k, v, k_mean, k_codes, k_scale, v_codes, v_scale)
+    key = None
+    if not torch.compiler.is_compiling():
+        key, given, numbers, result = _append_again(tensors, position, ring)
+        if result is not None:
+            return
+    check_append(*tensors, position, ring)
     on_device = isinstance(position, torch.Tensor)
-    torch.ops.sage_kernels.append_kv(
-        k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position if on_device else None,
-        0 if on_device else position, ring,
-    )  # fmt: skip
+    arguments = (*tensors, position if on_device else None, 0 if on_device else position, ring)
+    if key is None:
+        torch.ops.sage_kernels.append_kv(*arguments)
+    else:
+        make_and_remember(key, lambda: _append(*arguments), given, numbers)
 
 
 def sage_decode_attention(
@@ -98,14 +106,95 @@ def sage_decode_attention(
         that see it.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks_decode.py.
     """
-    check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths)
+    cache = (k_codes, k_scale, v_codes, v_scale, k_mean)
+    key = None
+    if attn_mask is None and not torch.compiler.is_compiling():
+        options = (ring, causal, window, softcap, scale, return_lse)
+        key, given, numbers, result = _attend_again(q, cache, lengths, sinks, options)
+        if result is not None:
+            return result
+    check_decode_inputs(q, *cache, lengths)
     check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, scale)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    arguments = (q, *cache, lengths, attn_mask, sinks, ring, bool(causal), window, float(softcap), scale)
+    if key is not None:
+        return make_and_remember(key, lambda: _implementation(return_lse)(*arguments), given, numbers)
     ops = torch.ops.sage_kernels
-    return (ops.decode_attention_lse if return_lse else ops.decode_attention)(
-        q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, bool(causal), window,
-        float(softcap), scale,
-    )  # fmt: skip
+    return (ops.decode_attention_lse if return_lse else ops.decode_attention)(*arguments)
+
+
+_ANEW = (None, None, None, None)
+_NONE = type(None)
+
+
+def _attend_again(q, cache, lengths, sinks, options):
+    """(key, tensors, numbers, results) of `sage_decode_attention` without a mask, as attention._make_again has them.
+
+    All are None without a GPU, where someone looks on, and for arguments that the checks will refuse.
+    """
+    if type(q) not in TENSOR or not q.is_cuda or not is_plain_call(q, *cache, lengths, sinks):
+        return _ANEW
+    if torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad)):
+        return _ANEW
+    return _found(*_attend_key(q, cache, lengths, sinks, options))
+
+
+def _attend_key(q, cache, lengths, sinks, options):
+    """What decides how the host makes a call; the tensors; the numbers that are no part of that.
+
+    A growing cache holds a token more in every call. The key has what follows from it, not the number itself.
+    """
+    k_codes, window = cache[0], options[2]
+    if any(x is None for x in cache[:4]) or q.dim() != 4 or k_codes.dim() != 4 or 0 in q.shape or 0 in k_codes.shape:
+        return _ANEW[:3]
+    if type(window) not in (int, _NONE):
+        return _ANEW[:3]
+    from ._triton.attention_decode import cut_decode
+
+    tokens = k_codes.shape[2]
+    left, _ = reference_decode.decode_band(True, window)
+    cut = cut_decode(q.shape, k_codes.shape[1], tokens, left, q.device)
+    key = ["decode", options, *map(type, options), cut, layout_of(q)]
+    for x in cache[:4]:
+        shape = x.shape
+        key.append((x.dtype, x.device, shape[:2], shape[2:3] == (tokens,), shape[3:], x.stride()))
+    key += [None if x is None else layout_of(x) for x in (cache[4], lengths, sinks)]
+    return tuple(key), [x for x in (q, *cache, lengths, sinks) if x is not None], {"capacity": tokens}
+
+
+def _append_again(tensors, position, ring):
+    """As _attend_again, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale."""
+    k, v = tensors[:2]
+    if isinstance(position, torch.Tensor):
+        tensors += (position,)
+    if type(k) not in TENSOR or not k.is_cuda or not is_plain_call(*tensors):
+        return _ANEW
+    if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
+        return _ANEW
+    return _found(*_append_key(tensors, position, ring))
+
+
+def _append_key(tensors, position, ring):
+    """As _attend_key: where the host knows the position, that is no part of the key; that it fits is seen to."""
+    k, v, _, k_codes, *scales = tensors[:7]
+    if any(x is None for x in (v, k_codes, *scales)) or k.dim() != 4 or k_codes.dim() != 4 or 0 in k.shape:
+        return _ANEW[:3]
+    start = 0
+    if not isinstance(position, torch.Tensor):
+        start = position
+        if type(start) is not int or start < 0 or not (ring is True or start + k.shape[2] <= k_codes.shape[2]):
+            return _ANEW[:3]
+    key = ("append", ring, type(ring), len(tensors), *(None if x is None else layout_of(x) for x in tensors))
+    return key, [x for x in tensors if x is not None], {"start": start}
+
+
+def _found(key, given, numbers):
+    if key is None:
+        return _ANEW
+    try:
+        return key, given, numbers, make_again(key, given, numbers)
+    except TypeError:  # an option that can't be part of a key
+        return _ANEW
 
 
 def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, causal, window, softcap,

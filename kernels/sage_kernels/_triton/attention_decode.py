@@ -16,7 +16,7 @@ import triton.language as tl
 from ..masking import UNLIMITED, Masking
 from ..numerics import LOG2_E
 from .decode_tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
-from .launch import launch
+from .launch import buffer, launch
 from .mask_tiles import as_loadable, broadcast_strides, load_bias
 from .primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int
 from .tiles import head_width
@@ -325,6 +325,20 @@ def _words(codes: torch.Tensor) -> torch.Tensor:
     return codes.view(torch.int16)
 
 
+def cut_decode(q_shape, kv_heads: int, capacity: int, left: int, device, tile: DecodeTile | None = None):
+    """How a call is cut: (tile, tiles of rows, parts of the keys).
+
+    Args: q_shape: [B, S_q, H, D]. capacity: tokens of the cache. left: of the Masking. tile: overrides the choice.
+    """
+    batch, seq_q, heads, head_dim = q_shape
+    rows = seq_q * (heads // kv_heads)
+    tile = tile or decode_tile(head_dim, rows, batch * kv_heads * capacity, decode_capability(device))
+    row_tiles = -(-rows // tile.block_m)  # triton.cdiv takes two microseconds on the host
+    reach = capacity if left == UNLIMITED else min(capacity, left + seq_q + tile.block_n)
+    programs = batch * kv_heads * row_tiles
+    return tile, row_tiles, choose_splits(programs, -(-reach // tile.block_n), programs_at_once(device, tile))
+
+
 def launch_decode_attention(
     q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, *, ring: bool, masking: Masking, scale: float,
     return_lse: bool, splits: int | None = None, tile: DecodeTile | None = None,
@@ -350,20 +364,15 @@ def launch_decode_attention(
     q, k_codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k_codes))
     v_words = _words(v_codes)
     group = heads // kv_heads
-    tile = tile or decode_tile(head_dim, seq_q * group, batch * kv_heads * capacity, decode_capability(q.device))
-    row_tiles = triton.cdiv(seq_q * group, tile.block_m)
-    if splits is None:
-        reach = capacity if masking.left == UNLIMITED else min(capacity, masking.left + seq_q + tile.block_n)
-        splits = choose_splits(
-            batch * kv_heads * row_tiles, triton.cdiv(reach, tile.block_n), programs_at_once(q.device, tile)
-        )
+    tile, row_tiles, chosen = cut_decode(q.shape, kv_heads, capacity, masking.left, q.device, tile)
+    splits = splits or chosen
     all_rows = batch * seq_q * heads
-    out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device) if return_lse else None
+    out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device, returned=True)
+    lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
     target, target_lse = out, lse
     if splits > 1:
-        target = torch.empty(splits, all_rows, head_dim, dtype=torch.float32, device=q.device)
-        target_lse = torch.empty(splits, all_rows, dtype=torch.float32, device=q.device)
+        target = buffer(splits, all_rows, head_dim, device=q.device)
+        target_lse = buffer(splits, all_rows, device=q.device)
     mask, kind = masking.mask, "none"
     if mask is not None:
         kind = "keys" if masking.by_key else "rows"

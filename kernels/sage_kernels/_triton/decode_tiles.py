@@ -28,6 +28,7 @@ MIN_TILES = 4  # key tiles that are worth a split of their own
 MAX_SPLITS = 256
 
 
+@functools.lru_cache(maxsize=4096)
 def decode_tile(head_dim: int, rows: int, tokens: int = 0, capability: int = 0) -> DecodeTile:
     """The tile of a call with `rows` rows (queries · heads of a group) per key/value head.
 

@@ -120,12 +120,15 @@ class _Tape:
         self.launches, self.scratch, self.returned, self.complete = [], [], [], True
 
 
-def record(call, given):
+def record(call, given, numbers=None):
     """Make a call, and find out whether it can be made again with other tensors.
 
     Args:
-        call: a function of no arguments that returns a tensor, or a tuple of them, from `buffer`.
+        call: a function of no arguments that returns a tensor, or a tuple of them, from `buffer`; None if it returns
+            none.
         given: the tensors that it reads and writes besides.
+        numbers: {name of a kernel's parameter: the integer that is handed over for it}, of those that may be others
+            when the call is made again: no kernel is compiled for them, and no grid or buffer hangs on them.
     Returns: what `call` returns, and a Replay or None. None where a launch was not usual (see `launch`) or was handed
         a tensor that is neither given nor from `buffer`: something other than launches was computed.
     """
@@ -135,7 +138,7 @@ def record(call, given):
     finally:
         _recording.tape = None
     single = isinstance(results, torch.Tensor)
-    expected = [results] if single else list(results)
+    expected = [results] if single else list(results or ())
     if not tape.complete or not tape.launches or len(tape.returned) != len(expected):
         return results, None
     if any(a is not b for a, b in zip(tape.returned, expected, strict=True)):
@@ -145,7 +148,7 @@ def record(call, given):
     if len(slots) != len(tensors):  # which of two is meant where their address is used?
         return results, None
     try:
-        return results, Replay(tape, slots, len(given), single)
+        return results, Replay(tape, slots, given, single, numbers or {})
     except KeyError:
         return results, None
 
@@ -183,9 +186,10 @@ class Replay:
     Like the recorded call, another must have its shapes, strides, types and options: the caller looks that up.
     """
 
-    def __init__(self, tape: _Tape, slots: dict[int, int], given: int, single: bool):
-        """KeyError where a launch was handed a tensor without a slot. slots: address → number."""
-        self.device = tape.returned[0].device
+    def __init__(self, tape: _Tape, slots: dict[int, int], given, single: bool, numbers: dict[str, int]):
+        """KeyError where a launch was handed a tensor without a slot, or a kernel is compiled for one of the numbers.
+        slots: address → number."""
+        self.device = given[0].device
         self.single = single
         self.returned = [(x.shape, x.dtype) for x in tape.returned]
         self.offsets, self.scratch_bytes = [], 0
@@ -196,8 +200,15 @@ class Replay:
         aligned = set()
         self.launches = []
         for kernel, compiled, programs, arguments, rest in tape.launches:
-            values, places, described = [*arguments], [], []
-            for i, (x, (_, is_aligned)) in enumerate(zip(arguments, _specialization(kernel), strict=False)):
+            values, places, described, named = [*arguments], [], [], []
+            for i, (x, (is_specialized, is_aligned)) in enumerate(
+                zip(arguments, _specialization(kernel), strict=False)
+            ):
+                name = kernel.arg_names[i]
+                if name in numbers:
+                    if is_specialized or x != numbers[name]:
+                        raise KeyError(name)
+                    named.append((i, name))
                 if type(x) in (int, float):
                     continue
                 tensor = x if isinstance(x, torch.Tensor) else x.base
@@ -209,12 +220,12 @@ class Replay:
                 else:
                     described.append((i, _Described({**vars(x), "base": None}), slot))
                 values[i] = None
-            self.launches.append((compiled, programs, values, rest, places, described))
-        self.aligned = [slot for slot in aligned if slot < given]  # what is allocated here always is
+            self.launches.append((compiled, programs, values, rest, places, described, named))
+        self.aligned = [slot for slot in aligned if slot < len(given)]  # what is allocated here always is
 
-    def __call__(self, given):
-        """The results for other tensors; None if these must be launched by Triton: unaligned, another current device,
-        or a profiler's hooks."""
+    def __call__(self, given, numbers=None):
+        """The results for other tensors and numbers; None if these must be launched by Triton: unaligned, another
+        current device, or a profiler's hooks. A call that returns nothing: ()."""
         active = triton.runtime.driver.active
         device = active.get_current_device()
         if device != self.device.index or _someone_looks_on():
@@ -224,15 +235,18 @@ class Replay:
             if addresses[slot] & 15:
                 return None
         stream = active.get_current_stream(device)
-        scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
-        start = scratch.data_ptr()
-        addresses += [start + offset for offset in self.offsets]
+        if self.offsets:
+            scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
+            start = scratch.data_ptr()
+            addresses += [start + offset for offset in self.offsets]
         results = []
         for shape, dtype in self.returned:
             results.append(torch.empty(shape, dtype=dtype, device=self.device))
             addresses.append(results[-1].data_ptr())
-        for compiled, programs, values, rest, places, described in self.launches:
+        for compiled, programs, values, rest, places, described, named in self.launches:
             values = values.copy()
+            for i, name in named:
+                values[i] = numbers[name]
             for i, slot in places:
                 values[i] = addresses[slot]
             for i, descriptor, slot in described:

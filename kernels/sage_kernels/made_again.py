@@ -1,0 +1,52 @@
+"""Calls of an op that were made before: found by all that decides how the host makes them, then only launched."""
+
+from __future__ import annotations
+
+import torch
+
+
+TENSOR = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = (*TENSOR, type(None))
+_LIMIT = 4096  # kinds of calls that are remembered
+made = {}  # key → Replay
+
+
+def is_plain_call(*tensors) -> bool:
+    """Whether the dispatcher would only hand this call on to its implementation: saves the host a third of the time.
+
+    It is needed where someone looks on (compiler, tracer, profiler, a mode) or the tensors are not what they seem
+    (subclasses such as FakeTensor, torch.func transforms).
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+        and not torch.autograd._profiler_enabled()
+        and all(type(x) in _PLAIN for x in tensors)
+    )
+
+
+def layout_of(x: torch.Tensor) -> tuple:
+    """What a launch knows of a tensor but its address."""
+    return x.dtype, x.device, x.shape, x.stride()
+
+
+def make_again(key: tuple, given, numbers=None):
+    """The results of a call whose like was made before, of other tensors and numbers; None where it has to be made
+    anew. TypeError for an option that can't be part of a key."""
+    again = made.get(key)
+    return None if again is None else again(given, numbers)
+
+
+def make_and_remember(key: tuple, call, given, numbers=None):
+    """What `call` returns; how such a call is made again is remembered, if it can be. Arguments of `launch.record`."""
+    from ._triton.launch import record
+
+    results, again = record(call, given, numbers)
+    if again is not None:
+        if len(made) >= _LIMIT:
+            made.clear()
+        made[key] = again
+    return results
