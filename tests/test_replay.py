@@ -222,9 +222,10 @@ def test_a_decoding_step_made_again_launches_what_a_new_one_would(tmp_path):
 def test_the_key_of_a_decoding_step_holds_all_that_decides_it():
     usual = (False, True, None, 0.0, None, False)  # ring, causal, window, softcap, scale, return_lse
 
-    def key(q=(1, 1, 8, 64), cache=(1, 2, 900, 64), options=usual, scale=None, **changed):
-        codes = [torch.zeros(cache, dtype=torch.int8) for _ in "kv"]
-        scales = [torch.ones(scale or cache[:3], dtype=torch.bfloat16) for _ in "kv"]
+    def key(q=(1, 1, 8, 64), heads=2, tokens=900, scales=None, options=usual, **changed):
+        # views of buffers with room for more: their strides don't tell how many tokens there are
+        codes = [torch.zeros(1, heads, 10_000, 64, dtype=torch.int8)[:, :, :tokens] for _ in "kv"]
+        scales = [torch.ones(1, heads, 10_000, dtype=torch.bfloat16)[:, :, : scales or tokens] for _ in "kv"]
         tensors = {"k_codes": codes[0], "k_scale": scales[0], "v_codes": codes[1], "v_scale": scales[1]}
         tensors |= {"k_mean": torch.zeros(1, 2, 64), "lengths": None, "sinks": None, "q": torch.zeros(q)} | changed
         names = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean")
@@ -232,18 +233,20 @@ def test_the_key_of_a_decoding_step_holds_all_that_decides_it():
         return decode._attend_key(tensors["q"], held, tensors["lengths"], tensors["sinks"], options)[0]
 
     base = key()
-    assert base is not None and base == key()
+    assert base is not None and base == key(tokens=901)
     others = [
-        key(q=(1, 2, 8, 64)), key(q=(1, 1, 4, 64)), key(cache=(1, 1, 900, 64)), key(cache=(1, 2, 9000, 64)),
-        key(scale=(1, 2, 899)), key(k_mean=None), key(k_mean=torch.zeros(1, 2, 32)), key(lengths=torch.tensor(3)),
+        key(q=(1, 2, 8, 64)), key(q=(1, 1, 4, 64)), key(heads=1), key(tokens=9000),
+        key(scales=899), key(k_mean=None), key(k_mean=torch.zeros(1, 2, 32)), key(lengths=torch.tensor(3)),
         key(lengths=torch.tensor([3])), key(lengths=torch.tensor(3.0)), key(sinks=torch.zeros(8)),
-        key(q=(1, 1, 8, 64), k_scale=torch.ones(1, 2, 900)), key(v_codes=torch.zeros(1, 2, 64, 900).mT),
+        key(k_scale=torch.ones(1, 2, 10_000)[:, :, :900]),
+        key(v_codes=torch.zeros(1, 2, 10_000, 64, dtype=torch.int8)[:, :1, :900]),
+        key(v_codes=torch.zeros(1, 2, 64, 900, dtype=torch.int8).mT),
         *(key(options=(*usual[:i], x, *usual[i + 1 :])) for i, x in (
             (0, True), (0, 0), (1, False), (2, 64), (3, 5.0), (3, 0), (4, 0.5), (5, True),
         )),
     ]  # fmt: skip
     assert len({base, *others}) == len(others) + 1 and None not in others
-    refused = [key(options=(False, True, "64", 0.0, None, False)), key(cache=(1, 2, 0, 64)), key(k_codes=None)]
+    refused = [key(options=(False, True, "64", 0.0, None, False)), key(tokens=0), key(k_codes=None)]
     assert refused == [None] * 3
 
 
