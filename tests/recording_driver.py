@@ -44,6 +44,31 @@ def install(device: int | None = 0, stream: int = 0) -> list:
     return handed
 
 
+def named(handed: list, given, results) -> list:
+    """What was handed over, with names for addresses: of the given tensors, the results, and buffers as they come.
+
+    Empties the list.
+    """
+    results = [results] if isinstance(results, torch.Tensor) else results
+    names = {x.data_ptr(): f"given {i}" for i, x in enumerate(given)}
+    names |= {x.data_ptr(): f"result {i}" for i, x in enumerate(results)}
+    launches = []
+    for kernel, grid, head, values in handed:
+        line = []
+        for x in values:
+            if hasattr(x, "block_shape"):
+                line.append(("described", list(x.shape), list(x.strides), list(x.block_shape), x.padding))
+                x = x.base
+            if hasattr(x, "data_ptr"):
+                x = x.data_ptr()
+            if type(x) is int and (x in names or x > 2**40):
+                x = names.setdefault(x, f"buffer {len(names)}")
+            line.append(x)
+        launches.append((kernel, grid, head, line))
+    handed.clear()
+    return launches
+
+
 def run(script: str, folder: Path) -> subprocess.CompletedProcess:
     """Run a script in a process of its own, where kernels are compiled, with a cache in `folder`."""
     path = folder / "script.py"  # Triton reads the source of its kernels from files

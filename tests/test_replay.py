@@ -17,7 +17,7 @@ from tests.recording_driver import run  # noqa: E402
 # in a process of its own, with a driver that records what it is handed
 SCRIPT = """
 import torch, triton
-from recording_driver import install
+from recording_driver import install, named
 
 handed = install(device=None, stream=7)
 from sage_kernels._triton import launch as launching, launch_attention
@@ -39,26 +39,6 @@ def call(given, planned, **options):
     out, lse = launch_attention.launch_attention_fwd(*given[:3], state=state, **options)
     return out if lse is None else (out, lse)
 
-def named(given, results):
-    # what was handed over, with names for addresses: of the given, of the results, and of buffers as they come
-    names = {x.data_ptr(): f"given {i}" for i, x in enumerate(given)}
-    names |= {x.data_ptr(): f"result {i}" for i, x in enumerate([results] if torch.is_tensor(results) else results)}
-    launches = []
-    for hash, grid, head, values in handed:
-        line = []
-        for x in values:
-            if hasattr(x, "block_shape"):
-                line.append(("described", list(x.shape), list(x.strides), list(x.block_shape), x.padding))
-                x = x.base
-            if hasattr(x, "data_ptr"):
-                x = x.data_ptr()
-            if type(x) is int and x in names or type(x) is int and x > 2**40:
-                x = names.setdefault(x, f"buffer {len(names)}")
-            line.append(x)
-        launches.append((hash, grid, head, line))
-    handed.clear()
-    return launches
-
 KINDS = {
     "fp8, planned": dict(planned=True, scaling="planned", recipe="qk_int8_pv_fp8"),
     "per_token, rotated, lse, two lengths": dict(
@@ -72,12 +52,12 @@ for name, kind in KINDS.items():
     first, second = tensors(*shape), tensors(*shape)
     results, again = launching.record(lambda: call(first, planned, **kind), first)
     assert again is not None, name
-    recorded = named(first, results)
+    recorded = named(handed, first, results)
     made = again(second)
-    replayed = named(second, made)
+    replayed = named(handed, second, made)
     assert replayed == recorded and len(recorded) > 1, (name, recorded, replayed)
     fresh = call(second, planned, **kind)
-    assert named(second, fresh) == recorded, name
+    assert named(handed, second, fresh) == recorded, name
     for a, b in zip([made] if torch.is_tensor(made) else made, [fresh] if torch.is_tensor(fresh) else fresh):
         assert a.shape == b.shape and a.dtype == b.dtype and a.data_ptr() != b.data_ptr(), name
     # an address that Triton would compile anew for
@@ -121,7 +101,7 @@ def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
 
 DECODE_SCRIPT = """
 import torch
-from recording_driver import install
+from recording_driver import install, named
 
 handed = install(device=None, stream=7)
 from sage_kernels import decode
@@ -134,21 +114,6 @@ def cache(room, tokens):
     codes = [torch.zeros(2, 2, room, 64, dtype=torch.int8)[:, :, :tokens] for _ in "kv"]
     scales = [torch.ones(2, 2, room, dtype=torch.bfloat16)[:, :, :tokens] for _ in "kv"]
     return codes[0], scales[0], codes[1], scales[1]
-
-def named(given, results):
-    # as above
-    names = {x.data_ptr(): f"given {i}" for i, x in enumerate(given)}
-    names |= {x.data_ptr(): f"result {i}" for i, x in enumerate([results] if torch.is_tensor(results) else results)}
-    launches = []
-    for hash, grid, head, values in handed:
-        line = []
-        for x in values:
-            if type(x) is int and (x in names or x > 2**40):
-                x = names.setdefault(x, f"buffer {len(names)}")
-            line.append(x)
-        launches.append((hash, grid, head, line))
-    handed.clear()
-    return launches
 
 KINDS = {
     "plain": {},
@@ -183,11 +148,11 @@ for name, kind in KINDS.items():
         if len(keys) == 1:
             results, again = launching.record(call, given, numbers)
             assert again is not None, name
-            named(given, results)
+            named(handed, given, results)
     made = again(given, numbers)
-    replayed = named(given, made)
+    replayed = named(handed, given, made)
     fresh = call()
-    assert replayed == named(given, fresh) and len(replayed) == (1 if room == 100 else 2), (name, replayed)
+    assert replayed == named(handed, given, fresh) and len(replayed) == (1 if room == 100 else 2), (name, replayed)
     assert keys[0] == keys[1], name  # a token more is made again
     # what is not handed over as the number that the recorded call names
     assert launching.record(call, given, {"capacity": 1})[1] is None
@@ -203,12 +168,12 @@ for start in (7, 8):
     if start == 7:
         results, again = launching.record(call, given, numbers)
         assert results is None and again is not None
-        named(given, ())
+        named(handed, given, ())
 made = again(given, numbers)
 assert made == ()
-replayed = named(given, ())
+replayed = named(handed, given, ())
 call()
-assert replayed == named(given, ()) and len(replayed) == 1 and keys[0] == keys[1]
+assert replayed == named(handed, given, ()) and len(replayed) == 1 and keys[0] == keys[1]
 assert decode._append_key(tensors, 100, False)[0] is None and decode._append_key(tensors, 100, True)[0] is not None
 print("all made again alike")
 """
