@@ -59,16 +59,18 @@ def replace_section(text: str, markdown: str) -> str:
 
 
 def update(readme: str | Path, results: str | Path) -> bool:
-    """Rewrite the section of a README and the page beside a results.csv; True if that changed the README."""
+    """Rewrite the section of a README and the page beside a results.csv; True if that changed one of them."""
     from sage_kernels.results import read_rows
 
-    readme, rows = Path(readme), read_rows(results)
-    old = readme.read_text(encoding="utf-8")
-    new = replace_section(old, results_markdown(rows, summary=True))
-    if new != old:
-        readme.write_text(new, encoding="utf-8")
-    Path(results).with_name(PAGE).write_text(PAGE_HEADER + results_markdown(rows) + "\n", encoding="utf-8")
-    return new != old
+    readme, page, rows = Path(readme), Path(results).with_name(PAGE), read_rows(results)
+    texts = {
+        readme: replace_section(readme.read_text(encoding="utf-8"), results_markdown(rows, summary=True)),
+        page: PAGE_HEADER + results_markdown(rows) + "\n",
+    }
+    changed = [path for path in texts if not path.is_file() or path.read_text(encoding="utf-8") != texts[path]]
+    for path in changed:
+        path.write_text(texts[path], encoding="utf-8")
+    return bool(changed)
 
 
 def _newest(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], dict[str, str]]:

@@ -196,8 +196,11 @@ def test_bench_tables_updates_the_readme(tmp_path):
     readme = tmp_path / "README.md"
     shutil.copy(ROOT / "README.md", readme)
     results = tmp_path / "results.csv"
-    shutil.copy(ROOT / "kernels" / "benchmarks" / "results.csv", results)
+    for name in ("results.csv", "RESULTS.md"):
+        shutil.copy(ROOT / "kernels" / "benchmarks" / name, tmp_path)
     assert "already up to date" in invoke("bench", "tables", "--readme", readme, "--results", results)
+    (tmp_path / "RESULTS.md").write_text("old")
+    assert "updated" in invoke("bench", "tables", "--readme", readme, "--results", results)
     readme.write_text("no markers")
     assert "once each" in invoke("bench", "tables", "--readme", readme, "--results", results, code=2)
 

@@ -124,10 +124,7 @@ def _make_again(q, k, v, state, options):
         return None, None
     # 1, 1.0 and True are one key of a dictionary
     key = (options, *map(type, options), *map(layout_of, tensors))
-    try:
-        return key, make_again(key, tensors)
-    except TypeError:  # an option that can't be part of a key
-        return None, None
+    return make_again(key, tensors)
 
 
 def _run_and_remember(key, q, k, v, *arguments, state, **options):

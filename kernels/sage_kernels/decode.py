@@ -191,10 +191,8 @@ def _append_key(tensors, position, ring):
 def _found(key, given, numbers):
     if key is None:
         return _ANEW
-    try:
-        return key, given, numbers, make_again(key, given, numbers)
-    except TypeError:  # an option that can't be part of a key
-        return _ANEW
+    key, results = make_again(key, given, numbers)
+    return key, given, numbers, results
 
 
 def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, causal, window, softcap,

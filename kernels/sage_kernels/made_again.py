@@ -34,10 +34,15 @@ def layout_of(x: torch.Tensor) -> tuple:
 
 
 def make_again(key: tuple, given, numbers=None):
-    """The results of a call whose like was made before, of other tensors and numbers; None where it has to be made
-    anew. TypeError for an option that can't be part of a key."""
-    again = made.get(key)
-    return None if again is None else again(given, numbers)
+    """The key, and the results of a call whose like was made before, of these tensors and numbers.
+
+    Results are None where the call has to be made anew; both are None for an option that can't be part of a key.
+    """
+    try:
+        again = made.get(key)
+    except TypeError:
+        return None, None
+    return key, None if again is None else again(given, numbers)
 
 
 def make_and_remember(key: tuple, call, given, numbers=None):

@@ -58,6 +58,7 @@ def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
     return next(n for n, tiles in zip(numbers, work, strict=True) if tiles <= 1.05 * min(work))
 
 
+@functools.cache
 def decode_capability(device: torch.device) -> int:
     """For decode_tile."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -66,6 +67,7 @@ def decode_capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
+@functools.cache
 def programs_at_once(device: torch.device, tile: DecodeTile) -> int:
     """Programs that a GPU runs together: what the number of splits is chosen to fill."""
     if device.type != "cuda":  # Triton's interpreter
