@@ -15,6 +15,7 @@ import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors import processors
 from sage_processors.discovery import attention_modules
+from sage_processors.event_counter import EventCounter
 from tests.tiny_models import MODELS, OLDEST
 
 
@@ -172,6 +173,13 @@ def test_a_head_too_wide_is_not_called_short():
     attention.processor = processors.swap(attention.processor, sp.SageAttnProcessor(min_tokens=161), "layer")
     attention(x)
     assert counted(attention.processor) == {"head_dim": 1}
+
+
+def test_a_counter_moves_with_its_layer():
+    counter = EventCounter(2)
+    counter.add(1)
+    counter.to("meta")
+    assert counter.traced.device.type == "meta" and counter.eager == [0, 1]
 
 
 @pytest.mark.gpu
