@@ -68,8 +68,11 @@ for name, recipe in dict.fromkeys((row["pipeline"], row["recipe"]) for row in ta
 # %%
 def comparison(metric: str, file: str) -> Image:
     shown = [key for key in rows if any(row.metric == metric for row in rows[key])]
-    figure, axes = drawing.figure(1, len(shown), width=5.2 * len(shown), height=4.2)
-    for place, key in zip(axes[0], shown, strict=True):
+    lines = -(-len(shown) // 2)
+    figure, axes = drawing.figure(lines, 2, width=11, height=4.2 * lines)
+    for place in axes.flat[len(shown) :]:
+        place.set_axis_off()
+    for place, key in zip(axes.flat, shown, strict=False):
         picture_report.plot(place, rows[key], metric)
         place.set_title(f"{key[0]}, {key[1]}, {rows[key][-1].images} pictures", fontsize="medium")
     return Image(drawing.save(figure, FIGURES / file))

@@ -86,26 +86,27 @@ TRANSFERRED = {"timestep_warm": "own table", "timestep_transferred": "transferre
 
 
 def _quality(rows: list[dict[str, str]]) -> str:
-    """A table a metric, a line for each pipeline, device and number of pictures; and those of transferred scales."""
+    """A table a metric, a line a pipeline, recipe, device and number of pictures; and those of transferred scales."""
     metrics = [f"{metric}_{of}" for metric in QUALITY for of in ("mean", "worst")]
     rows = [row for row in rows if row["metric"] in metrics]
     if not rows:
         return "No rows yet: `sage-processors bench quality --pipeline tiny_sd --csv kernels/benchmarks/results.csv`."
     # batch: pictures; another number, another run
     by_key = _newest(rows, "case", "recipe", "gpu", "batch", "metric")
-    cells, ways, lines = {}, {}, {}
+    cells, ways, lines = {}, {}, set()
     for case, recipe, gpu, pictures, _ in by_key:
-        pipeline, _, scaling = case.partition("/")
-        way = scaling if recipe in ("", DEFAULT_RECIPE) else f"{scaling}, {recipe}"
+        pipeline, _, way = case.partition("/")
         is_transfer = ":" in pipeline  # {pipeline}_{scheduler}:{steps}
         if not is_transfer:
             ways[way] = way
-        lines.setdefault((is_transfer, pipeline, gpu, pictures))
+        line = (is_transfer, pipeline, recipe or DEFAULT_RECIPE, gpu, pictures)  # stock attention: beside the default
+        lines.add(line)
         for metric, (*_, digits) in QUALITY.items():
             found = [by_key.get((case, recipe, gpu, pictures, f"{metric}_{of}")) for of in ("mean", "worst")]
             if any(found):
                 mean, worst = ("–" if row is None else f"{float(row['median']):.{digits}f}" for row in found)
-                cells[metric, is_transfer, pipeline, gpu, pictures, way] = f"{mean} ({worst})"
+                cells[(metric, *line, way)] = f"{mean} ({worst})"
+    lines = sorted(lines, key=lambda line: (*line[:-1], int(line[-1] or 0)))
 
     def table(text, metric, transfers, columns):
         """The lines and columns that have a number; nothing without any."""
@@ -116,7 +117,7 @@ def _quality(rows: list[dict[str, str]]) -> str:
             for is_transfer, *line in lines
             if is_transfer == transfers and any((*line, way) in own for way in used)
         ]
-        return [text, _table(["pipeline", "on", "pictures", *used.values()], body)] if body else []
+        return [text, _table(["pipeline", "recipe", "on", "pictures", *used.values()], body)] if body else []
 
     parts = []
     for metric, (heading, samples, _) in QUALITY.items():

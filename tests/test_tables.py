@@ -67,14 +67,11 @@ def test_quality_table_shows_the_newest_mean_and_worst(tmp_path):
     append_row(path, **QUALITY | {"batch": 256}, case="tiny_sd/stock", metric="feature_fd", median=33.0)
     append_row(path, **QUALITY, case="tiny_sd/dynamic", metric="psnr_db_mean", median=60.0)
     text = results_markdown(read_rows(path))
-    assert "| pipeline | on | pictures | timestep, r | dynamic, r |" in text
-    assert "| tiny_sd | cpu | 32 | 61.50 (58.00) | 60.00 (–) |" in text
-    assert (
-        "| pipeline | on | pictures | timestep, r |\n| --- | --- | --- | --- |\n| tiny_sd | cpu | 32 | 0.9990 (–) |"
-        in text
-    )
-    assert "| tiny_sd | H200 | 32 | 55.00 (–) | – |" in text
-    assert "| tiny_sd | cpu | 256 | 52.35 (–) | – |" in text and "stock" not in text
+    assert "| pipeline | recipe | on | pictures | timestep | dynamic |" in text
+    assert "| tiny_sd | r | cpu | 32 | 61.50 (58.00) | 60.00 (–) |" in text
+    assert " pictures | timestep |\n| --- | --- | --- | --- | --- |\n| tiny_sd | r | cpu | 32 | 0.9990 (–) |" in text
+    assert "| tiny_sd | r | H200 | 32 | 55.00 (–) | – |" in text
+    assert "| tiny_sd | r | cpu | 256 | 52.35 (–) | – |" in text and "stock" not in text
     assert "50.0" not in text and "No rows yet: `make bench`" in text
 
 
@@ -85,9 +82,9 @@ def test_transferred_scales_have_a_table_of_their_own(tmp_path):
     append_row(path, **quality, case="tiny_sd_DDIMScheduler:20/timestep_warm", median=51.0)
     append_row(path, **quality, case="tiny_sd_DDIMScheduler:20/timestep_transferred", median=50.5)
     text = results_markdown(read_rows(path))
-    assert "| pipeline | on | pictures | own table | transferred |" in text
-    assert "| tiny_sd_DDIMScheduler:20 | cpu | 32 | 51.00 (–) | 50.50 (–) |" in text
-    assert "| tiny_sd | cpu | 32 | 61.00 (–) |" in text and text.count("tiny_sd_DDIM") == 1
+    assert "| pipeline | recipe | on | pictures | own table | transferred |" in text
+    assert f"| tiny_sd_DDIMScheduler:20 | {DEFAULT_RECIPE} | cpu | 32 | 51.00 (–) | 50.50 (–) |" in text
+    assert f"| tiny_sd | {DEFAULT_RECIPE} | cpu | 32 | 61.00 (–) |" in text and text.count("tiny_sd_DDIM") == 1
 
 
 def test_another_dtype_is_another_line_and_attention_has_a_table_of_its_own(tmp_path):
@@ -105,9 +102,16 @@ def test_another_dtype_is_another_line_and_attention_has_a_table_of_its_own(tmp_
         append_row(path, **quality, case="tiny_sd_float32/timestep", metric=metric, median=value)
         append_row(path, **quality, case="tiny_sd_DDIMScheduler:20/timestep_warm", metric=metric, median=value + 1)
     text = results_markdown(read_rows(path))
-    assert "| tiny_sd | cpu | 32 | 50.00 (–) | 51.00 (–) |\n| tiny_sd_float32 | cpu | 32 | 70.00 (–) | – |" in text
-    assert "| pictures | timestep |\n| --- | --- | --- | --- |\n| tiny_sd_float32 | cpu | 32 | 60.25 (59.50) |" in text
-    assert "| tiny_sd_DDIMScheduler:20 | cpu | 32 | 61.25 (60.50) |" in text and text.count("SQNR of attention's") == 2
+    r = DEFAULT_RECIPE
+    assert (
+        f"| tiny_sd | {r} | cpu | 32 | 50.00 (–) | 51.00 (–) |\n| tiny_sd_float32 | {r} | cpu | 32 | 70.00 (–) | – |"
+        in text
+    )
+    assert (
+        f" timestep |\n| --- | --- | --- | --- | --- |\n| tiny_sd_float32 | {r} | cpu | 32 | 60.25 (59.50) |" in text
+    )
+    assert f"| tiny_sd_DDIMScheduler:20 | {r} | cpu | 32 | 61.25 (60.50) |" in text
+    assert text.count("SQNR of attention's") == 2
 
 
 def test_attention_table_sets_cudnn_beside_ours(tmp_path):
