@@ -209,7 +209,7 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
     target, few = TARGETS[name], rows == 8
     tile = decode_tile(width, rows, tokens, target.arch)
     constants = {
-        "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
+        "GROUP": 4, "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages, "MASK": mask, "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": not few,
         "SOFTCAP": False, "HAS_MEAN": True, "HAS_LENGTHS": False, "HAS_SINKS": False, "RING": False, "PARTIAL": few,
         "RETURN_LSE": False, "ASM": target.backend == "cuda", "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
@@ -217,13 +217,15 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
     types = {"q_ptr": "*bf16", "k_codes_ptr": "*i8", "v_words_ptr": "*i16", "k_scale_ptr": "*bf16"}
     types |= {"v_scale_ptr": "*bf16", "lengths_ptr": "*i64", "mask_ptr": "*u8"}
     types["out_ptr"] = "*fp32" if few else "*bf16"
-    compiled = build(_decode_attention_kernel, constants, types, target, num_warps=tile.num_warps)
+    limit = {"maxnreg": tile.max_registers} if tile.max_registers else {}
+    compiled = build(_decode_attention_kernel, constants, types, target, num_warps=tile.num_warps, **limit)
     return {"kernel": "decode", **read(compiled)}
 
 
 def combine(name: str, width: int) -> dict:
-    constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_S": 16, "RETURN_LSE": False}
-    compiled = build(_combine_kernel, constants, {"out_ptr": "*bf16"}, TARGETS[name], num_warps=4)
+    """The combine step of more than 16 splits."""
+    constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_S": 64, "BLOCK_D": width // 4, "RETURN_LSE": False}
+    compiled = build(_combine_kernel, constants, {"out_ptr": "*bf16"}, TARGETS[name], num_warps=1)
     return {"kernel": "combine", **read(compiled)}
 
 

@@ -80,36 +80,71 @@ def _as_fp16(words, ASM: tl.constexpr):
 
 
 @triton.jit
-def _step(tile, n_keys, first_slot, capacity, k_base, v_base, k_scales, v_scales, stride_kn, stride_vn, stride_ksn,
-          stride_vsn, high, low, row_scale, shift, positions, mask_rows, stride_mk, is_row, left, right, softcap,
-          even, odd, top, total, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-          MASKED: tl.constexpr, MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr,
-          HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr, RING: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+def _slots(tile, first_slot, capacity, BLOCK_N: tl.constexpr, RING: tl.constexpr):
+    """Where the tokens of a key tile lie: (the tile's first token, its tokens counted from there)."""
+    offs_n = tl.arange(0, BLOCK_N)
+    if RING:
+        slots = (tile * BLOCK_N + offs_n).to(tl.int64) + first_slot
+        first, slots = tl.full([], 0, tl.int64), tl.where(slots >= capacity, slots - capacity, slots)
+    else:
+        first, slots = tl.full([], 0, tl.int64) + tile * BLOCK_N, offs_n
+    return first, slots
+
+
+@triton.jit
+def _slots(tile, first_slot, capacity, BLOCK_N: tl.constexpr, RING: tl.constexpr):
+    """Where the tokens of a key tile lie: (a slot int64, the tokens counted from there [BLOCK_N])."""
+    offs_n = tl.arange(0, BLOCK_N)
+    if RING:
+        slots = (tile * BLOCK_N + offs_n).to(tl.int64) + first_slot
+        first, slots = tl.full([], 0, tl.int64), tl.where(slots >= capacity, slots - capacity, slots)
+    else:
+        first, slots = tl.full([], 0, tl.int64) + tile * BLOCK_N, offs_n
+    return first, slots
+
+
+@triton.jit
+def _load_codes(tile, n_keys, first_slot, capacity, k_base, v_base, stride_kn, stride_vn, HEAD_DIM: tl.constexpr,
+                WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Of a key tile, the codes of K [BLOCK_N, WIDTH] int8 and the words of V [BLOCK_N, WIDTH / 2] int16."""
+    inside = tile * BLOCK_N + tl.arange(0, BLOCK_N) < n_keys
+    first, slots = _slots(tile, first_slot, capacity, BLOCK_N, RING)
+    k = _load_tile(k_base + first * stride_kn, slots, stride_kn, inside, WIDTH, HEAD_DIM, MASKED)
+    v = _load_tile(v_base + first * stride_vn, slots, stride_vn, inside, WIDTH // 2, HEAD_DIM // 2, MASKED)
+    return k, v
+
+
+@triton.jit
+def _load_scales(tile, n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn, stride_vsn,
+                 BLOCK_N: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+    """Of a key tile, the scales of K and of V, bf16 [BLOCK_N] each."""
+    first, slots = _slots(tile, first_slot, capacity, BLOCK_N, RING)
+    k_scales += first * stride_ksn
+    v_scales += first * stride_vsn
+    if MASKED:
+        inside = tile * BLOCK_N + tl.arange(0, BLOCK_N) < n_keys
+        k_scale = tl.load(k_scales + slots * stride_ksn, mask=inside, other=0.0)
+        v_scale = tl.load(v_scales + slots * stride_vsn, mask=inside, other=1.0)
+    else:
+        k_scale = tl.load(k_scales + slots * stride_ksn)
+        v_scale = tl.load(v_scales + slots * stride_vsn)
+    return k_scale, v_scale
+
+
+@triton.jit
+def _step(tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, positions, mask_rows, stride_mk, is_row,
+          left, right, softcap, even, odd, top, total, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+          MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
+          SOFTCAP: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """One tile of keys of the online softmax, whose reference `top` is that of probability times value scale.
 
-    Tiles are [keys, rows] and [channels, rows]: the tensor cores' narrow side is then 8, not 16.
+    Tiles are [keys, rows] and [channels, rows]: the tensor cores' narrow side is then 8, not 16. `total` is such a
+    tile, too: its sum over the keys, which all warps share, is taken once, after the last tile.
     """
-    first = tile * BLOCK_N
-    offs_n = tl.arange(0, BLOCK_N)
-    keys = first + offs_n
+    keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = keys < n_keys
-    if RING:
-        slots = keys.to(tl.int64) + first_slot
-        slots = tl.where(slots >= capacity, slots - capacity, slots)
-    else:
-        slots = offs_n
-        k_base += first.to(tl.int64) * stride_kn
-        v_base += first.to(tl.int64) * stride_vn
-        k_scales += first.to(tl.int64) * stride_ksn
-        v_scales += first.to(tl.int64) * stride_vsn
-    k = _load_tile(k_base, slots, stride_kn, inside, WIDTH, HEAD_DIM, MASKED)
-    v = _load_tile(v_base, slots, stride_vn, inside, WIDTH // 2, HEAD_DIM // 2, MASKED)
-    if MASKED:
-        k_scale = tl.load(k_scales + slots * stride_ksn, mask=inside, other=0.0).to(tl.float32)
-        v_scale = tl.load(v_scales + slots * stride_vsn, mask=inside, other=1.0).to(tl.float32)
-    else:
-        k_scale = tl.load(k_scales + slots * stride_ksn).to(tl.float32)
-        v_scale = tl.load(v_scales + slots * stride_vsn).to(tl.float32)
+    k_scale = k_scale.to(tl.float32)
+    v_scale = v_scale.to(tl.float32)
 
     scores = tl.dot(k, high.T, out_dtype=tl.int32) * _LOW_STEPS_INT + tl.dot(k, low.T, out_dtype=tl.int32)
     x = scores.to(tl.float32) * k_scale[:, None]
@@ -149,7 +184,7 @@ def _step(tile, n_keys, first_slot, capacity, k_base, v_base, k_scales, v_scales
     safe = tl.where(new_top == float("-inf"), 0.0, new_top)
     rescale = tl.exp2(top - safe)
     tile_rescale = tl.exp2(tile_top - safe)
-    total = tl.fma(total, rescale, tl.sum(share, 0) * tile_rescale)
+    total = tl.fma(share, tile_rescale[None, :], total * rescale[None, :])
     p = e.to(tl.float16)
     v_even, v_odd = _as_fp16(v.T, ASM)
     even = tl.fma(tl.dot(v_even, p), tile_rescale[None, :], even * rescale[None, :])
@@ -169,8 +204,8 @@ def _decode_attention_kernel(
     stride_kcb, stride_kch, stride_kcn, stride_ksb, stride_ksh, stride_ksn,
     stride_vcb, stride_vch, stride_vcn, stride_vsb, stride_vsh, stride_vsn,
     stride_mb, stride_mh, stride_mq, stride_mk, stride_length,
-    seq_q, capacity, heads, group, row_tiles, splits, all_rows, left, right, softcap, softmax_scale,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    seq_q, capacity, kv_heads, row_tiles, splits, all_rows, left, right, softcap, softmax_scale,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
     RING: tl.constexpr, PARTIAL: tl.constexpr, RETURN_LSE: tl.constexpr, ASM: tl.constexpr,
@@ -179,18 +214,19 @@ def _decode_attention_kernel(
 
     PARTIAL: out [splits, B, S_q, H, D] and lse [splits, B, S_q, H], both fp32, base 2, for the combine step.
     """
-    kv_heads = heads // group
     which = tl.program_id(0)
-    # programs that read the same keys follow one another
-    row_tile = which % row_tiles
-    split = (which // row_tiles) % splits
-    head = which // row_tiles // splits
+    row_tile = which * 0
+    if row_tiles > 1:  # programs that read the same keys follow one another
+        row_tile = which % row_tiles
+        which = which // row_tiles
+    split = which % splits
+    head = which // splits
     b = (head // kv_heads).to(tl.int64)
     h_kv = (head % kv_heads).to(tl.int64)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_row = rows < seq_q * group
-    s = rows // group
-    h = h_kv * group + rows % group
+    is_row = rows < seq_q * GROUP
+    s = rows // GROUP
+    h = h_kv * GROUP + rows % GROUP
     channels = tl.arange(0, WIDTH)
 
     # the tokens there are, and where the rows stand among them
@@ -202,19 +238,9 @@ def _decode_attention_kernel(
     offset = n_keys - seq_q
     positions = offset + s
 
-    q_rows = b * stride_qb + s.to(tl.int64) * stride_qs + h * stride_qh
-    inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]
-    q = tl.load(q_ptr + q_rows[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-    high, low, q_scale = _quantize_queries(q)
-    row_scale = q_scale * (softmax_scale * _LOG2_E / _LOW_STEPS)
-    shift = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_MEAN and (SOFTCAP or HAS_SINKS or RETURN_LSE):
-        mean = tl.load(mean_ptr + (b * kv_heads + h_kv) * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
-        shift = tl.sum(q * mean[None, :], 1) * (softmax_scale * _LOG2_E)
-
     # key tiles: those that some row sees, of them those that all rows see wholly, and this split's share of both
-    first_s = row_tile * BLOCK_M // group
-    last_s = tl.minimum(row_tile * BLOCK_M + BLOCK_M - 1, seq_q * group - 1) // group
+    first_s = row_tile * BLOCK_M // GROUP
+    last_s = tl.minimum(row_tile * BLOCK_M + BLOCK_M - 1, seq_q * GROUP - 1) // GROUP
     begin = 0
     end = tl.cdiv(n_keys, BLOCK_N)
     full_begin = 0
@@ -237,30 +263,62 @@ def _decode_attention_kernel(
     v_base = v_words_ptr + b * stride_vcb + h_kv * stride_vch
     k_scales = k_scale_ptr + b * stride_ksb + h_kv * stride_ksh
     v_scales = v_scale_ptr + b * stride_vsb + h_kv * stride_vsh
+    q_rows = b * stride_qb + s.to(tl.int64) * stride_qs + h * stride_qh
+    inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_rows[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+    high, low, q_scale = _quantize_queries(q)
+    row_scale = q_scale * (softmax_scale * _LOG2_E / _LOW_STEPS)
+    shift = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_MEAN and (SOFTCAP or HAS_SINKS or RETURN_LSE):
+        mean = tl.load(mean_ptr + (b * kv_heads + h_kv) * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
+        shift = tl.sum(q * mean[None, :], 1) * (softmax_scale * _LOG2_E)
+
     mask_rows = mask_ptr + b * stride_mb
     if MASK == "rows":
         mask_rows += h * stride_mh + s.to(tl.int64) * stride_mq
     even = tl.zeros([WIDTH // 2, BLOCK_M], tl.float32)
     odd = tl.zeros([WIDTH // 2, BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    for tile in tl.range(full_begin, full_end, num_stages=STAGES):
-        even, odd, top, total = _step(
-            tile, n_keys, first_slot, capacity, k_base, v_base, k_scales, v_scales, stride_kcn, stride_vcn,
-            stride_ksn, stride_vsn, high, low, row_scale, shift, positions, mask_rows, stride_mk, is_row, left, right,
-            softcap, even, odd, top, total, HEAD_DIM, WIDTH, BLOCK_N, False, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
-            SOFTCAP, RING, ASM,
-        )  # fmt: skip
-    for i in tl.range(0, tl.maximum(end - begin, 0) - (full_end - full_begin), num_stages=STAGES):
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if full_begin < full_end:
+        k_scale, v_scale = _load_scales(
+            full_begin, n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn, stride_vsn, BLOCK_N, RING, False
+        )
+        for tile in tl.range(full_begin, full_end, num_stages=STAGES):
+            # a tile ahead by hand: Triton orders ahead what products read, and none reads the scales
+            next_k_scale, next_v_scale = _load_scales(
+                tl.minimum(tile + 1, full_end - 1), n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn,
+                stride_vsn, BLOCK_N, RING, False,
+            )  # fmt: skip
+            k, v = _load_codes(
+                tile, n_keys, first_slot, capacity, k_base, v_base, stride_kcn, stride_vcn, HEAD_DIM, WIDTH, BLOCK_N,
+                RING, False,
+            )  # fmt: skip
+            even, odd, top, total = _step(
+                tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, positions, mask_rows, stride_mk,
+                is_row, left, right, softcap, even, odd, top, total, BLOCK_N, False, MASK, HAS_BIAS, HAS_LEFT,
+                HAS_RIGHT, SOFTCAP, ASM,
+            )  # fmt: skip
+            k_scale, v_scale = next_k_scale, next_v_scale
+    # few tiles without a mask: looking ahead there would only take registers from the loop above
+    edge_stages: tl.constexpr = STAGES if MASK != "none" else 1
+    for i in tl.range(0, tl.maximum(end - begin, 0) - (full_end - full_begin), num_stages=edge_stages):
         tile = begin + i
         tile += tl.where(tile >= full_begin, full_end - full_begin, 0)
+        k_scale, v_scale = _load_scales(
+            tile, n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn, stride_vsn, BLOCK_N, RING, True
+        )
+        k, v = _load_codes(
+            tile, n_keys, first_slot, capacity, k_base, v_base, stride_kcn, stride_vcn, HEAD_DIM, WIDTH, BLOCK_N,
+            RING, True,
+        )  # fmt: skip
         even, odd, top, total = _step(
-            tile, n_keys, first_slot, capacity, k_base, v_base, k_scales, v_scales, stride_kcn, stride_vcn,
-            stride_ksn, stride_vsn, high, low, row_scale, shift, positions, mask_rows, stride_mk, is_row, left, right,
-            softcap, even, odd, top, total, HEAD_DIM, WIDTH, BLOCK_N, True, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
-            SOFTCAP, RING, ASM,
+            tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, positions, mask_rows, stride_mk,
+            is_row, left, right, softcap, even, odd, top, total, BLOCK_N, True, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT,
+            SOFTCAP, ASM,
         )  # fmt: skip
 
+    total = tl.sum(total, 0)
     acc = tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2)), (BLOCK_M, WIDTH))
     if SOFTCAP:
         shift = shift * 0.0  # the capped scores are the true ones
@@ -278,7 +336,7 @@ def _decode_attention_kernel(
         overflow = seen > capacity  # tokens that had no room: no number is right
         out = tl.where(overflow, float("nan"), out)
         lse = tl.where(overflow, float("nan"), lse)
-    batch_rows = (b * seq_q + s) * heads + h  # contiguous [B, S_q, H]
+    batch_rows = (b * seq_q + s) * (kv_heads * GROUP) + h  # contiguous [B, S_q, H]
     if PARTIAL:
         batch_rows += split.to(tl.int64) * all_rows
         tl.store(lse_ptr + batch_rows, lse, mask=is_row)
@@ -291,11 +349,14 @@ def _decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["splits", "all_rows"])
 def _combine_kernel(partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, splits, all_rows, HEAD_DIM: tl.constexpr,
-                    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, RETURN_LSE: tl.constexpr):  # fmt: skip
-    """One program: one row's splits, in their order, so the sum is the same every time."""
-    row = tl.program_id(0).to(tl.int64)
-    channels = tl.arange(0, WIDTH)
-    acc = tl.zeros([WIDTH], tl.float32)
+                    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+                    RETURN_LSE: tl.constexpr):  # fmt: skip
+    """One program: BLOCK_D channels of one row's splits, in their order, so the sum is the same every time."""
+    parts: tl.constexpr = WIDTH // BLOCK_D
+    row = (tl.program_id(0) // parts).to(tl.int64)
+    part = tl.program_id(0) % parts
+    channels = part * BLOCK_D + tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     for first in tl.range(0, splits, BLOCK_S):
@@ -303,18 +364,18 @@ def _combine_kernel(partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, splits, all_
         rows = split.to(tl.int64) * all_rows + row
         lse = tl.load(partial_lse_ptr + rows, mask=split < splits, other=float("-inf"))
         inside = (split < splits)[:, None] & (channels < HEAD_DIM)[None, :]
-        part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + channels[None, :], mask=inside, other=0.0)
+        values = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + channels[None, :], mask=inside, other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight = tl.exp2(lse - safe)
         rescale = tl.exp2(top - safe)
-        acc = acc * rescale + tl.sum(part * weight[:, None], 0)
+        acc = acc * rescale + tl.sum(values * weight[:, None], 0)
         total = total * rescale + tl.sum(weight, 0)
         top = new_top
     out = tl.where((total == 0.0) & (top == float("-inf")), 0.0, acc / total)
     tl.store(out_ptr + row * HEAD_DIM + channels, out.to(out_ptr.dtype.element_ty), mask=channels < HEAD_DIM)
     if RETURN_LSE:
-        tl.store(lse_ptr + row, (top + tl.log2(total)) * _LN_2)
+        tl.store(lse_ptr + row, (top + tl.log2(total)) * _LN_2, mask=part == 0)
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
@@ -363,7 +424,6 @@ def launch_decode_attention(
         return out[..., :head_dim].contiguous(), lse
     q, k_codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k_codes))
     v_words = _words(v_codes)
-    group = heads // kv_heads
     tile, row_tiles, chosen = cut_decode(q.shape, kv_heads, capacity, masking.left, q.device, tile)
     splits = splits or chosen
     all_rows = batch * seq_q * heads
@@ -376,6 +436,7 @@ def launch_decode_attention(
     mask, kind = masking.mask, "none"
     if mask is not None:
         kind = "keys" if masking.by_key else "rows"
+    nvidia = q.device.type == "cuda" and torch.version.hip is None
     none = k_scale  # never read where a pointer does not apply
     tensors = (
         k_mean if k_mean is None else k_mean.contiguous(), lengths, None if mask is None else as_loadable(mask),
@@ -388,20 +449,23 @@ def launch_decode_attention(
             *k_codes.stride()[:3], *k_scale.stride(), *v_words.stride()[:3], *v_scale.stride(),
             *((0, 0, 0, 0) if mask is None else broadcast_strides(mask)),
             0 if lengths is None or lengths.dim() == 0 else lengths.stride(0),
-            seq_q, capacity, heads, group, row_tiles, splits, all_rows, masking.left, masking.right,
+            seq_q, capacity, kv_heads, row_tiles, splits, all_rows, masking.left, masking.right,
             masking.softcap * LOG2_E, float(scale),
-            HEAD_DIM=head_dim, WIDTH=head_width(head_dim), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+            GROUP=heads // kv_heads, HEAD_DIM=head_dim, WIDTH=head_width(head_dim), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             STAGES=tile.num_stages, MASK=kind, HAS_BIAS=mask is not None and mask.dtype != torch.bool,
             HAS_LEFT=masking.left != UNLIMITED, HAS_RIGHT=masking.right != UNLIMITED, SOFTCAP=masking.softcap > 0,
             HAS_MEAN=k_mean is not None, HAS_LENGTHS=lengths is not None, HAS_SINKS=masking.sinks is not None,
             RING=ring, PARTIAL=splits > 1, RETURN_LSE=return_lse,
-            ASM=q.device.type == "cuda" and torch.version.hip is None, num_warps=tile.num_warps,
-            enable_fp_fusion=False,
+            ASM=nvidia, num_warps=tile.num_warps,
+            enable_fp_fusion=False, **({"maxnreg": tile.max_registers} if tile.max_registers and nvidia else {}),
         )  # fmt: skip
         if splits > 1:
+            width, many = head_width(head_dim), splits > 16
+            block_d = width // 4 if many else width
             launch(
-                _combine_kernel, all_rows,
+                _combine_kernel, all_rows * (width // block_d),
                 target, target_lse, out, target_lse if lse is None else lse, splits, all_rows, HEAD_DIM=head_dim,
-                WIDTH=head_width(head_dim), BLOCK_S=16, RETURN_LSE=return_lse, num_warps=4, enable_fp_fusion=False,
+                WIDTH=width, BLOCK_S=64 if many else 16, BLOCK_D=block_d, RETURN_LSE=return_lse,
+                num_warps=1 if many else 4, enable_fp_fusion=False,
             )  # fmt: skip
     return out, lse
