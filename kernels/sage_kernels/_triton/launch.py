@@ -12,6 +12,8 @@ import torch
 import triton
 from triton import knobs
 
+from .direct_launch import DirectLaunch, NotDirect
+
 
 _READY_LIMIT = 4096  # launches that are remembered
 _ready = {}
@@ -177,6 +179,43 @@ class _Described:
         return here
 
 
+class _Step:
+    """One launch of a recorded call.
+
+    Args:
+        compiled, programs: the kernel, and its grid. values: its arguments, None for what `places` and `described` put
+        there. rest: its constants.
+        places: (argument, slot) of tensors. described: (argument, _Described, slot). named: (argument, number's name).
+    """
+
+    def __init__(self, compiled, programs: int, values: list, rest: tuple, places, described, named):
+        self.compiled, self.programs, self.values, self.rest = compiled, programs, values, rest
+        self.places, self.described, self.named = places, described, named
+        self.slots = [*places, *((i, slot) for i, _, slot in described)]
+        known = values.copy()
+        for i, descriptor, _ in described:
+            known[i] = descriptor
+        try:
+            self.direct = DirectLaunch(compiled, programs, known)
+        except NotDirect:
+            self.direct = None
+
+    def __call__(self, stream: int, addresses: list[int], numbers) -> None:
+        """Launch it with these tensors (address of each slot) and numbers."""
+        if self.direct is not None:
+            pairs = [(i, addresses[slot]) for i, slot in self.slots]
+            if self.direct(stream, pairs, [(i, numbers[name]) for i, name in self.named]):
+                return
+        values = self.values.copy()
+        for i, name in self.named:
+            values[i] = numbers[name]
+        for i, slot in self.places:
+            values[i] = addresses[slot]
+        for i, descriptor, slot in self.described:
+            values[i] = descriptor.at(addresses[slot])
+        _start(self.compiled, self.programs, stream, values, self.rest)
+
+
 _SCRATCH_ALIGNMENT = 256  # bytes; descriptors want 16, whole lines are 128
 
 
@@ -220,7 +259,7 @@ class Replay:
                 else:
                     described.append((i, _Described({**vars(x), "base": None}), slot))
                 values[i] = None
-            self.launches.append((compiled, programs, values, rest, places, described, named))
+            self.launches.append(_Step(compiled, programs, values, rest, places, described, named))
         self.aligned = [slot for slot in aligned if slot < len(given)]  # what is allocated here always is
 
     def __call__(self, given, numbers=None):
@@ -243,13 +282,6 @@ class Replay:
         for shape, dtype in self.returned:
             results.append(torch.empty(shape, dtype=dtype, device=self.device))
             addresses.append(results[-1].data_ptr())
-        for compiled, programs, values, rest, places, described, named in self.launches:
-            values = values.copy()
-            for i, name in named:
-                values[i] = numbers[name]
-            for i, slot in places:
-                values[i] = addresses[slot]
-            for i, descriptor, slot in described:
-                values[i] = descriptor.at(addresses[slot])
-            _start(compiled, programs, stream, values, rest)
+        for step in self.launches:
+            step(stream, addresses, numbers)
         return results[0] if self.single else tuple(results)

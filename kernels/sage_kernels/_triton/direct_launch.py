@@ -1,0 +1,206 @@
+"""Launches through the CUDA driver itself, for kernels that Triton has compiled and launched before.
+
+For every launch Triton's launcher reads forty to sixty arguments from Python and describes tensors to the copy engine
+anew. In a call that is made again nearly all of them are what they were: here they are written down once, as the
+kernel gets them, and an address or a number is put in place.
+
+What a kernel gets follows from its signature, and is compared with what the driver says of the loaded code
+(cuFuncGetParamInfo). Where that differs, where a launch needs more than a grid (clusters, scratch memory), or where
+the driver is too old, there is no such launch, and Triton's is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import threading
+
+
+_SUCCESS = 0
+_DESCRIPTION_BYTES = 128  # CUtensorMap
+_DESCRIPTION_ALIGNMENT = 64
+_L2_PROMOTION_128B = 2
+_OOB_FILL_NONE, _OOB_FILL_NAN = 0, 1
+# Triton's name of a type → how it is stored; pointers and descriptors apart
+_NUMBERS = {
+    "i1": ctypes.c_int8, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "i32": ctypes.c_int32, "i64": ctypes.c_int64,
+    "u1": ctypes.c_uint8, "u8": ctypes.c_uint8, "u16": ctypes.c_uint16, "u32": ctypes.c_uint32,
+    "u64": ctypes.c_uint64, "fp32": ctypes.c_float, "f32": ctypes.c_float, "fp64": ctypes.c_double,
+}  # fmt: skip
+
+
+@functools.cache
+def cuda_driver():
+    """The CUDA driver's library with the functions that are needed here, or None."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        launch, _, _ = driver.cuLaunchKernel, driver.cuTensorMapEncodeTiled, driver.cuTensorMapReplaceAddress
+        _ = driver.cuFuncGetParamInfo  # from CUDA 12.4 on
+    except (OSError, AttributeError):
+        return None
+    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    return driver
+
+
+class NotDirect(Exception):
+    """Triton has to launch this one."""
+
+
+class Parameter:
+    """One parameter of a compiled kernel. type: Triton's name, "descriptor" for what the copy engine reads.
+
+    argument: which argument of the kernel it is, or comes from. axis: of a descriptor's shape or stride, else None.
+    """
+
+    __slots__ = ("argument", "axis", "field", "type")
+
+    def __init__(self, type: str, argument: int = -1, field: str = "", axis: int | None = None):
+        self.type, self.argument, self.field, self.axis = type, argument, field, axis
+
+    @property
+    def nbytes(self) -> int:
+        if self.type == "descriptor":
+            return _DESCRIPTION_BYTES
+        return 8 if self.type.startswith("*") else ctypes.sizeof(_NUMBERS[self.type])
+
+
+def parameters_of(compiled) -> list[Parameter] | None:
+    """What the code of a kernel compiled for an NVIDIA GPU gets, in order; None if it needs more than that.
+
+    compiled: Triton's CompiledKernel. Its constants are no parameters; a described tensor is a descriptor, then its
+    shape, then its strides; at the end there are two pointers to scratch memory that is not used.
+    """
+    metadata = compiled.metadata
+    plain = {"num_ctas": 1, "launch_pdl": False, "launch_cooperative_grid": False}
+    plain |= {"global_scratch_size": 0, "profile_scratch_size": 0}
+    if metadata.target.backend != "cuda" or any(getattr(metadata, name, None) != x for name, x in plain.items()):
+        return None
+    described = iter(getattr(metadata, "tensordesc_meta", None) or ())
+    found = []
+    for i, kind in enumerate(compiled.src.signature.values()):
+        if not isinstance(kind, str):
+            return None
+        if kind.startswith("tensordesc"):
+            if next(described, None) is None:
+                return None
+            rank = re.match(r"tensordesc<[^[>]*\[([^]]*)\]", kind).group(1).count(",") + 1
+            found.append(Parameter("descriptor", i))
+            found += [Parameter("i32", i, "shape", axis) for axis in range(rank)]
+            found += [Parameter("i64", i, "strides", axis) for axis in range(rank)]
+        elif kind.startswith("*") or kind in _NUMBERS:
+            found.append(Parameter(kind, i))
+        elif kind != "constexpr":
+            return None
+    return [*found, Parameter("*i8"), Parameter("*i8")]
+
+
+class DirectLaunch:
+    """A kernel's launch with the arguments it had before, but for some addresses and numbers.
+
+    Args:
+        compiled: Triton's CompiledKernel, loaded. programs: of the grid.
+        arguments: of the kernel's first parameters; None for a tensor, a descriptor without its tensor.
+        driver: for tests; None: the CUDA driver.
+    Raises: NotDirect.
+    """
+
+    def __init__(self, compiled, programs: int, arguments, driver=None):
+        self.driver = driver or cuda_driver()
+        parameters = parameters_of(compiled) if self.driver is not None else None
+        if parameters is None or not self._is_what_was_loaded(compiled.function, parameters):
+            raise NotDirect
+        metadata = compiled.metadata
+        self.function, self.programs = compiled.function, programs
+        self.threads, self.shared = 32 * metadata.num_warps, metadata.shared
+        described = iter(getattr(metadata, "tensordesc_meta", None) or ())
+        self.stored, self.descriptions = {}, {}  # argument → where it is stored
+        self.kept = []  # memory that `pointers` point to
+        for parameter in parameters:
+            self._store(parameter, arguments, described)
+        self.pointers = (ctypes.c_void_p * len(parameters))(*(ctypes.addressof(x) for x in self.kept))
+        self.lock = threading.Lock()  # between putting addresses in place and the launch that reads them
+
+    def _is_what_was_loaded(self, function: int, parameters: list[Parameter]) -> bool:
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+
+        def nbytes(i: int) -> int | None:
+            status = self.driver.cuFuncGetParamInfo(
+                ctypes.c_void_p(function), ctypes.c_size_t(i), ctypes.byref(offset), ctypes.byref(size)
+            )
+            return size.value if status == _SUCCESS else None
+
+        return [nbytes(i) for i in range(len(parameters) + 1)] == [*(x.nbytes for x in parameters), None]
+
+    def _store(self, parameter: Parameter, arguments, described) -> None:
+        """Room for one parameter, with its value if that is known."""
+        given = arguments[parameter.argument] if 0 <= parameter.argument < len(arguments) else None
+        if parameter.type == "descriptor":
+            room = (ctypes.c_uint8 * (_DESCRIPTION_BYTES + _DESCRIPTION_ALIGNMENT))()
+            start = -ctypes.addressof(room) % _DESCRIPTION_ALIGNMENT
+            description = (ctypes.c_uint8 * _DESCRIPTION_BYTES).from_buffer(room, start)
+            self.kept.append(description)
+            self.descriptions[parameter.argument] = _Description(self.driver, description, given, next(described))
+        elif parameter.axis is not None:
+            self.kept.append(_NUMBERS[parameter.type](getattr(given, parameter.field)[parameter.axis]))
+        elif parameter.type.startswith("*"):
+            self.kept.append(ctypes.c_uint64(0))
+        else:
+            self.kept.append(_NUMBERS[parameter.type](given))
+        if parameter.argument >= 0 and parameter.axis is None:
+            self.stored[parameter.argument] = self.kept[-1]
+
+    def __call__(self, stream: int, addresses, numbers) -> bool:
+        """Launch it. addresses, numbers: pairs of an argument's place and its value. False: nothing was launched."""
+        stored = self.stored
+        with self.lock:
+            for place, value in numbers:
+                if not -(2**31) <= value < 2**31:  # ctypes would wrap it around
+                    return False
+                stored[place].value = value
+            for place, address in addresses:
+                description = self.descriptions.get(place)
+                if description is None:
+                    stored[place].value = address
+                elif not description.is_at(address):
+                    return False
+            status = self.driver.cuLaunchKernel(
+                self.function, self.programs, 1, 1, self.threads, 1, 1, self.shared, stream, self.pointers, None
+            )
+        return status == _SUCCESS
+
+
+class _Description:
+    """What the copy engine knows of a tensor, as Triton's driver writes it; rewritten where the address is new."""
+
+    def __init__(self, driver, room, descriptor, metadata):
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+        if metadata.get("fp4_padded") or getattr(descriptor, "round_f32_to_tf32", False):
+            raise NotDirect
+        self.driver, self.room, self.address = driver, room, None
+        rank, nbytes = len(descriptor.shape), metadata["elem_size"]
+        fill = _OOB_FILL_NAN if descriptor.padding == "nan" else _OOB_FILL_NONE
+        self.encoding = (
+            TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]], rank,
+            (ctypes.c_uint64 * rank)(*reversed([int(x) for x in descriptor.shape])),
+            (ctypes.c_uint64 * rank)(*reversed([nbytes * int(x) for x in descriptor.strides[:-1]])),
+            (ctypes.c_uint32 * rank)(*reversed(metadata["block_size"])), (ctypes.c_uint32 * rank)(*[1] * rank),
+            metadata["swizzle"], fill,
+        )  # fmt: skip
+
+    def is_at(self, address: int) -> bool:
+        """Have it describe the tensor at this address; False if the driver refuses."""
+        if address == self.address:
+            return True
+        room = ctypes.byref(self.room)
+        if self.address is None:
+            dtype, rank, shape, strides, box, steps, swizzle, fill = self.encoding
+            status = self.driver.cuTensorMapEncodeTiled(
+                room, dtype, rank, ctypes.c_void_p(address), shape, strides, box, steps, 0, swizzle,
+                _L2_PROMOTION_128B, fill,
+            )  # fmt: skip
+        else:
+            status = self.driver.cuTensorMapReplaceAddress(room, ctypes.c_void_p(address))
+        self.address = address if status == _SUCCESS else None
+        return status == _SUCCESS

@@ -1,0 +1,178 @@
+"""Launches through the CUDA driver: what a kernel gets is what its machine code and Triton's launcher say it gets."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from sage_kernels import made_again, sage_attention
+from sage_kernels.state import new_head_state
+
+
+pytest.importorskip("triton", reason="triton is not installed")
+from tests.recording_driver import run  # noqa: E402
+
+
+# in a process of its own: compiled for an sm_90 that is not there, with a driver that keeps what it is handed
+SCRIPT = """
+import ctypes, re, struct
+import torch
+from recording_driver import install
+
+install(device=None, stream=7)
+from sage_kernels._triton import launch as launching, launch_attention
+from sage_kernels._triton.attention_decode import launch_decode_attention
+from sage_kernels._triton.direct_launch import DirectLaunch, NotDirect
+from sage_kernels._triton.tiles import choose_tile
+from sage_kernels.masking import UNLIMITED, Masking, make_masking
+from sage_kernels.state import new_head_state
+
+launch_attention.device_tile = lambda device, width, scaling, masking, pv: choose_tile(90, width, scaling, pv=pv)
+
+
+class Driver:
+    '''The CUDA driver's functions, of a kernel that is known by its PTX.'''
+
+    def __init__(self, ptx):
+        entry = re.search(r"\\.entry [^(]*\\(([^)]*)\\)", ptx).group(1)
+        sizes = {"b64": 8, "u64": 8, "b32": 4, "u32": 4, "f32": 4}
+        self.sizes = []
+        for line in re.findall(r"\\.param([^,]*)", entry):
+            array = re.search(r"\\.b8 \\w+\\[(\\d+)\\]", line)
+            self.sizes.append(int(array[1]) if array else sizes[re.search(r"\\.([bufs]\\d+)", line)[1]])
+        self.described, self.moved, self.launched = [], [], None
+
+    def cuFuncGetParamInfo(self, function, i, offset, size):
+        if i.value >= len(self.sizes):
+            return 1
+        size._obj.value = self.sizes[i.value]
+        return 0
+
+    def cuTensorMapEncodeTiled(self, room, dtype, rank, address, shape, strides, box, steps, *rest):
+        assert ctypes.addressof(room._obj) % 64 == 0
+        self.described.append((address.value, list(shape), list(strides)[: rank - 1], list(box), list(steps)))
+        return 0
+
+    def cuTensorMapReplaceAddress(self, room, address):
+        self.moved.append(address.value)
+        return 0
+
+    def cuLaunchKernel(self, function, x, y, z, threads, _1, _2, shared, stream, pointers, extra):
+        assert (y, z, _1, _2, extra) == (1, 1, 1, 1, None)
+        values = [ctypes.string_at(p, n) for p, n in zip(pointers, self.sizes, strict=True)]
+        self.launched = (x, threads, shared, stream, values)
+        return 0
+
+
+def expected(compiled, values):
+    '''Bytes of every parameter, None for a description.'''
+    found = []
+    for kind, value in zip(compiled.src.signature.values(), values):
+        if kind.startswith("tensordesc"):
+            found.append(None)
+            found += [struct.pack("<i", x) for x in value.shape] + [struct.pack("<q", x) for x in value.strides]
+        elif kind != "constexpr":
+            letter = "Q" if kind[0] == "*" else {"i32": "i", "i64": "q", "fp32": "f"}[kind]
+            found.append(struct.pack("<" + letter, value))
+    return found + [bytes(8)] * 2
+
+
+def check(step, addresses, numbers):
+    fake = Driver(step.compiled.asm["ptx"])
+    known, values = step.values.copy(), step.values.copy()
+    for i, descriptor, slot in step.described:
+        known[i] = descriptor
+        values[i] = descriptor.at(addresses[slot])
+    direct = DirectLaunch(step.compiled, step.programs, known, driver=fake)
+    for shift in (0, 1 << 20, 1 << 20):  # the same address again: nothing is described anew
+        pairs = [(i, addresses[slot] + shift) for i, slot in step.slots]
+        for i, slot in step.places:
+            values[i] = addresses[slot] + shift
+        for i, name in step.named:
+            values[i] = numbers[name] + shift
+        assert direct(7, pairs, [(i, numbers[name] + shift) for i, name in step.named])
+        x, threads, shared, stream, stored = fake.launched
+        metadata = step.compiled.metadata
+        assert (x, threads, shared, stream) == (step.programs, 32 * metadata.num_warps, metadata.shared, 7)
+        for a, b in zip(stored, expected(step.compiled, values), strict=True):
+            assert b is None or a == b, (a, b)
+    assert [d[0] for d in fake.described] == [addresses[slot] for _, _, slot in step.described]
+    assert fake.moved == [addresses[slot] + (1 << 20) for _, _, slot in step.described]
+    for (_, shape, strides, box, steps), (_, descriptor, _) in zip(fake.described, step.described, strict=True):
+        nbytes = strides[0] // descriptor.strides[-2]
+        assert shape == list(descriptor.shape)[::-1] and set(steps) == {1}
+        assert strides == [nbytes * s for s in descriptor.strides[-2::-1]] and box == descriptor.block_shape[::-1]
+    if step.named:
+        assert not direct(7, pairs, [(i, 2**31) for i, _ in step.named])  # 32 bits would wrap around
+    # other code than the signature says: Triton launches
+    for sizes in (fake.sizes[:-1], [*fake.sizes, 8], [4, *fake.sizes[1:]]):
+        fake.sizes = sizes
+        try:
+            DirectLaunch(step.compiled, step.programs, known, driver=fake)
+        except NotDirect:
+            continue
+        raise AssertionError(sizes)
+    return len(step.described)
+
+
+def attention(given, recipe, scaling):
+    masking, _ = make_masking(None, "", None, 0.0, None, 200, 200)
+    state = type(new_head_state(1, 8, "cpu"))(*given[3:]) if len(given) > 3 else None
+    return launch_attention.launch_attention_fwd(
+        *given[:3], state=state, recipe=recipe, scaling=scaling, scale=0.1, smooth_k=True, return_lse=False,
+        masking=masking,
+    )[0]
+
+
+described = 0
+for recipe, scaling in (("qk_int8_pv_bf16", "per_token"), ("qk_int8_pv_fp8", "planned")):
+    qkv = [torch.randn(2, 200, 4, 64, dtype=torch.bfloat16) for _ in range(3)]
+    given = (*qkv, *(new_head_state(4, 64, "cpu") if scaling == "planned" else ()))
+    _, again = launching.record(lambda: attention(given, recipe, scaling), given)
+    for step in again.launches:
+        described += check(step, [4096 + 256 * i for i in range(40)], {})
+assert described >= 4, described
+
+q, mean = torch.randn(1, 1, 8, 64, dtype=torch.bfloat16), torch.zeros(1, 2, 64)
+codes = [torch.zeros(1, 2, 900, 64, dtype=torch.int8) for _ in "kv"]
+scales = [torch.ones(1, 2, 900, dtype=torch.bfloat16) for _ in "kv"]
+given = (q, codes[0], scales[0], codes[1], scales[1], mean)
+masking = Masking(None, UNLIMITED, UNLIMITED, softcap=0.0, sinks=None)
+options = {"ring": False, "masking": masking, "scale": 0.1, "return_lse": False, "splits": 3}
+_, again = launching.record(lambda: launch_decode_attention(*given, None, **options)[0], given, {"capacity": 900})
+assert len(again.launches) == 2
+for step in again.launches:
+    check(step, [4096 + 256 * i for i in range(40)], {"capacity": 901})
+print("done")
+"""
+
+
+def test_a_kernel_gets_what_its_code_and_triton_say(tmp_path):
+    found = run(SCRIPT, tmp_path)
+    assert found.returncode == 0 and found.stdout.strip().endswith("done"), found.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", "qk_int8_pv_fp8"])
+def test_calls_made_again_are_launched_by_the_driver(recipe):
+    """And give the same bits from another thread, whose context nobody has set, with buffers at other addresses."""
+    from sage_kernels._triton.direct_launch import cuda_driver
+
+    if cuda_driver() is None:
+        pytest.skip("the CUDA driver is too old")
+    generator = torch.Generator("cuda").manual_seed(3)
+    q, k, v = (torch.randn(1, 700, 4, 64, device="cuda", generator=generator).bfloat16() for _ in range(3))
+    state = new_head_state(4, 64, "cuda")
+    before = set(made_again.made)
+    first = sage_attention(q, k, v, state=state, recipe=recipe)
+    (key,) = set(made_again.made) - before
+    assert all(step.direct is not None for step in made_again.made[key].launches)
+    results = [sage_attention(q, k, v, state=state, recipe=recipe)]
+    in_the_way = torch.empty(3 << 20, device="cuda")  # the next buffers lie elsewhere
+    thread = threading.Thread(target=lambda: results.append(sage_attention(q, k, v, state=state, recipe=recipe)))
+    thread.start()
+    thread.join()
+    del in_the_way
+    assert len(results) == 2 and all(torch.equal(first, x) for x in results)
