@@ -39,6 +39,7 @@ SCALINGS = ("planned", "per_token")
 WIDTHS = (64, 128, 256)
 MASKS = ("keys", "rows", "causal")
 FULL_TARGETS = ("sm_80", "sm_90")  # the others compile a part: each kernel takes seconds
+OVERLAPPING = ("sm_90", "sm_100", "sm_120")  # a launch may begin before the one before ends
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 # what the Hopper kernel can do besides what the tile table has it do
 HOPPER = (
@@ -212,7 +213,8 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
         "GROUP": 4, "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages, "MASK": mask, "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": not few,
         "SOFTCAP": False, "HAS_MEAN": True, "HAS_LENGTHS": False, "HAS_SINKS": False, "RING": False, "PARTIAL": few,
-        "RETURN_LSE": False, "ASM": target.backend == "cuda", "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
+        "RETURN_LSE": False, "ASM": target.backend == "cuda", "EVICTION": "evict_first" if tile.read_once else "",
+        "OVERLAP": few and name in OVERLAPPING, "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
     }  # fmt: skip
     types = {"q_ptr": "*bf16", "k_codes_ptr": "*i8", "v_words_ptr": "*i16", "k_scale_ptr": "*bf16"}
     types |= {"v_scale_ptr": "*bf16", "lengths_ptr": "*i64", "mask_ptr": "*u8"}
@@ -225,6 +227,7 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
 def combine(name: str, width: int) -> dict:
     """The combine step of more than 16 splits."""
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_S": 64, "BLOCK_D": width // 4, "RETURN_LSE": False}
+    constants["OVERLAP"] = name in OVERLAPPING
     compiled = build(_combine_kernel, constants, {"out_ptr": "*bf16"}, TARGETS[name], num_warps=1)
     return {"kernel": "combine", **read(compiled)}
 

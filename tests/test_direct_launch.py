@@ -23,6 +23,7 @@ from recording_driver import install
 
 install(device=None, stream=7)
 from sage_kernels._triton import launch as launching, launch_attention
+from sage_kernels._triton import attention_decode
 from sage_kernels._triton.attention_decode import launch_decode_attention
 from sage_kernels._triton.direct_launch import DirectLaunch, NotDirect
 from sage_kernels._triton.tiles import choose_tile
@@ -30,6 +31,9 @@ from sage_kernels.masking import UNLIMITED, Masking, make_masking
 from sage_kernels.state import new_head_state
 
 launch_attention.device_tile = lambda device, width, scaling, masking, pv: choose_tile(90, width, scaling, pv=pv)
+
+
+attention_decode.decode_capability = lambda device: 90
 
 
 class Driver:
@@ -59,10 +63,13 @@ class Driver:
         self.moved.append(address.value)
         return 0
 
-    def cuLaunchKernel(self, function, x, y, z, threads, _1, _2, shared, stream, pointers, extra):
-        assert (y, z, _1, _2, extra) == (1, 1, 1, 1, None)
+    def cuLaunchKernelEx(self, address, function, pointers, extra):
+        *grid, threads, y, z, shared = struct.unpack("<7I", ctypes.string_at(address, 28))  # CUlaunchConfig
+        stream, attributes, number = struct.unpack("<QQI", ctypes.string_at(address + 32, 20))
+        assert (grid[1:], y, z, extra) == ([1, 1], 1, 1, None)
+        kinds = [struct.unpack("<IIi", ctypes.string_at(attributes + 72 * i, 12)) for i in range(number)]
         values = [ctypes.string_at(p, n) for p, n in zip(pointers, self.sizes, strict=True)]
-        self.launched = (x, threads, shared, stream, values)
+        self.launched = (grid[0], threads, shared, stream, kinds, values)
         return 0
 
 
@@ -81,36 +88,36 @@ def expected(compiled, values):
 
 def check(step, addresses, numbers):
     fake = Driver(step.compiled.asm["ptx"])
-    known, values = step.values.copy(), step.values.copy()
+    make = lambda: DirectLaunch(step.compiled, step.programs, step.known(), step.slots, step.named, driver=fake)
+    direct, values = make(), step.known()
     for i, descriptor, slot in step.described:
-        known[i] = descriptor
         values[i] = descriptor.at(addresses[slot])
-    direct = DirectLaunch(step.compiled, step.programs, known, driver=fake)
     for shift in (0, 1 << 20, 1 << 20):  # the same address again: nothing is described anew
-        pairs = [(i, addresses[slot] + shift) for i, slot in step.slots]
+        there = {name: x + shift for name, x in numbers.items()}
         for i, slot in step.places:
             values[i] = addresses[slot] + shift
         for i, name in step.named:
-            values[i] = numbers[name] + shift
-        assert direct(7, pairs, [(i, numbers[name] + shift) for i, name in step.named])
-        x, threads, shared, stream, stored = fake.launched
+            values[i] = there[name]
+        assert direct(7, [x + shift for x in addresses], there)
+        *launched, kinds, stored = fake.launched
         metadata = step.compiled.metadata
-        assert (x, threads, shared, stream) == (step.programs, 32 * metadata.num_warps, metadata.shared, 7)
+        assert launched == [step.programs, 32 * metadata.num_warps, metadata.shared, 7]
+        assert kinds == ([(6, 0, 1)] if metadata.launch_pdl else [])
         for a, b in zip(stored, expected(step.compiled, values), strict=True):
             assert b is None or a == b, (a, b)
     assert [d[0] for d in fake.described] == [addresses[slot] for _, _, slot in step.described]
     assert fake.moved == [addresses[slot] + (1 << 20) for _, _, slot in step.described]
     for (_, shape, strides, box, steps), (_, descriptor, _) in zip(fake.described, step.described, strict=True):
-        nbytes = strides[0] // descriptor.strides[-2]
-        assert shape == list(descriptor.shape)[::-1] and set(steps) == {1}
-        assert strides == [nbytes * s for s in descriptor.strides[-2::-1]] and box == descriptor.block_shape[::-1]
+        assert shape == list(descriptor.shape)[::-1] and set(steps) == {1} and box == descriptor.block_shape[::-1]
+        nbytes = strides[0] // descriptor.strides[-2] if strides else 0
+        assert strides == [nbytes * s for s in descriptor.strides[-2::-1]]
     if step.named:
-        assert not direct(7, pairs, [(i, 2**31) for i, _ in step.named])  # 32 bits would wrap around
+        assert not direct(7, addresses, dict.fromkeys(numbers, 2**31))  # 32 bits would wrap around
     # other code than the signature says: Triton launches
     for sizes in (fake.sizes[:-1], [*fake.sizes, 8], [4, *fake.sizes[1:]]):
         fake.sizes = sizes
         try:
-            DirectLaunch(step.compiled, step.programs, known, driver=fake)
+            make()
         except NotDirect:
             continue
         raise AssertionError(sizes)
@@ -142,7 +149,7 @@ given = (q, codes[0], scales[0], codes[1], scales[1], mean)
 masking = Masking(None, UNLIMITED, UNLIMITED, softcap=0.0, sinks=None)
 options = {"ring": False, "masking": masking, "scale": 0.1, "return_lse": False, "splits": 3}
 _, again = launching.record(lambda: launch_decode_attention(*given, None, **options)[0], given, {"capacity": 900})
-assert len(again.launches) == 2
+assert [step.compiled.metadata.launch_pdl for step in again.launches] == [False, True]
 for step in again.launches:
     check(step, [4096 + 256 * i for i in range(40)], {"capacity": 901})
 print("done")

@@ -12,6 +12,7 @@ probability and value relative to the largest of its tile, whatever the scores a
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..masking import UNLIMITED, Masking
 from ..numerics import LOG2_E
@@ -53,16 +54,17 @@ def _quantize_queries(q):
 
 
 @triton.jit
-def _load_tile(base, slots, stride, inside, WORDS: tl.constexpr, USED: tl.constexpr, MASKED: tl.constexpr):
+def _load_tile(base, slots, stride, inside, WORDS: tl.constexpr, USED: tl.constexpr, MASKED: tl.constexpr,
+               EVICTION: tl.constexpr):  # fmt: skip
     """Words [BLOCK_N, WORDS] of the tokens in `slots`; only the first USED of a token are read."""
     words = tl.arange(0, WORDS)[None, :]
     pointers = base + (slots * stride)[:, None] + words
     if MASKED:
-        tile = tl.load(pointers, mask=inside[:, None] & (words < USED), other=0)
+        tile = tl.load(pointers, mask=inside[:, None] & (words < USED), other=0, eviction_policy=EVICTION)
     elif USED == WORDS:
-        tile = tl.load(pointers)
+        tile = tl.load(pointers, eviction_policy=EVICTION)
     else:
-        tile = tl.load(pointers, mask=words < USED, other=0)
+        tile = tl.load(pointers, mask=words < USED, other=0, eviction_policy=EVICTION)
     return tile
 
 
@@ -105,12 +107,15 @@ def _slots(tile, first_slot, capacity, BLOCK_N: tl.constexpr, RING: tl.constexpr
 
 @triton.jit
 def _load_codes(tile, n_keys, first_slot, capacity, k_base, v_base, stride_kn, stride_vn, HEAD_DIM: tl.constexpr,
-                WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
+                WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
+                EVICTION: tl.constexpr):  # fmt: skip
     """Of a key tile, the codes of K [BLOCK_N, WIDTH] int8 and the words of V [BLOCK_N, WIDTH / 2] int16."""
     inside = tile * BLOCK_N + tl.arange(0, BLOCK_N) < n_keys
     first, slots = _slots(tile, first_slot, capacity, BLOCK_N, RING)
-    k = _load_tile(k_base + first * stride_kn, slots, stride_kn, inside, WIDTH, HEAD_DIM, MASKED)
-    v = _load_tile(v_base + first * stride_vn, slots, stride_vn, inside, WIDTH // 2, HEAD_DIM // 2, MASKED)
+    k_base += first * stride_kn
+    v_base += first * stride_vn
+    k = _load_tile(k_base, slots, stride_kn, inside, WIDTH, HEAD_DIM, MASKED, EVICTION)
+    v = _load_tile(v_base, slots, stride_vn, inside, WIDTH // 2, HEAD_DIM // 2, MASKED, EVICTION)
     return k, v
 
 
@@ -209,10 +214,12 @@ def _decode_attention_kernel(
     STAGES: tl.constexpr, MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
     RING: tl.constexpr, PARTIAL: tl.constexpr, RETURN_LSE: tl.constexpr, ASM: tl.constexpr,
+    EVICTION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: up to BLOCK_M rows (query, head) of one key/value head, and one split of its keys.
 
-    PARTIAL: out [splits, B, S_q, H, D] and lse [splits, B, S_q, H], both fp32, base 2, for the combine step.
+    PARTIAL: out [splits, B, S_q, H, D] and lse [splits, B, S_q, H], both fp32, base 2, for the combine step. OVERLAP:
+    that is launched when all programs have seen their keys, and then waits for what they write.
     """
     which = tl.program_id(0)
     row_tile = which * 0
@@ -292,7 +299,7 @@ def _decode_attention_kernel(
             )  # fmt: skip
             k, v = _load_codes(
                 tile, n_keys, first_slot, capacity, k_base, v_base, stride_kcn, stride_vcn, HEAD_DIM, WIDTH, BLOCK_N,
-                RING, False,
+                RING, False, EVICTION,
             )  # fmt: skip
             even, odd, top, total = _step(
                 tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, positions, mask_rows, stride_mk,
@@ -310,7 +317,7 @@ def _decode_attention_kernel(
         )
         k, v = _load_codes(
             tile, n_keys, first_slot, capacity, k_base, v_base, stride_kcn, stride_vcn, HEAD_DIM, WIDTH, BLOCK_N,
-            RING, True,
+            RING, True, EVICTION,
         )  # fmt: skip
         even, odd, top, total = _step(
             tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, positions, mask_rows, stride_mk,
@@ -318,6 +325,8 @@ def _decode_attention_kernel(
             SOFTCAP, ASM,
         )  # fmt: skip
 
+    if OVERLAP:
+        gdc_launch_dependents()
     total = tl.sum(total, 0)
     acc = tl.reshape(tl.permute(tl.join(even, odd), (1, 0, 2)), (BLOCK_M, WIDTH))
     if SOFTCAP:
@@ -350,8 +359,10 @@ def _decode_attention_kernel(
 @triton.jit(do_not_specialize=["splits", "all_rows"])
 def _combine_kernel(partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, splits, all_rows, HEAD_DIM: tl.constexpr,
                     WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-                    RETURN_LSE: tl.constexpr):  # fmt: skip
+                    RETURN_LSE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
     """One program: BLOCK_D channels of one row's splits, in their order, so the sum is the same every time."""
+    if OVERLAP:
+        gdc_wait()
     parts: tl.constexpr = WIDTH // BLOCK_D
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
@@ -437,6 +448,7 @@ def launch_decode_attention(
     if mask is not None:
         kind = "keys" if masking.by_key else "rows"
     nvidia = q.device.type == "cuda" and torch.version.hip is None
+    overlap = splits > 1 and decode_capability(q.device) >= 90
     none = k_scale  # never read where a pointer does not apply
     tensors = (
         k_mean if k_mean is None else k_mean.contiguous(), lengths, None if mask is None else as_loadable(mask),
@@ -457,7 +469,7 @@ def launch_decode_attention(
             HAS_LEFT=masking.left != UNLIMITED, HAS_RIGHT=masking.right != UNLIMITED, SOFTCAP=masking.softcap > 0,
             HAS_MEAN=k_mean is not None, HAS_LENGTHS=lengths is not None, HAS_SINKS=masking.sinks is not None,
             RING=ring, PARTIAL=splits > 1, RETURN_LSE=return_lse,
-            ASM=nvidia, num_warps=tile.num_warps,
+            ASM=nvidia, EVICTION="evict_first" if tile.read_once else "", OVERLAP=overlap, num_warps=tile.num_warps,
             enable_fp_fusion=False, **({"maxnreg": tile.max_registers} if tile.max_registers and nvidia else {}),
         )  # fmt: skip
         if splits > 1:
@@ -467,6 +479,7 @@ def launch_decode_attention(
                 _combine_kernel, all_rows * (width // block_d),
                 target, target_lse, out, target_lse if lse is None else lse, splits, all_rows, HEAD_DIM=head_dim,
                 WIDTH=width, BLOCK_S=64 if many else 16, BLOCK_D=block_d, RETURN_LSE=return_lse,
-                num_warps=1 if many else 4, enable_fp_fusion=False,
+                OVERLAP=overlap, num_warps=1 if many else 4, enable_fp_fusion=False,
+                **({"launch_pdl": True} if overlap else {}),
             )  # fmt: skip
     return out, lse

@@ -10,8 +10,8 @@ from .tiles import head_width
 
 
 class DecodeTile(NamedTuple):
-    """How the kernel is cut: query rows and keys of a tile, warps, keys in flight, programs that fit on an SM, and
-    registers a thread may have (0: what the compiler likes)."""
+    """How the kernel is cut: query rows and keys of a tile, warps, keys in flight, programs that fit on an SM,
+    registers a thread may have (0: what the compiler likes), and whether L2 is told that keys are read once."""
 
     block_m: int
     block_n: int
@@ -19,46 +19,54 @@ class DecodeTile(NamedTuple):
     num_stages: int
     per_sm: int
     max_registers: int = 0
+    read_once: bool = False
 
 
 # Timed on an H200 with one query, 8 heads of 128 channels, groups of 4. Fewer warps wait less for each other, and six
 # programs of two have more bytes on their way than four of four: 4.1 instead of 3.7 TB/s from 2^20 tokens on. At 2^18
-# tokens the four warps of the other tile begin and end sooner.
+# tokens the four warps of the short tile begin and end sooner; there, but not at 2^20, read_once makes it faster.
 _LONG_TILE = DecodeTile(8, 64, 2, 2, 6, 168)
+_SHORT_TILE = DecodeTile(8, 64, 4, 2, 4, read_once=True)
 LONG = 2**20
 
-MIN_TILES = 4  # key tiles that are worth a split of their own
 MAX_SPLITS = 256
+# In key tiles, on an H200: what a program takes besides its keys, and what the combine step takes
+START, COMBINE = 2, 1
 
 
 @functools.lru_cache(maxsize=4096)
 def decode_tile(head_dim: int, rows: int, tokens: int = 0, capability: int = 0) -> DecodeTile:
     """The tile of a call with `rows` rows (queries · heads of a group) per key/value head.
 
-    Not timed but for _LONG_TILE: chosen from registers, spills and loop counts of the compiled kernels
+    Not timed but for the two above: chosen from registers, spills and loop counts of the compiled kernels
     (`python tests/codegen.py`).
 
     Args:
         tokens: of all key/value heads and samples.
         capability: compute capability such as 90; 0: AMD, or a CPU.
     """
-    block_m = max(8, min(32, triton.next_power_of_2(rows)))  # 64 rows spill, and take more instructions a row
-    if block_m == _LONG_TILE.block_m and head_width(head_dim) == 128 and capability == 90 and tokens >= LONG:
-        return _LONG_TILE
-    if head_width(head_dim) == 256:
-        return DecodeTile(block_m, 32, 4, 2, 2)
-    return DecodeTile(block_m, 64, 4, 2, {8: 4, 16: 3, 32: 2}[block_m])
+    wide = head_width(head_dim) == 256
+    # 64 rows spill, and take more instructions a row; at width 256, 32 rows do
+    block_m = max(8, min(16 if wide else 32, triton.next_power_of_2(rows)))
+    if block_m > 8:
+        # Two warps, so no wgmma: ptxas loses its descriptors where the loop over whole tiles is skipped (as in
+        # attention_fwd_hopper.py), and with four warps the loop over the others gave NaN on an H200.
+        return DecodeTile(block_m, 32, 2, 2, 4)
+    if head_width(head_dim) == 128 and capability == 90:
+        return _LONG_TILE if tokens >= LONG else _SHORT_TILE
+    return DecodeTile(8, 32, 4, 2, 2) if wide else DecodeTile(8, 64, 4, 2, 4)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
     """Into how many parts the keys are cut: a function of shapes alone, so that results repeat.
 
-    The least number that is within 5 % of the best use of `slots` programs at a time, counted in key tiles.
+    The least number that is within 5 % of the least time, counted in key tiles, of `slots` programs at a time.
     """
-    numbers = range(1, max(1, min(key_tiles // MIN_TILES, MAX_SPLITS)) + 1)
-    work = [triton.cdiv(programs * n, slots) * triton.cdiv(key_tiles, n) for n in numbers]
-    return next(n for n, tiles in zip(numbers, work, strict=True) if tiles <= 1.05 * min(work))
+    numbers = range(1, max(1, min(key_tiles, MAX_SPLITS)) + 1)
+    waves = [triton.cdiv(programs * n, slots) for n in numbers]
+    time = [w * (triton.cdiv(key_tiles, n) + START) + COMBINE * (n > 1) for n, w in zip(numbers, waves, strict=True)]
+    return next(n for n, tiles in zip(numbers, time, strict=True) if tiles <= 1.05 * min(time))
 
 
 @functools.cache

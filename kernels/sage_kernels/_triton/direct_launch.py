@@ -21,6 +21,7 @@ _SUCCESS = 0
 _DESCRIPTION_BYTES = 128  # CUtensorMap
 _DESCRIPTION_ALIGNMENT = 64
 _L2_PROMOTION_128B = 2
+_PROGRAMMATIC_SERIALIZATION = 6  # of CUlaunchAttributeID: the kernel itself waits for the one before
 _OOB_FILL_NONE, _OOB_FILL_NAN = 0, 1
 # Triton's name of a type → how it is stored; pointers and descriptors apart
 _NUMBERS = {
@@ -30,16 +31,31 @@ _NUMBERS = {
 }  # fmt: skip
 
 
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint32), ("padding", ctypes.c_uint32), ("value", ctypes.c_int32 * 16))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("shared", ctypes.c_uint32),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("number", ctypes.c_uint32),
+    )  # fmt: skip
+
+
 @functools.cache
 def cuda_driver():
     """The CUDA driver's library with the functions that are needed here, or None."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        launch, _, _ = driver.cuLaunchKernel, driver.cuTensorMapEncodeTiled, driver.cuTensorMapReplaceAddress
+        launch, _, _ = driver.cuLaunchKernelEx, driver.cuTensorMapEncodeTiled, driver.cuTensorMapReplaceAddress
         _ = driver.cuFuncGetParamInfo  # from CUDA 12.4 on
     except (OSError, AttributeError):
         return None
-    launch.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    launch.argtypes = [ctypes.c_void_p] * 4
     return driver
 
 
@@ -72,7 +88,7 @@ def parameters_of(compiled) -> list[Parameter] | None:
     shape, then its strides; at the end there are two pointers to scratch memory that is not used.
     """
     metadata = compiled.metadata
-    plain = {"num_ctas": 1, "launch_pdl": False, "launch_cooperative_grid": False}
+    plain = {"num_ctas": 1, "launch_cooperative_grid": False}
     plain |= {"global_scratch_size": 0, "profile_scratch_size": 0}
     if metadata.target.backend != "cuda" or any(getattr(metadata, name, None) != x for name, x in plain.items()):
         return None
@@ -101,24 +117,32 @@ class DirectLaunch:
     Args:
         compiled: Triton's CompiledKernel, loaded. programs: of the grid.
         arguments: of the kernel's first parameters; None for a tensor, a descriptor without its tensor.
+        slots: (argument, number of its address) of tensors and descriptors.
+        named: (argument, name of its number) of the integers that may be others.
         driver: for tests; None: the CUDA driver.
     Raises: NotDirect.
     """
 
-    def __init__(self, compiled, programs: int, arguments, driver=None):
+    def __init__(self, compiled, programs: int, arguments, slots, named, driver=None):
         self.driver = driver or cuda_driver()
         parameters = parameters_of(compiled) if self.driver is not None else None
         if parameters is None or not self._is_what_was_loaded(compiled.function, parameters):
             raise NotDirect
         metadata = compiled.metadata
-        self.function, self.programs = compiled.function, programs
-        self.threads, self.shared = 32 * metadata.num_warps, metadata.shared
+        self.function = compiled.function
+        self.config = _Config((programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
+        if metadata.launch_pdl:
+            self.attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (1,))
+            self.config.attributes, self.config.number = ctypes.pointer(self.attribute), 1
+        self.config_address = ctypes.addressof(self.config)
         described = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        self.stored, self.descriptions = {}, {}  # argument → where it is stored
-        self.kept = []  # memory that `pointers` point to
-        for parameter in parameters:
-            self._store(parameter, arguments, described)
-        self.pointers = (ctypes.c_void_p * len(parameters))(*(ctypes.addressof(x) for x in self.kept))
+        stored, descriptions = {}, {}  # argument → where it is stored
+        kept = [self._store(x, arguments, described, stored, descriptions) for x in parameters]
+        self.pointers = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(x) for x in kept))
+        self.kept = kept  # the memory that these point to
+        self.words = [(stored[i], slot) for i, slot in slots if i in stored]
+        self.descriptions = [(descriptions[i], slot) for i, slot in slots if i in descriptions]
+        self.named = [(stored[i], name) for i, name in named]
         self.lock = threading.Lock()  # between putting addresses in place and the launch that reads them
 
     def _is_what_was_loaded(self, function: int, parameters: list[Parameter]) -> bool:
@@ -132,41 +156,36 @@ class DirectLaunch:
 
         return [nbytes(i) for i in range(len(parameters) + 1)] == [*(x.nbytes for x in parameters), None]
 
-    def _store(self, parameter: Parameter, arguments, described) -> None:
-        """Room for one parameter, with its value if that is known."""
-        given = arguments[parameter.argument] if 0 <= parameter.argument < len(arguments) else None
+    def _store(self, parameter: Parameter, arguments, described, stored: dict, descriptions: dict):
+        """Memory of one parameter, with its value if that is known."""
+        i = parameter.argument
+        given = arguments[i] if 0 <= i < len(arguments) else None
         if parameter.type == "descriptor":
             room = (ctypes.c_uint8 * (_DESCRIPTION_BYTES + _DESCRIPTION_ALIGNMENT))()
             start = -ctypes.addressof(room) % _DESCRIPTION_ALIGNMENT
-            description = (ctypes.c_uint8 * _DESCRIPTION_BYTES).from_buffer(room, start)
-            self.kept.append(description)
-            self.descriptions[parameter.argument] = _Description(self.driver, description, given, next(described))
+            kept = (ctypes.c_uint8 * _DESCRIPTION_BYTES).from_buffer(room, start)
+            descriptions[i] = _Description(self.driver, kept, given, next(described))
         elif parameter.axis is not None:
-            self.kept.append(_NUMBERS[parameter.type](getattr(given, parameter.field)[parameter.axis]))
-        elif parameter.type.startswith("*"):
-            self.kept.append(ctypes.c_uint64(0))
+            kept = _NUMBERS[parameter.type](getattr(given, parameter.field)[parameter.axis])
         else:
-            self.kept.append(_NUMBERS[parameter.type](given))
-        if parameter.argument >= 0 and parameter.axis is None:
-            self.stored[parameter.argument] = self.kept[-1]
+            kept = ctypes.c_uint64(0) if parameter.type.startswith("*") else _NUMBERS[parameter.type](given)
+            stored[i] = kept
+        return kept
 
-    def __call__(self, stream: int, addresses, numbers) -> bool:
-        """Launch it. addresses, numbers: pairs of an argument's place and its value. False: nothing was launched."""
-        stored = self.stored
+    def __call__(self, stream: int, addresses: list[int], numbers) -> bool:
+        """Launch it with these tensors (address of each slot) and numbers. False: nothing was launched."""
         with self.lock:
-            for place, value in numbers:
-                if not -(2**31) <= value < 2**31:  # ctypes would wrap it around
+            for number, name in self.named:
+                if not -(2**31) <= numbers[name] < 2**31:  # ctypes would wrap it around
                     return False
-                stored[place].value = value
-            for place, address in addresses:
-                description = self.descriptions.get(place)
-                if description is None:
-                    stored[place].value = address
-                elif not description.is_at(address):
+                number.value = numbers[name]
+            for word, slot in self.words:
+                word.value = addresses[slot]
+            for description, slot in self.descriptions:
+                if not description.is_at(addresses[slot]):
                     return False
-            status = self.driver.cuLaunchKernel(
-                self.function, self.programs, 1, 1, self.threads, 1, 1, self.shared, stream, self.pointers, None
-            )
+            self.config.stream = stream
+            status = self.driver.cuLaunchKernelEx(self.config_address, self.function, self.pointers, None)
         return status == _SUCCESS
 
 
