@@ -297,7 +297,9 @@ def test_the_tile_of_long_caches_is_that_of_the_gpu_it_was_timed_on():
     assert len({decode_tile(128, 4, LONG, 90), decode_tile(128, 4, LONG - 1, 90), usual}) == 3
     for other in ((128, 4, LONG, 80), (128, 4, LONG - 1, 80), (128, 4, LONG, 0)):
         assert decode_tile(*other) == usual
-    assert decode_tile(64, 4, LONG, 90) == decode_tile(64, 4) and decode_tile(128, 9, LONG, 90) == decode_tile(128, 9)
+    assert decode_tile(64, 4, LONG, 90) == decode_tile(64, 4) and decode_tile(128, 9, LONG, 90) == decode_tile(
+        128, 9, 0, 90
+    )
 
 
 def arguments(**changes):

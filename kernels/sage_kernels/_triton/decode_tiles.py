@@ -45,16 +45,19 @@ def decode_tile(head_dim: int, rows: int, tokens: int = 0, capability: int = 0) 
         tokens: of all key/value heads and samples.
         capability: compute capability such as 90; 0: AMD, or a CPU.
     """
-    wide = head_width(head_dim) == 256
-    # 64 rows spill, and take more instructions a row; at width 256, 32 rows do
-    block_m = max(8, min(16 if wide else 32, triton.next_power_of_2(rows)))
-    if block_m > 8:
+    width = head_width(head_dim)
+    few_warps = capability == 90 and rows > 8
+    # 64 rows spill, and take more instructions a row; so do 32 of two warps at width 256
+    block_m = max(8, min(16 if few_warps and width == 256 else 32, triton.next_power_of_2(rows)))
+    if few_warps:
         # Two warps, so no wgmma: ptxas loses its descriptors where the loop over whole tiles is skipped (as in
-        # attention_fwd_hopper.py), and with four warps the loop over the others gave NaN on an H200.
+        # attention_fwd_hopper.py), and with four warps the loop over the other tiles gave NaN on an H200.
         return DecodeTile(block_m, 32, 2, 2, 4)
-    if head_width(head_dim) == 128 and capability == 90:
+    if width == 128 and capability == 90:
         return _LONG_TILE if tokens >= LONG else _SHORT_TILE
-    return DecodeTile(8, 32, 4, 2, 2) if wide else DecodeTile(8, 64, 4, 2, 4)
+    if width == 256:
+        return DecodeTile(block_m, 32, 4, 2, 2)
+    return DecodeTile(block_m, 64, 4, 2, {8: 4, 16: 3, 32: 2}[block_m])
 
 
 @functools.lru_cache(maxsize=4096)
