@@ -83,18 +83,6 @@ def _as_fp16(words, ASM: tl.constexpr):
 
 @triton.jit
 def _slots(tile, first_slot, capacity, BLOCK_N: tl.constexpr, RING: tl.constexpr):
-    """Where the tokens of a key tile lie: (the tile's first token, its tokens counted from there)."""
-    offs_n = tl.arange(0, BLOCK_N)
-    if RING:
-        slots = (tile * BLOCK_N + offs_n).to(tl.int64) + first_slot
-        first, slots = tl.full([], 0, tl.int64), tl.where(slots >= capacity, slots - capacity, slots)
-    else:
-        first, slots = tl.full([], 0, tl.int64) + tile * BLOCK_N, offs_n
-    return first, slots
-
-
-@triton.jit
-def _slots(tile, first_slot, capacity, BLOCK_N: tl.constexpr, RING: tl.constexpr):
     """Where the tokens of a key tile lie: (a slot int64, the tokens counted from there [BLOCK_N])."""
     offs_n = tl.arange(0, BLOCK_N)
     if RING:
