@@ -287,6 +287,8 @@ def test_splits_are_few_and_leave_nothing_idle():
                 waves = -(-programs * splits // slots)
                 assert programs * tiles / (waves * slots * -(-tiles // splits)) > (0.8 if programs >= 8 else 0.4)
     assert choose_splits(5000, 16, slots) <= 4
+    # more waves fill the GPU better, but every program begins and ends
+    assert choose_splits(600, 16, slots) <= 2 and choose_splits(1000, 512, slots) == 1
 
 
 def test_the_tile_of_long_caches_is_that_of_the_gpu_it_was_timed_on():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -84,7 +85,11 @@ def expected(compiled, values):
 
 
 def check(step, addresses, numbers):
-    fake = Driver(step.compiled.asm["ptx"])
+    ptx = step.compiled.asm["ptx"]
+    waits = "griddepcontrol.wait" in ptx  # a kernel that may begin before the one before ends: before it reads
+    assert waits == step.compiled.metadata.launch_pdl
+    assert not waits or ptx.index("griddepcontrol.wait") < re.search(r"\\bld\\.global|cp\\.async", ptx).start()
+    fake = Driver(ptx)
     make = lambda: DirectLaunch(step.compiled, step.programs, step.known(), step.slots, step.named, driver=fake)
     direct, values = make(), step.known()
     for shift in (0, 1 << 20, 0, 1 << 20):  # the same addresses again: nothing is described anew
@@ -156,6 +161,37 @@ print("done")
 def test_a_kernel_gets_what_its_code_and_triton_say(tmp_path):
     found = run(SCRIPT, tmp_path)
     assert found.returncode == 0 and found.stdout.strip().endswith("done"), found.stderr[-3000:]
+
+
+def compiled_for(kinds=("*bf16", "i32"), backend="cuda", **metadata):
+    metadata = {
+        "num_ctas": 1, "launch_cooperative_grid": False, "global_scratch_size": 0, "profile_scratch_size": 0,
+        "tensordesc_meta": (), "target": SimpleNamespace(backend=backend), **metadata,
+    }  # fmt: skip
+    signature = dict(enumerate(kinds))
+    return SimpleNamespace(metadata=SimpleNamespace(**metadata), src=SimpleNamespace(signature=signature))
+
+
+def test_what_needs_more_than_a_grid_is_left_to_triton():
+    from sage_kernels._triton.direct_launch import parameters_of
+
+    assert [x.nbytes for x in parameters_of(compiled_for())] == [8, 4, 8, 8]
+    assert [x.nbytes for x in parameters_of(compiled_for(("constexpr", "fp32")))] == [4, 8, 8]
+    more = {"num_ctas": 2, "launch_cooperative_grid": True, "global_scratch_size": 8, "profile_scratch_size": 8}
+    for name, value in more.items():
+        assert parameters_of(compiled_for(**{name: value})) is None, name
+    assert parameters_of(compiled_for(backend="hip")) is None
+    for kinds in ((("*bf16", "i32"),), ("tensordesc<fp16[64, 64]>",), ("u4",)):  # a tuple, no description, a new type
+        assert parameters_of(compiled_for(kinds)) is None, kinds
+
+
+def test_results_are_made_like_a_tensor_of_their_kind_only():
+    from sage_kernels._triton.launch import _like
+
+    result = torch.empty(2, 3, 4, 8)
+    other, turned = torch.empty(2, 3, 4, 8, dtype=torch.float16), torch.empty(2, 4, 3, 8).transpose(1, 2)
+    assert turned.shape == result.shape
+    assert _like(result, [other, turned]) is None and _like(result, [other, turned, torch.empty(2, 3, 4, 8)]) == 2
 
 
 @pytest.mark.gpu

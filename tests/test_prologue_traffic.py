@@ -1,4 +1,4 @@
-"""The prologue's traffic, counted: every load, store and atomic of the Triton kernels, address by address."""
+"""Traffic of the prologue and of decoding, counted: every load, store and atomic, address by address."""
 
 from __future__ import annotations
 
@@ -197,3 +197,33 @@ def test_rotation_reads_and_writes_q_and_k_once_in_one_launch_more(traffic):
         assert (traffic.times("load", x, "_rotate_kernel") == 1).all()
         assert (traffic.times("load", x) == 0).all()
     assert traffic.bytes("_rotate_kernel") == 2 * 2 * (q.numel() + k.numel())
+
+
+def test_decoding_reads_its_inputs_and_nothing_beside_them(traffic):
+    """A cache that is full to its end, within larger memory: looking a tile ahead must not look beyond."""
+    from sage_kernels._triton.attention_decode import launch_decode_attention
+    from sage_kernels.masking import UNLIMITED, Masking
+
+    tokens, guard = 3 * BLOCK, 4096
+    shapes = [(1, 1, 8, HEAD_DIM), *[(1, KV_HEADS, tokens, HEAD_DIM), (1, KV_HEADS, tokens)] * 2]
+    dtypes = [torch.float16, torch.int8, torch.bfloat16, torch.int8, torch.bfloat16]
+
+    def within_more(shape, dtype):
+        number = torch.Size(shape).numel()
+        return torch.ones(number + 2 * guard, dtype=dtype)[guard:-guard].view(shape)
+
+    inputs = [within_more(*kind) for kind in zip(shapes, dtypes, strict=True)]
+    masking = Masking(None, UNLIMITED, UNLIMITED, softcap=0.0, sinks=None)
+    options = {"ring": False, "masking": masking, "scale": 0.125, "return_lse": False}
+    for splits in (1, 2, 3):
+        traffic.clear()
+        launch_decode_attention(*inputs, None, None, splits=splits, **options)
+        kernel = "_decode_attention_kernel"
+        loaded = np.concatenate([a for name, kind, a, _ in traffic.touched if (name, kind) == (kernel, "load")])
+        known = np.zeros(len(loaded), bool)
+        for x in inputs:
+            known |= (loaded >= x.data_ptr()) & (loaded < x.data_ptr() + x.numel() * x.element_size())
+        assert len(loaded) and known.all(), splits
+        for codes, word in ((inputs[1], 1), (inputs[3], 2)):  # each once, V as words of two
+            own = loaded[(loaded >= codes.data_ptr()) & (loaded < codes.data_ptr() + codes.numel())]
+            assert len(own) == len(np.unique(own)) == codes.numel() // word, splits

@@ -274,7 +274,11 @@ def main() -> int:
         print("bench_decode.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
         return 2
     device = torch.device("cuda")
-    print(f"device copy: {copy_bandwidth(device):.2f} TB/s", flush=True)
+    copy = copy_bandwidth(device)
+    print(f"device copy: {copy:.2f} TB/s", flush=True)
+    if not arguments.no_save:
+        shared = {"suite": "decode", "case": "device_copy", "provider": "device_copy"}
+        append_row(RESULTS, **shared, metric="bandwidth", unit="TB_s", median=f"{copy:.4f}")
     failures = []
     for case in SETS[arguments.set]:
         failures += run_case(case, device, torch.bfloat16, not arguments.no_save)

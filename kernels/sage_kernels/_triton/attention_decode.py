@@ -435,8 +435,8 @@ def launch_decode_attention(
     mask, kind = masking.mask, "none"
     if mask is not None:
         kind = "keys" if masking.by_key else "rows"
-    nvidia = q.device.type == "cuda" and torch.version.hip is None
-    overlap = splits > 1 and decode_capability(q.device) >= 90
+    capability = decode_capability(q.device)
+    overlap = splits > 1 and capability >= 90
     none = k_scale  # never read where a pointer does not apply
     tensors = (
         k_mean if k_mean is None else k_mean.contiguous(), lengths, None if mask is None else as_loadable(mask),
@@ -457,8 +457,9 @@ def launch_decode_attention(
             HAS_LEFT=masking.left != UNLIMITED, HAS_RIGHT=masking.right != UNLIMITED, SOFTCAP=masking.softcap > 0,
             HAS_MEAN=k_mean is not None, HAS_LENGTHS=lengths is not None, HAS_SINKS=masking.sinks is not None,
             RING=ring, PARTIAL=splits > 1, RETURN_LSE=return_lse,
-            ASM=nvidia, EVICTION="evict_first" if tile.read_once else "", OVERLAP=overlap, num_warps=tile.num_warps,
-            enable_fp_fusion=False, **({"maxnreg": tile.max_registers} if tile.max_registers and nvidia else {}),
+            ASM=capability > 0, EVICTION="evict_first" if tile.read_once else "", OVERLAP=overlap,
+            num_warps=tile.num_warps, enable_fp_fusion=False,
+            **({"maxnreg": tile.max_registers} if tile.max_registers else {}),
         )  # fmt: skip
         if splits > 1:
             width, many = head_width(head_dim), splits > 16

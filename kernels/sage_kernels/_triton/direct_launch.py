@@ -15,6 +15,7 @@ import ctypes
 import functools
 import re
 import threading
+from typing import NamedTuple
 
 
 _SUCCESS = 0
@@ -64,16 +65,17 @@ class NotDirect(Exception):
     """Triton has to launch this one."""
 
 
-class Parameter:
+class Parameter(NamedTuple):
     """One parameter of a compiled kernel. type: Triton's name, "descriptor" for what the copy engine reads.
 
-    argument: which argument of the kernel it is, or comes from. axis: of a descriptor's shape or stride, else None.
+    argument: which argument of the kernel it is, or comes from; -1: none. field, axis: what of a descriptor it is,
+    "shape" or "strides", and of which axis.
     """
 
-    __slots__ = ("argument", "axis", "field", "type")
-
-    def __init__(self, type: str, argument: int = -1, field: str = "", axis: int | None = None):
-        self.type, self.argument, self.field, self.axis = type, argument, field, axis
+    type: str
+    argument: int = -1
+    field: str = ""
+    axis: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +167,7 @@ class DirectLaunch:
         if parameter.type == "descriptor":
             kept = ctypes.c_uint64(0)  # until there is an address
             descriptions[i] = _Descriptions(self.driver, given, next(described))
-        elif parameter.axis is not None:
+        elif parameter.field:
             kept = _NUMBERS[parameter.type](getattr(given, parameter.field)[parameter.axis])
         else:
             kept = ctypes.c_uint64(0) if parameter.type.startswith("*") else _NUMBERS[parameter.type](given)
