@@ -26,10 +26,10 @@ from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
 from sage_kernels._triton.decode_tiles import LONG, decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.plan_step import _plan_step_kernel
-from sage_kernels._triton.prepare_keys import _prepare_keys_kernel, constants_of, cut_of
-from sage_kernels._triton.prepare_values import _prepare_values_kernel, _value_amax_kernel
+from sage_kernels._triton.prepare_values import _value_amax_kernel
+from sage_kernels._triton.prologue import _prologue_kernel, constants_of, cut_of
 from sage_kernels._triton.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels._triton.tiles import Tile, choose_tile
+from sage_kernels._triton.tiles import Tile, choose_tile, query_slice
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -119,10 +119,11 @@ def read(compiled) -> dict:
 
 
 def attention(
-    name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None
-) -> dict:
+    name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
+    keys: int = 16384,
+) -> dict:  # fmt: skip
     """mask: "none", "keys", "rows" or "causal"; reference: of the softmax, "" for the tile table's choice; tile: None
-    for the tile table's."""
+    for the tile table's. keys: how many there are."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, mask == "causal")
@@ -132,7 +133,7 @@ def attention(
     constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "REFERENCE": reference, "PV": pv}
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "counts_ptr": "*i32"}
     types["values"] = "*bf16" if pv == "16bit" else "*fp8e4nv"
-    types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
+    types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32", "arrived_ptr": "*i32"}
     if tile.kernel == "hopper":
         from triton.experimental.gluon import language as gl
 
@@ -148,7 +149,11 @@ def attention(
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
         for argument, kind, block, dtype in blocks:
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
-        constants |= {"NUM_BUFFERS": tile.num_stages, "GROUPS": tile.block_m // 64}
+        constants |= {
+            "NUM_BUFFERS": tile.num_stages,
+            "GROUPS": tile.block_m // 64,
+            "SLICE": query_slice(keys, mask == "causal"),
+        }
         options = {"num_warps": 4}
     else:
         kernel = _attention_fwd_kernel
@@ -162,27 +167,29 @@ def attention(
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 
 
-def prepare(name: str, width: int, scaling: str, mask: str = "none") -> dict:
+def prepare(name: str, width: int, scaling: str, mask: str = "none", pv: str = "16bit") -> dict:
     target = TARGETS[name]
-    tile = choose_tile(target.arch if target.backend == "cuda" else 0, width, scaling)
-    cut = cut_of(scaling, width, mask != "none")
+    tile = choose_tile(target.arch if target.backend == "cuda" else 0, width, scaling, pv=pv)
+    cut = cut_of(scaling, width, mask != "none", pv != "16bit")
     constants = {
         "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n,
         "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": mask != "none",
+        "HAS_VALUES": pv != "16bit",
     } | constants_of(cut, width)  # fmt: skip
     types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
-    types["extent_ptr"] = "*i32"
+    types |= {"extent_ptr": "*i32"} | ({} if pv == "16bit" else {"v_ptr": "*bf16", "v_codes_ptr": "*fp8e4nv"})
     options = {"num_warps": cut.num_warps}
     if cut.registers and target.backend == "cuda":
         options["maxnreg"] = cut.registers
-    return {"kernel": "prepare", **read(build(_prepare_keys_kernel, constants, types, target, **options))}
+    return {"kernel": "prepare", **read(build(_prologue_kernel, constants, types, target, **options))}
 
 
-def values(name: str, kernel, width: int) -> dict:
-    """The prologue of V: `kernel` is the one that looks for the largest values or the one that casts."""
-    constants = {"HEAD_DIM": width, "WIDTH": width, "PLANNED": True, "HAS_MASK": True}
-    types = {"v_ptr": "*bf16", "codes_ptr": "*fp8e4nv", "counts_ptr": "*i32", "row_ptr": "*i32"}
-    return {"kernel": "values", **read(build(kernel, constants, types, TARGETS[name], num_warps=8, maxnreg=128))}
+def value_amax(name: str, width: int) -> dict:
+    constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": True}
+    return {
+        "kernel": "value_amax",
+        **read(build(_value_amax_kernel, constants, {"v_ptr": "*bf16"}, TARGETS[name], num_warps=8)),
+    }
 
 
 def mask_tiles(name: str, kind: str) -> dict:
@@ -271,8 +278,12 @@ def kernels(name: str):
         for width, scaling, reference, pv, tile in HOPPER:
             facts = attention(name, width, scaling, reference=reference, pv=pv, tile=tile)
             yield f"sm_90/attention_hopper/{width}/{scaling}/{reference}/{pv}", facts
-        yield "sm_90/values/128/amax", values(name, _value_amax_kernel, 128)
-        yield "sm_90/values/128/cast", values(name, _prepare_values_kernel, 128)
+        for scaling in SCALINGS:
+            yield f"sm_90/prepare_fp8/128/{scaling}", prepare(name, 128, scaling, pv="fp8_e4m3")
+        yield "sm_90/prepare_fp8/128/planned/keys", prepare(name, 128, "planned", "keys", "fp8_e4m3")
+        yield "sm_90/value_amax/128", value_amax(name, 128)
+        for width in (64, 128):
+            yield f"sm_90/attention/{width}/planned/short", attention(name, width, "planned", keys=4096)
     yield f"{name}/combine/128", combine(name, 128)
     yield f"{name}/plan_step/128", plan_step(name, 128)
     yield f"{name}/rotate/128", rotate(name, 128)

@@ -32,6 +32,7 @@ from sage_kernels.masking import UNLIMITED, Masking, make_masking
 from sage_kernels.state import new_head_state
 
 launch_attention.device_tile = lambda device, width, scaling, masking, pv: choose_tile(90, width, scaling, pv=pv)
+launch_attention.processors_of = lambda device: 132
 
 
 attention_decode.decode_capability = lambda device: 90

@@ -22,7 +22,7 @@ class Traffic:
     """What the interpreted kernels touched while it is installed.
 
     Attributes: launches: names of the kernels in order. touched: (kernel, "load" or "store", addresses, bytes each).
-        keys: the PreparedKeys of the latest call.
+        keys: what the prologue of the latest call made.
     """
 
     def __init__(self, patch):
@@ -33,7 +33,7 @@ class Traffic:
         self.launches, self.touched, self.keys = [], [], None
         builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
         call, load, store = executor.__call__, builder.create_masked_load, builder.create_masked_store
-        atomic, prepare = builder.create_atomic_rmw, launch_attention.launch_prepare_keys
+        atomic, prepare = builder.create_atomic_rmw, launch_attention.launch_prologue
 
         def called(self_, *args, **kwargs):
             self.launches.append(self_.fn.__name__)
@@ -66,13 +66,13 @@ class Traffic:
         patch.setattr(builder, "create_masked_load", loaded)
         patch.setattr(builder, "create_masked_store", stored)
         patch.setattr(builder, "create_atomic_rmw", updated)
-        patch.setattr(launch_attention, "launch_prepare_keys", prepared)
+        patch.setattr(launch_attention, "launch_prologue", prepared)
 
     def clear(self):
         self.launches.clear()
         self.touched.clear()
 
-    def times(self, kind: str, tensor: torch.Tensor, kernel: str = "_prepare_keys_kernel") -> torch.Tensor:
+    def times(self, kind: str, tensor: torch.Tensor, kernel: str = "_prologue_kernel") -> torch.Tensor:
         """How often one kernel loaded or stored each element of a contiguous tensor."""
         assert tensor.is_contiguous()
         counts = np.zeros(tensor.numel(), np.int64)
@@ -84,7 +84,7 @@ class Traffic:
                 np.add.at(counts, inside // size, 1)
         return torch.from_numpy(counts).view(tensor.shape)
 
-    def bytes(self, kernel: str = "_prepare_keys_kernel") -> int:
+    def bytes(self, kernel: str = "_prologue_kernel") -> int:
         """All that one kernel loaded and stored."""
         return sum(len(addresses) * size for name, _, addresses, size in self.touched if name == kernel)
 
@@ -124,7 +124,7 @@ def codes(traffic, seq=SEQ):
     return times[:, :seq]
 
 
-PLANNED = ["_prepare_keys_kernel", "_attention_fwd_kernel"]
+PLANNED = ["_prologue_kernel", "_attention_fwd_kernel"]
 
 
 @pytest.mark.parametrize("seq", [SEQ, 1000])

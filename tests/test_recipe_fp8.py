@@ -58,13 +58,15 @@ def rates(state):
 # --- V ---
 
 
+@pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("shape", [(1, 330, 2, 64), (2, 17, 1, 40), (1, 129, 1, 160)])
-def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(shape, hidden, kernel_device):
+def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(shape, hidden, stateful, kernel_device):
+    """stateful: with a state that has no plan yet, so that each program looks for the largest values itself."""
     if not runs_fp8(kernel_device.type):
         pytest.skip("needs a GPU of compute capability 8.9 or newer")
     from sage_kernels._triton.mask_tiles import launch_mask_tiles
-    from sage_kernels._triton.prepare_values import launch_prepare_values
+    from sage_kernels._triton.prologue import launch_prologue
     from sage_kernels._triton.tiles import head_width
     from sage_kernels.masking import make_masking
 
@@ -82,7 +84,14 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
         seen = seen[:, :, 0]
     width = head_width(head_dim)
     mask = launch_mask_tiles(masking, heads, heads, 70, seq, 64, 64)
-    codes, scale = launch_prepare_values(v.to(kernel_device), seq_q=70, state=None, mask=mask, width=width)
+    q = torch.zeros(batch, 70, heads, head_dim, dtype=v.dtype, device=kernel_device)
+    v = v.to(kernel_device)
+    prepared = launch_prologue(
+        q, torch.zeros_like(v), v, scaling="planned" if stateful else "per_block", smooth_k=True,
+        state=new_head_state(heads, head_dim, kernel_device) if stateful else None, mask=mask, return_center=False,
+        block_n=64, width=width, rotation="none",
+    )  # fmt: skip
+    codes, scale, v = prepared.values, prepared.value_scale, v.cpu()
     wanted, wanted_scale, _ = quantize_values(v.transpose(1, 2).float(), seen, seen)
     assert torch.equal(scale[..., :head_dim].cpu(), wanted_scale[:, :, 0])
     steps = -(-seq // codes.shape[1])

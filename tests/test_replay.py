@@ -27,6 +27,7 @@ from sage_kernels.recipe import RECIPES
 from sage_kernels.state import new_head_state
 
 launch_attention.device_tile = lambda device, width, scaling, masking, pv: choose_tile(90, width, scaling, pv=pv)
+launch_attention.processors_of = lambda device: 132
 
 def tensors(seq_q, seq_kv, head_dim, dtype, planned):
     q, k, v = (torch.randn(2, s, 4, head_dim).to(dtype) for s in (seq_q, seq_kv, seq_kv))
@@ -40,6 +41,7 @@ def call(given, planned, **options):
     return out if lse is None else (out, lse)
 
 KINDS = {
+    "cut along the keys": dict(planned=True, scaling="planned", return_lse=True, seq_kv=2048),
     "fp8, planned": dict(planned=True, scaling="planned", recipe="qk_int8_pv_fp8"),
     "per_token, rotated, lse, two lengths": dict(
         scaling="per_token", rotation="hadamard", return_lse=True, seq_q=70, seq_kv=300

@@ -20,8 +20,7 @@ from cases import Case, square
 from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
 from sage_kernels._triton.launch_attention import device_tile
 from sage_kernels._triton.mask_tiles import launch_mask_tiles
-from sage_kernels._triton.prepare_keys import launch_prepare_keys
-from sage_kernels._triton.prepare_values import launch_prepare_values
+from sage_kernels._triton.prologue import launch_prologue
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
@@ -44,20 +43,15 @@ def prologues(case: Case, q, k, v):
             planned = state if scaling == "planned" else None
             block_n = device_tile(q.device, width, scaling, pv=RECIPES[recipe].pv).block_n
 
-            def keys(scaling=scaling, planned=planned, block_n=block_n):
-                return launch_prepare_keys(
-                    q, k, scaling=scaling, smooth_k=True, state=planned, mask=mask, return_center=False,
+            values = v if RECIPES[recipe].pv != "16bit" else None
+
+            def prepare(scaling=scaling, planned=planned, block_n=block_n, values=values):
+                return launch_prologue(
+                    q, k, values, scaling=scaling, smooth_k=True, state=planned, mask=mask, return_center=False,
                     block_n=block_n, width=width, rotation="none",
                 )  # fmt: skip
 
-            def keys_and_values(keys=keys, planned=planned):
-                keys()
-                return launch_prepare_values(v, seq_q=case.seq_q, state=planned, mask=mask, width=width)
-
-            if recipe == DEFAULT_RECIPE:
-                yield recipe, scaling, planned, keys, 3
-            else:
-                yield recipe, scaling, planned, keys_and_values, 6
+            yield recipe, scaling, planned, prepare, 3 if values is None else 6
 
 
 def run_case(case: Case, save: bool) -> list[str]:

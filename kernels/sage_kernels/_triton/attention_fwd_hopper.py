@@ -44,6 +44,7 @@ from .hopper_parts import (
     value_operand,
 )
 from .mask_tiles import band_tiles
+from .tiles import MAX_PIECES
 
 
 _thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
@@ -60,6 +61,7 @@ _SMALLEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_LOWEST))
 _LARGEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_HIGHEST))
 _INFINITY = gl.constexpr(bits_of(float("inf")))
 _RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
+_PIECES_EXPONENT = gl.constexpr(MAX_PIECES.bit_length() - 1)  # 2 to this many numbers
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
@@ -211,29 +213,256 @@ def _redo(
 
 
 @gluon.jit
+def _with_other_pieces(
+    sums, split, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr
+):  # fmt: skip
+    """Leave one warpgroup's sums over its piece of the keys in memory. Whoever comes last adds all pieces up.
+
+    In their order, its own from memory too: the same bits, whoever that is. Nobody waits, so it does not matter which
+    programs run at the same time.
+
+    sums: acc, reference, running sum, bits of the largest P. Returns: these, and whether this is the last piece.
+    """
+    WIDTH: gl.constexpr = KIND[1]
+    GROUPS: gl.constexpr = KIND[6]
+    OUT: gl.constexpr = LAYOUTS[1]
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUTS[0])
+    acc, reference, running_sum, largest_p = sums
+    partials_ptr, arrived_ptr, slot, piece, pieces = split
+    rows = gl.arange(0, ROWS, ROW)
+    acc_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
+    # of a piece and warpgroup: acc, then three numbers a row
+    SIZE: gl.constexpr = ROWS * (WIDTH + 3)
+    of_rows = partials_ptr + (slot * GROUPS + GROUP_INDEX) * SIZE + rows
+    of_acc = partials_ptr + (slot * GROUPS + GROUP_INDEX) * SIZE + 3 * ROWS
+    of_acc += acc_rows[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
+    gl.store(of_rows, reference)
+    gl.store(of_rows + ROWS, running_sum)
+    gl.store(of_rows + 2 * ROWS, largest_p.to(gl.float32, bitcast=True))
+    gl.store(of_acc, acc)
+    _thread_barrier()  # all of it is stored before anyone is told
+    arrived = gl.atomic_add(arrived_ptr + (slot // pieces) * GROUPS + GROUP_INDEX, 1, sem="acq_rel", scope="gpu")
+    is_last = arrived == pieces - 1
+    if is_last:
+        of_rows -= piece * GROUPS * SIZE
+        of_acc -= piece * GROUPS * SIZE
+        reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        for i in range(pieces):
+            reference = gl.maximum(reference, gl.load(of_rows + i * (GROUPS * SIZE), cache_modifier=".cg"))
+        finite = gl.where(reference == float("-inf"), 0.0, reference)
+        if FORMAT[1] != "fp8_e4m3":  # room for sums of as many numbers that just fit
+            finite += _PIECES_EXPONENT
+            reference += _PIECES_EXPONENT
+        acc = gl.zeros_like(acc)
+        running_sum = gl.zeros_like(running_sum)
+        largest_p = gl.zeros_like(largest_p)
+        for i in range(pieces):
+            at = of_rows + i * (GROUPS * SIZE)
+            weight = gl.exp2(gl.load(at, cache_modifier=".cg") - finite)
+            running_sum += gl.load(at + ROWS, cache_modifier=".cg") * weight
+            largest = gl.load(at + 2 * ROWS, cache_modifier=".cg").to(gl.int32, bitcast=True)
+            largest_p = gl.maximum(largest_p, largest)
+            piece_acc = gl.load(of_acc + i * (GROUPS * SIZE), cache_modifier=".cg")
+            acc += piece_acc * gl.convert_layout(weight, gl.SliceLayout(1, OUT))[:, None]
+    return (acc, reference, running_sum, largest_p), is_last
+
+
+@gluon.jit
+def _finish(
+    given, known, sums, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
+    LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr,
+):  # fmt: skip
+    """What one warpgroup does with its sums over all keys: see whether they are good, else do them again; the output.
+
+    known: what it knows of its rows.
+    """
+    HEAD_DIM: gl.constexpr = KIND[0]
+    WIDTH: gl.constexpr = KIND[1]
+    BLOCK_N: gl.constexpr = KIND[2]
+    SCALING: gl.constexpr = KIND[4]
+    RETURN_LSE: gl.constexpr = KIND[5]
+    FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
+    LAGGED: gl.constexpr = FORMAT[2] == "lagged"
+    OUT: gl.constexpr = LAYOUTS[1]
+    IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr = given[:9]
+    stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width = given[9]
+    q_smem, row_smem, silenced, finished, landed = given[11]
+    k_smem, v_smem, scale_smem, filled, freed = given[12]
+    seen = given[13]
+    seq_q, heads, group, b, h, first_row, k_row, first, full, visited, tries = given[14]
+    q_codes, zero, row_scale, shift, score_rows, row_max, kv_head_of_batch = known
+    acc, reference, running_sum, largest_p = sums
+    h_kv = h // group
+    k_scales = key_scales
+    if not FORMAT[0]:
+        k_scales += kv_head_of_batch * seen[2]
+
+    top = reference
+    if FORMAT[2] != "running":
+        if LAGGED:
+            # exact: P of the largest score against the range of e4m3. A row that saw nothing, or a NaN, needs no other
+            saw = ((largest_p != 0) | (full > 0) & (tries != 0)) & (largest_p <= _INFINITY)
+            fits = (largest_p <= _LARGEST_P) & (largest_p >= _SMALLEST_P) | (saw == 0) | (score_rows >= seq_q)
+            top = gl.where(saw, reference + gl.log2(largest_p.to(gl.float32, bitcast=True)), float("-inf"))
+            again = (gl.min(fits.to(gl.int32), 0) == 0) | (tries == 0)
+        else:
+            again = outgrown(acc, running_sum, OUT)
+        if SCALING == "planned":
+            lanes = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+            count = counts_ptr + (gl.load(row_ptr) + h_kv) * _COUNTS + lanes * 0
+            # a warpgroup without rows did nothing
+            one = gl.full_like(lanes, 1) * (first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
+            gl.atomic_add(count + _TRIED, one, mask=lanes == 0, sem=_RELAXED)
+            gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=lanes == 0, sem=_RELAXED)
+        if again:
+            mbarrier.wait(finished, 0)
+            reach, tiles_ptr, n_tiles, _, first_full, _, _, left, right, offset, seq_kv = seen
+            everything = (reach, tiles_ptr, n_tiles, first, first_full, full, visited, left, right, offset, seq_kv)
+            acc, reference, running_sum = _redo(
+                keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_smem.index(GROUP_INDEX),
+                v_smem.index(GROUP_INDEX), scale_smem.index(GROUP_INDEX), landed.index(GROUP_INDEX), k_row,
+                kv_head_of_batch, b, h_kv, score_rows, everything,
+                WIDTH, BLOCK_N, MASKING, FORMAT, LAYOUTS, PV_DTYPE,
+            )  # fmt: skip
+            top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
+    if LAGGED:
+        # any number does for a row that saw nothing; -inf would have it done again for ever
+        gl.store(row_max, gl.where(top == float("-inf"), 0.0, top), mask=score_rows < seq_q)
+        reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
+
+    # one division a row: that of a tensor takes several instructions for each of 64 numbers
+    acc = acc * gl.convert_layout(1.0 / running_sum, gl.SliceLayout(1, OUT))[:, None]
+    sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
+    acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
+    if FP8:
+        v_scale = v_scale_ptr + kv_head_of_batch * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
+        acc = acc * gl.load(v_scale)[None, :]
+        # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
+        LARGEST: gl.constexpr = 65504.0 if out_ptr.dtype.element_ty == gl.float16 else 3.38e38
+        acc = gl.where(acc > LARGEST, LARGEST, gl.where(acc < -LARGEST, -LARGEST, acc))
+    out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), IO)
+    rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
+    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
+    inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
+    out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
+    gl.store(out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
+    if RETURN_LSE:
+        lse = (reference + gl.log2(running_sum)) * _LN_2 + shift
+        lse_at = lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
+        gl.store(lse_at, lse, mask=score_rows < seq_q)
+
+
+@gluon.jit
+def _load_queries(q_base, stride_qs, first, seq_q, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, SLICE: gl.constexpr,
+                  LAYOUT: gl.constexpr):  # fmt: skip
+    """SLICE query rows from `first` on in fp32, zero beyond the sequence and the head."""
+    rows = first + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
+    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
+    q = gl.load(q_base + rows.to(gl.int64)[:, None] * stride_qs + channels[None, :], mask=inside, other=0.0)
+    return q.to(gl.float32)
+
+
+@gluon.jit
+def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW: gl.constexpr):
+    """Codes of one warpgroup's 64 query rows to shared memory; the rows' scales, and what smoothing took from their
+    scores (LSE).
+
+    Slice by slice (SLICE rows): this code runs once, so its time is that of fetching it.
+    """
+    HEAD_DIM: gl.constexpr = KIND[0]
+    WIDTH: gl.constexpr = KIND[1]
+    SCALING: gl.constexpr = KIND[4]
+    RETURN_LSE: gl.constexpr = KIND[5]
+    GROUPS: gl.constexpr = KIND[6]
+    SLICE: gl.constexpr = KIND[8]
+    SLICES: gl.constexpr = ROWS // SLICE
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SLICE, WIDTH], gl.int8)
+    q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr = given[:9]
+    stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width = given[9]
+    stride_qb, stride_qs, stride_qh = given[10]
+    q_smem, row_smem, silenced, finished, landed = given[11]
+    seq_q, heads, group, b, h, first_row = given[14][:6]
+    softmax_scale = given[15]
+    h_kv = h // group
+    kv_head_of_batch = b * (heads // group) + h_kv
+    q_base = q_ptr + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
+    first = first_row + GROUP_INDEX * ROWS
+    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
+    if SLICES == 1:
+        slices = 1
+    else:  # SLICES, which the compiler does not know: no unrolling
+        slices = gl.minimum(seq_q + SLICES, SLICES)
+    q_slices = q_smem._reinterpret(gl.int8, [GROUPS * SLICES, SLICE, WIDTH], CODES)
+    of_slices = row_smem._reinterpret(gl.float32, [GROUPS * 2 * SLICES, SLICE], row_smem.layout)
+    if SCALING == "planned":
+        row = gl.load(row_ptr) + h_kv
+        weight = gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+        q_amax = gl.zeros((SLICE, WIDTH), gl.float32, LAYOUT)
+    if SCALING == "per_head":
+        amax_of_all = gl.load(q_amax_ptr + b * heads + h)
+    if SCALING == "per_block":
+        top = gl.zeros((SLICE, WIDTH), gl.float32, LAYOUT)
+        for i in range(slices):
+            top = gl.maximum(
+                top, gl.abs(_load_queries(q_base, stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT))
+            )
+        amax_of_all = gl.max(gl.max(top, 1), 0)
+    if RETURN_LSE:
+        center = gl.load(center_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+    for i in range(slices):
+        q = _load_queries(q_base, stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
+        x = q
+        if SCALING == "planned":
+            x = q * weight
+        if SCALING == "planned" or SCALING == "per_token":
+            amax = gl.max(gl.abs(x), 1)
+        else:
+            amax = gl.full([SLICE], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT)) + amax_of_all
+        amax = gl.maximum(amax, _AMAX_FLOOR)
+        inverse = gl.div_rn(gl.full_like(amax, 127.0), amax)
+        codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+        q_slices.index(GROUP_INDEX * SLICES + i).store(codes.to(gl.int8))
+        # a NaN in a row must not be laundered into a code: max() dropped it
+        scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (softmax_scale * _LOG2_E)
+        of_slices.index(GROUP_INDEX * 2 * SLICES + i).store(scale)
+        if SCALING == "planned":
+            q_amax = gl.maximum(q_amax, gl.abs(q))
+        if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
+            of_slices.index((GROUP_INDEX * 2 + 1) * SLICES + i).store(gl.sum(q * center, 1) * softmax_scale)
+    fence_async_shared()
+    if SCALING == "planned":  # not before the fence, which waits for what is under way
+        stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
+        record_amax(stat, gl.max(q_amax, 0), HEAD_DIM, WIDTH)
+    row_scale = row_smem.index(GROUP_INDEX * 2).load(ROW)
+    shift = row_scale
+    if RETURN_LSE:
+        shift = row_smem.index(GROUP_INDEX * 2 + 1).load(ROW)
+    return row_scale, shift
+
+
+@gluon.jit
 def _consume(
     given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
     PV_DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: quantise 64 query rows, walk the key tiles, write the output.
 
-    given: see the kernel. In `sizes`, full and visited are of all tiles, which are done again where the ring's (those
-    of `seen`) were in vain.
+    given: see the kernel. In `sizes`, first, full and visited are of all tiles, which are done again where the ring's
+    (those of `seen`) were in vain.
     """
-    HEAD_DIM: gl.constexpr = KIND[0]
     WIDTH: gl.constexpr = KIND[1]
     BLOCK_N: gl.constexpr = KIND[2]
     NUM_BUFFERS: gl.constexpr = KIND[3]
-    SCALING: gl.constexpr = KIND[4]
-    RETURN_LSE: gl.constexpr = KIND[5]
-    q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr = given[:9]
-    stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width = given[9]
-    stride_qb, stride_qs, stride_qh = given[10]
-    q_smem, silenced, finished, landed = given[11]
+    key_scales = given[3]
+    row_max_ptr = given[9][3]
+    q_smem, _, silenced, finished, _ = given[11]
     ring = given[12]
     seen = given[13]
-    seq_q, heads, group, b, h, first_row, k_row, full, visited, tries = given[14]
-    softmax_scale = given[15]
+    seq_q, heads, group, b, h, first_row = given[14][:6]
+    SPLIT: gl.constexpr = KIND[7]
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
     LAGGED: gl.constexpr = FORMAT[2] == "lagged"
@@ -247,43 +476,10 @@ def _consume(
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=32 // BITS)
     LAYOUTS: gl.constexpr = (SCORES, OUT, P_OPERAND)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
 
     k_smem, v_smem, scale_smem, filled, freed = ring
-    h_kv = h // group
-    kv_head_of_batch = b * (heads // group) + h_kv
-    rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
-    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
-    inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
-
-    # quantise Q: [64, WIDTH]
-    q_base = q_ptr + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
-    q = gl.load(q_base + rows.to(gl.int64)[:, None] * stride_qs + channels[None, :], mask=inside, other=0.0).to(
-        gl.float32
-    )
-    x = q
-    if SCALING == "planned":
-        row = gl.load(row_ptr) + h_kv
-        x = q * gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
-    amax = gl.max(gl.abs(x), 1)
-    if SCALING == "per_block":
-        amax = gl.full_like(amax, 0.0) + gl.max(amax, 0)
-    if SCALING == "per_head":
-        amax = gl.full_like(amax, 0.0) + gl.load(q_amax_ptr + b * heads + h)
-    amax = gl.maximum(amax, _AMAX_FLOOR)
-    inverse = gl.div_rn(gl.full_like(amax, 127.0), amax)
-    codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
-    q_smem.index(GROUP_INDEX).store(codes.to(gl.int8))
-    fence_async_shared()
-    if SCALING == "planned":  # not before the fence, which waits for what is under way
-        stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
-        record_amax(stat, gl.max(gl.abs(q), 0), HEAD_DIM, WIDTH)
-    # a NaN in a row must not be laundered into a code: max() dropped it
-    row_scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (softmax_scale * _LOG2_E)
-    row_scale = gl.convert_layout(row_scale, ROW)
-    if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
-        center = gl.load(center_ptr + kv_head_of_batch * WIDTH + channels)
-        shift = gl.convert_layout(gl.sum(q * center[None, :], 1) * softmax_scale, ROW)
+    kv_head_of_batch = b * (heads // group) + h // group
+    row_scale, shift = _quantize_queries(given, GROUP_INDEX, KIND, ROW)
 
     q_codes = q_smem.index(GROUP_INDEX)
     k_scales = key_scales
@@ -348,76 +544,51 @@ def _consume(
         acc = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
     running_sum = gl.convert_layout(gl.sum(running_sum, 1), ROW)
     largest_p = gl.convert_layout(gl.max(top, 1), ROW)
-    top = reference
     if FORMAT[2] != "running":
-        # the ring is free for other use once both warpgroups are through
+        # the ring is free for other use once all warpgroups are through
         mbarrier.arrive(finished, count=1)
-        if LAGGED:
-            # exact: P of the largest score against the range of e4m3. A row that saw nothing, or a NaN, needs no other
-            saw = ((largest_p != 0) | (seen[5] > 0)) & (largest_p <= _INFINITY)
-            fits = (largest_p <= _LARGEST_P) & (largest_p >= _SMALLEST_P) | (saw == 0) | (score_rows >= seq_q)
-            top = gl.where(saw, reference + gl.log2(largest_p.to(gl.float32, bitcast=True)), float("-inf"))
-            again = (gl.min(fits.to(gl.int32), 0) == 0) | (tries == 0)
-        else:
-            again = outgrown(acc, running_sum, OUT)
-        if SCALING == "planned":
-            count = counts_ptr + row * _COUNTS + channels * 0
-            # a warpgroup without rows did nothing
-            one = gl.full_like(channels, 1) * (first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
-            gl.atomic_add(count + _TRIED, one, mask=channels == 0, sem=_RELAXED)
-            gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=channels == 0, sem=_RELAXED)
-        if again:
-            mbarrier.wait(finished, 0)
-            reach, tiles_ptr, n_tiles, first, first_full, _, _, left, right, offset, seq_kv = seen
-            everything = (reach, tiles_ptr, n_tiles, first, first_full, full, visited, left, right, offset, seq_kv)
-            acc, reference, running_sum = _redo(
-                keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_smem.index(GROUP_INDEX),
-                v_smem.index(GROUP_INDEX), scale_smem.index(GROUP_INDEX), landed.index(GROUP_INDEX), k_row,
-                kv_head_of_batch, b, h_kv, score_rows, everything,
-                WIDTH, BLOCK_N, MASKING, FORMAT, LAYOUTS, PV_DTYPE,
-            )  # fmt: skip
-            top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
-    if LAGGED:
-        # any number does for a row that saw nothing; -inf would have it done again for ever
-        gl.store(row_max, gl.where(top == float("-inf"), 0.0, top), mask=score_rows < seq_q)
-        reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
-
-    acc = acc / gl.convert_layout(running_sum, gl.SliceLayout(1, OUT))[:, None]
-    sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
-    acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
-    out = gl.convert_layout(acc, IO)
-    if FP8:
-        out = out * gl.load(v_scale_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
-        # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
-        LARGEST: gl.constexpr = 65504.0 if out_ptr.dtype.element_ty == gl.float16 else 3.38e38
-        out = gl.where(out > LARGEST, LARGEST, gl.where(out < -LARGEST, -LARGEST, out))
-    out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
-    gl.store(out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
-    if RETURN_LSE:
-        lse = (reference + gl.log2(running_sum)) * _LN_2 + shift
-        lse_at = lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
-        gl.store(lse_at, lse, mask=score_rows < seq_q)
+    sums = (acc, reference, running_sum, largest_p)
+    known = (q_codes, zero, row_scale, shift, score_rows, row_max, kv_head_of_batch)
+    if SPLIT:
+        is_last = gl.to_tensor(True)
+        if given[16][4] > 1:
+            sums, is_last = _with_other_pieces(sums, given[16], GROUP_INDEX, KIND, FORMAT, LAYOUTS)
+        if is_last:
+            _finish(given, known, sums, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE)
+    else:
+        _finish(given, known, sums, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE)
 
 
 @gluon.jit(do_not_specialize=[
     "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset", "reach_step_b", "list_step_b",
+    "whole", "pieces",
 ])  # fmt: skip
 def attention_fwd_hopper_kernel(
     q_ptr, keys, key_scales, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
     stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
-    left, right, offset, seq_q, seq_kv, heads, group, softmax_scale,
+    left, right, offset, partials_ptr, arrived_ptr, whole, pieces, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, PV: gl.constexpr, GROUPS: gl.constexpr,
+    SLICE: gl.constexpr,
 ):  # fmt: skip
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
-    m_tile = gl.program_id(0) % m_tiles
+    SPLIT: gl.constexpr = MASK == "none" and not HAS_LEFT and not HAS_RIGHT
+    program = gl.program_id(0)
+    slot = 0
+    piece = 0
+    if SPLIT:  # from program `whole` on, `pieces` programs share a tile of query rows
+        slot = gl.maximum(program - whole, 0)
+        pieces = gl.where(program < whole, 1, pieces)
+        piece = slot % pieces
+        program = gl.minimum(program, whole + slot // pieces)
+    m_tile = program % m_tiles
     if HAS_RIGHT:
         m_tile = m_tiles - 1 - m_tile  # the long ones of a head first: the last to run are then short
     first_row = m_tile * (GROUPS * ROWS)
-    head_of_batch = gl.program_id(0) // m_tiles
+    head_of_batch = program // m_tiles
     b = head_of_batch // heads
     h = head_of_batch % heads
     h_kv = h // group
@@ -441,20 +612,26 @@ def attention_fwd_hopper_kernel(
         reach += b.to(gl.int64) * reach_step_b
     visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
     tries = 1
+    ring_first = first
     ring_full = full
     ring_visited = visited
+    if SPLIT:
+        ring_first = first + visited * piece // pieces
+        ring_visited = first + visited * (piece + 1) // pieces - ring_first
+        ring_full = gl.minimum(gl.maximum(first + full - ring_first, 0), ring_visited)
     if REFERENCE == "lagged":
         # a row that was never seen has no reference: one tile through the ring, then all with a running max
         rows = first_row + gl.arange(0, 4 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
         is_row = rows < gl.minimum(first_row + GROUPS * ROWS, seq_q)
         earlier = gl.load(row_max_ptr + head_of_batch.to(gl.int64) * seq_q + rows, mask=is_row, other=0.0)
         tries = gl.min((gl.abs(earlier) < _P_EXPONENT_LIMIT).to(gl.int32), 0)
-        ring_full = gl.where(tries != 0, full, 0)
-        ring_visited = gl.where(tries != 0, visited, 1)
+        ring_full = gl.where(tries != 0, ring_full, 0)
+        ring_visited = gl.where(tries != 0, ring_visited, 1)
 
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
+    row_smem = gl.allocate_shared_memory(gl.float32, [GROUPS * 2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
     if SCALING == "per_token":
@@ -475,16 +652,17 @@ def attention_fwd_hopper_kernel(
         mbarrier.init(freed.index(i), count=GROUPS)
     fence_async_shared()
     ring = (k_smem, v_smem, scale_smem, filled, freed)
-    seen = (reach, tiles_ptr, n_tiles, first, first_full, ring_full, ring_visited, left, right, offset, seq_kv)
+    seen = (reach, tiles_ptr, n_tiles, ring_first, first_full, ring_full, ring_visited, left, right, offset, seq_kv)
     state = (stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width)
     strides = (stride_qb, stride_qs, stride_qh)
-    smem = (q_smem, silenced, finished, landed)
-    sizes = (seq_q, heads, group, b, h, first_row, k_row, full, visited, tries)
+    smem = (q_smem, row_smem, silenced, finished, landed)
+    sizes = (seq_q, heads, group, b, h, first_row, k_row, first, full, visited, tries)
+    split = (partials_ptr, arrived_ptr, slot, piece, pieces)
     given = (
         q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, state, strides, smem,
-        ring, seen, sizes, softmax_scale,
+        ring, seen, sizes, softmax_scale, split,
     )  # fmt: skip
-    KIND: gl.constexpr = (HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE)
+    KIND: gl.constexpr = (HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, GROUPS, SPLIT, SLICE)
     copied = (keys, values, key_scales, ring, seen, k_row, kv_head_of_batch, b, h_kv)
     if GROUPS == 2:
         gl.warp_specialize(

@@ -10,10 +10,9 @@ from ..state import HeadState, keeps_row_max
 from .attention_fwd import _attention_fwd_kernel
 from .launch import buffer, launch
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
-from .prepare_keys import launch_prepare_keys
-from .prepare_values import launch_prepare_values
+from .prologue import launch_prologue
 from .rotate import launch_rotate
-from .tiles import Tile, choose_tile, head_width
+from .tiles import Tail, Tile, choose_tail, choose_tile, head_width, query_slice
 
 
 def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
@@ -23,6 +22,11 @@ def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
     if v.data_ptr() % 16 == 0 and all(0 < s < 2**36 and s * v.element_size() % 16 == 0 for s in strides):
         return v
     return v.clone(memory_format=torch.contiguous_format)
+
+
+def is_band(masking: Masking) -> bool:
+    """Whether it is causal or has a window."""
+    return masking.left != UNLIMITED or masking.right != UNLIMITED
 
 
 def device_tile(
@@ -46,8 +50,19 @@ def device_tile(
             f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
             f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
         )
-    band = masking.left != UNLIMITED or masking.right != UNLIMITED
-    return choose_tile(capability, width, scaling, masking.by_row, pv, band)
+    return choose_tile(capability, width, scaling, masking.by_row, pv, is_band(masking))
+
+
+def processors_of(device: torch.device) -> int:
+    """How many SMs it has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def tail_of(tile: Tile, tiles: int, seq_kv: int, masking: Masking, mask: MaskTiles, device) -> Tail | None:
+    """How the last of `tiles` programs are cut; None: not at all; another kernel; tiles that differ in length."""
+    if tile.kernel != "hopper" or mask.kind != "none" or is_band(masking):
+        return None
+    return choose_tail(tiles, seq_kv, processors_of(device))
 
 
 def launch_attention_fwd(
@@ -85,25 +100,33 @@ def launch_attention_fwd(
     lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
     with torch.cuda.device_of(q):
         mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
-        keys = launch_prepare_keys(
-            q, k, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
+        is_fp8 = pv != "16bit"
+        tiles = -(-seq_q // tile.block_m) * batch * heads  # triton.cdiv takes two microseconds on the host
+        tail = tail_of(tile, tiles, seq_kv, masking, mask, q.device)
+        groups = tile.block_m // 64
+        partials = arrived = None
+        if tail is not None:
+            slots = (tiles - tail.whole) * tail.pieces * groups
+            partials = buffer(slots, 64, width + 3, device=q.device)
+            arrived = buffer(slots // tail.pieces, dtype=torch.int32, device=q.device)
+        prepared = launch_prologue(
+            q, k, v if is_fp8 else None, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
             return_center=return_lse or masking.sinks is not None or masking.softcap > 0,
-            block_n=tile.block_n, width=width, rotation=rotation,
+            block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
         )  # fmt: skip
-        codes = keys.codes.view(-1, width)
-        none = keys.scale  # never read where a pointer does not apply
+        codes = prepared.codes.view(-1, width)
+        none = prepared.scale  # never read where a pointer does not apply
         v_scale = none
         value_block = [1, tile.block_n, 1, width]
-        if pv != "16bit":
-            v, v_scale = launch_prepare_values(v, seq_q=seq_q, state=state, mask=mask, width=width, rotation=rotation)
+        if is_fp8:
+            v, v_scale = prepared.values, prepared.value_scale
             value_block = [width, tile.block_n]
         elif tile.kernel != "pointers":
             v = _copyable_by_engine(v)
-        tensors = [none if x is None else x for x in (out, lse, keys.center, keys.q_weight, keys.q_amax)]
+        tensors = [none if x is None else x for x in (out, lse, prepared.center, prepared.q_weight, prepared.q_amax)]
         recorded = [none, none] if state is None else [state.stats, state.row]
         numbers = [0 if state is None else state.plan.shape[-1], q.stride(0), q.stride(1), q.stride(2)]
         sizes = [seq_q, seq_kv, heads, heads // kv_heads, float(scale)]
-        programs = -(-seq_q // tile.block_m) * batch * heads  # triton.cdiv takes two microseconds on the host
         constants = {
             "HEAD_DIM": head_dim,
             "WIDTH": width,
@@ -122,17 +145,19 @@ def launch_attention_fwd(
         if tile.kernel == "hopper":
             from . import attention_fwd_hopper as hopper
 
-            scales = keys.scale
+            scales = prepared.scale
             if scaling == "per_token":
                 scales = hopper.describe(scales.view(-1, tile.block_n), [1, tile.block_n])
+            whole, pieces = tail or (tiles, 1)
             launch(
-                hopper.attention_fwd_hopper_kernel, programs,
+                hopper.attention_fwd_hopper_kernel, whole + (tiles - whole) * pieces,
                 q, hopper.describe(codes, [tile.block_n, width]), scales, hopper.describe(v, value_block),
                 *tensors, *recorded, *kept, v_scale, *numbers,
                 *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
-                mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *sizes,
-                **constants, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64, REFERENCE=reference, PV=pv,
-                num_warps=4, enable_fp_fusion=False,
+                mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset,
+                *(none if x is None else x for x in (partials, arrived)), whole, pieces, *sizes,
+                **constants, NUM_BUFFERS=tile.num_stages, GROUPS=groups, REFERENCE=reference, PV=pv,
+                SLICE=query_slice(seq_kv, is_band(masking)), num_warps=4, enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
         use_tma = tile.kernel == "tma"
@@ -141,8 +166,8 @@ def launch_attention_fwd(
         values = TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
         value_strides = v.stride()[:3] if pv == "16bit" else (0, 0, 0)  # where 8-bit values lie is known
         launch(
-            _attention_fwd_kernel, programs,
-            q, codes, keys.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
+            _attention_fwd_kernel, tiles,
+            q, codes, prepared.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
             *_mask_arguments(masking, mask, none), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
             REFERENCE=reference, PV=pv, SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,

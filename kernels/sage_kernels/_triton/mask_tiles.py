@@ -82,7 +82,7 @@ def tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK: tl.constexpr, 
         edge = first + i - full
         tile = tl.where(i < full, first_full + i, tl.where(edge >= first_full, edge + full, edge))
     else:
-        tile = i
+        tile = first + i
     return tile
 
 

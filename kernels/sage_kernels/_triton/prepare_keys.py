@@ -1,16 +1,12 @@
-"""The prologue: one launch that smooths, balances and quantises K, and records the statistics of K.
+"""K's part of the prologue: smooth, balance and quantise, and record the statistics of K.
 
 Q is quantised inside the attention kernel; here only its balance is prepared, for heads without a plan.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
 from ..masking import FAINT
-from ..numerics import sampled_center
 from ..state import (
     COUNT_CALLS,
     COUNT_DYNAMIC,
@@ -28,11 +24,7 @@ from ..state import (
     STAT_FIELDS,
     STAT_K_MAX,
     STAT_K_MIN,
-    HeadState,
-    shape_key,
 )
-from .launch import buffer, launch
-from .mask_tiles import MaskTiles
 from .primitives import (
     AMAX_FLOOR,
     CENTER_SAMPLES,
@@ -66,32 +58,6 @@ _STATS = tl.constexpr(STAT_FIELDS)
 _STAT_K_MAX = tl.constexpr(STAT_K_MAX)
 _STAT_K_MIN = tl.constexpr(STAT_K_MIN)
 _FAINT = tl.constexpr(FAINT)
-
-
-class Cut(NamedTuple):
-    """How a launch is cut.
-
-    Attributes:
-        num_warps: of a program. A tile is walked in slices of 8 elements a thread: few registers, many loads under
-            way.
-        stages: tiles on their way to a program.
-        tokens, long_tokens: of a program, in calls of few and of many tokens: they amortise the plan, the sampled
-            vectors and the atomics.
-        registers: of a thread at most.
-    """
-
-    num_warps: int
-    stages: int
-    tokens: int
-    long_tokens: int
-    registers: int | None
-
-
-LONG = 2**20  # tokens of all heads: a thousand programs fill the largest GPU several times
-# Timed on an H200 at width 128, of 36 cuts: what waits for its warps between tiles wants more and smaller programs.
-_PLANNED_CUT = Cut(4, 2, 256, 768, 128)
-_DYNAMIC_CUT = Cut(8, 3, 512, 1024, None)
-_CROWDED_CUT = Cut(8, 2, 512, 1024, 128)  # a plan, and a mask or width 256: fewer warps spill
 
 
 @triton.jit
@@ -246,30 +212,18 @@ def _prepare_tile(
     return k_max, k_min, outside, counts
 
 
-@triton.jit(
-    do_not_specialize=[
-        "shape_key",
-        "seq_q",
-        "seq_kv",
-        "programs_per_head",
-        "tiles",
-        "kv_heads",
-        "group",
-        "state_width",
-        "stride_rb",
-        "stride_rh",
-    ]  # fmt: skip
-)
-def _prepare_keys_kernel(
-    q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+@triton.jit
+def prepare_keys(
+    program, q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
     plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb, stride_rh,
     seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
     SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    chunk = tl.program_id(0) % programs_per_head
-    head_of_batch = tl.program_id(0) // programs_per_head  # b * H_kv + h
+    """Quantise `tiles` tiles of one head: what PreparedKeys (prologue.py) says."""
+    chunk = program % programs_per_head
+    head_of_batch = program // programs_per_head  # b * H_kv + h
     b = (head_of_batch // kv_heads).to(tl.int64)
     h = head_of_batch % kv_heads
     channels = tl.arange(0, WIDTH)
@@ -352,86 +306,3 @@ def _prepare_keys_kernel(
         tl.atomic_add(counts_ptr + row * _COUNTS + _KEYS, tl.sum(counts, 0) * HEAD_DIM, sem=RELAXED)
         if outside > 0:
             tl.atomic_add(counts_ptr + row * _COUNTS + _OUTSIDE, outside, sem=RELAXED)
-
-
-class PreparedKeys(NamedTuple):
-    """What the prologue hands to the attention kernel; None where it does not apply.
-
-    Attributes:
-        codes: int8 [B·H_kv, tiles·block_n, width], zero beyond the sequence and the head.
-        scale: fp32 [B·H_kv, tiles] or, per token, [B·H_kv, tiles·block_n].
-        center: fp32 [B, H_kv, width], the smoothing vector (for the LSE).
-        q_weight: fp32 [B, H_kv, width], 1 / b (planned).
-        q_amax: fp32 [B, H] (per head).
-    """
-
-    codes: torch.Tensor
-    scale: torch.Tensor
-    center: torch.Tensor | None
-    q_weight: torch.Tensor | None
-    q_amax: torch.Tensor | None
-
-
-def cut_of(scaling: str, width: int, has_mask: bool) -> Cut:
-    """The cut of a launch with this scaling, "planned" included."""
-    if scaling != "planned":
-        return _DYNAMIC_CUT
-    return _CROWDED_CUT if has_mask or width > 128 else _PLANNED_CUT
-
-
-def constants_of(cut: Cut, width: int) -> dict:
-    """The kernel's constants that come of its cut."""
-    return {"ROWS": 8 * 32 * cut.num_warps // width, "STAGES": cut.stages}
-
-
-def launch_prepare_keys(
-    q, k, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width, rotation
-) -> PreparedKeys:
-    """Quantise K [B, S_kv, H_kv, D] into a padded buffer laid out for the attention kernel.
-
-    Args:
-        scaling: "per_token", "per_block", "per_head", or "planned" with `state`.
-        mask: hidden keys get codes of zero and touch no scale.
-        width: channels of a row of the buffer, a power of two >= D.
-        rotation: what was done to q and k: a plan is of one rotation.
-    """
-    batch, seq_kv, kv_heads, head_dim = k.shape
-    n_tiles = -(-seq_kv // block_n)  # triton.cdiv takes two microseconds on the host
-    planned = scaling == "planned"
-
-    q_amax = k_amax = None
-    if scaling == "per_head":
-        # the yardstick granularity: a reduction over the whole head first, which is what the planned scales avoid
-        keys = k.transpose(1, 2).float()
-        counts = None if mask.reach is None else mask.reach[..., :seq_kv] > FAINT
-        smoothed = keys - sampled_center(keys, counts) if smooth_k else keys
-        smoothed = smoothed if counts is None else torch.where(counts[..., None], smoothed, 0.0)
-        k_amax = smoothed.abs().amax((2, 3)).contiguous()
-        q_amax = q.abs().amax((1, 3)).float().contiguous()
-    prepared = PreparedKeys(
-        codes=buffer(batch * kv_heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
-        scale=buffer(batch * kv_heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
-        center=buffer(batch, kv_heads, width, device=k.device) if return_center else None,
-        q_weight=buffer(batch, kv_heads, width, device=k.device) if planned else None,
-        q_amax=q_amax,
-    )
-    cut = cut_of(scaling, width, mask.reach is not None)
-    is_long = batch * kv_heads * seq_kv >= LONG
-    tiles = max(1, (cut.long_tokens if is_long else cut.tokens) // block_n)
-    programs = -(-n_tiles // tiles)
-    none = prepared.scale  # never read where a pointer does not apply
-    plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
-    key = shape_key(batch, q.shape[1], seq_kv, rotation) if planned else 0
-    launch(
-        _prepare_keys_kernel, programs * batch * kv_heads,
-        q, k, prepared.codes, prepared.scale, none if prepared.center is None else prepared.center,
-        none if prepared.q_weight is None else prepared.q_weight, none if k_amax is None else k_amax,
-        plan, plan_scale, stats, counts, row, key, plan.shape[-1],
-        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
-        none if mask.reach is None else mask.reach, none if mask.extent is None else mask.extent, *mask.reach_strides,
-        q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads, programs, tiles,
-        HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
-        STORE_CENTER=return_center, HAS_MASK=mask.reach is not None, **constants_of(cut, width),
-        num_warps=cut.num_warps, maxnreg=cut.registers if k.is_cuda else None, enable_fp_fusion=False,
-    )  # fmt: skip
-    return prepared

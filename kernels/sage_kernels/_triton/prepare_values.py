@@ -1,13 +1,13 @@
-"""The prologue of V for recipes with P·V in FP8: scale per channel, cast to e4m3, transpose, permute.
+"""V's part of the prologue, for recipes with P·V in FP8: scale per channel, cast to e4m3, transpose, permute.
 
 The tensor cores take both 8-bit operands with the summed dimension contiguous, so V is stored as [channels, keys]; and
 keys are permuted inside each 16, so that P is in the operand's registers as the softmax left it
 (`primitives.in_operand_order`). Zero beyond the sequence and the head, and where the mask hides a key from every row.
 
-Two launches: the channels' amax, which a head with a plan skips, and the cast.
+Scales come from a plan; without one, from the channels' amax. Without a state at all a launch of its own finds that.
+With a state only the device knows whether a head has a plan, so there a program that finds none looks at all of V.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -22,12 +22,9 @@ from ..state import (
     PLAN_V_SCALE,
     STAT_FIELDS,
     STAT_V_AMAX,
-    HeadState,
-    shape_key,
 )
 from .launch import buffer, launch
 from .mask_tiles import MaskTiles
-from .prepare_keys import LONG
 from .primitives import E4M3_MAX, RELAXED, record_amax, to_e4m3
 
 
@@ -46,10 +43,9 @@ _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 # Keys of one step, a whole number of every tile. The codes of a step lie together, [WIDTH, KEYS]: a tile of the
 # attention kernel is then one piece of memory, not WIDTH of them as far apart as a head is long.
 KEYS = tl.constexpr(128)
-CHANNELS = tl.constexpr(64)  # of one program: with 128 keys, both sides of the transposition move whole sectors
-STEPS, LONG_STEPS = 4, 8  # of one program, of many or few tokens: amortise the scale and the atomics
+QUADS = tl.constexpr(KEYS.value // 4)
 AMAX_ROWS = tl.constexpr(32)
-AMAX_CHUNKS = 64  # programs a head at most: each cast program reads what all of them found
+AMAX_CHUNKS = 64  # programs a head at most: each program that casts reads what all of them found
 MIN_CHUNK = 256
 
 
@@ -89,14 +85,33 @@ def _plan_of(plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, 
     return tl.load(plan, mask=(channels < HEAD_DIM) & fits, other=0.0)
 
 
-@triton.jit(do_not_specialize=["shape_key", "seq_kv", "kv_heads", "state_width", "chunks", "chunk_keys", "stride_rb",
-                               "stride_rh"])  # fmt: skip
+@triton.jit
+def _amax_of(v_base, first, end, channels, stride_vs, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Largest |v| of `channels` in tokens first to end: of those that count, and of all that are seen."""
+    counting = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
+    seen = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
+    for token in range(first, end, AMAX_ROWS):
+        tokens = token + tl.arange(0, AMAX_ROWS)
+        v = _load(v_base, tokens, channels, stride_vs, end, HEAD_DIM)
+        x, counted = _seen(v, tokens, end, reach_ptr, HAS_MASK)
+        x = _finite_size(x)
+        seen = tl.maximum(seen, x)
+        if HAS_MASK:
+            counting = tl.maximum(counting, tl.where(counted[:, None], x, 0.0))
+    seen = tl.max(seen, 0)
+    if HAS_MASK:
+        counting = tl.max(counting, 0)
+    else:
+        counting = seen
+    return counting, seen
+
+
+@triton.jit(do_not_specialize=["seq_kv", "kv_heads", "chunks", "chunk_keys", "stride_rb", "stride_rh"])
 def _value_amax_kernel(
-    v_ptr, amax_ptr, plan_ptr, plan_scale_ptr, counts_ptr, row_ptr, shape_key, state_width,
-    stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh, seq_kv, kv_heads, chunks, chunk_keys,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PLANNED: tl.constexpr, HAS_MASK: tl.constexpr,
+    v_ptr, amax_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh, seq_kv, kv_heads, chunks,
+    chunk_keys, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Largest |v| of each channel in one chunk of keys: of those that count, and of all that are seen."""
+    """`_amax_of` one chunk of keys."""
     chunk = tl.program_id(0) % chunks
     head_of_batch = tl.program_id(0) // chunks  # b * H_kv + h
     b = (head_of_batch // kv_heads).to(tl.int64)
@@ -106,30 +121,15 @@ def _value_amax_kernel(
     if HAS_MASK:
         reach_ptr += b * stride_rb + h * stride_rh
     end = tl.minimum(chunk * chunk_keys + chunk_keys, seq_kv)
-    if PLANNED:
-        row = tl.load(row_ptr) + h
-        planned = _plan_of(plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, channels, HEAD_DIM)
-        end = tl.where(tl.max(planned, 0) > 0, 0, end)
-    counting = tl.zeros([AMAX_ROWS, WIDTH], tl.float32)
-    seen = tl.zeros([AMAX_ROWS, WIDTH], tl.float32)
-    for first in range(chunk * chunk_keys, end, AMAX_ROWS):
-        tokens = first + tl.arange(0, AMAX_ROWS)
-        v = _load(v_base, tokens, channels, stride_vs, end, HEAD_DIM)
-        x, counted = _seen(v, tokens, end, reach_ptr, HAS_MASK)
-        x = _finite_size(x)
-        seen = tl.maximum(seen, x)
-        if HAS_MASK:
-            counting = tl.maximum(counting, tl.where(counted[:, None], x, 0.0))
-    if not HAS_MASK:
-        counting = seen
+    counting, seen = _amax_of(v_base, chunk * chunk_keys, end, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK)
     found = amax_ptr + tl.program_id(0).to(tl.int64) * 2 * WIDTH + channels
-    tl.store(found, tl.max(counting, 0))
-    tl.store(found + WIDTH, tl.max(seen, 0))
+    tl.store(found, counting)
+    tl.store(found + WIDTH, seen)
 
 
 @triton.jit
 def _found_amax(amax_ptr, channels, chunks, WIDTH: tl.constexpr):
-    """Amax of a head's channels over all chunks; where every key that counts is 0, of all keys that are seen."""
+    """What `_value_amax_kernel` found in all chunks."""
     counting = tl.zeros([channels.shape[0]], tl.float32)
     seen = tl.zeros([channels.shape[0]], tl.float32)
     for first in range(0, chunks, AMAX_ROWS):
@@ -137,20 +137,70 @@ def _found_amax(amax_ptr, channels, chunks, WIDTH: tl.constexpr):
         found = amax_ptr + chunk[:, None] * (2 * WIDTH) + channels[None, :]
         counting = tl.maximum(counting, tl.max(tl.load(found, mask=(chunk < chunks)[:, None], other=0.0), 0))
         seen = tl.maximum(seen, tl.max(tl.load(found + WIDTH, mask=(chunk < chunks)[:, None], other=0.0), 0))
-    return tl.where(counting > 0, counting, seen)
+    return counting, seen
 
 
-@triton.jit(do_not_specialize=["shape_key", "seq_kv", "kv_heads", "state_width", "chunks", "spans", "steps",
-                               "stride_rb", "stride_rh"])  # fmt: skip
-def _prepare_values_kernel(
-    v_ptr, codes_ptr, v_scale_ptr, amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key,
-    state_width, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh, seq_kv, kv_heads, chunks, spans,
-    steps,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, PLANNED: tl.constexpr, HAS_MASK: tl.constexpr,
+@triton.jit
+def _step_tokens(first):
+    """Tokens of one step by their place: four of [QUADS], for places 4·i to 4·i + 3 of its codes."""
+    # place 4·b + 2·a + c of each 16 holds key 8·a + 2·b + c
+    quad = tl.arange(0, QUADS)
+    tokens = first + quad // 4 * 16 + quad % 4 * 2
+    return tokens, tokens + 1, tokens + 8, tokens + 9
+
+
+@triton.jit
+def _load_step(v_base, first, channels, stride_vs, end, HEAD_DIM: tl.constexpr):
+    """Values of `_step_tokens`: four of [QUADS, channels]."""
+    t0, t1, t2, t3 = _step_tokens(first)
+    return (
+        _load(v_base, t0, channels, stride_vs, end, HEAD_DIM),
+        _load(v_base, t1, channels, stride_vs, end, HEAD_DIM),
+        _load(v_base, t2, channels, stride_vs, end, HEAD_DIM),
+        _load(v_base, t3, channels, stride_vs, end, HEAD_DIM),
+    )
+
+
+@triton.jit
+def _seen_step(loaded, first, seq_kv, reach_ptr, HAS_MASK: tl.constexpr):
+    """What `_load_step` loaded as fp32 [QUADS, channels, 4], and of that what counts for scales.
+
+    The last dimension is one thread's: four codes of a channel then are one word before they are transposed.
+    """
+    v0, v1, v2, v3 = loaded
+    if HAS_MASK:
+        t0, t1, t2, t3 = _step_tokens(first)
+        v0, is_0 = _seen(v0, t0, seq_kv, reach_ptr, True)
+        v1, is_1 = _seen(v1, t1, seq_kv, reach_ptr, True)
+        v2, is_2 = _seen(v2, t2, seq_kv, reach_ptr, True)
+        v3, is_3 = _seen(v3, t3, seq_kv, reach_ptr, True)
+    x = tl.join(tl.join(v0, v2), tl.join(v1, v3))
+    x = tl.reshape(x, (x.shape[0], x.shape[1], 4)).to(tl.float32)
+    counting = x
+    if HAS_MASK:
+        counted = tl.reshape(tl.join(tl.join(is_0, is_2), tl.join(is_1, is_3)), (x.shape[0], 4))
+        counting = tl.where(counted[:, None, :], x, 0.0)
+    return x, counting
+
+
+@triton.jit
+def _store_step(codes, y):
+    """Codes [QUADS, channels, 4] to [channels, KEYS]."""
+    y = tl.permute(y, (1, 0, 2))
+    tl.store(codes, tl.reshape(y, (y.shape[0], KEYS)))
+
+
+@triton.jit
+def prepare_values(
+    program, v_ptr, codes_ptr, v_scale_ptr, amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr,
+    shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh, seq_kv, kv_heads, chunks,
+    spans, steps,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PLANNED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    span = tl.program_id(0) % spans
-    part = tl.program_id(0) // spans % (WIDTH // CHANNELS)
-    head_of_batch = tl.program_id(0) // spans // (WIDTH // CHANNELS)  # b * H_kv + h
+    """Cast `steps` steps of CHANNELS channels of one head; codes lie as [B·H_kv, n_steps, WIDTH, KEYS]."""
+    span = program % spans
+    part = program // spans % (WIDTH // CHANNELS)
+    head_of_batch = program // spans // (WIDTH // CHANNELS)  # b * H_kv + h
     b = (head_of_batch // kv_heads).to(tl.int64)
     h = head_of_batch % kv_heads
     channels = part * CHANNELS + tl.arange(0, CHANNELS)
@@ -158,94 +208,85 @@ def _prepare_values_kernel(
     if HAS_MASK:
         reach_ptr += b * stride_rb + h * stride_rh
     n_steps = tl.cdiv(seq_kv, KEYS)
-    amax_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
-
-    # place 4·b + 2·a + c of each 16 holds key 8·a + 2·b + c
-    place = tl.arange(0, KEYS)
-    key = place // 16 * 16 + place // 2 % 2 * 8 + place % 16 // 4 * 2 + place % 2
+    first_step = span * steps
+    end_step = tl.minimum(first_step + steps, n_steps)
+    end = tl.minimum(end_step * KEYS, seq_kv)
     # before all that takes long: the first values are on their way
-    end = tl.minimum((span + 1) * steps * KEYS, seq_kv)
-    ahead = _load(v_base, key + span * steps * KEYS, channels, stride_vs, end, HEAD_DIM)
+    ahead = _load_step(v_base, first_step * KEYS, channels, stride_vs, end, HEAD_DIM)
 
-    scale = tl.zeros([CHANNELS], tl.float32)
-    has_plan = 0
     row = 0
+    scale = tl.zeros([CHANNELS], tl.float32)
+    counting = scale
+    seen = scale
     if PLANNED:
         row = tl.load(row_ptr) + h
         whole = _plan_of(
             plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, tl.arange(0, WIDTH), HEAD_DIM
         )
-        has_plan = (tl.max(whole, 0) > 0).to(tl.int32)
         scale = _plan_of(plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, channels, HEAD_DIM)
-    if has_plan == 0:
-        scale = _found_amax(amax_ptr, channels, chunks, WIDTH) * (1.0 / _V_CODE)  # a power of two: exact
+        if tl.max(whole, 0) == 0:
+            counting, seen = _amax_of(v_base, 0, seq_kv, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK)
+    else:
+        amax_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
+        counting, seen = _found_amax(amax_ptr, channels, chunks, WIDTH)
+    # no plan: where every key that counts is 0, of all keys that are seen; _V_CODE is a power of two, so this is exact
+    scale = tl.where(scale > 0, scale, tl.where(counting > 0, counting, seen) * (1.0 / _V_CODE))
     scale = tl.maximum(scale, _V_AMAX_FLOOR / _V_CODE)
     scale = tl.where(channels < HEAD_DIM, scale, 1.0)
     if span == 0:
         tl.store(v_scale_ptr + head_of_batch * WIDTH + channels, scale)
     inverse = tl.div_rn(tl.full([CHANNELS], 1.0, tl.float32), scale)
 
-    codes = (
-        codes_ptr + head_of_batch.to(tl.int64) * n_steps * (WIDTH * KEYS) + channels[:, None] * KEYS + place[None, :]
-    )
-    reached = tl.zeros([CHANNELS], tl.float32)
-    clipped = tl.zeros([CHANNELS], tl.int32)
-    for step in range(span * steps, tl.minimum(span * steps + steps, n_steps)):
+    codes = codes_ptr + head_of_batch.to(tl.int64) * n_steps * (WIDTH * KEYS)
+    codes += channels[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    top = tl.zeros([QUADS, CHANNELS], tl.float32)
+    reached = tl.zeros([QUADS, CHANNELS], tl.float32)
+    for step in range(first_step, end_step):
         now = ahead  # loaded a step ahead, or each load would wait behind the stores of the step before
-        ahead = _load(v_base, key + (step + 1) * KEYS, channels, stride_vs, end, HEAD_DIM)
-        x, counted = _seen(now, key + step * KEYS, seq_kv, reach_ptr, HAS_MASK)
-        y = x * inverse[None, :] + x * 0.0  # e4m3 has no inf: NaN, in its row and channel
-        tl.store(codes + step * (WIDTH * KEYS), tl.trans(to_e4m3(y)))
-        if PLANNED:
-            size = _finite_size(x)
-            reached = tl.maximum(reached, tl.max(tl.where(counted[:, None], size, 0.0), 0))
-            clipped += tl.sum((size * inverse[None, :] > E4M3_MAX).to(tl.int32), 0)
+        ahead = _load_step(v_base, (step + 1) * KEYS, channels, stride_vs, end, HEAD_DIM)
+        x, counting_x = _seen_step(now, step * KEYS, seq_kv, reach_ptr, HAS_MASK)
+        # right unless something outgrew its scale
+        _store_step(codes + step * (WIDTH * KEYS), (x * inverse[None, :, None]).to(tl.float8e4nv))
+        top = tl.maximum(top, tl.max(tl.abs(x), 2))  # NaN has no part in it, and its code is right
+        if PLANNED and HAS_MASK:
+            reached = tl.maximum(reached, tl.max(tl.abs(counting_x), 2))
+    largest = tl.max(top, 0)
+    amax = largest
+    if HAS_MASK:
+        amax = tl.max(reached, 0)
+    lost = 0
+    if tl.max(largest * inverse, 0) > E4M3_MAX:  # clipped; inf, of which e4m3 has none, becomes NaN
+        tl.debug_barrier()  # what is stored here is stored after what is there
+        reached = tl.zeros([QUADS, CHANNELS], tl.float32)
+        clipped = tl.zeros([QUADS, CHANNELS], tl.int32)
+        for step in range(first_step, end_step):
+            again = _load_step(v_base, step * KEYS, channels, stride_vs, end, HEAD_DIM)
+            x, counting_x = _seen_step(again, step * KEYS, seq_kv, reach_ptr, HAS_MASK)
+            y = x * inverse[None, :, None]
+            _store_step(codes + step * (WIDTH * KEYS), to_e4m3(y + x * 0.0))
+            reached = tl.maximum(reached, tl.max(_finite_size(counting_x), 2))
+            clipped += tl.sum((_finite_size(x) * inverse[None, :, None] > E4M3_MAX).to(tl.int32), 2)
+        amax = tl.max(reached, 0)
+        lost = tl.sum(tl.sum(clipped, 1), 0)
     if PLANNED:
         stat = stats_ptr + row * (_STATS * state_width) + _STAT_V_AMAX * state_width
-        record_amax(stat, reached, channels, HEAD_DIM)
-        lost = tl.sum(clipped, 0)
+        record_amax(stat, amax, channels, HEAD_DIM)
         if lost > 0:
             tl.atomic_add(counts_ptr + row * _COUNTS + _CLIPPED, lost, sem=RELAXED)
 
 
-def launch_prepare_values(v, *, seq_q, state: HeadState | None, mask: MaskTiles, width, rotation="none"):
-    """Cast V [B, S_kv, H_kv, D] to e4m3, transposed and permuted for the attention kernel.
-
-    Args:
-        state: planned scales, and where this call's amax goes; None: scales of this call.
-        mask: keys that no row sees get codes of zero and touch no scale. A key that no row sees well (a bias of -1e30
-            or less) has no part in a channel's amax unless all are so, and is clipped at 7 times of it.
-        width: channels of the buffer, a power of two >= D.
-        rotation: of q and k, for which the plan must be.
-    Returns: codes float8_e4m3fn [B·H_kv·steps·width, 128], a step being 128 keys, scale fp32 [B, H_kv, width].
-    """
+def launch_value_amax(v, *, mask: MaskTiles, width: int):
+    """For calls without a state: V's amax, of the keys that count and of all: [B·H_kv, chunks, 2, width]."""
     batch, seq_kv, kv_heads, head_dim = v.shape
-    heads = batch * kv_heads
-    n_steps = triton.cdiv(seq_kv, KEYS.value)
-    codes = buffer(heads * n_steps * width, KEYS.value, dtype=torch.float8_e4m3fn, device=v.device)
-    scale = buffer(batch, kv_heads, width, device=v.device)
-    chunk_keys = max(MIN_CHUNK, triton.cdiv(triton.cdiv(seq_kv, AMAX_CHUNKS), AMAX_ROWS.value) * AMAX_ROWS.value)
-    chunks = triton.cdiv(seq_kv, chunk_keys)
-    amax = buffer(heads, chunks, 2, width, device=v.device)
-    planned, has_mask = state is not None, mask.reach is not None
-    plan, plan_scale, stats, counts, row = (scale,) * 5 if state is None else state[:5]
-    key, state_width = (shape_key(batch, seq_q, seq_kv, rotation), plan.shape[-1]) if planned else (0, 0)
-    reach = mask.reach if has_mask else scale  # never read without a mask
-    constants = {"HEAD_DIM": head_dim, "WIDTH": width, "PLANNED": planned, "HAS_MASK": has_mask}
-    constants |= {"num_warps": 8, "enable_fp_fusion": False}
-    strides = v.stride()[:3]
+    per_head = -(-seq_kv // AMAX_CHUNKS)
+    chunk_keys = max(MIN_CHUNK, -(-per_head // AMAX_ROWS.value) * AMAX_ROWS.value)
+    chunks = -(-seq_kv // chunk_keys)
+    amax = buffer(batch * kv_heads, chunks, 2, width, device=v.device)
+    has_mask = mask.reach is not None
     launch(
-        _value_amax_kernel, chunks * heads,
-        v, amax, plan, plan_scale, counts, row, key, state_width, *strides, reach, *mask.reach_strides,
-        seq_kv, kv_heads, chunks, chunk_keys, **constants,
+        _value_amax_kernel, chunks * batch * kv_heads,
+        v, amax, v.stride(0), v.stride(1), v.stride(2), mask.reach if has_mask else amax, *mask.reach_strides,
+        seq_kv, kv_heads, chunks, chunk_keys,
+        HEAD_DIM=head_dim, WIDTH=width, HAS_MASK=has_mask, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    # two programs an SM; 151 registers without
-    constants["maxnreg"] = 128 if v.is_cuda else None
-    steps = LONG_STEPS if heads * seq_kv >= LONG else STEPS
-    spans = triton.cdiv(n_steps, steps)
-    launch(
-        _prepare_values_kernel, spans * (width // CHANNELS.value) * heads,
-        v, codes, scale, amax, plan, plan_scale, stats, counts, row, key, state_width, *strides, reach,
-        *mask.reach_strides, seq_kv, kv_heads, chunks, spans, steps, **constants,
-    )  # fmt: skip
-    return codes, scale
+    return amax

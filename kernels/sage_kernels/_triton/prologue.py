@@ -1,0 +1,206 @@
+"""The prologue: one launch that readies K, and V where P·V is in FP8, for the attention kernel.
+
+What each program does is in prepare_keys.py and prepare_values.py; the first programs take keys, the others values.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ..masking import FAINT
+from ..numerics import sampled_center
+from ..state import HeadState, shape_key
+from .launch import buffer, launch
+from .mask_tiles import MaskTiles
+from .prepare_keys import prepare_keys
+from .prepare_values import KEYS, launch_value_amax, prepare_values
+
+
+class Cut(NamedTuple):
+    """How a launch is cut.
+
+    Attributes:
+        num_warps: of a program. A tile of keys is walked in slices of 8 elements a thread: few registers, many loads
+            under way.
+        stages: tiles of keys on their way to a program.
+        tokens, long_tokens: of a program, in calls of few and of many tokens: they amortise the plan, the sampled
+            vectors and the atomics.
+        registers: of a thread at most.
+    """
+
+    num_warps: int
+    stages: int
+    tokens: int
+    long_tokens: int
+    registers: int | None
+
+
+LONG = 2**20  # tokens of all heads: a thousand programs fill the largest GPU several times
+# Timed on an H200 at width 128, of 36 cuts: what waits for its warps between tiles wants more and smaller programs.
+_PLANNED_CUT = Cut(4, 2, 256, 768, 128)
+_DYNAMIC_CUT = Cut(8, 3, 512, 1024, None)
+# A plan, and a mask, width 256 or 8-bit P·V, whose tiles have more keys: fewer warps spill. With V, one of 15 timed.
+_CROWDED_CUT = Cut(8, 2, 512, 1024, 128)
+_ZEROS = tl.constexpr(128)  # numbers that are zeroed at a time
+_VALUE_STEPS, _LONG_VALUE_STEPS = 4, 8  # of KEYS values, of one program: as `tokens` and `long_tokens`
+
+
+@triton.jit(
+    do_not_specialize=[
+        "shape_key",
+        "seq_q",
+        "seq_kv",
+        "key_programs",
+        "programs_per_head",
+        "tiles",
+        "kv_heads",
+        "group",
+        "state_width",
+        "stride_rb",
+        "stride_rh",
+        "value_chunks",
+        "value_spans",
+        "value_steps",
+        "zeros",
+    ]  # fmt: skip
+)
+def _prologue_kernel(
+    q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+    v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr,
+    plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    reach_ptr, extent_ptr, stride_rb, stride_rh, seq_q, seq_kv, kv_heads, group,
+    key_programs, programs_per_head, tiles, value_chunks, value_spans, value_steps, zeroed_ptr, zeros,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
+    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_VALUES: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    if program == 0:
+        for first in range(0, zeros, _ZEROS):
+            number = first + tl.arange(0, _ZEROS)
+            tl.store(zeroed_ptr + number, tl.zeros([_ZEROS], tl.int32), mask=number < zeros)
+    if program < key_programs:
+        prepare_keys(
+            program, q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+            plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
+            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb,
+            stride_rh, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
+            HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS, STAGES,
+        )  # fmt: skip
+    elif HAS_VALUES:
+        prepare_values(
+            program - key_programs, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr,
+            counts_ptr, row_ptr, shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb,
+            stride_rh, seq_kv, kv_heads, value_chunks, value_spans, value_steps,
+            HEAD_DIM, WIDTH, CHANNELS, SCALING == "planned", HAS_MASK,
+        )  # fmt: skip
+
+
+class Prepared(NamedTuple):
+    """What the prologue hands to the attention kernel; None where it does not apply.
+
+    Attributes:
+        codes: int8 [B·H_kv, tiles·block_n, width], zero beyond the sequence and the head.
+        scale: fp32 [B·H_kv, tiles] or, per token, [B·H_kv, tiles·block_n].
+        center: fp32 [B, H_kv, width], the smoothing vector (for the LSE).
+        q_weight: fp32 [B, H_kv, width], 1 / b (planned).
+        q_amax: fp32 [B, H] (per head).
+        values: float8_e4m3fn [B·H_kv·steps·width, 128], a step being 128 keys, transposed and permuted (FP8).
+        value_scale: fp32 [B, H_kv, width] (FP8).
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    center: torch.Tensor | None
+    q_weight: torch.Tensor | None
+    q_amax: torch.Tensor | None
+    values: torch.Tensor | None
+    value_scale: torch.Tensor | None
+
+
+def cut_of(scaling: str, width: int, has_mask: bool, has_values: bool) -> Cut:
+    """The cut of a launch with this scaling, "planned" included."""
+    if scaling != "planned":
+        return _DYNAMIC_CUT
+    return _CROWDED_CUT if has_mask or has_values or width > 128 else _PLANNED_CUT
+
+
+def constants_of(cut: Cut, width: int) -> dict:
+    """The kernel's constants that come of its cut."""
+    # with 128 keys of so many channels, both sides of the transposition move whole sectors
+    channels = min(8 * cut.num_warps, width)
+    return {"ROWS": 8 * 32 * cut.num_warps // width, "STAGES": cut.stages, "CHANNELS": channels}
+
+
+def launch_prologue(
+    q, k, v, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width, rotation,
+    zeroed: torch.Tensor | None = None,
+) -> Prepared:  # fmt: skip
+    """Quantise K [B, S_kv, H_kv, D], and cast V of that shape to e4m3 where it is given, for the attention kernel.
+
+    Args:
+        v: None where P·V is in 16 bit.
+        scaling: "per_token", "per_block", "per_head", or "planned" with `state`.
+        mask: hidden keys get codes of zero and touch no scale. A key that no row sees well (a bias of -1e30 or less)
+            has no part in V's scales unless all are so, and is clipped at 7 times of them.
+        width: channels of a row of the buffers, a power of two >= D.
+        rotation: what was done to q and k: a plan is of one rotation.
+        zeroed: int32, counters of the attention kernel that start at 0.
+    """
+    batch, seq_kv, kv_heads, head_dim = k.shape
+    heads = batch * kv_heads
+    n_tiles = -(-seq_kv // block_n)  # triton.cdiv takes two microseconds on the host
+    planned, has_mask, has_values = scaling == "planned", mask.reach is not None, v is not None
+
+    q_amax = k_amax = None
+    if scaling == "per_head":
+        # the yardstick granularity: a reduction over the whole head first, which is what the planned scales avoid
+        keys = k.transpose(1, 2).float()
+        counts = mask.reach[..., :seq_kv] > FAINT if has_mask else None
+        smoothed = keys - sampled_center(keys, counts) if smooth_k else keys
+        smoothed = smoothed if counts is None else torch.where(counts[..., None], smoothed, 0.0)
+        k_amax = smoothed.abs().amax((2, 3)).contiguous()
+        q_amax = q.abs().amax((1, 3)).float().contiguous()
+    n_steps = -(-seq_kv // KEYS.value)
+    prepared = Prepared(
+        codes=buffer(heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
+        scale=buffer(heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
+        center=buffer(batch, kv_heads, width, device=k.device) if return_center else None,
+        q_weight=buffer(batch, kv_heads, width, device=k.device) if planned else None,
+        q_amax=q_amax,
+        values=buffer(heads * n_steps * width, KEYS.value, dtype=torch.float8_e4m3fn, device=k.device)
+        if has_values
+        else None,
+        value_scale=buffer(batch, kv_heads, width, device=k.device) if has_values else None,
+    )
+    v_amax = launch_value_amax(v, mask=mask, width=width) if has_values and not planned else None
+    cut = cut_of(scaling, width, has_mask, has_values)
+    constants = constants_of(cut, width)
+    is_long = heads * seq_kv >= LONG
+    tiles = max(1, (cut.long_tokens if is_long else cut.tokens) // block_n)
+    programs = -(-n_tiles // tiles)
+    steps = _LONG_VALUE_STEPS if is_long else _VALUE_STEPS
+    spans = -(-n_steps // steps)
+    value_programs = spans * (width // constants["CHANNELS"]) * heads if has_values else 0
+    none = prepared.scale  # never read where a pointer does not apply
+    plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
+    v_strides = v.stride()[:3] if has_values else (0, 0, 0)
+    tensors = [prepared.center, prepared.q_weight, k_amax, v, prepared.values, prepared.value_scale, v_amax]
+    launch(
+        _prologue_kernel, programs * heads + value_programs,
+        q, k, prepared.codes, prepared.scale, *(none if x is None else x for x in tensors),
+        plan, plan_scale, stats, counts, row,
+        shape_key(batch, q.shape[1], seq_kv, rotation) if planned else 0, plan.shape[-1],
+        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2), *v_strides,
+        mask.reach if has_mask else none, mask.extent if mask.extent is not None else none, *mask.reach_strides,
+        q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads,
+        programs * heads, programs, tiles, v_amax.shape[1] if v_amax is not None else 0, spans, steps,
+        none if zeroed is None else zeroed, 0 if zeroed is None else zeroed.numel(),
+        HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
+        STORE_CENTER=return_center, HAS_MASK=has_mask, HAS_VALUES=has_values, **constants,
+        num_warps=cut.num_warps, maxnreg=cut.registers if k.is_cuda else None, enable_fp_fusion=False,
+    )  # fmt: skip
+    return prepared
