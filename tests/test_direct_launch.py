@@ -67,6 +67,7 @@ class Driver:
         stream, attributes, number = struct.unpack("<QQI", ctypes.string_at(address + 32, 20))
         assert (grid[1:], y, z, extra) == ([1, 1], 1, 1, None)
         kinds = [struct.unpack("<IIi", ctypes.string_at(attributes + 72 * i, 12)) for i in range(number)]
+        pointers = (ctypes.c_void_p * len(self.sizes)).from_address(pointers)
         values = [ctypes.string_at(p, n) for p, n in zip(pointers, self.sizes, strict=True)]
         self.launched = (grid[0], threads, shared, stream, kinds, values)
         return 0
@@ -91,7 +92,10 @@ def check(step, addresses, numbers):
     assert waits == step.compiled.metadata.launch_pdl
     assert not waits or ptx.index("griddepcontrol.wait") < re.search(r"\\bld\\.global|cp\\.async", ptx).start()
     fake = Driver(ptx)
-    make = lambda: DirectLaunch(step.compiled, step.programs, step.known(), step.slots, step.named, driver=fake)
+    table = (ctypes.c_uint64 * len(addresses))()
+    make = lambda: DirectLaunch(
+        step.compiled, step.programs, step.known(), step.slots, step.named, table, driver=fake
+    )
     direct, values = make(), step.known()
     for shift in (0, 1 << 20, 0, 1 << 20):  # the same addresses again: nothing is described anew
         there = {name: x + shift for name, x in numbers.items()}
@@ -101,10 +105,11 @@ def check(step, addresses, numbers):
             values[i] = descriptor.at(addresses[slot] + shift)
         for i, name in step.named:
             values[i] = there[name]
-        assert direct(7, [x + shift for x in addresses], there)
+        table[:] = [x + shift for x in addresses]
+        assert direct(7 + shift, [x + shift for x in addresses], there)
         *launched, kinds, stored = fake.launched
         metadata = step.compiled.metadata
-        assert launched == [step.programs, 32 * metadata.num_warps, metadata.shared, 7]
+        assert launched == [step.programs, 32 * metadata.num_warps, metadata.shared, 7 + shift]
         assert kinds == ([(6, 0, 1)] if metadata.launch_pdl else [])
         for a, b in zip(stored, expected(step.compiled, values), strict=True):
             assert a == b, (a, b)

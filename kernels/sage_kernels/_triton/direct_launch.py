@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import threading
 from typing import NamedTuple
 
 
@@ -122,32 +121,40 @@ class DirectLaunch:
         arguments: of the kernel's first parameters; None for a tensor, a descriptor without its tensor.
         slots: (argument, number of its address) of tensors and descriptors.
         named: (argument, name of its number) of the integers that may be others.
+        table: ctypes array of 64-bit words, from which the driver reads the addresses of tensors: the caller puts them
+            there, for all launches of a call at once, and lets no other thread do so before the launch.
         driver: for tests; None: the CUDA driver.
     Raises: NotDirect.
     """
 
-    def __init__(self, compiled, programs: int, arguments, slots, named, driver=None):
+    def __init__(self, compiled, programs: int, arguments, slots, named, table, driver=None):
         self.driver = driver or cuda_driver()
         parameters = parameters_of(compiled) if self.driver is not None else None
         if parameters is None or not self._is_what_was_loaded(compiled.function, parameters):
             raise NotDirect
         metadata = compiled.metadata
-        self.function = compiled.function
+        self.launch, self.function, self.stream = self.driver.cuLaunchKernelEx, compiled.function, None
         self.config = _Config((programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
         if metadata.launch_pdl:
             self.attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (1,))
             self.config.attributes, self.config.number = ctypes.pointer(self.attribute), 1
         self.config_address = ctypes.addressof(self.config)
         described = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        stored, descriptions = {}, {}  # argument → where it is stored
-        kept = [self._store(x, arguments, described, stored, descriptions) for x in parameters]
-        self.pointers = (ctypes.c_void_p * len(kept))(*(ctypes.addressof(x) for x in kept))
-        self.kept = kept  # the memory that these point to
-        self.words = [(stored[i], slot) for i, slot in slots if i in stored]
+        slot_of, stored, descriptions = dict(slots), {}, {}  # argument → where it is
+        pointers, self.kept = [], [table]  # and the memory that they point to
+        for parameter in parameters:
+            i = parameter.argument
+            if parameter.type.startswith("*") and i in slot_of:
+                pointers.append(ctypes.addressof(table) + 8 * slot_of[i])
+                continue
+            kept = self._store(parameter, arguments, described, stored, descriptions)
+            pointers.append(ctypes.addressof(kept))
+            self.kept.append(kept)
+        self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.pointers_address = ctypes.addressof(self.pointers)
         places = {x.argument: place for place, x in enumerate(parameters) if x.type == "descriptor"}
-        self.descriptions = [(places[i], descriptions[i], slot) for i, slot in slots if i in descriptions]
+        self.descriptions = [(places[i], descriptions[i], slot_of[i]) for i in descriptions if i in slot_of]
         self.named = [(stored[i], name) for i, name in named]
-        self.lock = threading.Lock()  # between putting addresses in place and the launch that reads them
 
     def _is_what_was_loaded(self, function: int, parameters: list[Parameter]) -> bool:
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
@@ -175,22 +182,19 @@ class DirectLaunch:
         return kept
 
     def __call__(self, stream: int, addresses: list[int], numbers) -> bool:
-        """Launch it with these tensors (address of each slot) and numbers. False: nothing was launched."""
-        with self.lock:
-            for number, name in self.named:
-                if not -(2**31) <= numbers[name] < 2**31:  # ctypes would wrap it around
-                    return False
-                number.value = numbers[name]
-            for word, slot in self.words:
-                word.value = addresses[slot]
-            for place, descriptions, slot in self.descriptions:
-                description = descriptions.at(addresses[slot])
-                if description is None:
-                    return False
-                self.pointers[place] = description
-            self.config.stream = stream
-            status = self.driver.cuLaunchKernelEx(self.config_address, self.function, self.pointers, None)
-        return status == _SUCCESS
+        """Launch it with the addresses that are in the table, too, and these numbers. False: nothing was launched."""
+        for number, name in self.named:
+            if not -(2**31) <= numbers[name] < 2**31:  # ctypes would wrap it around
+                return False
+            number.value = numbers[name]
+        for place, descriptions, slot in self.descriptions:
+            description = descriptions.at(addresses[slot])
+            if description is None:
+                return False
+            self.pointers[place] = description
+        if stream != self.stream:
+            self.config.stream = self.stream = stream
+        return self.launch(self.config_address, self.function, self.pointers_address, None) == _SUCCESS
 
 
 class _Descriptions:

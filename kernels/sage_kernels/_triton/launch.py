@@ -4,6 +4,7 @@ What a call of an op launches follows from shapes, strides, types and options; f
 change. So the launches of a first call can be written down (`record`) and made again with other addresses.
 """
 
+import ctypes
 import functools
 import math
 import threading
@@ -186,14 +187,15 @@ class _Step:
         compiled, programs: the kernel, and its grid. values: its arguments, None for what `places` and `described` put
         there. rest: its constants.
         places: (argument, slot) of tensors. described: (argument, _Described, slot). named: (argument, number's name).
+        table: see DirectLaunch.
     """
 
-    def __init__(self, compiled, programs: int, values: list, rest: tuple, places, described, named):
+    def __init__(self, compiled, programs: int, values: list, rest: tuple, places, described, named, table):
         self.compiled, self.programs, self.values, self.rest = compiled, programs, values, rest
         self.places, self.described, self.named = places, described, named
         self.slots = [*places, *((i, slot) for i, _, slot in described)]
         try:
-            self.direct = DirectLaunch(compiled, programs, self.known(), self.slots, named)
+            self.direct = DirectLaunch(compiled, programs, self.known(), self.slots, named, table)
         except NotDirect:
             self.direct = None
 
@@ -204,10 +206,8 @@ class _Step:
             values[i] = descriptor
         return values
 
-    def __call__(self, stream: int, addresses: list[int], numbers) -> None:
-        """Launch it with these tensors (address of each slot) and numbers."""
-        if self.direct is not None and self.direct(stream, addresses, numbers):
-            return
+    def by_triton(self, stream: int, addresses: list[int], numbers) -> None:
+        """Launch it with these tensors (address of each slot) and numbers, where there is no direct launch."""
         values = self.values.copy()
         for i, name in self.named:
             values[i] = numbers[name]
@@ -246,6 +246,8 @@ class Replay:
             self.scratch_bytes += used * _SCRATCH_ALIGNMENT
         aligned = set()
         self.launches = []
+        self.table = (ctypes.c_uint64 * len(slots))()
+        self.lock = threading.Lock()  # between putting addresses in the table and the last launch that reads them
         for kernel, compiled, programs, arguments, rest in tape.launches:
             values, places, described, named = [*arguments], [], [], []
             for i, (x, (is_specialized, is_aligned)) in enumerate(
@@ -267,7 +269,7 @@ class Replay:
                 else:
                     described.append((i, _Described({**vars(x), "base": None}), slot))
                 values[i] = None
-            self.launches.append(_Step(compiled, programs, values, rest, places, described, named))
+            self.launches.append(_Step(compiled, programs, values, rest, places, described, named, self.table))
         self.aligned = [slot for slot in aligned if slot < len(given)]  # what is allocated here always is
 
     def __call__(self, given, numbers=None):
@@ -293,6 +295,9 @@ class Replay:
             else:
                 results.append(torch.empty_like(given[like]))
             addresses.append(results[-1].data_ptr())
-        for step in self.launches:
-            step(stream, addresses, numbers)
+        with self.lock:
+            self.table[:] = addresses
+            for step in self.launches:
+                if step.direct is None or not step.direct(stream, addresses, numbers):
+                    step.by_triton(stream, addresses, numbers)
         return results[0] if self.single else tuple(results)
