@@ -217,6 +217,49 @@ def test_the_key_of_a_decoding_step_holds_all_that_decides_it():
     assert refused == [None] * 3
 
 
+def other_layouts():
+    """Tensors that a launch must not take for one of [2, 3, 4], and what differs."""
+    x = torch.zeros(2, 3, 4)
+    yield "shape", torch.zeros(2, 3, 5)
+    yield "rank", torch.zeros(2, 12)
+    yield "strides", torch.zeros(2, 4, 3).transpose(1, 2)
+    yield "strides of a dimension of size 1", torch.as_strided(torch.zeros(24), (2, 3, 4), (12, 4, 1))[:1]
+    yield "dtype", x.half()
+    yield "device", x.to("meta")
+    yield "type", torch.nn.Parameter(x, requires_grad=False)
+    yield "subclass", x.as_subclass(type("Other", (torch.Tensor,), {}))
+    yield "gradient", torch.zeros(2, 3, 4, requires_grad=True)
+    yield "negated", torch._neg_view(x)
+
+
+@pytest.mark.parametrize(("what", "other"), list(other_layouts()))
+def test_pytorchs_guard_knows_other_layouts(what, other):
+    """It is not a public function: what calls are made again by it hangs on this."""
+    check = made_again.layouts_check([torch.zeros(2, 3, 4), torch.tensor(1)])
+    assert check is not None and check(torch.ones(2, 3, 4), torch.tensor(7))
+    assert not check(other, torch.tensor(7)), what
+
+
+def test_calls_are_told_apart_by_options_and_all_tensors():
+    """Of one kind several are found without their key; each finds its own."""
+    made_again.forget()
+    x, y = torch.zeros(2, 3), torch.zeros(4)
+    tensors = [(x, x), (x, x, y), (x, x, y.half()), (x.half(), x), (x, x, y[:2]), (torch.zeros(3, 2).T, x), (x.T, x)]
+    calls = [(options, given) for options in ((1, int), (1.0, float)) for given in tensors]
+    try:
+        for number, (options, given) in enumerate(calls):
+            key, results = made_again.make_soon_again(options, given)
+            assert results is None
+            made_again.made[key] = lambda _, number=number: number
+        for _ in range(3):
+            for number, (options, given) in enumerate(calls):
+                assert made_again.make_soon_again(options, given)[1] == number
+        assert made_again.make_soon_again((1, int), (x, y)) == (((1, int), *map(made_again.layout_of, (x, y))), None)
+        assert made_again.make_soon_again(([], list), (x, x)) == (None, None)
+    finally:
+        made_again.forget()
+
+
 def inputs(seed):
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (2, 384, 4, 64)
@@ -233,32 +276,33 @@ def as_tuple(results):
 )
 @pytest.mark.parametrize("recipe", sorted(sage_kernels.RECIPES))
 @pytest.mark.parametrize("planned", [False, True])
-def test_calls_made_again_give_the_same_bits(options, recipe, planned):
-    made_again.made.clear()
-    states = [new_head_state(4, 64, "cuda") if planned else None for _ in range(4)]
+def test_calls_made_again_give_the_same_bits(options, recipe, planned, monkeypatch):
+    made_again.forget()
+    from sage_kernels._triton.launch import Replay
+
+    states = [new_head_state(4, 64, "cuda") if planned else None for _ in range(5)]
     new = []
     for seed in (0, 1):
-        made_again.made.clear()
+        made_again.forget()
         new.append(sage_attention(*inputs(seed), recipe=recipe, state=states[seed], **options))
     assert len(made_again.made) == 1
-    again = next(iter(made_again.made.values()))
-    calls = []
-    made_again.made[next(iter(made_again.made))] = lambda *arguments: calls.append(1) or again(*arguments)
-    for seed in (0, 1):
+    again, calls = Replay.__call__, []
+    monkeypatch.setattr(Replay, "__call__", lambda *arguments: calls.append(1) or again(*arguments))
+    for seed in (0, 1, 0):  # found by its key, by what was found before, and once more
         poison = [torch.full((1 << 20,), torch.nan, device="cuda") for _ in range(3)]  # what buffers then hold
         del poison
-        old = sage_attention(*inputs(seed), recipe=recipe, state=states[2 + seed], **options)
+        old = sage_attention(*inputs(seed), recipe=recipe, state=states[2 + len(calls)], **options)
         for a, b in zip(as_tuple(old), as_tuple(new[seed]), strict=True):
             assert torch.equal(a, b)
         if planned:
-            for name, a, b in zip(states[0]._fields, states[seed], states[2 + seed], strict=True):
+            for name, a, b in zip(states[0]._fields, states[seed], states[1 + len(calls)], strict=True):
                 assert torch.equal(a, b), name
-    assert len(calls) == 2
+    assert len(calls) == 3
 
 
 @pytest.mark.gpu
 def test_a_known_call_still_meets_its_checks():
-    made_again.made.clear()
+    made_again.forget()
     q, k, v = inputs(0)
     state = new_head_state(4, 64, "cuda")
     out = sage_attention(q, k, v, state=state)
@@ -280,7 +324,7 @@ def test_a_known_call_still_meets_its_checks():
 
 @pytest.mark.gpu
 def test_a_call_made_again_is_captured_and_runs_on_the_current_stream():
-    made_again.made.clear()
+    made_again.forget()
     q, k, v = inputs(0)
     other = inputs(1)
     wanted = sage_attention(*other)
@@ -321,7 +365,7 @@ def test_a_growing_cache_is_decoded_again_with_the_same_bits():
         append_kv(*first, mean, *buffers, position=0)
         for step, (k, v, q) in enumerate(new):
             if forget:
-                made_again.made.clear()
+                made_again.forget()
             append_kv(k, v, mean, *buffers, position=600 + step)
             held = [x[:, :, : 601 + step] for x in buffers]
             outs.append(sage_decode_attention(q, *held, mean, causal=True, return_lse=True))
@@ -329,7 +373,7 @@ def test_a_growing_cache_is_decoded_again_with_the_same_bits():
 
     one, two = ((codes[i], scales[i], codes[i + 1], scales[i + 1]) for i in (0, 2))
     fresh = decode_all(one, forget=True)
-    made_again.made.clear()
+    made_again.forget()
     again = decode_all(two, forget=False)
     kinds = sorted(key[0] for key in made_again.made)
     assert kinds == ["append", "append", "decode"]  # the prompt, one token, and all steps of attention
