@@ -189,6 +189,49 @@ def test_scales_of_the_call_itself(traffic, scaling, reads):
     assert (traffic.times("store", traffic.keys.scale) == 1).all()
 
 
+FP8 = "qk_int8_pv_fp8"
+
+
+def fp8_traffic(traffic, v):
+    """How often V was loaded, in all launches together, and how often each of its codes was stored."""
+    loaded = sum(traffic.times("load", v, kernel) for kernel in set(traffic.launches))
+    codes = traffic.keys.values.view(torch.uint8)
+    return loaded, traffic.times("store", codes)
+
+
+@pytest.mark.parametrize("seq", [SEQ, 1000])
+def test_values_of_a_planned_head_are_read_and_written_once_in_the_launch_of_its_keys(traffic, seq):
+    """3 bytes per element of V in 16 bit, as of K; no launch more than in 16 bit."""
+    q, k, v = inputs(seq=seq)
+    state = ScaleState([Site("a", KV_HEADS, HEAD_DIM)], device="cpu", margin=2.0)
+    attend(traffic, q, k, v, state=state.head_state(0), recipe=FP8)
+    state.advance(0.5, 0.5)
+    attend(traffic, q, k, v, state=state.head_state(0), recipe=FP8)
+    assert traffic.launches == PLANNED
+    loaded, stored = fp8_traffic(traffic, v)
+    assert (loaded == 1).all() and (stored == 1).all()
+    assert (traffic.times("load", k) == 1).all() and (traffic.times("store", traffic.keys.codes) == 1).all()
+    v[0, 700, 1, 5] = 60000.0  # clipped: the codes of the program that finds it are written again
+    attend(traffic, q, k, v, state=state.head_state(0), recipe=FP8)
+    loaded, stored = fp8_traffic(traffic, v)
+    assert loaded[0, 700, 1].tolist() == [2] * HEAD_DIM and (loaded[:, :, 0] == 1).all() and int(stored.max()) == 2
+
+
+def test_values_without_a_plan_are_read_before_they_are_cast(traffic):
+    """Without a state by a launch of its own, twice; with one by every program of the head, as only the device knows
+    whether it has a plan."""
+    q, k, v = inputs()
+    attend(traffic, q, k, v, recipe=FP8)
+    assert traffic.launches == ["_value_amax_kernel", *PLANNED]
+    loaded, stored = fp8_traffic(traffic, v)
+    assert (loaded == 2).all() and (stored == 1).all()
+    state = ScaleState([Site("a", KV_HEADS, HEAD_DIM)], device="cpu")
+    attend(traffic, q, k, v, state=state.head_state(0), recipe=FP8)
+    assert traffic.launches == PLANNED
+    loaded, stored = fp8_traffic(traffic, v)
+    assert (loaded == 1 + SEQ // (4 * 128)).all() and (stored == 1).all()  # four steps of 128 keys a program
+
+
 def test_rotation_reads_and_writes_q_and_k_once_in_one_launch_more(traffic):
     q, k, v = inputs()
     attend(traffic, q, k, v, rotation="hadamard")

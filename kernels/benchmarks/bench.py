@@ -279,13 +279,16 @@ def run_case(case, save: bool, dtype=torch.bfloat16) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", choices=sorted(SETS), default="headline")
+    known = {case.name: case for cases in SETS.values() for case in cases}
+    parser.add_argument("--case", action="append", choices=sorted(known), metavar="NAME", help="in place of a set")
     parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    failures = [failure for case in SETS[arguments.set] for failure in run_case(case, not arguments.no_save)]
+    cases = [known[name] for name in arguments.case] if arguments.case else SETS[arguments.set]
+    failures = [failure for case in cases for failure in run_case(case, not arguments.no_save)]
     return 1 if failures else 0
 
 

@@ -145,7 +145,10 @@ class Bench:
         sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
         short = is_short(self.device, **sizes, recipe=self.recipe, min_tokens=self.min_tokens)
         wanted = 0 if short else forwards * self.case.int8_calls()
-        print(f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards", flush=True)
+        print(
+            f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards, "
+            f"{report.redone_fraction:.1%} of query tiles done again where most were", flush=True,
+        )  # fmt: skip
         unmeant = {reason: number for reason, number in exact.items() if number and reason != "short"}
         if calls < wanted or unmeant:
             raise Gated(f"{calls} calls ran in INT8, at least {wanted} should have; not meant to be exact: {unmeant}")
