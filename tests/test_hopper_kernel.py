@@ -85,8 +85,11 @@ def test_hidden_keys_are_hidden_and_may_be_nan(recipe, hopper):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_planned_steps_match_the_reference(recipe, mask, hopper):
+def test_planned_steps_match_the_reference(recipe, mask, hopper, monkeypatch):
+    from sage_kernels._triton import launch_attention
+
     skip_what_is_the_same(hopper, recipe)
+    monkeypatch.setattr(launch_attention, "choose_tail", lambda *_: None)  # cut ones: test_split_tails.py
     q, k, v = normal(1, 300, 1025, 4, 2, hopper.head_dim, dtype=torch.bfloat16)
     scales = ScaleState([Site("a", 2, hopper.head_dim)], device="cuda")
     state = scales.head_state(0)

@@ -147,7 +147,8 @@ class Bench:
         wanted = 0 if short else forwards * self.case.int8_calls()
         print(
             f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards, "
-            f"{report.redone_fraction:.1%} of query tiles done again where most were", flush=True,
+            f"{max(row.get('redone_fraction', 0.0) for row in report.rows):.1%} of a layer's query tiles done again at most",
+            flush=True,
         )  # fmt: skip
         unmeant = {reason: number for reason, number in exact.items() if number and reason != "short"}
         if calls < wanted or unmeant:
