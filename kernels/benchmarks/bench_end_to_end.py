@@ -145,11 +145,12 @@ class Bench:
         sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
         short = is_short(self.device, **sizes, recipe=self.recipe, min_tokens=self.min_tokens)
         wanted = 0 if short else forwards * self.case.int8_calls()
+        redone = max(row.get("redone_fraction", 0.0) for row in report.rows)
         print(
-            f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards, "
-            f"{max(row.get('redone_fraction', 0.0) for row in report.rows):.1%} of a layer's query tiles done again at most",
+            f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards; "
+            f"{redone:.1%} of a layer's query tiles were done again at most",
             flush=True,
-        )  # fmt: skip
+        )
         unmeant = {reason: number for reason, number in exact.items() if number and reason != "short"}
         if calls < wanted or unmeant:
             raise Gated(f"{calls} calls ran in INT8, at least {wanted} should have; not meant to be exact: {unmeant}")
