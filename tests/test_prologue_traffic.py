@@ -189,6 +189,20 @@ def test_scales_of_the_call_itself(traffic, scaling, reads):
     assert (traffic.times("store", traffic.keys.scale) == 1).all()
 
 
+def test_the_prologue_zeroes_what_it_is_asked_to_and_nothing_beside(traffic):
+    from sage_kernels._triton.launch_attention import launch_prologue
+    from sage_kernels._triton.mask_tiles import launch_mask_tiles
+    from sage_kernels.masking import NO_MASKING
+
+    q, k, _ = inputs(seq=100)
+    mask = launch_mask_tiles(NO_MASKING, 2 * KV_HEADS, KV_HEADS, 40, 100, BLOCK, BLOCK)
+    options = {"scaling": "per_token", "smooth_k": True, "state": None, "mask": mask, "return_center": False}
+    options |= {"block_n": BLOCK, "width": HEAD_DIM, "rotation": "none"}
+    memory = torch.full((1000,), 7, dtype=torch.int32)
+    launch_prologue(q, k, None, zeroed=memory[300:600], **options)
+    assert (memory[300:600] == 0).all() and (memory[:300] == 7).all() and (memory[600:] == 7).all()
+
+
 FP8 = "qk_int8_pv_fp8"
 
 

@@ -88,7 +88,7 @@ def choose_tile(
         width: head_width of the call.
         scaling: "planned" included.
         by_row: there is a mask that differs from row to row, a soft cap or sinks. A mask of keys is not that, and runs
-            on the tile of plain attention: a padded sample keeps its bits.
+            on the tile of plain attention: a padded sample keeps its bits, unless the tail of one of both is cut.
         pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on.
         band: causal or a window.
     """
