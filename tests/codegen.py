@@ -152,7 +152,7 @@ def attention(
         constants |= {
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
-            "SLICE": query_slice(keys, mask == "causal"),
+            "SLICE": query_slice(keys, mask == "causal", mask == "keys"),
         }
         options = {"num_warps": 4}
     else:

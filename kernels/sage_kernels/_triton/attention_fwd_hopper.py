@@ -412,6 +412,8 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
         amax_of_all = gl.max(gl.max(top, 1), 0)
     if RETURN_LSE:
         center = gl.load(center_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+    row_scale = gl.full([ROWS], 0.0, gl.float32, ROW)
+    shift = row_scale
     for i in range(slices):
         q = _load_queries(q_base, stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
         x = q
@@ -427,19 +429,28 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
         q_slices.index(GROUP_INDEX * SLICES + i).store(codes.to(gl.int8))
         # a NaN in a row must not be laundered into a code: max() dropped it
         scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (softmax_scale * _LOG2_E)
-        of_slices.index(GROUP_INDEX * 2 * SLICES + i).store(scale)
+        if (
+            SLICES == 1
+        ):  # through shared memory, the plain loop beside a mask of keys spilled 20 registers (Triton 3.7.1)
+            row_scale = gl.convert_layout(scale, ROW)
+        else:
+            of_slices.index(GROUP_INDEX * 2 * SLICES + i).store(scale)
         if SCALING == "planned":
             q_amax = gl.maximum(q_amax, gl.abs(q))
         if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
-            of_slices.index((GROUP_INDEX * 2 + 1) * SLICES + i).store(gl.sum(q * center, 1) * softmax_scale)
+            lowered = gl.sum(q * center, 1) * softmax_scale
+            if SLICES == 1:
+                shift = gl.convert_layout(lowered, ROW)
+            else:
+                of_slices.index((GROUP_INDEX * 2 + 1) * SLICES + i).store(lowered)
     fence_async_shared()
     if SCALING == "planned":  # not before the fence, which waits for what is under way
         stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
         record_amax(stat, gl.max(q_amax, 0), HEAD_DIM, WIDTH)
-    row_scale = row_smem.index(GROUP_INDEX * 2).load(ROW)
-    shift = row_scale
-    if RETURN_LSE:
-        shift = row_smem.index(GROUP_INDEX * 2 + 1).load(ROW)
+    if SLICES > 1:
+        row_scale = row_smem.index(GROUP_INDEX * 2).load(ROW)
+        if RETURN_LSE:
+            shift = row_smem.index(GROUP_INDEX * 2 + 1).load(ROW)
     return row_scale, shift
 
 
