@@ -586,7 +586,7 @@ def attention_fwd_hopper_kernel(
 ):  # fmt: skip
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
-    SPLIT: gl.constexpr = MASK == "none" and not HAS_LEFT and not HAS_RIGHT
+    SPLIT: gl.constexpr = MASK == "none" and not HAS_LEFT and not HAS_RIGHT and REFERENCE != "running"  # as tail_of
     program = gl.program_id(0)
     slot = 0
     piece = 0

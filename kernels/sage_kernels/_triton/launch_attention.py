@@ -58,9 +58,12 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tail_of(tile: Tile, tiles: int, seq_kv: int, masking: Masking, mask: MaskTiles, device) -> Tail | None:
-    """How the last of `tiles` programs are cut; None: not at all; another kernel; tiles that differ in length."""
-    if tile.kernel != "hopper" or mask.kind != "none" or is_band(masking):
+def tail_of(
+    tile: Tile, tiles: int, seq_kv: int, masking: Masking, mask: MaskTiles, reference: str, device
+) -> Tail | None:
+    """How the last of `tiles` programs are cut. None: not at all; another kernel; tiles that differ in length; a
+    running max, whose loop in FP8 spills registers in a kernel that can be cut."""
+    if tile.kernel != "hopper" or mask.kind != "none" or is_band(masking) or reference == "running":
         return None
     return choose_tail(tiles, seq_kv, processors_of(device))
 
@@ -102,7 +105,10 @@ def launch_attention_fwd(
         mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
         is_fp8 = pv != "16bit"
         tiles = -(-seq_q // tile.block_m) * batch * heads  # triton.cdiv takes two microseconds on the host
-        tail = tail_of(tile, tiles, seq_kv, masking, mask, q.device)
+        reference = "first" if tile.keep_first_max else "running"
+        if is_fp8:
+            reference = "lagged" if keeps_row_max(state, masking) else "running"
+        tail = tail_of(tile, tiles, seq_kv, masking, mask, reference, q.device)
         groups = tile.block_m // 64
         partials = arrived = None
         if tail is not None:
@@ -138,9 +144,6 @@ def launch_attention_fwd(
             "HAS_LEFT": masking.left != UNLIMITED,
             "HAS_RIGHT": masking.right != UNLIMITED,
         }
-        reference = "first" if tile.keep_first_max else "running"
-        if pv != "16bit":
-            reference = "lagged" if keeps_row_max(state, masking) else "running"
         kept = [none, none] if state is None else [state.counts, state.row_max]
         if tile.kernel == "hopper":
             from . import attention_fwd_hopper as hopper
