@@ -250,7 +250,7 @@ def test_calls_are_told_apart_by_options_and_all_tensors():
         for number, (options, given) in enumerate(calls):
             key, results = made_again.make_soon_again(options, given)
             assert results is None
-            made_again.made[key] = lambda _, number=number: number
+            made_again.made[key] = lambda *_, number=number: number
         for _ in range(3):
             for number, (options, given) in enumerate(calls):
                 assert made_again.make_soon_again(options, given)[1] == number

@@ -84,13 +84,11 @@ def make_soon_again(options: tuple, given):
             results = again(given)
             if results is not None:
                 return None, results
-    key = (options, *map(layout_of, given))
-    again = made.get(key)
-    results = None if again is None else again(given)
+    key, results = make_again((options, *map(layout_of, given)), given)
     if results is not None and (check := layouts_check(given)) is not None:
         if len(_recent) >= _LIMIT:
             _recent.clear()
-        _recent[kind] = [(check, again), *(recent or ())][:_RECENT_LIMIT]
+        _recent[kind] = [(check, made[key]), *(recent or ())][:_RECENT_LIMIT]
     return key, results
 
 
