@@ -3,8 +3,9 @@
     make bench
     make bench ARGS="--set all --no-save"
 
-Every time includes what a caller pays (smoothing, quantisation). All providers of a case run in the same process, one
-after the other, and the ratio is that of their medians: absolute times drift from run to run.
+Every time includes what a caller pays (smoothing, quantisation). All providers of a case run in the same process, in
+turns, and the ratio is that of their medians: absolute times drift from run to run, and a GPU that has been busy for
+seconds is a slower one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -38,6 +41,7 @@ SDPA = ("torch_sdpa_cudnn", "torch_sdpa_flash")
 INT8_PEERS = {"sageattention_1.0.6": 0.1}  # their own error is theirs; this only tells attention from something else
 # FlexAttention takes half a minute to compile for a shape
 FLEX_CASES = [f"D{d}_N{n}_{kind}" for d in (64, 128) for n in (8192, 16384) for kind in ("full", "causal")]
+ROUNDS = 3  # turns of every provider
 HOST_CALLS = 50
 GATE_ROWS = 512  # query rows that the gate compares with fp64; rows are independent of each other
 
@@ -207,18 +211,39 @@ def quintiles(values: list[float]) -> tuple[float, float, float]:
     return cuts[0], statistics.median(values), cuts[3]
 
 
-def run_case(case, save: bool, dtype=torch.bfloat16) -> list[str]:
-    """Gate and time every provider on `case`. Returns the failures."""
-    # enough input sets that together they do not fit the 50 MB cache
-    bytes_a_set = 2 * case.batch * case.head_dim * (case.seq_q * case.heads + 2 * case.seq_kv * case.kv_heads)
-    sets = [make_inputs(case, dtype) for _ in range(max(2, math.ceil(200e6 / bytes_a_set)))]
-    exact = exact_rows(case, *sets[0])
-    # what a masked call has to do: padding counts as work, the hidden half of a causal square does not
-    flops = 4 * case.batch * case.heads * case.seq_q * case.seq_kv * case.head_dim / (2 if case.causal else 1)
-    cudnn_ms, best_ms, failures = None, math.inf, []
-    for provider, suffix, recipe, function in providers(case, sets[0]):
+@dataclass
+class Entrant:
+    """One provider that passed the gate of a case.
+
+    Attributes:
+        suffix: of the case's name in its rows.
+        error: relative L2 against fp64.
+        times: of its calls so far, in ms.
+    """
+
+    provider: str
+    suffix: str
+    recipe: str
+    function: Callable
+    error: float
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.provider == "sage_kernels"
+
+    @property
+    def is_int8(self) -> bool:
+        return self.is_ours or self.provider in INT8_PEERS
+
+
+def gate(case, inputs) -> tuple[list[Entrant], list[str]]:
+    """Who attends to `inputs` as exactly as it should, and the failures."""
+    exact = exact_rows(case, *inputs)
+    entrants, failures = [], []
+    for provider, suffix, recipe, function in providers(case, inputs):
         try:
-            error = float(relative_l2(function(*sets[0])[:, -GATE_ROWS:], exact))
+            error = float(relative_l2(function(*inputs)[:, -GATE_ROWS:], exact))
         except Exception as failure:
             # what a peer raises where it can't is its own affair; PyTorch's back ends raise RuntimeError
             if provider == "sage_kernels" or (provider in SDPA and not isinstance(failure, RuntimeError)):
@@ -226,54 +251,70 @@ def run_case(case, save: bool, dtype=torch.bfloat16) -> list[str]:
             print(f"{case.name:42} {provider:18} not here: {str(failure).splitlines()[0][:80]}", flush=True)
             continue
         bar = INT8_PEERS.get(provider, MAX_ERROR[RECIPES[recipe].pv if recipe else "16bit"])
-        if not error <= bar:
+        if error <= bar:
+            entrants.append(Entrant(provider, suffix, recipe, function, error))
+        else:
             failures.append(f"{case.name}{suffix} {provider} {recipe}: relative L2 {error:.3g} > {bar}")
             print(f"FAILED {failures[-1]}", flush=True)
-            continue
-        turn = iter(range(1 << 60))
-        p20, median, p80 = triton.testing.do_bench(
-            lambda f=function, t=turn: f(*sets[next(t) % len(sets)]), warmup=50, rep=case.rep,
-            quantiles=[0.2, 0.5, 0.8],
+    return entrants, failures
+
+
+def run_case(case, save: bool, dtype=torch.bfloat16) -> list[str]:
+    """Gate and time every provider on `case`. Returns the failures."""
+    # enough input sets that together they do not fit the 50 MB cache
+    bytes_a_set = 2 * case.batch * case.head_dim * (case.seq_q * case.heads + 2 * case.seq_kv * case.kv_heads)
+    sets = [make_inputs(case, dtype) for _ in range(max(2, math.ceil(200e6 / bytes_a_set)))]
+    entrants, failures = gate(case, sets[0])
+    for _ in range(ROUNDS):
+        for entrant in entrants:
+            turn = iter(range(1 << 60))
+            entrant.times += triton.testing.do_bench(
+                lambda f=entrant.function, t=turn: f(*sets[next(t) % len(sets)]), warmup=25, rep=case.rep // ROUNDS,
+                return_mode="all",
+            )  # fmt: skip
+    cudnn = next((quintiles(e.times)[1] for e in entrants if e.provider == "torch_sdpa_cudnn"), None)
+    best = min((quintiles(e.times)[1] for e in entrants if not e.is_int8), default=math.inf)
+    for entrant in entrants:
+        report(case, entrant, cudnn, best, sets[0], save)
+    return failures
+
+
+def report(case, entrant: Entrant, cudnn_ms, best_ms, inputs, save: bool) -> None:
+    """Print what was measured of one provider, and append its rows."""
+    # what a masked call has to do: padding counts as work, the hidden half of a causal square does not
+    flops = 4 * case.batch * case.heads * case.seq_q * case.seq_kv * case.head_dim / (2 if case.causal else 1)
+    p20, median, p80 = quintiles(entrant.times)
+    # the slow end of the times is the low end of the rates
+    tflops = [flops / ms / 1e9 for ms in (median, p80, p20)]
+    ratio = cudnn_ms / median if cudnn_ms else None
+    line = f"{case.name + entrant.suffix:42} {entrant.provider:18}"
+    print(
+        f"{line} {entrant.recipe:16} {tflops[0]:7.1f} TFLOPS  {ratio or math.nan:.3f}x  {entrant.error:.4f}",
+        flush=True,
+    )
+    redone = entrant.function.scales.summary()[0]["redone"] if hasattr(entrant.function, "scales") else 0
+    if redone:
+        print(f"{'':42} {redone:.2%} of the tiles of query rows were done again", flush=True)
+    shared = {
+        "suite": "attention_fwd", "case": case.name + entrant.suffix, "provider": entrant.provider,
+        "recipe": entrant.recipe, "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads,
+        "seq_q": case.seq_q, "seq_k": case.seq_kv, "head_dim": case.head_dim, "causal": case.causal,
+        "includes_quantization": entrant.is_int8, "rel_l2_error": f"{entrant.error:.5f}",
+    }  # fmt: skip
+    if save:
+        append_row(
+            RESULTS, **shared, metric="throughput", unit="TFLOPS", median=f"{tflops[0]:.1f}", p20=f"{tflops[1]:.1f}",
+            p80=f"{tflops[2]:.1f}", ratio_vs_cudnn="" if ratio is None else f"{ratio:.3f}",
         )  # fmt: skip
-        cudnn_ms = median if provider == "torch_sdpa_cudnn" else cudnn_ms
-        if provider != "sage_kernels" and provider not in INT8_PEERS:
-            best_ms = min(best_ms, median)
-        ratio = cudnn_ms / median if cudnn_ms else None
-        tflops = [
-            flops / ms / 1e9 for ms in (median, p80, p20)
-        ]  # the slow end of the times is the low end of the rates
+    if case.host_time and entrant.is_ours:
+        low, host, high = quintiles(host_microseconds(entrant.function, inputs))
         print(
-            f"{case.name + suffix:42} {provider:18} {recipe:16} {tflops[0]:7.1f} TFLOPS  {ratio or math.nan:.3f}x  "
-            f"{error:.4f}",
+            f"{line} {best_ms / median:.3f} of the best 16-bit provider; the call returns after {host:.1f} us",
             flush=True,
         )
-        redone = function.scales.summary()[0]["redone"] if hasattr(function, "scales") else 0
-        if redone:
-            print(f"{'':42} {redone:.2%} of the tiles of query rows were done again", flush=True)
-        shared = {
-            "suite": "attention_fwd", "case": case.name + suffix, "provider": provider, "recipe": recipe,
-            "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads, "seq_q": case.seq_q,
-            "seq_k": case.seq_kv, "head_dim": case.head_dim, "causal": case.causal,
-            "includes_quantization": provider == "sage_kernels" or provider in INT8_PEERS,
-            "rel_l2_error": f"{error:.5f}",
-        }  # fmt: skip
         if save:
-            append_row(
-                RESULTS, **shared, metric="throughput", unit="TFLOPS", median=f"{tflops[0]:.1f}",
-                p20=f"{tflops[1]:.1f}", p80=f"{tflops[2]:.1f}",
-                ratio_vs_cudnn="" if ratio is None else f"{ratio:.3f}",
-            )  # fmt: skip
-        if case.host_time and provider == "sage_kernels":
-            p20, host, p80 = quintiles(host_microseconds(function, sets[0]))
-            print(
-                f"{case.name + suffix:42} {provider:18} {best_ms / median:.3f} of the best 16-bit provider; the call "
-                f"returns after {host:.1f} us",
-                flush=True,
-            )
-            if save:
-                numbers = {"median": f"{host:.1f}", "p20": f"{p20:.1f}", "p80": f"{p80:.1f}"}
-                append_row(RESULTS, **shared, metric="host_time", unit="us", **numbers)
-    return failures
+            numbers = {"median": f"{host:.1f}", "p20": f"{low:.1f}", "p80": f"{high:.1f}"}
+            append_row(RESULTS, **shared, metric="host_time", unit="us", **numbers)
 
 
 def main() -> int:
