@@ -5,9 +5,10 @@
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
 
 Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
-the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one. Ours is what a user gets: `apply` with timestep scaling for denoisers, `sage_int8` for
-language models, warmed up, each forward a denoising step further; calls that it leaves exact run on the back end that
-it is compared with. `attention_removed` returns the queries: the floor of what attention alone can give.
+the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one. Ours is what a user
+gets: `apply` with timestep scaling for denoisers, `sage_int8` for language models, warmed up, each forward a denoising
+step further; calls that it leaves exact run on the back end that it is compared with. `attention_removed` returns the
+queries: the floor of what attention alone can give.
 """
 
 from __future__ import annotations
