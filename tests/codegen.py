@@ -126,7 +126,7 @@ def attention(
     for the tile table's. keys: how many there are."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, mask == "causal")
+    tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv)
     reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
@@ -153,6 +153,7 @@ def attention(
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
             "SLICE": query_slice(keys, mask == "causal", mask == "keys"),
+            "SPLIT": mask == "none",
         }
         options = {"num_warps": 4}
     else:

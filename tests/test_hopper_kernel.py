@@ -30,12 +30,12 @@ MASKS = {
 }
 
 
-# two consumers of 64 query rows each, or three
+# two consumers of 64 query rows each, or three; as many buffers as 8-bit P has room for
 TILES = {
     "two_running": (128, Tile(128, 128, 4, 3, "hopper")),
     "two_first": (128, Tile(128, 128, 4, 3, "hopper", True)),
-    "three_first": (64, Tile(192, 64, 4, 6, "hopper", True)),
-    "three_wide": (128, Tile(192, 64, 4, 6, "hopper", True)),
+    "three_first": (64, Tile(192, 64, 4, 5, "hopper", True)),
+    "three_wide": (128, Tile(192, 64, 4, 4, "hopper", True)),
 }
 
 

@@ -10,7 +10,7 @@ from sage_kernels._triton.tiles import MAX_PIECES, Tail, choose_tail
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import FP8, Attend, normal
-from tests.test_hopper_kernel import TILES
+from tests.test_hopper_kernel import TILES, skip_what_is_the_same
 
 
 H200 = 132  # SMs
@@ -35,7 +35,7 @@ def test_launches_that_fill_all_sms_to_the_end_stay_whole():
             4608,
             2,
         ),  # FLUX at 1024²: 48 of 576 tiles are left after four rounds, and 96 pieces take half of one
-        (64 * 128, 16384, 8),  # FP8, B·H = 64: eight tiles are left
+        (62 * 132 + 8, 16384, 8),  # eight tiles are left
         (12 * 171, 32760, 5),  # Wan: 72 are left, which take three rounds of a fifth
     ],
 )
@@ -86,21 +86,13 @@ def hopper(request, monkeypatch):
     return attend
 
 
-def skip_what_is_not_cut(hopper, recipe, lagged=False):
-    """A running max is not cut: FP8 without the maxima of the step before, and tiles of 16 bit that choose one."""
-    if (recipe == FP8 and not lagged) or (recipe != FP8 and not hopper.tile.keep_first_max):
-        pytest.skip("a running max, which is not cut")
-    if recipe == FP8 and hopper.tile == TILES["two_first"][1]:
-        pytest.skip("as two_running: 8-bit P knows no reference of the first tile")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [(113, 1100), (300, 2049)])
 @pytest.mark.parametrize("scaling", ["per_token", "per_block", "per_head"])
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_matches_the_reference(recipe, tail, scaling, lengths, hopper):
-    skip_what_is_not_cut(hopper, recipe)
+    skip_what_is_the_same(hopper, recipe)
     hopper.cut(tail)
     q, k, v = normal(2, *lengths, 4, 2, hopper.head_dim, dtype=torch.bfloat16)
     hopper.check(q, k, v, recipe=recipe, scaling=scaling)
@@ -133,7 +125,7 @@ def planned_steps(hopper, recipe, tail):
 @pytest.mark.parametrize("tail", TAILS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_planned_steps_match_the_reference_and_what_whole_tiles_leave(recipe, tail, hopper):
-    skip_what_is_not_cut(hopper, recipe, lagged=True)
+    skip_what_is_the_same(hopper, recipe)
     whole = list(planned_steps(hopper, recipe, None))
     cut = list(planned_steps(hopper, recipe, tail))
     for step, (a, b) in enumerate(zip(whole, cut, strict=True)):
@@ -151,7 +143,7 @@ def test_planned_steps_match_the_reference_and_what_whole_tiles_leave(recipe, ta
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_pieces_that_outgrow_their_reference_are_done_again(recipe, tail, hopper):
     """Keys that grow towards the end, by more than any format of P holds, a row of NaN, and one that is far above."""
-    skip_what_is_not_cut(hopper, recipe)
+    skip_what_is_the_same(hopper, recipe)
     hopper.cut(tail)
     q, k, v = normal(1, 200, 2049, 2, 2, hopper.head_dim, dtype=torch.bfloat16)
     k *= torch.linspace(0, 40, 2049)[None, :, None, None]
@@ -185,7 +177,7 @@ def test_sums_of_pieces_that_just_fit_fit_together(hopper):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_results_are_bitwise_repeatable(recipe, tail, hopper):
     """Whichever piece comes last."""
-    skip_what_is_not_cut(hopper, recipe)
+    skip_what_is_the_same(hopper, recipe)
     hopper.cut(tail)
     q, k, v = (x.cuda() for x in normal(4, 500, 4100, 8, 4, hopper.head_dim, dtype=torch.bfloat16))
     first = sage_attention(q, k, v, recipe=recipe, scaling="per_block")

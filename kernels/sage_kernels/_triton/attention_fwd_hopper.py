@@ -23,12 +23,15 @@ from .. import recipe
 from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q_AMAX
 from .hopper_parts import (
     ROWS,
+    allocate_kept,
     as_operand,
     bits_of,
     copy_keys,
     copy_keys_and_values,
     copy_values,
     fixed_softmax_tile,
+    halves,
+    load_kept,
     load_key_scale,
     masked_softmax_tile,
     next_place,
@@ -36,12 +39,13 @@ from .hopper_parts import (
     promote,
     record_amax,
     seen_tile,
-    settled,
     silence_hidden,
     silence_together,
     softmax_tile,
+    store_kept,
     sum_in_lanes,
     value_operand,
+    with_kept,
 )
 from .mask_tiles import band_tiles
 from .tiles import MAX_PIECES
@@ -76,39 +80,38 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _goes_on(i, BLOCK_N: gl.constexpr):
-    """Whether the 8-bit P·V under the i-th scores adds to the one before; if not, that is promoted first."""
-    return (i & (_PROMOTED_KEYS // BLOCK_N - 1)) != 1
-
-
-@gluon.jit
 def _key_step(
-    i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales,
-    GROUP_INDEX: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
-    MASKING: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr,
+    i, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
+    LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr, PROMOTES: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
     at: the tile before and this tile (where a mask is read), their place in the ring and its phase; what is there has
     been waited for. Also the tile's scale, where it is read as soon as it is there.
     sums: acc, P of the tile before, reference, running sum by lanes, bits of the largest P by lanes (lagged
-    reference); with 8-bit P also the sum of earlier tiles, and the reference that it is on the terms of.
+    reference), and with 8-bit P the reference that the sums in `kept` are on the terms of.
+    walked: what all steps of a warpgroup share, see `_consume`.
+    PROMOTES: whether acc is added to the sums in `kept` and starts anew.
     """
+    WIDTH: gl.constexpr = KIND[1]
+    BLOCK_N: gl.constexpr = KIND[2]
+    NUM_BUFFERS: gl.constexpr = KIND[3]
     SCALE_PER_KEY: gl.constexpr = FORMAT[0]
     FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
     LAGGED: gl.constexpr = FORMAT[2] == "lagged"
     SCORES: gl.constexpr = LAYOUTS[0]
     OUT: gl.constexpr = LAYOUTS[1]
     READ_AHEAD: gl.constexpr = MASKING[0] == "none" and not FP8 and not SCALE_PER_KEY
+    q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales, kept = walked
     before, tile, slot, phase, tile_scale = at
-    acc, p, reference, running_sum, top, kept, kept_reference = sums
+    acc, p, reference, running_sum, top, kept_reference = sums
     k_smem, v_smem, scale_smem, filled, freed = ring
     if MASKED:  # a list is read one tile ahead
         after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
     if READ_AHEAD:
         key_scale = tile_scale
     elif FP8 and MASKING[0] == "none" and not SCALE_PER_KEY:
-        # the ring has it too; that two warpgroups wait for it here, before their last product, is faster by 5 %
+        # the ring has it too; from memory, beside the products, it is faster by 1.5 %
         key_scale = gl.load(k_scales + seen_tile(i, seen, MASKING))
     elif not SCALE_PER_KEY:
         key_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
@@ -118,10 +121,7 @@ def _key_step(
         turn = i - gl.maximum(seen[5], 1)
         silence_together(v_tile, seen[0], before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = as_operand(p, PV_DTYPE, LAYOUTS[2], BLOCK_N)
-    if FP8:  # a sum starts anew where the one before was kept
-        acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=_goes_on(i, BLOCK_N), is_async=True)
-    else:
-        acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
+    acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
         key_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
@@ -138,8 +138,8 @@ def _key_step(
         p, running_sum, top = fixed_softmax_tile(
             scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N, FORMAT
         )  # fmt: skip
-    if LAGGED:
-        running_sum = settled(running_sum)
+    if PROMOTES:  # half of the sums under the wait for P·V: the scores' registers are free by now
+        kept_half = load_kept(kept[0], WIDTH, OUT)
     # waiting here for the next tiles ends a basic block: without it ptxas sinks the exponentials below the wait
     # for P·V
     next_slot, next_phase = next_place(slot, phase, NUM_BUFFERS)
@@ -153,15 +153,44 @@ def _key_step(
     mbarrier.arrive(freed.index(slot), count=1)
     if FORMAT[2] == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    if FP8:  # here and not under the next scores: a branch between two products under way cost a quarter
-        if not _goes_on(i + 1, BLOCK_N):
-            kept = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
-            kept_reference = reference
+    if PROMOTES:
+        promote(acc, kept, kept_half, kept_reference, reference, WIDTH, OUT, FORMAT[2])
+        acc = gl.zeros_like(acc)
+        kept_reference = reference
     if MASKED:
         before = tile
         tile = after
     at = (before, tile, next_slot, next_phase, tile_scale)
-    return at, (acc, p, reference, running_sum, top, kept, kept_reference)
+    return at, (acc, p, reference, running_sum, top, kept_reference)
+
+
+@gluon.jit
+def _walk(
+    first, end, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr,
+    FORMAT: gl.constexpr, LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """`_key_step` of the tiles from the first-th to before the end-th.
+
+    With 8-bit P the last of _PROMOTED_KEYS keys promotes, in code of its own: a branch in the loop cost more than what
+    it did.
+    """
+    if FORMAT[1] == "fp8_e4m3":
+        STEPS: gl.constexpr = _PROMOTED_KEYS // KIND[2]
+        for start in range(first, end, STEPS):
+            last = gl.minimum(start + STEPS, end) - 1
+            for i in range(start, last):
+                at, sums = _key_step(
+                    i, at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED, PROMOTES=False
+                )
+            at, sums = _key_step(
+                last, at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED, PROMOTES=True
+            )
+    else:
+        for i in range(first, end):
+            at, sums = _key_step(
+                i, at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED, PROMOTES=False
+            )
+    return at, sums
 
 
 @gluon.jit
@@ -467,7 +496,6 @@ def _consume(
     WIDTH: gl.constexpr = KIND[1]
     BLOCK_N: gl.constexpr = KIND[2]
     NUM_BUFFERS: gl.constexpr = KIND[3]
-    key_scales = given[3]
     row_max_ptr = given[9][3]
     q_smem, _, silenced, finished, _ = given[11]
     ring = given[12]
@@ -491,11 +519,11 @@ def _consume(
     k_smem, v_smem, scale_smem, filled, freed = ring
     kv_head_of_batch = b * (heads // group) + h // group
     row_scale, shift = _quantize_queries(given, GROUP_INDEX, KIND, ROW)
-
-    q_codes = q_smem.index(GROUP_INDEX)
-    k_scales = key_scales
+    k_scales = given[3]
     if not SCALE_PER_KEY:
         k_scales += kv_head_of_batch * seen[2]
+
+    q_codes = q_smem.index(GROUP_INDEX)
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     kept_reference = reference
     running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
@@ -507,7 +535,12 @@ def _consume(
     if LAGGED:
         earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
         reference = gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
-    kept = acc
+    kept = given[17]
+    if FP8:
+        kept = (kept.index(GROUP_INDEX * 2), kept.index(GROUP_INDEX * 2 + 1))
+        nothing, _ = halves(acc, WIDTH)
+        store_kept(kept[0], nothing, WIDTH)
+        store_kept(kept[1], nothing, WIDTH)
 
     tile = seen_tile(0, seen, MASKING)
     mbarrier.wait(filled.index(0), 0)
@@ -525,34 +558,26 @@ def _consume(
     if MASKING[0] == "none" and not FP8 and not SCALE_PER_KEY:
         tile_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
     at = (tile, tile, slot, phase, tile_scale)
-    sums = (acc, p, reference, running_sum, top, kept, kept_reference)
-    for i in range(1, seen[5]):
-        at, sums = _key_step(
-            i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales,
-            GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, False,
-        )  # fmt: skip
+    sums = (acc, p, reference, running_sum, top, kept_reference)
+    walked = (q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales, kept)
+    at, sums = _walk(1, seen[5], at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED=False)
     partial = gl.maximum(seen[5], 1)
     tile = seen_tile(gl.minimum(partial, seen[6] - 1), seen, MASKING)
     at = (seen_tile(partial - 1, seen, MASKING), tile, at[2], at[3], at[4])
-    for i in range(partial, seen[6]):
-        at, sums = _key_step(
-            i, at, sums, q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales,
-            GROUP_INDEX, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, LAYOUTS, PV_DTYPE, True,
-        )  # fmt: skip
-    acc, p, reference, running_sum, top, kept, kept_reference = sums
+    at, sums = _walk(
+        partial, seen[6], at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED=True
+    )
+    acc, p, reference, running_sum, top, kept_reference = sums
     v_tile = value_operand(v_smem.index(at[2]), WIDTH, BLOCK_N, FORMAT[1])
     if MASKING[0] == "keys" and not FP8:
         if seen[6] > seen[5]:
             turn = seen[6] - partial
             silence_together(v_tile, seen[0], at[0] * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = as_operand(p, PV_DTYPE, P_OPERAND, BLOCK_N)
-    if FP8:
-        acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=_goes_on(seen[6], BLOCK_N), is_async=True)
-    else:
-        acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
+    acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if FP8:
-        acc = promote(acc, kept, kept_reference, reference, OUT, FORMAT[2])
+        acc = with_kept(acc, kept, kept_reference, reference, WIDTH, OUT, FORMAT[2])
     running_sum = gl.convert_layout(gl.sum(running_sum, 1), ROW)
     largest_p = gl.convert_layout(gl.max(top, 1), ROW)
     if FORMAT[2] != "running":
@@ -582,11 +607,10 @@ def attention_fwd_hopper_kernel(
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, PV: gl.constexpr, GROUPS: gl.constexpr,
-    SLICE: gl.constexpr,
+    SLICE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
-    SPLIT: gl.constexpr = MASK == "none" and not HAS_LEFT and not HAS_RIGHT and REFERENCE != "running"  # as tail_of
     program = gl.program_id(0)
     slot = 0
     piece = 0
@@ -669,9 +693,12 @@ def attention_fwd_hopper_kernel(
     smem = (q_smem, row_smem, silenced, finished, landed)
     sizes = (seq_q, heads, group, b, h, first_row, k_row, first, full, visited, tries)
     split = (partials_ptr, arrived_ptr, slot, piece, pieces)
+    kept = landed
+    if PV == "fp8_e4m3":
+        kept = allocate_kept(GROUPS, WIDTH)
     given = (
         q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, state, strides, smem,
-        ring, seen, sizes, softmax_scale, split,
+        ring, seen, sizes, softmax_scale, split, kept,
     )  # fmt: skip
     KIND: gl.constexpr = (HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, GROUPS, SPLIT, SLICE)
     copied = (keys, values, key_scales, ring, seen, k_row, kv_head_of_batch, b, h_kv)

@@ -154,20 +154,6 @@ def max_in_lanes(scores, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def settled(sums):
-    """`sums` as they are, computed before whatever waits below.
-
-    With 8-bit P, ptxas sinks the exponentials below the wait for P·V, a barrier between them or not, and nothing runs
-    under that any more. What a store might need it does not move: one of a sum below all others, which never happens.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred q; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 q, $1, 0fFF7FFFFF; @q st.volatile.shared.f32 [a], $1; "
-        "mov.b32 $0, $1; }",
-        "=f,f", [sums], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def to_lanes(row, lanes):
     """Numbers of rows, to be combined with what sum_in_lanes made."""
     return gl.convert_layout(row, gl.SliceLayout(1, lanes.type.layout))[:, None]
@@ -290,15 +276,74 @@ def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.con
 
 
 @gluon.jit
-def promote(acc, kept, kept_reference, reference, OUT: gl.constexpr, REFERENCE: gl.constexpr):
-    """The sum of earlier tiles plus acc, on the terms of `reference`.
+def allocate_kept(GROUPS: gl.constexpr, WIDTH: gl.constexpr):
+    """Place for the sums of earlier tiles, fp32: three warpgroups have no registers to spare for these.
 
-    The tensor cores add 8-bit products to a sum of some 14 bits, cut off: long sums are made of short ones.
+    Two halves of the channels for each warpgroup, of [ROWS, WIDTH / 2] sums as [WIDTH / 16, 128, 4]: its threads side
+    by side, four numbers of each.
     """
+    return gl.allocate_shared_memory(
+        gl.float32, [GROUPS * 2, WIDTH // 16, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    )
+
+
+@gluon.jit
+def halves(acc, WIDTH: gl.constexpr):
+    """[ROWS, WIDTH] as two of [ROWS, WIDTH / 2]; moves nothing."""
+    return gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def store_kept(place, half, WIDTH: gl.constexpr):
+    """Half of the sums to where each thread keeps its own."""
+    # rows: warps, two of a thread, eight of lanes; channels: of a thread, four of lanes, two of a thread
+    half = gl.permute(gl.reshape(half, (4, 2, 8, WIDTH // 16, 4, 2)), (3, 0, 2, 4, 1, 5))
+    place.store(gl.reshape(half, (WIDTH // 16, 128, 4)))
+
+
+@gluon.jit
+def load_kept(place, WIDTH: gl.constexpr, OUT: gl.constexpr):
+    """What `store_kept` left there."""
+    like, _ = halves(gl.zeros((ROWS, WIDTH), gl.float32, OUT), WIDTH)
+    as_stored = gl.reshape(
+        gl.permute(gl.reshape(like, (4, 2, 8, WIDTH // 16, 4, 2)), (3, 0, 2, 4, 1, 5)), (WIDTH // 16, 128, 4)
+    )
+    half = gl.reshape(place.load(as_stored.type.layout), (WIDTH // 16, 4, 8, 4, 2, 2))
+    return gl.convert_layout(gl.reshape(gl.permute(half, (1, 4, 2, 0, 3, 5)), (ROWS, WIDTH // 2)), like.type.layout)
+
+
+@gluon.jit
+def on_terms_of(kept, kept_reference, reference, REFERENCE: gl.constexpr):
+    """Sums of earlier tiles on the terms of `reference`."""
     if REFERENCE == "running":
         factor = gl.where(kept_reference == float("-inf"), 0.0, gl.exp2(kept_reference - reference))
-        kept = kept * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
-    return kept + acc
+        kept = kept * gl.convert_layout(factor, gl.SliceLayout(1, kept.type.layout))[:, None]
+    return kept
+
+
+@gluon.jit
+def promote(acc, kept, kept_half, kept_reference, reference, WIDTH: gl.constexpr, OUT: gl.constexpr,
+            REFERENCE: gl.constexpr):  # fmt: skip
+    """Add acc to the sums of earlier tiles, on the terms of `reference`.
+
+    The tensor cores add 8-bit products to a sum of some 14 bits, cut off: long sums are made of short ones.
+
+    kept: places of the two halves; kept_half: what is in the first.
+    """
+    first, second = halves(acc, WIDTH)
+    store_kept(kept[0], on_terms_of(kept_half, kept_reference, reference, REFERENCE) + first, WIDTH)
+    kept_half = load_kept(kept[1], WIDTH, OUT)
+    store_kept(kept[1], on_terms_of(kept_half, kept_reference, reference, REFERENCE) + second, WIDTH)
+
+
+@gluon.jit
+def with_kept(acc, kept, kept_reference, reference, WIDTH: gl.constexpr, OUT: gl.constexpr, REFERENCE: gl.constexpr):
+    """acc and the sums of earlier tiles, on the terms of `reference`."""
+    first, second = halves(acc, WIDTH)
+    first += on_terms_of(load_kept(kept[0], WIDTH, OUT), kept_reference, reference, REFERENCE)
+    second += on_terms_of(load_kept(kept[1], WIDTH, OUT), kept_reference, reference, REFERENCE)
+    sums = gl.reshape(gl.permute(gl.join(first, second), (0, 2, 1)), (ROWS, WIDTH))
+    return gl.convert_layout(sums, OUT)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from .launch import buffer, launch
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
 from .prologue import launch_prologue
 from .rotate import launch_rotate
-from .tiles import Tail, Tile, choose_tail, choose_tile, head_width, query_slice
+from .tiles import Tile, choose_tail, choose_tile, head_width, query_slice
 
 
 def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def device_tile(
             f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
             f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
         )
-    return choose_tile(capability, width, scaling, masking.by_row, pv, is_band(masking))
+    return choose_tile(capability, width, scaling, masking.by_row, pv)
 
 
 def processors_of(device: torch.device) -> int:
@@ -58,14 +58,9 @@ def processors_of(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def tail_of(
-    tile: Tile, tiles: int, seq_kv: int, masking: Masking, mask: MaskTiles, reference: str, device
-) -> Tail | None:
-    """How the last of `tiles` programs are cut. None: not at all; another kernel; tiles that differ in length; a
-    running max, whose loop in FP8 spills registers in a kernel that can be cut."""
-    if tile.kernel != "hopper" or mask.kind != "none" or is_band(masking) or reference == "running":
-        return None
-    return choose_tail(tiles, seq_kv, processors_of(device))
+def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
+    """Whether programs may share a tile of query rows: in the Hopper kernel, where all tiles are of one length."""
+    return tile.kernel == "hopper" and mask.kind == "none" and not is_band(masking)
 
 
 def launch_attention_fwd(
@@ -108,7 +103,8 @@ def launch_attention_fwd(
         reference = "first" if tile.keep_first_max else "running"
         if is_fp8:
             reference = "lagged" if keeps_row_max(state, masking) else "running"
-        tail = tail_of(tile, tiles, seq_kv, masking, mask, reference, q.device)
+        cut = can_be_cut(tile, masking, mask)
+        tail = choose_tail(tiles, seq_kv, processors_of(q.device)) if cut else None
         groups = tile.block_m // 64
         partials = arrived = None
         if tail is not None:
@@ -160,7 +156,8 @@ def launch_attention_fwd(
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset,
                 *(none if x is None else x for x in (partials, arrived)), whole, pieces, *sizes,
                 **constants, NUM_BUFFERS=tile.num_stages, GROUPS=groups, REFERENCE=reference, PV=pv,
-                SLICE=query_slice(seq_kv, is_band(masking), mask.kind != "none"), num_warps=4, enable_fp_fusion=False,
+                SLICE=query_slice(seq_kv, is_band(masking), mask.kind != "none"), SPLIT=cut, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
         use_tma = tile.kernel == "tma"

@@ -61,7 +61,7 @@ _BLACKWELL = {
 # P and V in FP8: timed on an H200 at widths 64 and 128. The others are not: the largest tiles whose plain loop does
 # not spill.
 _FP8 = {
-    90: {64: Tile(192, 64, 4, 4, "hopper"), 128: Tile(128, 128, 4, 4, "hopper"), 256: Tile(64, 64, 4, 2, "tma")},
+    90: {64: Tile(192, 64, 4, 5, "hopper"), 128: Tile(192, 64, 4, 4, "hopper"), 256: Tile(64, 64, 4, 2, "tma")},
     100: {
         64: Tile(128, 64, 8, 3, "pointers"),
         128: Tile(128, 64, 8, 3, "pointers"),
@@ -69,8 +69,6 @@ _FP8 = {
     },
     89: {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers"), 256: _WIDE},
 }
-# causal and windows: the Hopper kernel is the slower one there
-_FP8_HOPPER_BAND = Tile(64, 128, 4, 3, "tma")
 
 
 def head_width(head_dim: int) -> int:
@@ -78,9 +76,7 @@ def head_width(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def choose_tile(
-    capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit", band: bool = False
-) -> Tile:
+def choose_tile(capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit") -> Tile:
     """The tile of a launch.
 
     Args:
@@ -90,15 +86,12 @@ def choose_tile(
         by_row: there is a mask that differs from row to row, a soft cap or sinks. A mask of keys is not that, and runs
             on the tile of plain attention: a padded sample keeps its bits, unless the tail of one of both is cut.
         pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on.
-        band: causal or a window.
     """
     if by_row and capability == 90 and width <= 128:
         return _HOPPER_ROWS[width]
     if by_row and width == 128:
         return _OTHER_ROWS
     if pv == "fp8_e4m3":
-        if capability == 90 and width <= 128 and band:
-            return _FP8_HOPPER_BAND
         return _FP8[90 if capability == 90 else 100 if 100 <= capability < 120 else 89][width]
     if capability == 90:
         return _HOPPER_256_PER_TOKEN if width == 256 and scaling == "per_token" else _HOPPER[width]
