@@ -126,7 +126,9 @@ def attention(
     for the tile table's. keys: how many there are."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv)
+    tile = tile or choose_tile(
+        capability, width, scaling, mask == "rows", pv, mask == "causal" and reference != "lagged"
+    )
     reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
@@ -274,8 +276,9 @@ def kernels(name: str):
     if name == "sm_90":
         yield "sm_90/decode/128/8/long", decode(name, 128, 8, tokens=LONG)
         yield "sm_90/attention_fp8/128/planned/rows", attention(name, 128, "planned", "rows", pv="fp8_e4m3")
-        facts = attention(name, 128, "planned", "causal", "lagged", "fp8_e4m3")
-        yield "sm_90/attention_fp8/128/planned/lagged/causal", facts
+        for reference in ("running", "lagged"):
+            facts = attention(name, 128, "planned", "causal", reference, "fp8_e4m3")
+            yield f"sm_90/attention_fp8/128/planned/{reference}/causal", facts
         for width, scaling, reference, pv, tile in HOPPER:
             facts = attention(name, width, scaling, reference=reference, pv=pv, tile=tile)
             yield f"sm_90/attention_hopper/{width}/{scaling}/{reference}/{pv}", facts

@@ -61,6 +61,7 @@ class Launch(NamedTuple):
     masking: str
     tile: tuple = ()
     recipe: str = "qk_int8_pv_bf16"
+    seq_kv: int = SEQ_KV
 
 
 def selection() -> list[Launch]:
@@ -83,6 +84,8 @@ def selection() -> list[Launch]:
             launches.append(Launch(head_dim, "per_token", masking, recipe=FP8))
     for scaling in ("per_token", "planned"):
         launches.append(Launch(64, scaling, "full", (192, 64, 4, 6, "hopper", True)))
+    for recipe in ("qk_int8_pv_bf16", FP8):  # so many keys that programs share them
+        launches.append(Launch(128, "planned", "full", recipe=recipe, seq_kv=2100))
     return launches
 
 
@@ -126,6 +129,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     from sage_kernels.numerics import padded_head_dim
     from sage_kernels.recipe import RECIPES
     from sage_kernels.reference import ref_rotate
+    from sage_kernels.state import keeps_row_max
     from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
     from sage_processors.scales import ScaleState, Site
 
@@ -139,9 +143,9 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
         return compiled
 
     launch_attention.launch = recorded
-    for head_dim, scaling, name, chosen, recipe in launches:
+    for head_dim, scaling, name, chosen, recipe, seq_kv in launches:
         launched.clear()
-        shape = (BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS, head_dim)
+        shape = (BATCH, SEQ_Q, seq_kv, HEADS, KV_HEADS, head_dim)
         q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
         if head_dim == padded_head_dim(head_dim):  # others are padded first
             for x, rotated in zip((q, k), launch_rotate(q, k), strict=True):
@@ -154,7 +158,8 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
             if state is not None and recipe == FP8:
                 state = state._replace(row_max=row_max)
             before = None if state is None else HeadState(*(x.clone() for x in state))
-            tile = device_tile(device, head_width(head_dim), scaling, masking, RECIPES[recipe].pv)
+            lagged = recipe == FP8 and keeps_row_max(state, masking)
+            tile = device_tile(device, head_width(head_dim), scaling, masking, RECIPES[recipe].pv, lagged)
             tile = Tile(*chosen) if chosen else tile
             rest = {"scaling": "per_token" if state else scaling, "scale": head_dim**-0.5, "smooth_k": True}
             out, lse = launch_attention_fwd(

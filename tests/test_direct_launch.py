@@ -31,7 +31,7 @@ from sage_kernels._triton.tiles import choose_tile
 from sage_kernels.masking import UNLIMITED, Masking, make_masking
 from sage_kernels.state import new_head_state
 
-launch_attention.device_tile = lambda device, width, scaling, masking, pv: choose_tile(90, width, scaling, pv=pv)
+launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: choose_tile(90, width, scaling, pv=pv)
 launch_attention.processors_of = lambda device: 132
 
 

@@ -30,11 +30,12 @@ def is_band(masking: Masking) -> bool:
 
 
 def device_tile(
-    device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING, pv: str = "16bit"
-) -> Tile:
+    device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING, pv: str = "16bit",
+    lagged: bool = False,
+) -> Tile:  # fmt: skip
     """The tile of a launch on `device`; NotImplementedError where the device can't run it at all.
 
-    Args: as `tiles.choose_tile`; pv: of the recipe.
+    Args: as `tiles.choose_tile`; pv: of the recipe; lagged: rows keep their maxima for the next call.
     """
     if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
         return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma")
@@ -50,7 +51,7 @@ def device_tile(
             f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
             f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
         )
-    return choose_tile(capability, width, scaling, masking.by_row, pv)
+    return choose_tile(capability, width, scaling, masking.by_row, pv, is_band(masking) and not lagged)
 
 
 def processors_of(device: torch.device) -> int:
@@ -88,21 +89,22 @@ def launch_attention_fwd(
     if state is not None:
         scaling = "planned"
     pv = RECIPES[recipe].pv
-    tile = tile or device_tile(q.device, width, scaling, masking, pv)
+    is_fp8 = pv != "16bit"
+    lagged = is_fp8 and keeps_row_max(state, masking)
+    tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged)
     if rotation == "hadamard":
         q, k = launch_rotate(q, k)
-    if pv == "16bit":
+    if not is_fp8:
         v = v.to(pv_dtype(q.dtype))
     q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v))
     out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device, returned=True)
     lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
     with torch.cuda.device_of(q):
         mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
-        is_fp8 = pv != "16bit"
         tiles = -(-seq_q // tile.block_m) * batch * heads  # triton.cdiv takes two microseconds on the host
         reference = "first" if tile.keep_first_max else "running"
         if is_fp8:
-            reference = "lagged" if keeps_row_max(state, masking) else "running"
+            reference = "lagged" if lagged else "running"
         cut = can_be_cut(tile, masking, mask)
         tail = choose_tail(tiles, seq_kv, processors_of(q.device)) if cut else None
         groups = tile.block_m // 64

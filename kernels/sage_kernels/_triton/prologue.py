@@ -41,7 +41,7 @@ LONG = 2**20  # tokens of all heads: a thousand programs fill the largest GPU se
 # Timed on an H200 at width 128, of 36 cuts: what waits for its warps between tiles wants more and smaller programs.
 _PLANNED_CUT = Cut(4, 2, 256, 768, 128)
 _DYNAMIC_CUT = Cut(8, 3, 512, 1024, None)
-# A plan, and a mask, width 256 or 8-bit P·V, whose tiles have more keys: fewer warps spill. With V, one of 15 timed.
+# A plan, and a mask, width 256 or V: fewer warps spill. With V, one of 15 timed, when its tiles had 128 keys.
 _CROWDED_CUT = Cut(8, 2, 512, 1024, 128)
 _ZEROS = tl.constexpr(128)  # numbers that are zeroed at a time
 _VALUE_STEPS, _LONG_VALUE_STEPS = 4, 8  # of KEYS values, of one program: as `tokens` and `long_tokens`
