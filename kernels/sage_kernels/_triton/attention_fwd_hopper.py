@@ -2,11 +2,11 @@
 
 Same mathematics as attention_fwd.py, for masks that need not be read beside the loop: bands and masks of keys. What
 Triton's own pipeliner can't give: the copy engine runs ahead by NUM_BUFFERS tiles, and P·V of one tile stays in flight
-under the softmax of the next. REFERENCE and PV are those of attention_fwd.py; see hopper_parts.py for what its tuples
-hold.
+under the softmax of the next. REFERENCE and PV are those of attention_fwd.py.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -23,6 +23,11 @@ from .. import recipe
 from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q_AMAX
 from .hopper_parts import (
     ROWS,
+    Copied,
+    Format,
+    MaskKind,
+    Ring,
+    Seen,
     allocate_kept,
     as_operand,
     bits_of,
@@ -79,58 +84,218 @@ _REGISTERS_OF_THREE = gl.constexpr(160)
 _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
+class Kind(NamedTuple):
+    """What the kernel is compiled for.
+
+    splits: tiles of query rows can be cut along the keys; pv_dtype: of P and V as operands.
+    """
+
+    head_dim: gl.constexpr
+    width: gl.constexpr
+    block_n: gl.constexpr
+    buffers: gl.constexpr
+    scaling: gl.constexpr
+    return_lse: gl.constexpr
+    groups: gl.constexpr
+    splits: gl.constexpr
+    slice: gl.constexpr
+    masking: gl.constexpr
+    format: gl.constexpr
+    pv_dtype: gl.constexpr
+
+
+class Layouts(NamedTuple):
+    """Of scores, of P·V, and of P as its operand."""
+
+    scores: gl.constexpr
+    out: gl.constexpr
+    p_operand: gl.constexpr
+
+
+class Inputs(NamedTuple):
+    """Tensors that all warpgroups read and write. k_codes, v_tiles and, one a key, k_scales are descriptors."""
+
+    q_ptr: gl.tensor
+    k_codes: gl.tensor
+    v_tiles: gl.tensor
+    k_scales: gl.tensor
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    center_ptr: gl.tensor
+    q_amax_ptr: gl.tensor
+    v_scale_ptr: gl.tensor
+    stride_qb: gl.tensor
+    stride_qs: gl.tensor
+    stride_qh: gl.tensor
+    softmax_scale: gl.tensor
+
+
+class Recorded(NamedTuple):
+    """Of the HeadState; state_width: channels of its vectors."""
+
+    stats_ptr: gl.tensor
+    row_ptr: gl.tensor
+    counts_ptr: gl.tensor
+    row_max_ptr: gl.tensor
+    q_weight_ptr: gl.tensor
+    state_width: gl.tensor
+
+
+class Shared(NamedTuple):
+    """Shared memory of the warpgroups beside the ring.
+
+    q_codes, of_rows: codes and numbers of their query rows; kept: sums of earlier tiles (8-bit P); silenced, finished,
+    landed: barriers: hidden values are zeroed, nobody needs the ring any more, a warpgroup's own copy is there.
+    """
+
+    q_codes: gl.shared_memory_descriptor
+    of_rows: gl.shared_memory_descriptor
+    kept: gl.shared_memory_descriptor
+    silenced: gl.shared_memory_descriptor
+    finished: gl.shared_memory_descriptor
+    landed: gl.shared_memory_descriptor
+
+
+class Tile(NamedTuple):
+    """The program's tile of query rows.
+
+    first, full, visited: of all its key tiles, which are done again where the ring's (those of `Seen`) were in vain;
+    tries: 0 if they are.
+    """
+
+    seq_q: gl.tensor
+    heads: gl.tensor
+    group: gl.tensor
+    b: gl.tensor
+    h: gl.tensor
+    first_row: gl.tensor
+    k_row: gl.tensor
+    first: gl.tensor
+    full: gl.tensor
+    visited: gl.tensor
+    tries: gl.tensor
+
+
+class Split(NamedTuple):
+    """Which piece of a tile that is cut along the keys; see `_with_other_pieces`."""
+
+    partials_ptr: gl.tensor
+    arrived_ptr: gl.tensor
+    slot: gl.tensor
+    piece: gl.tensor
+    pieces: gl.tensor
+
+
+class Given(NamedTuple):
+    """All that a warpgroup is started with."""
+
+    inputs: Inputs
+    recorded: Recorded
+    shared: Shared
+    ring: Ring
+    seen: Seen
+    tile: Tile
+    split: Split
+
+
+class Walked(NamedTuple):
+    """What all steps of a warpgroup share. kept: places of the two halves of the sums of earlier tiles."""
+
+    q_codes: gl.shared_memory_descriptor
+    zero: gl.tensor
+    row_scale: gl.tensor
+    score_rows: gl.tensor
+    k_scales: gl.tensor
+    kept: gl.shared_memory_descriptor
+    silenced: gl.shared_memory_descriptor
+    ring: Ring
+    seen: Seen
+
+
+class Place(NamedTuple):
+    """Where a warpgroup is: the tile before and this tile (where a mask is read), their place in the ring, its phase.
+
+    What is there has been waited for. tile_scale: of this tile, where it is read as soon as it is there.
+    """
+
+    before: gl.tensor
+    tile: gl.tensor
+    slot: gl.tensor
+    phase: gl.tensor
+    tile_scale: gl.tensor
+
+
+class Sums(NamedTuple):
+    """Of one warpgroup, so far.
+
+    acc: P·V; p: P of the tile before; running_sum: of P, by lanes; top: bits of the largest P, by lanes (lagged
+    reference); kept_reference: what the sums of earlier tiles are on the terms of (8-bit P).
+    """
+
+    acc: gl.tensor
+    p: gl.tensor
+    reference: gl.tensor
+    running_sum: gl.tensor
+    top: gl.tensor
+    kept_reference: gl.tensor
+
+
+class Total(NamedTuple):
+    """Sums over all keys; running_sum and the bits of the largest P by rows."""
+
+    acc: gl.tensor
+    reference: gl.tensor
+    running_sum: gl.tensor
+    largest_p: gl.tensor
+
+
 @gluon.jit
 def _key_step(
-    i, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
-    LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr, PROMOTES: gl.constexpr,
+    i, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr, MASKED: gl.constexpr,
+    PROMOTES: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
-    at: the tile before and this tile (where a mask is read), their place in the ring and its phase; what is there has
-    been waited for. Also the tile's scale, where it is read as soon as it is there.
-    sums: acc, P of the tile before, reference, running sum by lanes, bits of the largest P by lanes (lagged
-    reference), and with 8-bit P the reference that the sums in `kept` are on the terms of.
-    walked: what all steps of a warpgroup share, see `_consume`.
     PROMOTES: whether acc is added to the sums in `kept` and starts anew.
     """
-    WIDTH: gl.constexpr = KIND[1]
-    BLOCK_N: gl.constexpr = KIND[2]
-    NUM_BUFFERS: gl.constexpr = KIND[3]
-    SCALE_PER_KEY: gl.constexpr = FORMAT[0]
-    FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
-    LAGGED: gl.constexpr = FORMAT[2] == "lagged"
-    SCORES: gl.constexpr = LAYOUTS[0]
-    OUT: gl.constexpr = LAYOUTS[1]
-    READ_AHEAD: gl.constexpr = MASKING[0] == "none" and not FP8 and not SCALE_PER_KEY
-    q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales, kept = walked
+    WIDTH: gl.constexpr = KIND.width
+    BLOCK_N: gl.constexpr = KIND.block_n
+    MASKING: gl.constexpr = KIND.masking
+    FORMAT: gl.constexpr = KIND.format
+    SCALE_PER_KEY: gl.constexpr = FORMAT.scale_per_key
+    FP8: gl.constexpr = FORMAT.pv == "fp8_e4m3"
+    LAGGED: gl.constexpr = FORMAT.reference == "lagged"
+    SCORES: gl.constexpr = LAYOUTS.scores
+    OUT: gl.constexpr = LAYOUTS.out
+    READ_AHEAD: gl.constexpr = MASKING.mask == "none" and not FP8 and not SCALE_PER_KEY
+    q_codes, zero, row_scale, score_rows, k_scales, kept, silenced, ring, seen = walked
     before, tile, slot, phase, tile_scale = at
     acc, p, reference, running_sum, top, kept_reference = sums
-    k_smem, v_smem, scale_smem, filled, freed = ring
     if MASKED:  # a list is read one tile ahead
-        after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
+        after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
     if READ_AHEAD:
         key_scale = tile_scale
-    elif FP8 and MASKING[0] == "none" and not SCALE_PER_KEY:
+    elif FP8 and MASKING.mask == "none" and not SCALE_PER_KEY:
         # the ring has it too; from memory, beside the products, it is faster by 1.5 %
         key_scale = gl.load(k_scales + seen_tile(i, seen, MASKING))
     elif not SCALE_PER_KEY:
-        key_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
-    scores = warpgroup_mma(q_codes, k_smem.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
-    v_tile = value_operand(v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1])
-    if MASKED and MASKING[0] == "keys" and not FP8:
-        turn = i - gl.maximum(seen[5], 1)
-        silence_together(v_tile, seen[0], before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
-    p_operand = as_operand(p, PV_DTYPE, LAYOUTS[2], BLOCK_N)
+        key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
+    scores = warpgroup_mma(q_codes, ring.k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    v_tile = value_operand(ring.v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv)
+    if MASKED and MASKING.mask == "keys" and not FP8:
+        turn = i - gl.maximum(seen.full, 1)
+        silence_together(v_tile, seen.reach, before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+    p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
-        key_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
+        key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
     if MASKED:
         p, reference, running_sum, top, rescale = masked_softmax_tile(
             scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
             SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
         )  # fmt: skip
-    elif FORMAT[2] == "running":
+    elif FORMAT.reference == "running":
         p, reference, running_sum, rescale = softmax_tile(
             scores, row_scale, key_scale, reference, running_sum, BLOCK_N, FORMAT
         )  # fmt: skip
@@ -142,97 +307,104 @@ def _key_step(
         kept_half = load_kept(kept[0], WIDTH, OUT)
     # waiting here for the next tiles ends a basic block: without it ptxas sinks the exponentials below the wait
     # for P·V
-    next_slot, next_phase = next_place(slot, phase, NUM_BUFFERS)
-    mbarrier.wait(filled.index(next_slot), next_phase)
+    next_slot, next_phase = next_place(slot, phase, KIND.buffers)
+    mbarrier.wait(ring.filled.index(next_slot), next_phase)
     if READ_AHEAD:  # under the wait for P·V
-        tile_scale = load_key_scale(scale_smem.index(next_slot), SCALE_PER_KEY, SCORES)
+        tile_scale = load_key_scale(ring.k_scales.index(next_slot), SCALE_PER_KEY, SCORES)
     if FP8:  # an 8-bit operand can't be waited for
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
     else:
         acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
-    mbarrier.arrive(freed.index(slot), count=1)
-    if FORMAT[2] == "running" or (MASKED and not LAGGED):
+    mbarrier.arrive(ring.freed.index(slot), count=1)
+    if FORMAT.reference == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     if PROMOTES:
-        promote(acc, kept, kept_half, kept_reference, reference, WIDTH, OUT, FORMAT[2])
+        promote(acc, kept, kept_half, kept_reference, reference, WIDTH, OUT, FORMAT.reference)
         acc = gl.zeros_like(acc)
         kept_reference = reference
     if MASKED:
         before = tile
         tile = after
-    at = (before, tile, next_slot, next_phase, tile_scale)
-    return at, (acc, p, reference, running_sum, top, kept_reference)
+    at = Place(before, tile, next_slot, next_phase, tile_scale)
+    return at, Sums(acc, p, reference, running_sum, top, kept_reference)
 
 
 @gluon.jit
 def _walk(
-    first, end, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr,
-    FORMAT: gl.constexpr, LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr, MASKED: gl.constexpr,
+    first, end, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """`_key_step` of the tiles from the first-th to before the end-th.
 
     With 8-bit P the last of _PROMOTED_KEYS keys promotes, in code of its own: a branch in the loop cost more than what
     it did.
     """
-    if FORMAT[1] == "fp8_e4m3":
-        STEPS: gl.constexpr = _PROMOTED_KEYS // KIND[2]
+    if KIND.format.pv == "fp8_e4m3":
+        STEPS: gl.constexpr = _PROMOTED_KEYS // KIND.block_n
         for start in range(first, end, STEPS):
             last = gl.minimum(start + STEPS, end) - 1
             for i in range(start, last):
-                at, sums = _key_step(
-                    i, at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED, PROMOTES=False
-                )
-            at, sums = _key_step(
-                last, at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED, PROMOTES=True
-            )
+                at, sums = _key_step(i, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED, PROMOTES=False)
+            at, sums = _key_step(last, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED, PROMOTES=True)
     else:
         for i in range(first, end):
-            at, sums = _key_step(
-                i, at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED, PROMOTES=False
-            )
+            at, sums = _key_step(i, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED, PROMOTES=False)
     return at, sums
 
 
 @gluon.jit
-def _redo(
-    keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_tile, v_tile, scale_tile, landed, k_row, v_head,
-    b, h_kv, score_rows, seen,
-    WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr,
-    PV_DTYPE: gl.constexpr,
-):  # fmt: skip
+def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """All key tiles of one warpgroup with a running max, one after the other: it copies them itself."""
-    SCORES: gl.constexpr = LAYOUTS[0]
-    OUT: gl.constexpr = LAYOUTS[1]
+    WIDTH: gl.constexpr = KIND.width
+    BLOCK_N: gl.constexpr = KIND.block_n
+    MASKING: gl.constexpr = KIND.masking
+    FORMAT: gl.constexpr = KIND.format
+    SCORES: gl.constexpr = LAYOUTS.scores
+    OUT: gl.constexpr = LAYOUTS.out
+    inputs = given.inputs
+    of_ring = given.seen
+    rows = given.tile
+    h_kv = rows.h // rows.group
+    v_head = rows.b * (rows.heads // rows.group) + h_kv
+    seen = Seen(
+        of_ring.reach, of_ring.tiles_ptr, of_ring.n_tiles, rows.first, of_ring.first_full, rows.full, rows.visited,
+        of_ring.left, of_ring.right, of_ring.offset, of_ring.seq_kv,
+    )  # fmt: skip
+    k_tile = given.ring.k_tiles.index(GROUP_INDEX)
+    v_tile = given.ring.v_tiles.index(GROUP_INDEX)
+    scale_tile = given.ring.k_scales.index(GROUP_INDEX)
+    landed = given.shared.landed.index(GROUP_INDEX)
     reference = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
     acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
-    v_rows = value_operand(v_tile, WIDTH, BLOCK_N, FORMAT[1])
-    for i in range(seen[6]):
+    v_rows = value_operand(v_tile, WIDTH, BLOCK_N, FORMAT.pv)
+    for i in range(seen.visited):
         tile = seen_tile(i, seen, MASKING)
         # the copy engine may overwrite what this warpgroup has read and zeroed
         fence_async_shared()
         _thread_barrier()
         copy_keys(
-            keys, key_scales, k_row, tile, landed, k_tile, scale_tile, values.block_type.nbytes, BLOCK_N, FORMAT[0]
-        )
-        copy_values(values, v_head, b, h_kv, tile, seen[10], landed, v_tile, WIDTH, BLOCK_N, FORMAT[1])
-        mbarrier.wait(landed, i & 1)
-        scores = warpgroup_mma(q_codes, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        if FORMAT[0]:
-            key_scale = load_key_scale(scale_tile, FORMAT[0], SCORES)
-        else:
-            key_scale = gl.load(k_scales + tile)
-        p, reference, running_sum, _, rescale = masked_softmax_tile(
-            scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, running_sum,
-            SCORES, BLOCK_N, MASKING, FORMAT, False,
+            inputs.k_codes, inputs.k_scales, rows.k_row, tile, landed, k_tile, scale_tile,
+            inputs.v_tiles.block_type.nbytes, BLOCK_N, FORMAT.scale_per_key,
         )  # fmt: skip
-        if MASKING[0] == "keys" and FORMAT[1] != "fp8_e4m3":
-            silence_hidden(v_rows, seen[0], tile * BLOCK_N, 0, BLOCK_N, WIDTH)
+        copy_values(inputs.v_tiles, v_head, rows.b, h_kv, tile, seen.seq_kv, landed, v_tile, WIDTH, BLOCK_N, FORMAT.pv)
+        mbarrier.wait(landed, i & 1)
+        scores = warpgroup_mma(walked.q_codes, k_tile.permute((1, 0)), walked.zero, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+        if FORMAT.scale_per_key:
+            key_scale = load_key_scale(scale_tile, FORMAT.scale_per_key, SCORES)
+        else:
+            key_scale = gl.load(walked.k_scales + tile)
+        p, reference, running_sum, _, rescale = masked_softmax_tile(
+            scores, walked.row_scale, key_scale, walked.score_rows, tile * BLOCK_N, seen, reference, running_sum,
+            running_sum, SCORES, BLOCK_N, MASKING, FORMAT, False,
+        )  # fmt: skip
+        if MASKING.mask == "keys" and FORMAT.pv != "fp8_e4m3":
+            silence_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, WIDTH)
             _thread_barrier()
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-        p_operand = as_operand(p, PV_DTYPE, LAYOUTS[2], BLOCK_N)
-        if FORMAT[1] == "fp8_e4m3":  # each tile a sum of its own: this is not the fast path
+        p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
+        if FORMAT.pv == "fp8_e4m3":  # each tile a sum of its own: this is not the fast path
             product = warpgroup_mma(p_operand, v_rows, gl.zeros_like(acc), use_acc=False, is_async=True)
             acc += warpgroup_mma_wait(num_outstanding=0, deps=(product,))
         else:
@@ -242,21 +414,19 @@ def _redo(
 
 
 @gluon.jit
-def _with_other_pieces(
-    sums, split, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, FORMAT: gl.constexpr, LAYOUTS: gl.constexpr
-):  # fmt: skip
+def _with_other_pieces(total, split, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """Leave one warpgroup's sums over its piece of the keys in memory. Whoever comes last adds all pieces up.
 
     In their order, its own from memory too: the same bits, whoever that is. Nobody waits, so it does not matter which
     programs run at the same time.
 
-    sums: acc, reference, running sum, bits of the largest P. Returns: these, and whether this is the last piece.
+    Returns: the total, and whether this is the last piece.
     """
-    WIDTH: gl.constexpr = KIND[1]
-    GROUPS: gl.constexpr = KIND[6]
-    OUT: gl.constexpr = LAYOUTS[1]
-    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUTS[0])
-    acc, reference, running_sum, largest_p = sums
+    WIDTH: gl.constexpr = KIND.width
+    GROUPS: gl.constexpr = KIND.groups
+    OUT: gl.constexpr = LAYOUTS.out
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUTS.scores)
+    acc, reference, running_sum, largest_p = total
     partials_ptr, arrived_ptr, slot, piece, pieces = split
     rows = gl.arange(0, ROWS, ROW)
     acc_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
@@ -279,7 +449,7 @@ def _with_other_pieces(
         for i in range(pieces):
             reference = gl.maximum(reference, gl.load(of_rows + i * (GROUPS * SIZE), cache_modifier=".cg"))
         finite = gl.where(reference == float("-inf"), 0.0, reference)
-        if FORMAT[1] != "fp8_e4m3":  # room for sums of as many numbers that just fit
+        if KIND.format.pv != "fp8_e4m3":  # room for sums of as many numbers that just fit
             finite += _PIECES_EXPONENT
             reference += _PIECES_EXPONENT
         acc = gl.zeros_like(acc)
@@ -293,42 +463,31 @@ def _with_other_pieces(
             largest_p = gl.maximum(largest_p, largest)
             piece_acc = gl.load(of_acc + i * (GROUPS * SIZE), cache_modifier=".cg")
             acc += piece_acc * gl.convert_layout(weight, gl.SliceLayout(1, OUT))[:, None]
-    return (acc, reference, running_sum, largest_p), is_last
+    return Total(acc, reference, running_sum, largest_p), is_last
 
 
 @gluon.jit
-def _finish(
-    given, known, sums, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
-    LAYOUTS: gl.constexpr, PV_DTYPE: gl.constexpr,
-):  # fmt: skip
+def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """What one warpgroup does with its sums over all keys: see whether they are good, else do them again; the output.
 
-    known: what it knows of its rows.
+    shift: what smoothing took from the scores of its rows (LSE).
     """
-    HEAD_DIM: gl.constexpr = KIND[0]
-    WIDTH: gl.constexpr = KIND[1]
-    BLOCK_N: gl.constexpr = KIND[2]
-    SCALING: gl.constexpr = KIND[4]
-    RETURN_LSE: gl.constexpr = KIND[5]
-    FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
-    LAGGED: gl.constexpr = FORMAT[2] == "lagged"
-    OUT: gl.constexpr = LAYOUTS[1]
+    HEAD_DIM: gl.constexpr = KIND.head_dim
+    WIDTH: gl.constexpr = KIND.width
+    FP8: gl.constexpr = KIND.format.pv == "fp8_e4m3"
+    LAGGED: gl.constexpr = KIND.format.reference == "lagged"
+    OUT: gl.constexpr = LAYOUTS.out
     IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr = given[:9]
-    stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width = given[9]
-    q_smem, row_smem, silenced, finished, landed = given[11]
-    k_smem, v_smem, scale_smem, filled, freed = given[12]
-    seen = given[13]
-    seq_q, heads, group, b, h, first_row, k_row, first, full, visited, tries = given[14]
-    q_codes, zero, row_scale, shift, score_rows, row_max, kv_head_of_batch = known
-    acc, reference, running_sum, largest_p = sums
+    inputs = given.inputs
+    recorded = given.recorded
+    seq_q, heads, group, b, h, first_row, _, _, full, _, tries = given.tile
+    acc, reference, running_sum, largest_p = total
+    score_rows = walked.score_rows
     h_kv = h // group
-    k_scales = key_scales
-    if not FORMAT[0]:
-        k_scales += kv_head_of_batch * seen[2]
+    row_max = recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
 
     top = reference
-    if FORMAT[2] != "running":
+    if KIND.format.reference != "running":
         if LAGGED:
             # exact: P of the largest score against the range of e4m3. A row that saw nothing, or a NaN, needs no other
             saw = ((largest_p != 0) | (full > 0) & (tries != 0)) & (largest_p <= _INFINITY)
@@ -337,23 +496,16 @@ def _finish(
             again = (gl.min(fits.to(gl.int32), 0) == 0) | (tries == 0)
         else:
             again = outgrown(acc, running_sum, OUT)
-        if SCALING == "planned":
+        if KIND.scaling == "planned":
             lanes = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
-            count = counts_ptr + (gl.load(row_ptr) + h_kv) * _COUNTS + lanes * 0
+            count = recorded.counts_ptr + (gl.load(recorded.row_ptr) + h_kv) * _COUNTS + lanes * 0
             # a warpgroup without rows did nothing
             one = gl.full_like(lanes, 1) * (first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
             gl.atomic_add(count + _TRIED, one, mask=lanes == 0, sem=_RELAXED)
             gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=lanes == 0, sem=_RELAXED)
         if again:
-            mbarrier.wait(finished, 0)
-            reach, tiles_ptr, n_tiles, _, first_full, _, _, left, right, offset, seq_kv = seen
-            everything = (reach, tiles_ptr, n_tiles, first, first_full, full, visited, left, right, offset, seq_kv)
-            acc, reference, running_sum = _redo(
-                keys, values, key_scales, q_codes, zero, row_scale, k_scales, k_smem.index(GROUP_INDEX),
-                v_smem.index(GROUP_INDEX), scale_smem.index(GROUP_INDEX), landed.index(GROUP_INDEX), k_row,
-                kv_head_of_batch, b, h_kv, score_rows, everything,
-                WIDTH, BLOCK_N, MASKING, FORMAT, LAYOUTS, PV_DTYPE,
-            )  # fmt: skip
+            mbarrier.wait(given.shared.finished, 0)
+            acc, reference, running_sum = _redo(given, walked, GROUP_INDEX, KIND, LAYOUTS)
             top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     if LAGGED:
         # any number does for a row that saw nothing; -inf would have it done again for ever
@@ -365,20 +517,22 @@ def _finish(
     sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
     acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
     if FP8:
-        v_scale = v_scale_ptr + kv_head_of_batch * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
+        v_scale = (
+            inputs.v_scale_ptr + (b * (heads // group) + h_kv) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
+        )
         acc = acc * gl.load(v_scale)[None, :]
         # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
-        LARGEST: gl.constexpr = 65504.0 if out_ptr.dtype.element_ty == gl.float16 else 3.38e38
+        LARGEST: gl.constexpr = 65504.0 if inputs.out_ptr.dtype.element_ty == gl.float16 else 3.38e38
         acc = gl.where(acc > LARGEST, LARGEST, gl.where(acc < -LARGEST, -LARGEST, acc))
-    out = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), IO)
+    out = gl.convert_layout(acc.to(inputs.out_ptr.dtype.element_ty), IO)
     rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
     channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
     inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
     out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
-    gl.store(out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
-    if RETURN_LSE:
+    gl.store(inputs.out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
+    if KIND.return_lse:
         lse = (reference + gl.log2(running_sum)) * _LN_2 + shift
-        lse_at = lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
+        lse_at = inputs.lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
         gl.store(lse_at, lse, mask=score_rows < seq_q)
 
 
@@ -400,51 +554,47 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
 
     Slice by slice (SLICE rows): this code runs once, so its time is that of fetching it.
     """
-    HEAD_DIM: gl.constexpr = KIND[0]
-    WIDTH: gl.constexpr = KIND[1]
-    SCALING: gl.constexpr = KIND[4]
-    RETURN_LSE: gl.constexpr = KIND[5]
-    GROUPS: gl.constexpr = KIND[6]
-    SLICE: gl.constexpr = KIND[8]
+    HEAD_DIM: gl.constexpr = KIND.head_dim
+    WIDTH: gl.constexpr = KIND.width
+    SCALING: gl.constexpr = KIND.scaling
+    RETURN_LSE: gl.constexpr = KIND.return_lse
+    SLICE: gl.constexpr = KIND.slice
     SLICES: gl.constexpr = ROWS // SLICE
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SLICE, WIDTH], gl.int8)
-    q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr = given[:9]
-    stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width = given[9]
-    stride_qb, stride_qs, stride_qh = given[10]
-    q_smem, row_smem, silenced, finished, landed = given[11]
-    seq_q, heads, group, b, h, first_row = given[14][:6]
-    softmax_scale = given[15]
+    inputs = given.inputs
+    recorded = given.recorded
+    of_rows = given.shared.of_rows
+    seq_q, heads, group, b, h, first_row, _, _, _, _, _ = given.tile
     h_kv = h // group
     kv_head_of_batch = b * (heads // group) + h_kv
-    q_base = q_ptr + b.to(gl.int64) * stride_qb + h.to(gl.int64) * stride_qh
+    q_base = inputs.q_ptr + b.to(gl.int64) * inputs.stride_qb + h.to(gl.int64) * inputs.stride_qh
     first = first_row + GROUP_INDEX * ROWS
     channels = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     if SLICES == 1:
         slices = 1
     else:  # SLICES, which the compiler does not know: no unrolling
         slices = gl.minimum(seq_q + SLICES, SLICES)
-    q_slices = q_smem._reinterpret(gl.int8, [GROUPS * SLICES, SLICE, WIDTH], CODES)
-    of_slices = row_smem._reinterpret(gl.float32, [GROUPS * 2 * SLICES, SLICE], row_smem.layout)
+    q_slices = given.shared.q_codes._reinterpret(gl.int8, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
+    of_slices = of_rows._reinterpret(gl.float32, [KIND.groups * 2 * SLICES, SLICE], of_rows.layout)
     if SCALING == "planned":
-        row = gl.load(row_ptr) + h_kv
-        weight = gl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+        row = gl.load(recorded.row_ptr) + h_kv
+        weight = gl.load(recorded.q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
         q_amax = gl.zeros((SLICE, WIDTH), gl.float32, LAYOUT)
     if SCALING == "per_head":
-        amax_of_all = gl.load(q_amax_ptr + b * heads + h)
+        amax_of_all = gl.load(inputs.q_amax_ptr + b * heads + h)
     if SCALING == "per_block":
         top = gl.zeros((SLICE, WIDTH), gl.float32, LAYOUT)
         for i in range(slices):
-            top = gl.maximum(
-                top, gl.abs(_load_queries(q_base, stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT))
-            )
+            q = _load_queries(q_base, inputs.stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
+            top = gl.maximum(top, gl.abs(q))
         amax_of_all = gl.max(gl.max(top, 1), 0)
     if RETURN_LSE:
-        center = gl.load(center_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+        center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
     row_scale = gl.full([ROWS], 0.0, gl.float32, ROW)
     shift = row_scale
     for i in range(slices):
-        q = _load_queries(q_base, stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
+        q = _load_queries(q_base, inputs.stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
         x = q
         if SCALING == "planned":
             x = q * weight
@@ -457,54 +607,42 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
         codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
         q_slices.index(GROUP_INDEX * SLICES + i).store(codes.to(gl.int8))
         # a NaN in a row must not be laundered into a code: max() dropped it
-        scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (softmax_scale * _LOG2_E)
-        if (
-            SLICES == 1
-        ):  # through shared memory, the plain loop beside a mask of keys spilled 20 registers (Triton 3.7.1)
+        scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (inputs.softmax_scale * _LOG2_E)
+        if SLICES == 1:
+            # through shared memory, the plain loop beside a mask of keys spilled 20 registers (Triton 3.7.1)
             row_scale = gl.convert_layout(scale, ROW)
         else:
             of_slices.index(GROUP_INDEX * 2 * SLICES + i).store(scale)
         if SCALING == "planned":
             q_amax = gl.maximum(q_amax, gl.abs(q))
         if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
-            lowered = gl.sum(q * center, 1) * softmax_scale
+            lowered = gl.sum(q * center, 1) * inputs.softmax_scale
             if SLICES == 1:
                 shift = gl.convert_layout(lowered, ROW)
             else:
                 of_slices.index((GROUP_INDEX * 2 + 1) * SLICES + i).store(lowered)
     fence_async_shared()
     if SCALING == "planned":  # not before the fence, which waits for what is under way
-        stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
+        stat = recorded.stats_ptr + (row * _STATS + _STAT_Q_AMAX) * recorded.state_width
         record_amax(stat, gl.max(q_amax, 0), HEAD_DIM, WIDTH)
     if SLICES > 1:
-        row_scale = row_smem.index(GROUP_INDEX * 2).load(ROW)
+        row_scale = of_rows.index(GROUP_INDEX * 2).load(ROW)
         if RETURN_LSE:
-            shift = row_smem.index(GROUP_INDEX * 2 + 1).load(ROW)
+            shift = of_rows.index(GROUP_INDEX * 2 + 1).load(ROW)
     return row_scale, shift
 
 
 @gluon.jit
-def _consume(
-    given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
-    PV_DTYPE: gl.constexpr,
-):  # fmt: skip
-    """One warpgroup: quantise 64 query rows, walk the key tiles, write the output.
-
-    given: see the kernel. In `sizes`, first, full and visited are of all tiles, which are done again where the ring's
-    (those of `seen`) were in vain.
-    """
-    WIDTH: gl.constexpr = KIND[1]
-    BLOCK_N: gl.constexpr = KIND[2]
-    NUM_BUFFERS: gl.constexpr = KIND[3]
-    row_max_ptr = given[9][3]
-    q_smem, _, silenced, finished, _ = given[11]
-    ring = given[12]
-    seen = given[13]
-    seq_q, heads, group, b, h, first_row = given[14][:6]
-    SPLIT: gl.constexpr = KIND[7]
-    SCALE_PER_KEY: gl.constexpr = FORMAT[0]
-    FP8: gl.constexpr = FORMAT[1] == "fp8_e4m3"
-    LAGGED: gl.constexpr = FORMAT[2] == "lagged"
+def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
+    """One warpgroup: quantise 64 query rows, walk the key tiles, write the output."""
+    WIDTH: gl.constexpr = KIND.width
+    BLOCK_N: gl.constexpr = KIND.block_n
+    PV_DTYPE: gl.constexpr = KIND.pv_dtype
+    MASKING: gl.constexpr = KIND.masking
+    FORMAT: gl.constexpr = KIND.format
+    SCALE_PER_KEY: gl.constexpr = FORMAT.scale_per_key
+    FP8: gl.constexpr = FORMAT.pv == "fp8_e4m3"
+    LAGGED: gl.constexpr = FORMAT.reference == "lagged"
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
     )
@@ -513,17 +651,18 @@ def _consume(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 256 // BITS]
     )
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=32 // BITS)
-    LAYOUTS: gl.constexpr = (SCORES, OUT, P_OPERAND)
+    LAYOUTS: gl.constexpr = Layouts(SCORES, OUT, P_OPERAND)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
-    k_smem, v_smem, scale_smem, filled, freed = ring
-    kv_head_of_batch = b * (heads // group) + h // group
+    ring = given.ring
+    seen = given.seen
+    seq_q, heads, group, b, h, first_row, _, _, _, _, _ = given.tile
     row_scale, shift = _quantize_queries(given, GROUP_INDEX, KIND, ROW)
-    k_scales = given[3]
+    k_scales = given.inputs.k_scales
     if not SCALE_PER_KEY:
-        k_scales += kv_head_of_batch * seen[2]
+        k_scales += (b * (heads // group) + h // group) * seen.n_tiles
 
-    q_codes = q_smem.index(GROUP_INDEX)
+    q_codes = given.shared.q_codes.index(GROUP_INDEX)
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     kept_reference = reference
     running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
@@ -531,68 +670,68 @@ def _consume(
     acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
     zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
     score_rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
-    row_max = row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
     if LAGGED:
+        row_max = given.recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
         earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
         reference = gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
-    kept = given[17]
+    kept = given.shared.kept
     if FP8:
         kept = (kept.index(GROUP_INDEX * 2), kept.index(GROUP_INDEX * 2 + 1))
         nothing, _ = halves(acc, WIDTH)
         store_kept(kept[0], nothing, WIDTH)
         store_kept(kept[1], nothing, WIDTH)
+    walked = Walked(q_codes, zero, row_scale, score_rows, k_scales, kept, given.shared.silenced, ring, seen)
 
     tile = seen_tile(0, seen, MASKING)
-    mbarrier.wait(filled.index(0), 0)
-    scores = warpgroup_mma(q_codes, k_smem.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
-    key_scale = load_key_scale(scale_smem.index(0), SCALE_PER_KEY, SCORES)
+    mbarrier.wait(ring.filled.index(0), 0)
+    scores = warpgroup_mma(q_codes, ring.k_tiles.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
+    key_scale = load_key_scale(ring.k_scales.index(0), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-    mbarrier.arrive(freed.index(0), count=1)
+    mbarrier.arrive(ring.freed.index(0), count=1)
     p, reference, running_sum, top, rescale = masked_softmax_tile(
         scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
         SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
     )  # fmt: skip
-    slot, phase = next_place(0, 0, NUM_BUFFERS)
-    mbarrier.wait(filled.index(slot), phase)
+    slot, phase = next_place(0, 0, KIND.buffers)
+    mbarrier.wait(ring.filled.index(slot), phase)
     tile_scale = row_scale  # where it is not used
-    if MASKING[0] == "none" and not FP8 and not SCALE_PER_KEY:
-        tile_scale = load_key_scale(scale_smem.index(slot), SCALE_PER_KEY, SCORES)
-    at = (tile, tile, slot, phase, tile_scale)
-    sums = (acc, p, reference, running_sum, top, kept_reference)
-    walked = (q_codes, zero, row_scale, score_rows, ring, seen, silenced, k_scales, kept)
-    at, sums = _walk(1, seen[5], at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED=False)
-    partial = gl.maximum(seen[5], 1)
-    tile = seen_tile(gl.minimum(partial, seen[6] - 1), seen, MASKING)
-    at = (seen_tile(partial - 1, seen, MASKING), tile, at[2], at[3], at[4])
-    at, sums = _walk(
-        partial, seen[6], at, sums, walked, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE, MASKED=True
-    )
+    if MASKING.mask == "none" and not FP8 and not SCALE_PER_KEY:
+        tile_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
+    at = Place(tile, tile, slot, phase, tile_scale)
+    sums = Sums(acc, p, reference, running_sum, top, kept_reference)
+    at, sums = _walk(1, seen.full, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED=False)
+    partial = gl.maximum(seen.full, 1)
+    before = seen_tile(partial - 1, seen, MASKING)
+    tile = seen_tile(gl.minimum(partial, seen.visited - 1), seen, MASKING)
+    at = Place(before, tile, at.slot, at.phase, at.tile_scale)
+    at, sums = _walk(partial, seen.visited, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED=True)
     acc, p, reference, running_sum, top, kept_reference = sums
-    v_tile = value_operand(v_smem.index(at[2]), WIDTH, BLOCK_N, FORMAT[1])
-    if MASKING[0] == "keys" and not FP8:
-        if seen[6] > seen[5]:
-            turn = seen[6] - partial
-            silence_together(v_tile, seen[0], at[0] * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+    v_tile = value_operand(ring.v_tiles.index(at.slot), WIDTH, BLOCK_N, FORMAT.pv)
+    if MASKING.mask == "keys" and not FP8:
+        if seen.visited > seen.full:
+            turn = seen.visited - partial
+            silence_together(
+                v_tile, seen.reach, at.before * BLOCK_N, walked.silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX
+            )
     p_operand = as_operand(p, PV_DTYPE, P_OPERAND, BLOCK_N)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if FP8:
-        acc = with_kept(acc, kept, kept_reference, reference, WIDTH, OUT, FORMAT[2])
+        acc = with_kept(acc, kept, kept_reference, reference, WIDTH, OUT, FORMAT.reference)
     running_sum = gl.convert_layout(gl.sum(running_sum, 1), ROW)
     largest_p = gl.convert_layout(gl.max(top, 1), ROW)
-    if FORMAT[2] != "running":
+    if FORMAT.reference != "running":
         # the ring is free for other use once all warpgroups are through
-        mbarrier.arrive(finished, count=1)
-    sums = (acc, reference, running_sum, largest_p)
-    known = (q_codes, zero, row_scale, shift, score_rows, row_max, kv_head_of_batch)
-    if SPLIT:
+        mbarrier.arrive(given.shared.finished, count=1)
+    total = Total(acc, reference, running_sum, largest_p)
+    if KIND.splits:
         is_last = gl.to_tensor(True)
-        if given[16][4] > 1:
-            sums, is_last = _with_other_pieces(sums, given[16], GROUP_INDEX, KIND, FORMAT, LAYOUTS)
+        if given.split.pieces > 1:
+            total, is_last = _with_other_pieces(total, given.split, GROUP_INDEX, KIND, LAYOUTS)
         if is_last:
-            _finish(given, known, sums, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE)
+            _finish(given, walked, total, shift, GROUP_INDEX, KIND, LAYOUTS)
     else:
-        _finish(given, known, sums, GROUP_INDEX, KIND, MASKING, FORMAT, LAYOUTS, PV_DTYPE)
+        _finish(given, walked, total, shift, GROUP_INDEX, KIND, LAYOUTS)
 
 
 @gluon.jit(do_not_specialize=[
@@ -630,8 +769,8 @@ def attention_fwd_hopper_kernel(
     kv_head_of_batch = b * (heads // group) + h_kv
     k_row = kv_head_of_batch * n_tiles * BLOCK_N
     PV_DTYPE: gl.constexpr = values.dtype
-    MASKING: gl.constexpr = (MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT)
-    FORMAT: gl.constexpr = (SCALING == "per_token", PV, REFERENCE)
+    MASKING: gl.constexpr = MaskKind(MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT)
+    FORMAT: gl.constexpr = Format(SCALING == "per_token", PV, REFERENCE)
     reach = reach_ptr
     first = 0
     first_full = 0
@@ -686,27 +825,34 @@ def attention_fwd_hopper_kernel(
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(freed.index(i), count=GROUPS)
     fence_async_shared()
-    ring = (k_smem, v_smem, scale_smem, filled, freed)
-    seen = (reach, tiles_ptr, n_tiles, ring_first, first_full, ring_full, ring_visited, left, right, offset, seq_kv)
-    state = (stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width)
-    strides = (stride_qb, stride_qs, stride_qh)
-    smem = (q_smem, row_smem, silenced, finished, landed)
-    sizes = (seq_q, heads, group, b, h, first_row, k_row, first, full, visited, tries)
-    split = (partials_ptr, arrived_ptr, slot, piece, pieces)
+    ring = Ring(k_smem, v_smem, scale_smem, filled, freed)
+    seen = Seen(
+        reach, tiles_ptr, n_tiles, ring_first, first_full, ring_full, ring_visited, left, right, offset, seq_kv
+    )
     kept = landed
     if PV == "fp8_e4m3":
         kept = allocate_kept(GROUPS, WIDTH)
-    given = (
-        q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, state, strides, smem,
-        ring, seen, sizes, softmax_scale, split, kept,
+    given = Given(
+        Inputs(
+            q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, stride_qb,
+            stride_qs, stride_qh, softmax_scale,
+        ),
+        Recorded(stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width),
+        Shared(q_smem, row_smem, kept, silenced, finished, landed),
+        ring,
+        seen,
+        Tile(seq_q, heads, group, b, h, first_row, k_row, first, full, visited, tries),
+        Split(partials_ptr, arrived_ptr, slot, piece, pieces),
     )  # fmt: skip
-    KIND: gl.constexpr = (HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, GROUPS, SPLIT, SLICE)
-    copied = (keys, values, key_scales, ring, seen, k_row, kv_head_of_batch, b, h_kv)
+    KIND: gl.constexpr = Kind(
+        HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, GROUPS, SPLIT, SLICE, MASKING, FORMAT, PV_DTYPE
+    )
+    copied = Copied(keys, values, key_scales, ring, seen, k_row, kv_head_of_batch, b, h_kv)
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_consume, (given, 0, KIND, MASKING, FORMAT, PV_DTYPE)),
-                (_consume, (given, 1, KIND, MASKING, FORMAT, PV_DTYPE)),
+                (_consume, (given, 0, KIND)),
+                (_consume, (given, 1, KIND)),
                 (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
             ],
             [4, 1],
@@ -715,9 +861,9 @@ def attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (given, 0, KIND, MASKING, FORMAT, PV_DTYPE)),
-                (_consume, (given, 1, KIND, MASKING, FORMAT, PV_DTYPE)),
-                (_consume, (given, 2, KIND, MASKING, FORMAT, PV_DTYPE)),
+                (_consume, (given, 0, KIND)),
+                (_consume, (given, 1, KIND)),
+                (_consume, (given, 2, KIND)),
                 (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
             ],
             [4, 4, 1],

@@ -1,15 +1,7 @@
-"""Parts of the Hopper kernel: which key tiles a program visits, their copies, one tile of the softmax, P·V.
-
-What belongs together travels as a tuple:
-    ring        k_smem, v_smem, scale_smem, filled, freed: buffers and their barriers. A place in the ring holds a key
-                tile and the value tile before it, which are multiplied at the same time
-    seen        reach, tiles_ptr, n_tiles, first, first_full, full, visited, left, right, offset, seq_kv: who sees what
-    MASKING     MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT
-    FORMAT      SCALE_PER_KEY, PV, REFERENCE, as in attention_fwd.py
-    LAYOUTS     of scores, output and P as an operand
-"""
+"""Parts of the Hopper kernel: which key tiles a program visits, their copies, one tile of the softmax, P·V."""
 
 import struct
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -25,6 +17,70 @@ def bits_of(number: float) -> int:
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
+class Ring(NamedTuple):
+    """Buffers of key and value tiles, the keys' scales, and their barriers.
+
+    A place in the ring holds a key tile and the value tile before it, which are multiplied at the same time.
+    """
+
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    k_scales: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor
+    freed: gl.shared_memory_descriptor
+
+
+class Seen(NamedTuple):
+    """Who sees what: a program visits `visited` key tiles from `first` on, or those of a list, `full` of them seen
+    wholly; the rest as in mask_tiles.py.
+    """
+
+    reach: gl.tensor
+    tiles_ptr: gl.tensor
+    n_tiles: gl.tensor
+    first: gl.tensor
+    first_full: gl.tensor
+    full: gl.tensor
+    visited: gl.tensor
+    left: gl.tensor
+    right: gl.tensor
+    offset: gl.tensor
+    seq_kv: gl.tensor
+
+
+class Copied(NamedTuple):
+    """What the producer is started with. k_codes, v_tiles and, one a key, k_scales are descriptors; v_head: the number
+    of the key/value head among all of the batch.
+    """
+
+    k_codes: gl.tensor
+    v_tiles: gl.tensor
+    k_scales: gl.tensor
+    ring: Ring
+    seen: Seen
+    k_row: gl.tensor
+    v_head: gl.tensor
+    b: gl.tensor
+    h_kv: gl.tensor
+
+
+class MaskKind(NamedTuple):
+    """MASK, HAS_BIAS, HAS_LEFT and HAS_RIGHT of attention_fwd.py."""
+
+    mask: gl.constexpr
+    has_bias: gl.constexpr
+    has_left: gl.constexpr
+    has_right: gl.constexpr
+
+
+class Format(NamedTuple):
+    """SCALE_PER_KEY, PV and REFERENCE of attention_fwd.py."""
+
+    scale_per_key: gl.constexpr
+    pv: gl.constexpr
+    reference: gl.constexpr
+
+
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
 ROWS = gl.constexpr(64)  # query rows of one warpgroup
 _SILENCED_ROWS = gl.constexpr(16)  # values rewritten together: few registers, in the middle of the key loop
@@ -38,8 +94,9 @@ _SCORE_LIMIT = gl.constexpr(2.0**27)  # as in primitives.py
 @gluon.jit
 def seen_tile(i, seen, MASKING: gl.constexpr):
     """The i-th visited key tile: the wholly visible ones come first."""
-    _, tiles_ptr, n_tiles, first, first_full, full, _, _, _, _, _ = seen
-    return tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASKING[0], MASKING[2])
+    return tile_at(
+        i, seen.tiles_ptr, seen.n_tiles, seen.first, seen.first_full, seen.full, MASKING.mask, MASKING.has_left
+    )
 
 
 @gluon.jit
@@ -88,51 +145,43 @@ def copy_keys_and_values(
 ):  # fmt: skip
     """The producer: fills the ring of buffers as the consumers free them."""
     keys, values, key_scales, ring, seen, k_row, v_head, b, h_kv = copied
-    SCALE_PER_KEY: gl.constexpr = FORMAT[0]
-    k_smem, v_smem, scale_smem, filled, freed = ring
+    k_tiles, v_tiles, scale_tiles, filled, freed = ring
+    SCALE_PER_KEY: gl.constexpr = FORMAT.scale_per_key
     tile = seen_tile(0, seen, MASKING)
-    after = seen_tile(gl.minimum(1, seen[6] - 1), seen, MASKING)
+    after = seen_tile(gl.minimum(1, seen.visited - 1), seen, MASKING)
     if not SCALE_PER_KEY:
-        k_scales = key_scales + v_head * seen[2]
-        hand_over(gl.load(k_scales + tile), scale_smem.index(0))
+        k_scales = key_scales + v_head * seen.n_tiles
+        hand_over(gl.load(k_scales + tile), scale_tiles.index(0))
         scale = gl.load(k_scales + after)
-    copy_keys(keys, key_scales, k_row, tile, filled.index(0), k_smem.index(0), scale_smem.index(0), 0, BLOCK_N,
-              SCALE_PER_KEY)  # fmt: skip
+    copy_keys(
+        keys, key_scales, k_row, tile, filled.index(0), k_tiles.index(0), scale_tiles.index(0), 0, BLOCK_N,
+        SCALE_PER_KEY,
+    )  # fmt: skip
     slot, phase = next_place(0, 0, NUM_BUFFERS)
-    for i in range(1, seen[6]):
+    for i in range(1, seen.visited):
         before = tile
         tile = after
         # the list and the scales are read one tile ahead, before the wait that hides their latency
-        after = seen_tile(gl.minimum(i + 1, seen[6] - 1), seen, MASKING)
+        after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
         if not SCALE_PER_KEY:
             scale_of_tile = scale
             scale = gl.load(k_scales + after)
         mbarrier.wait(freed.index(slot), phase ^ 1)
         if not SCALE_PER_KEY:
-            hand_over(scale_of_tile, scale_smem.index(slot))
+            hand_over(scale_of_tile, scale_tiles.index(slot))
+        landed = filled.index(slot)
         copy_keys(
-            keys, key_scales, k_row, tile, filled.index(slot), k_smem.index(slot), scale_smem.index(slot),
+            keys, key_scales, k_row, tile, landed, k_tiles.index(slot), scale_tiles.index(slot),
             values.block_type.nbytes, BLOCK_N, SCALE_PER_KEY,
         )  # fmt: skip
         copy_values(
-            values,
-            v_head,
-            b,
-            h_kv,
-            before,
-            seen[10],
-            filled.index(slot),
-            v_smem.index(slot),
-            WIDTH,
-            BLOCK_N,
-            FORMAT[1],
+            values, v_head, b, h_kv, before, seen.seq_kv, landed, v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv
         )
         slot, phase = next_place(slot, phase, NUM_BUFFERS)
     mbarrier.wait(freed.index(slot), phase ^ 1)
-    mbarrier.expect(filled.index(slot), values.block_type.nbytes)
-    copy_values(
-        values, v_head, b, h_kv, tile, seen[10], filled.index(slot), v_smem.index(slot), WIDTH, BLOCK_N, FORMAT[1]
-    )
+    landed = filled.index(slot)
+    mbarrier.expect(landed, values.block_type.nbytes)
+    copy_values(values, v_head, b, h_kv, tile, seen.seq_kv, landed, v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv)
 
 
 @gluon.jit
@@ -191,14 +240,14 @@ def reference_below(top, PV: gl.constexpr):
 @gluon.jit
 def softmax_tile(scores, row_scale, key_scale, reference, running_sum, BLOCK_N: gl.constexpr, FORMAT: gl.constexpr):
     """As primitives.online_softmax_step: without a scale per key, the max is taken on the integers."""
-    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
-    if FORMAT[0]:
+    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
+    if FORMAT.scale_per_key:
         top = gl.max(values, 1) * tile_scale
     else:
         top = gl.max(scores, 1).to(gl.float32) * tile_scale
-    if FORMAT[1] == "fp8_e4m3":  # no number, rather than a P that saturates beside a sum that does not
+    if FORMAT.pv == "fp8_e4m3":  # no number, rather than a P that saturates beside a sum that does not
         top = gl.where(gl.abs(top) < _SCORE_LIMIT, top, float("inf"))
-    new_reference = gl.maximum(reference, reference_below(top, FORMAT[1]))
+    new_reference = gl.maximum(reference, reference_below(top, FORMAT.pv))
     rescale = gl.exp2(reference - new_reference)
     p = gl.exp2(gl.fma(values, tile_scale[:, None], -new_reference[:, None]))
     running_sum = gl.fma(running_sum, to_lanes(rescale, running_sum), sum_in_lanes(p, BLOCK_N))
@@ -209,9 +258,9 @@ def softmax_tile(scores, row_scale, key_scale, reference, running_sum, BLOCK_N: 
 def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N: gl.constexpr,
                        FORMAT: gl.constexpr):  # fmt: skip
     """As primitives.fixed_softmax_step; with a reference of the call before, also the bits of the largest P so far."""
-    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
+    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
     p = gl.exp2(gl.fma(values, tile_scale[:, None], -reference[:, None]))
-    if FORMAT[2] == "lagged":  # of P: the chain of maxima then runs under the exponentials, not before them
+    if FORMAT.reference == "lagged":  # of P: the chain of maxima then runs under the exponentials, not before them
         top = gl.maximum(top, max_in_lanes(p.to(gl.int32, bitcast=True), BLOCK_N))
     return p, running_sum + sum_in_lanes(p, BLOCK_N), top
 
@@ -221,21 +270,20 @@ def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, ref
                         SCORES: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
                         LAGGED: gl.constexpr):  # fmt: skip
     """As attention_fwd._masked_step."""
-    reach, _, _, _, _, _, _, left, right, offset, seq_kv = seen
     keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT[0])
-    if MASKING[0] == "keys":
-        bias = gl.load(reach + keys)
+    values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
+    if MASKING.mask == "keys":
+        bias = gl.load(seen.reach + keys)
         visible = (bias > float("-inf"))[None, :] & gl.full_like(scores, 1).to(gl.int1)
-        if MASKING[1]:
+        if MASKING.has_bias:
             values = gl.fma(values, tile_scale[:, None], bias[None, :])
             tile_scale = tile_scale * 0.0 + 1.0
     else:
-        visible = (keys < seq_kv)[None, :] & gl.full_like(scores, 1).to(gl.int1)
-        if MASKING[2]:
-            visible = visible & (keys[None, :] >= rows[:, None] + (offset - left))
-        if MASKING[3]:
-            visible = visible & (keys[None, :] <= rows[:, None] + (offset + right))
+        visible = (keys < seen.seq_kv)[None, :] & gl.full_like(scores, 1).to(gl.int1)
+        if MASKING.has_left:
+            visible = visible & (keys[None, :] >= rows[:, None] + (seen.offset - seen.left))
+        if MASKING.has_right:
+            visible = visible & (keys[None, :] <= rows[:, None] + (seen.offset + seen.right))
     values = values * tile_scale[:, None]
     seen_values = gl.where(visible, values, gl.full_like(values, float("-inf")))
     if LAGGED:
@@ -246,7 +294,7 @@ def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, ref
         running_sum += sum_in_lanes(p, BLOCK_N)
         rescale = reference  # not used
     else:
-        new_reference = gl.maximum(reference, reference_below(gl.max(seen_values, 1), FORMAT[1]))
+        new_reference = gl.maximum(reference, reference_below(gl.max(seen_values, 1), FORMAT.pv))
         finite = gl.where(new_reference == float("-inf"), 0.0, new_reference)
         p = gl.where(visible, gl.exp2(values - finite[:, None]), 0.0)
         rescale = gl.exp2(reference - finite)
