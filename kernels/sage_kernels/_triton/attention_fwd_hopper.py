@@ -76,7 +76,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-# keys whose 8-bit products are summed in the tensor cores: with 1024, long sums of equal values came out too short
+# keys whose 8-bit products are summed in the tensor cores: with 768, long sums of equal values came out too short
 _PROMOTED_KEYS = gl.constexpr(512)
 # registers of a thread: what the producer does not need, the two or three warpgroups have
 _REGISTERS_OF_TWO = gl.constexpr(240)
