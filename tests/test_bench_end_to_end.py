@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 
 import pytest
@@ -42,10 +43,10 @@ def bench():
 def small(bench):
     """small(name): Bench of a tiny case."""
 
-    def make(name, min_tokens=None):
+    def make(name, min_tokens=None, reps=1):
         case = bench.CASES[name].tiny()
         model = bench.make_model(case, CPU, torch.bfloat16)
-        options = {"recipe": sage_kernels.DEFAULT_RECIPE, "min_tokens": min_tokens, "reps": 1}
+        options = {"recipe": sage_kernels.DEFAULT_RECIPE, "min_tokens": min_tokens, "reps": reps}
         return bench.Bench(case, model, CPU, torch.bfloat16, **options)
 
     return make
@@ -111,6 +112,33 @@ def test_rows_of_a_case(name, bench, tmp_path, capsys):
     assert error["provider"] == "sage_kernels" and 0 < float(error["median"]) <= bench.MAX_ERROR
     printed = capsys.readouterr().out
     assert all(provider in printed for provider in stock) and "exact {}" in printed
+
+
+def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path, monkeypatch):
+    """A GPU that has been busy is a slower one. Both turns are one row, and the others are compared with both."""
+    one, path, measured = small("flux_1024", reps=2), tmp_path / "rows.csv", []
+    measure = one.measure
+
+    def slower_each_time(warm_up):
+        result = measure(warm_up)
+        measured.append([100.0 * len(measured) + i for i in range(2)])
+        return result._replace(times=measured[-1])
+
+    monkeypatch.setattr(one, "measure", slower_each_time)
+    with torch.no_grad():
+        assert bench.run_case(one, path) == []
+    times = {row["provider"]: float(row["median"]) for row in read_rows(path) if row["metric"] == "time"}
+    cudnn, removed, ours, cudnn_again = measured
+    assert times == {
+        "torch_sdpa_cudnn": statistics.median(cudnn + cudnn_again), "attention_removed": statistics.median(removed),
+        "sage_kernels": statistics.median(ours),
+    }  # fmt: skip
+    [ratio] = [
+        row["ratio_vs_cudnn"]
+        for row in read_rows(path)
+        if row["metric"] == "time" and row["provider"] == "sage_kernels"
+    ]
+    assert float(ratio) == pytest.approx(times["torch_sdpa_cudnn"] / times["sage_kernels"], abs=1e-3)
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sage_kernels import RECIPES, sage_attention
-from sage_kernels._triton.tiles import MAX_PIECES, Tail, choose_tail
+from sage_kernels._triton.tiles import MAX_PIECES, Tail, Tile, choose_tail
+from sage_kernels.masking import NO_MASKING
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import FP8, Attend, normal
@@ -54,6 +55,37 @@ def test_a_cut_tail_is_shorter_and_every_piece_has_keys():
                 assert tail.whole % processors == 0 and 0 < rest < processors and 2 <= tail.pieces <= MAX_PIECES
                 assert -(-rest * tail.pieces // processors) < tail.pieces  # rounds of a piece, for one round of a tile
                 assert keys // tail.pieces >= 512
+
+
+def test_only_tiles_of_one_length_in_the_hopper_kernel_are_cut():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from sage_kernels._triton.launch_attention import can_be_cut
+    from sage_kernels._triton.mask_tiles import MaskTiles
+
+    none, keys = (MaskTiles(kind, *(None,) * (len(MaskTiles._fields) - 1)) for kind in ("none", "keys"))
+    hopper, other = Tile(192, 64, 4, 6, "hopper"), Tile(64, 128, 4, 3, "tma")
+    assert can_be_cut(hopper, NO_MASKING, none) and not can_be_cut(other, NO_MASKING, none)
+    assert not can_be_cut(hopper, NO_MASKING, keys)
+    assert not can_be_cut(hopper, NO_MASKING._replace(right=0), none)
+    assert not can_be_cut(hopper, NO_MASKING._replace(left=40), none)
+
+
+def test_bands_in_fp8_run_in_the_hopper_kernel_where_maxima_are_kept(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    from sage_kernels._triton.launch_attention import device_tile
+
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    band = NO_MASKING._replace(right=0)
+    kernel = {
+        (lagged, masking is band): device_tile(
+            torch.device("cuda"), 128, "planned", masking, "fp8_e4m3", lagged
+        ).kernel
+        for lagged in (False, True)
+        for masking in (NO_MASKING, band)
+    }
+    assert kernel == {(False, False): "hopper", (True, False): "hopper", (False, True): "tma", (True, True): "hopper"}
+    assert device_tile(torch.device("cuda"), 128, "planned", band).kernel == "hopper"
 
 
 # --- what comes out ---
