@@ -280,7 +280,8 @@ class ScaleState:
         """Per site, as dicts. Syncs.
 
         name, calls, dynamic_calls (mean over heads), outside (fraction of K's elements), clipped (fraction of V's),
-        redone (fraction of query tiles with a lagged softmax reference that were done again), known.
+        lagged (query tiles that ran with a softmax reference of the step before), redone (fraction of these that were
+        done again), known.
         """
         totals = (self._totals + self._shared.counts[:, :COUNT_KEY_MAX]).cpu()
         known = (self._shared.plan_scale > 0).cpu()
@@ -294,6 +295,7 @@ class ScaleState:
                     "dynamic_calls": float(part[:, COUNT_DYNAMIC].mean()),
                     "outside": float(part[:, COUNT_OUTSIDE].sum() / part[:, COUNT_KEYS].sum().clamp_min(1)),
                     "clipped": float(part[:, COUNT_CLIPPED].sum() / part[:, COUNT_KEYS].sum().clamp_min(1)),
+                    "lagged": int(part[:, COUNT_TRIED].sum()),
                     "redone": float(part[:, COUNT_REDONE].sum() / part[:, COUNT_TRIED].sum().clamp_min(1)),
                     "known": bool(known[first : first + site.kv_heads].all()),
                 }

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.row_maxima import RowMaxima
+from sage_processors import row_maxima
+from sage_processors.row_maxima import FIRST_STEPS, RowMaxima
 from tests.test_apply_pipelines import ddpm_pipe
 from tests.test_processors import sqnr_db
 
@@ -15,24 +16,46 @@ FP8 = sp.SageAttnProcessor(recipe="qk_int8_pv_fp8", min_tokens=1)
 CPU = torch.device("cpu")
 
 
+@pytest.fixture
+def near(monkeypatch):
+    """Steps that are near each other from the first on."""
+    monkeypatch.setattr(row_maxima, "FIRST_STEPS", 0)
+
+
 @pytest.mark.parametrize("config", [FP8, dataclasses.replace(FP8, scaling="per_token")])
-def test_pipeline_runs_in_fp8_and_says_so(config):
+def test_pipeline_runs_in_fp8_and_says_so(config, near):
     pipe, run = ddpm_pipe()
     stock = run()
     with pipe.set_attn_processor(config) as handle:
         ours = run()
         rows = [row for row in handle.report().rows if row["status"] == "active"]
+        state = handle._parts[0].state
+        lagged = [] if state is None else [site["lagged"] for site in state.summary()]
         again = run()
     assert rows and all(row["recipe"] == "qk_int8_pv_fp8" and row["calls"] == 4 for row in rows)
     assert 20 < sqnr_db(ours, stock) < 70  # FP8's noise, and something did change
     for row in rows:
-        # steps of 4 that were done again: the first, and a few tiles; without a state there is nothing to keep
-        assert (0.25 <= row["redone_fraction"] < 1) if config is FP8 else row["redone_fraction"] == 0
+        assert 0 <= row["redone_fraction"] < 1
         assert row["redone_fraction"] == 0 or "done again" in row["note"]
+    # three steps of four; without a state there is nothing to keep
+    assert all(lagged) and bool(lagged) == (config is FP8)
     assert torch.isfinite(again).all()
 
 
-def test_row_maxima_are_kept_by_shape_and_place_in_the_step():
+def test_the_first_steps_of_a_run_tell_the_next_one_nothing():
+    kept = RowMaxima()
+    for run in range(2):
+        rows = []
+        for _ in range(FIRST_STEPS + 3):
+            rows.append(kept.of(0, (1, 2, 8), CPU))
+            assert (rows[-1] == -torch.inf).all() == (len(rows) <= FIRST_STEPS + 1), run
+            rows[-1].fill_(len(rows))
+            kept.next_step()
+        assert rows[-1] is rows[-2] is rows[-3] and rows[-3] is not rows[-4]
+        kept.clear()
+
+
+def test_row_maxima_are_kept_by_shape_and_place_in_the_step(near):
     kept = RowMaxima()
     first, second, other = kept.of(0, (1, 2, 8), CPU), kept.of(0, (1, 2, 8), CPU), kept.of(1, (1, 2, 8), CPU)
     assert len({x.data_ptr() for x in (first, second, other)}) == 3 and (first == -torch.inf).all()

@@ -241,8 +241,7 @@ def test_the_second_step_takes_the_first_ones_row_maxima(fp8):
     q, k, v = normal(1, 70, 200, 2, 1, 64)
     scales, state = lagging(fp8, q, k, v)
     call(fp8, q, k, v, state=state)
-    tried, redone = rates(state)
-    assert tried == redone > 0  # nothing known: all of it with a running max
+    assert rates(state) == (0, 0)  # nothing known: all of it with a running max
     scores = (
         torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(2, 2)) * 64**-0.5 / 0.6931471805599453
     )
@@ -255,7 +254,7 @@ def test_the_second_step_takes_the_first_ones_row_maxima(fp8):
         tried, redone = rates(state)
         assert tried > 0 and redone == 0
         scales.advance(0.9 - step / 10, 0.8 - step / 10)
-    assert 0 < scales.summary()[0]["redone"] < 1
+    assert scales.summary()[0]["redone"] == 0
 
 
 @pytest.mark.parametrize("name", LOGITS)
@@ -293,7 +292,7 @@ def test_changed_prompts_and_unknown_rows_are_right(fp8):
     for bad in (NAN, INF, -INF, 1e30):
         state.row_max.fill_(bad)
         fp8.check(q, k, v, state=state)
-        assert rates(state)[0] == rates(state)[1]
+        assert rates(state) == (0, 0)
         assert torch.isfinite(state.row_max).all()
         scales.advance(0.5, 0.5)
 

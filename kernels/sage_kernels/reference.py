@@ -252,10 +252,14 @@ def _lagged(s, row_max, running, block_q: int, counts) -> torch.Tensor:
     """
     top, known = s.amax(-1), row_max.abs() < P_EXPONENT_LIMIT
     rise = top - (row_max - LAGGED_EXPONENT)
-    fits = known & ((rise >= LAGGED_LOWEST) & (rise <= LAGGED_HIGHEST) | (top == -torch.inf))
-    fits = torch.nn.functional.pad(fits, (0, -len(fits) % block_q), value=True).unflatten(0, (-1, block_q)).all(1)
-    counts[COUNT_TRIED] += len(fits)
-    counts[COUNT_REDONE] += (~fits).sum().int()
+    fits = (rise >= LAGGED_LOWEST) & (rise <= LAGGED_HIGHEST) | (top == -torch.inf)
+    known, fits = (
+        torch.nn.functional.pad(x, (0, -len(x) % block_q), value=True).unflatten(0, (-1, block_q)).all(1)
+        for x in (known, fits)
+    )
+    counts[COUNT_TRIED] += known.sum().int()
+    counts[COUNT_REDONE] += (known & ~fits).sum().int()
+    fits &= known
     fits = fits.repeat_interleave(block_q)[: len(top), None] & (top > -torch.inf)[:, None]
     reference = torch.where(fits, row_max[:, None] - LAGGED_EXPONENT, running)
     row_max.copy_(torch.where(top == -torch.inf, 0.0, top))

@@ -245,7 +245,6 @@ def _attention_fwd_kernel(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     is_row = offs_m < seq_q
-    tries = True
     main = visited
     if LAGGED:
         row_max = row_max_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m
@@ -316,13 +315,15 @@ def _attention_fwd_kernel(
             fits = (top <= reference + _LAGGED_HIGHEST) & (top >= reference + _LAGGED_LOWEST)
             fits = fits | (top == float("-inf")) | (offs_m >= seq_q)
             again = (tl.min(fits.to(tl.int32), 0) == 0) | (tries == 0)
+            tried = tries.to(tl.int32)
         else:
             again = outgrown(acc, running_sum)
+            tried = 1
         if SCALING == "planned":
             count = counts_ptr + (tl.load(row_ptr) + h_kv) * _COUNTS
-            tl.atomic_add(count + _TRIED, 1, sem=RELAXED)
-            tl.atomic_add(count + _REDONE, again.to(tl.int32), sem=RELAXED)
-        if again:  # rare: everything again with a running max, one tile after the other
+            tl.atomic_add(count + _TRIED, tried, sem=RELAXED)
+            tl.atomic_add(count + _REDONE, tried * again.to(tl.int32), sem=RELAXED)
+        if again:  # rare, or the first steps of a run: everything again with a running max, one tile after the other
             reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
             running_sum = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)

@@ -159,8 +159,7 @@ class Shared(NamedTuple):
 class Tile(NamedTuple):
     """The program's tile of query rows.
 
-    first, full, visited: of all its key tiles, which are done again where the ring's (those of `Seen`) were in vain;
-    tries: 0 if they are.
+    first, full, visited: of all its key tiles, which are done again where the ring's (those of `Seen`) were in vain.
     """
 
     seq_q: gl.tensor
@@ -173,7 +172,6 @@ class Tile(NamedTuple):
     first: gl.tensor
     full: gl.tensor
     visited: gl.tensor
-    tries: gl.tensor
 
 
 class Split(NamedTuple):
@@ -467,10 +465,11 @@ def _with_other_pieces(total, split, GROUP_INDEX: gl.constexpr, KIND: gl.constex
 
 
 @gluon.jit
-def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+def _finish(given, walked, total, shift, lags, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """What one warpgroup does with its sums over all keys: see whether they are good, else do them again; the output.
 
-    shift: what smoothing took from the scores of its rows (LSE).
+    shift: what smoothing took from the scores of its rows (LSE); lags: whether the softmax's reference was that of the
+    step before, where it can be.
     """
     HEAD_DIM: gl.constexpr = KIND.head_dim
     WIDTH: gl.constexpr = KIND.width
@@ -480,7 +479,7 @@ def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.con
     IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     inputs = given.inputs
     recorded = given.recorded
-    seq_q, heads, group, b, h, first_row, _, _, full, _, tries = given.tile
+    seq_q, heads, group, b, h, first_row, _, _, full, _ = given.tile
     acc, reference, running_sum, largest_p = total
     score_rows = walked.score_rows
     h_kv = h // group
@@ -490,22 +489,23 @@ def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.con
     if KIND.format.reference != "running":
         if LAGGED:
             # exact: P of the largest score against the range of e4m3. A row that saw nothing, or a NaN, needs no other
-            saw = ((largest_p != 0) | (full > 0) & (tries != 0)) & (largest_p <= _INFINITY)
+            saw = ((largest_p != 0) | (full > 0)) & (largest_p <= _INFINITY)
             fits = (largest_p <= _LARGEST_P) & (largest_p >= _SMALLEST_P) | (saw == 0) | (score_rows >= seq_q)
             top = gl.where(saw, reference + gl.log2(largest_p.to(gl.float32, bitcast=True)), float("-inf"))
-            again = (gl.min(fits.to(gl.int32), 0) == 0) | (tries == 0)
+            again = lags & (gl.min(fits.to(gl.int32), 0) == 0)
         else:
             again = outgrown(acc, running_sum, OUT)
         if KIND.scaling == "planned":
             lanes = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
             count = recorded.counts_ptr + (gl.load(recorded.row_ptr) + h_kv) * _COUNTS + lanes * 0
             # a warpgroup without rows did nothing
-            one = gl.full_like(lanes, 1) * (first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
+            one = gl.full_like(lanes, 1) * (lags & (first_row + GROUP_INDEX * ROWS < seq_q)).to(gl.int32)
             gl.atomic_add(count + _TRIED, one, mask=lanes == 0, sem=_RELAXED)
             gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=lanes == 0, sem=_RELAXED)
         if again:
             mbarrier.wait(given.shared.finished, 0)
             acc, reference, running_sum = _redo(given, walked, GROUP_INDEX, KIND, LAYOUTS)
+        if again | (lags == 0):
             top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     if LAGGED:
         # any number does for a row that saw nothing; -inf would have it done again for ever
@@ -565,7 +565,7 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
     inputs = given.inputs
     recorded = given.recorded
     of_rows = given.shared.of_rows
-    seq_q, heads, group, b, h, first_row, _, _, _, _, _ = given.tile
+    seq_q, heads, group, b, h, first_row, _, _, _, _ = given.tile
     h_kv = h // group
     kv_head_of_batch = b * (heads // group) + h_kv
     q_base = inputs.q_ptr + b.to(gl.int64) * inputs.stride_qb + h.to(gl.int64) * inputs.stride_qh
@@ -633,54 +633,27 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
 
 
 @gluon.jit
-def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
-    """One warpgroup: quantise 64 query rows, walk the key tiles, write the output."""
+def _sum_up(reference, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """One warpgroup's sums over the key tiles that come through the ring. reference: of the first tile's softmax."""
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
-    PV_DTYPE: gl.constexpr = KIND.pv_dtype
     MASKING: gl.constexpr = KIND.masking
     FORMAT: gl.constexpr = KIND.format
     SCALE_PER_KEY: gl.constexpr = FORMAT.scale_per_key
     FP8: gl.constexpr = FORMAT.pv == "fp8_e4m3"
     LAGGED: gl.constexpr = FORMAT.reference == "lagged"
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
-    )
-    BITS: gl.constexpr = PV_DTYPE.primitive_bitwidth
-    OUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 256 // BITS]
-    )
-    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=32 // BITS)
-    LAYOUTS: gl.constexpr = Layouts(SCORES, OUT, P_OPERAND)
+    SCORES: gl.constexpr = LAYOUTS.scores
+    OUT: gl.constexpr = LAYOUTS.out
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-
-    ring = given.ring
-    seen = given.seen
-    seq_q, heads, group, b, h, first_row, _, _, _, _, _ = given.tile
-    row_scale, shift = _quantize_queries(given, GROUP_INDEX, KIND, ROW)
-    k_scales = given.inputs.k_scales
-    if not SCALE_PER_KEY:
-        k_scales += (b * (heads // group) + h // group) * seen.n_tiles
-
-    q_codes = given.shared.q_codes.index(GROUP_INDEX)
-    reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    q_codes, zero, row_scale, score_rows, k_scales, kept, silenced, ring, seen = walked
     kept_reference = reference
     running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
     top = (running_sum * 0.0).to(gl.int32)
     acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
-    zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
-    score_rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
-    if LAGGED:
-        row_max = given.recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
-        earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
-        reference = gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
-    kept = given.shared.kept
     if FP8:
-        kept = (kept.index(GROUP_INDEX * 2), kept.index(GROUP_INDEX * 2 + 1))
         nothing, _ = halves(acc, WIDTH)
         store_kept(kept[0], nothing, WIDTH)
         store_kept(kept[1], nothing, WIDTH)
-    walked = Walked(q_codes, zero, row_scale, score_rows, k_scales, kept, given.shared.silenced, ring, seen)
 
     tile = seen_tile(0, seen, MASKING)
     mbarrier.wait(ring.filled.index(0), 0)
@@ -710,28 +683,85 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     if MASKING.mask == "keys" and not FP8:
         if seen.visited > seen.full:
             turn = seen.visited - partial
-            silence_together(
-                v_tile, seen.reach, at.before * BLOCK_N, walked.silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX
-            )
-    p_operand = as_operand(p, PV_DTYPE, P_OPERAND, BLOCK_N)
+            silence_together(v_tile, seen.reach, at.before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+    p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
     acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if FP8:
         acc = with_kept(acc, kept, kept_reference, reference, WIDTH, OUT, FORMAT.reference)
     running_sum = gl.convert_layout(gl.sum(running_sum, 1), ROW)
     largest_p = gl.convert_layout(gl.max(top, 1), ROW)
+    return Total(acc, reference, running_sum, largest_p)
+
+
+@gluon.jit
+def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
+    """One warpgroup: quantise 64 query rows, walk the key tiles, write the output."""
+    WIDTH: gl.constexpr = KIND.width
+    BLOCK_N: gl.constexpr = KIND.block_n
+    PV_DTYPE: gl.constexpr = KIND.pv_dtype
+    FORMAT: gl.constexpr = KIND.format
+    SCALE_PER_KEY: gl.constexpr = FORMAT.scale_per_key
+    FP8: gl.constexpr = FORMAT.pv == "fp8_e4m3"
+    LAGGED: gl.constexpr = FORMAT.reference == "lagged"
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
+    )
+    BITS: gl.constexpr = PV_DTYPE.primitive_bitwidth
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 256 // BITS]
+    )
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=32 // BITS)
+    LAYOUTS: gl.constexpr = Layouts(SCORES, OUT, P_OPERAND)
+    RUNNING: gl.constexpr = Kind(
+        KIND.head_dim, WIDTH, BLOCK_N, KIND.buffers, KIND.scaling, KIND.return_lse, KIND.groups, KIND.splits,
+        KIND.slice, KIND.masking, Format(SCALE_PER_KEY, FORMAT.pv, "running"), PV_DTYPE,
+    )  # fmt: skip
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+
+    ring = given.ring
+    seen = given.seen
+    seq_q, heads, group, b, h, first_row, _, _, _, _ = given.tile
+    row_scale, shift = _quantize_queries(given, GROUP_INDEX, KIND, ROW)
+    k_scales = given.inputs.k_scales
+    if not SCALE_PER_KEY:
+        k_scales += (b * (heads // group) + h // group) * seen.n_tiles
+
+    q_codes = given.shared.q_codes.index(GROUP_INDEX)
+    unknown = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
+    score_rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
+    if LAGGED:
+        row_max = given.recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
+        earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
+        is_known = gl.abs(earlier) < _P_EXPONENT_LIMIT  # NaN and -inf are not
+        reference = gl.where(is_known, earlier - _LAGGED_EXPONENT, 0.0)
+        lags = gl.min(is_known.to(gl.int32), 0) != 0
+    else:
+        lags = gl.to_tensor(True)
+    kept = given.shared.kept
+    if FP8:
+        kept = (kept.index(GROUP_INDEX * 2), kept.index(GROUP_INDEX * 2 + 1))
+    walked = Walked(q_codes, zero, row_scale, score_rows, k_scales, kept, given.shared.silenced, ring, seen)
+
+    if LAGGED:
+        if lags:
+            total = _sum_up(reference, walked, GROUP_INDEX, KIND, LAYOUTS)
+        else:
+            total = _sum_up(unknown, walked, GROUP_INDEX, RUNNING, LAYOUTS)
+    else:
+        total = _sum_up(unknown, walked, GROUP_INDEX, KIND, LAYOUTS)
     if FORMAT.reference != "running":
         # the ring is free for other use once all warpgroups are through
         mbarrier.arrive(given.shared.finished, count=1)
-    total = Total(acc, reference, running_sum, largest_p)
     if KIND.splits:
         is_last = gl.to_tensor(True)
         if given.split.pieces > 1:
             total, is_last = _with_other_pieces(total, given.split, GROUP_INDEX, KIND, LAYOUTS)
         if is_last:
-            _finish(given, walked, total, shift, GROUP_INDEX, KIND, LAYOUTS)
+            _finish(given, walked, total, shift, lags, GROUP_INDEX, KIND, LAYOUTS)
     else:
-        _finish(given, walked, total, shift, GROUP_INDEX, KIND, LAYOUTS)
+        _finish(given, walked, total, shift, lags, GROUP_INDEX, KIND, LAYOUTS)
 
 
 @gluon.jit(do_not_specialize=[
@@ -785,7 +815,6 @@ def attention_fwd_hopper_kernel(
         visited = gl.load(numbers_ptr + b * list_step_b * 2 + 1)
         reach += b.to(gl.int64) * reach_step_b
     visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
-    tries = 1
     ring_first = first
     ring_full = full
     ring_visited = visited
@@ -793,14 +822,6 @@ def attention_fwd_hopper_kernel(
         ring_first = first + visited * piece // pieces
         ring_visited = first + visited * (piece + 1) // pieces - ring_first
         ring_full = gl.minimum(gl.maximum(first + full - ring_first, 0), ring_visited)
-    if REFERENCE == "lagged":
-        # a row that was never seen has no reference: one tile through the ring, then all with a running max
-        rows = first_row + gl.arange(0, 4 * ROWS, gl.BlockedLayout([1], [32], [4], [0]))
-        is_row = rows < gl.minimum(first_row + GROUPS * ROWS, seq_q)
-        earlier = gl.load(row_max_ptr + head_of_batch.to(gl.int64) * seq_q + rows, mask=is_row, other=0.0)
-        tries = gl.min((gl.abs(earlier) < _P_EXPONENT_LIMIT).to(gl.int32), 0)
-        ring_full = gl.where(tries != 0, ring_full, 0)
-        ring_visited = gl.where(tries != 0, ring_visited, 1)
 
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -841,7 +862,7 @@ def attention_fwd_hopper_kernel(
         Shared(q_smem, row_smem, kept, silenced, finished, landed),
         ring,
         seen,
-        Tile(seq_q, heads, group, b, h, first_row, k_row, first, full, visited, tries),
+        Tile(seq_q, heads, group, b, h, first_row, k_row, first, full, visited),
         Split(partials_ptr, arrived_ptr, slot, piece, pieces),
     )  # fmt: skip
     KIND: gl.constexpr = Kind(
