@@ -252,7 +252,8 @@ def _lagged(s, row_max, running, block_q: int, counts) -> torch.Tensor:
     """
     top, known = s.amax(-1), row_max.abs() < P_EXPONENT_LIMIT
     rise = top - (row_max - LAGGED_EXPONENT)
-    fits = (rise >= LAGGED_LOWEST) & (rise <= LAGGED_HIGHEST) | (top == -torch.inf)
+    # a row that saw nothing, or a NaN, fits any
+    fits = (rise >= LAGGED_LOWEST) & (rise <= LAGGED_HIGHEST) | ~(top > -torch.inf)
     known, fits = (
         torch.nn.functional.pad(x, (0, -len(x) % block_q), value=True).unflatten(0, (-1, block_q)).all(1)
         for x in (known, fits)
@@ -262,7 +263,7 @@ def _lagged(s, row_max, running, block_q: int, counts) -> torch.Tensor:
     fits &= known
     fits = fits.repeat_interleave(block_q)[: len(top), None] & (top > -torch.inf)[:, None]
     reference = torch.where(fits, row_max[:, None] - LAGGED_EXPONENT, running)
-    row_max.copy_(torch.where(top == -torch.inf, 0.0, top))
+    row_max.copy_(torch.where(torch.isfinite(top), top, 0.0))
     return reference
 
 

@@ -344,8 +344,8 @@ def _attention_fwd_kernel(
                 acc = _add_product(acc * rescale[:, None], p, v, PV, BLOCK_M, BLOCK_N)
             top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     if LAGGED:
-        # any number does for a row that saw nothing; -inf would have it done again for ever
-        tl.store(row_max, tl.where(top == float("-inf"), 0.0, top), mask=is_row)
+        # any number does for a row that saw nothing, or a NaN; with none it would never be known
+        tl.store(row_max, tl.where(tl.abs(top) < float("inf"), top, 0.0), mask=is_row)
         reference = tl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
     if SOFTCAP:

@@ -508,8 +508,8 @@ def _finish(given, walked, total, shift, lags, GROUP_INDEX: gl.constexpr, KIND: 
         if again | (lags == 0):
             top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     if LAGGED:
-        # any number does for a row that saw nothing; -inf would have it done again for ever
-        gl.store(row_max, gl.where(top == float("-inf"), 0.0, top), mask=score_rows < seq_q)
+        # any number does for a row that saw nothing, or a NaN; with none it would never be known
+        gl.store(row_max, gl.where(gl.abs(top) < float("inf"), top, 0.0), mask=score_rows < seq_q)
         reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
     # one division a row: that of a tensor takes several instructions for each of 64 numbers
