@@ -53,7 +53,8 @@ class RowMaxima:
 
     def next_step(self) -> None:
         """A step is done: the calls are counted anew, and what it did not use (another resolution) goes."""
-        self._steps += 1
+        if self._calls:  # not in a compiled model, whose code may hang on no number that changes
+            self._steps += 1
         near = self._steps > FIRST_STEPS
         used = {key: rows for key, rows in self._kept.items() if near and self._calls.get(key[0], -1) >= key[1]}
         self._kept, self._calls = used, {}
