@@ -11,6 +11,7 @@ _LABEL = re.compile(r"^\s*(\.L_x?_?\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(@!?U?P[\dT]+\s+)?([A-Z][\w.]*)(.*?);?\s*(?:/\*|$)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 # instructions that write the uniform register that is their first operand
+_WAIT, _ARRIVAL = "SYNCS.PHASECHK", "SYNCS.ARRIVE"  # at a barrier in shared memory
 _WRITES = re.compile(r"U(?!TMA|BLK)\w+|R2UR|S2UR|VOTEU|LDCU|REDUX")
 
 
@@ -86,6 +87,44 @@ def is_ordered_by_the_block(sass: str, read: int, write: int) -> bool:
     before = max((i for i in barriers if i < at[read]), default=None)
     after = [min((i for i in barriers if i > at[x]), default=None) for x in (read, write)]
     return all(barriers.get(i, False) for i in (before, *after))
+
+
+def is_ordered_by_the_ring(sass: str, read: int, write: int) -> bool:
+    """Whether a load from shared memory is over before its warps say that its place is free, and a store waits for
+    that: on all paths from the load a barrier of its warps comes before the next arrival at a barrier in memory, and on
+    all paths to the store a wait for one comes last.
+
+    So it is with what the producer leaves in the ring for the consumers.
+    """
+    rows, labels = _rows(sass)
+    at = {int(address, 16): i for i, (address, *_) in enumerate(rows)}
+    if read not in at or write not in at:
+        return False
+    if not rows[at[read]][2].startswith("LDS") or not rows[at[write]][2].startswith("STS"):
+        return False
+    followers = [_followers(i, rows, labels) for i in range(len(rows))]
+    precedents = [[] for _ in rows]
+    for i, following in enumerate(followers):
+        for j in following:
+            precedents[j].append(i)
+
+    def every_path_meets(wanted: str, start: int, ways: list) -> bool:
+        """Before an arrival, and before the kernel's begin."""
+        todo, seen = [start], {start}
+        while todo:
+            i = todo.pop()
+            if wanted == _WAIT and not ways[i]:
+                return False
+            for j in ways[i]:
+                _, predicate, op, _ = rows[j]
+                if op.startswith(_ARRIVAL):
+                    return False
+                if j not in seen and (predicate or not op.startswith(wanted)):
+                    todo.append(j)
+                seen.add(j)
+        return True
+
+    return every_path_meets("BAR.", at[read], followers) and every_path_meets(_WAIT, at[write], precedents)
 
 
 def _followers(i: int, rows: list, labels: dict) -> list[int]:

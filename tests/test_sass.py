@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sanitize import unordered_races
-from tests.sass import is_ordered_by_the_block, main_loops, undefined_uniforms
+from tests.sass import is_ordered_by_the_block, is_ordered_by_the_ring, main_loops, undefined_uniforms
 
 
 SKIPPED = """
@@ -60,6 +60,40 @@ HANDED_OVER = """
 ])  # fmt: skip
 def test_barriers_of_the_whole_block_order_a_load_and_a_store(read, write, ordered):
     assert is_ordered_by_the_block(HANDED_OVER, read, write) == ordered
+
+
+RING = """
+        /*0000*/                   STS [UR5+0x660], R4 ;
+.L_x_1:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7+0x630], R6 ;
+        /*0020*/              @!P0 BRA `(.L_x_1) ;
+        /*0030*/                   STS [UR8+0x660], R3 ;
+        /*0040*/              @!P1 SYNCS.ARRIVE.TRANS64 RZ, [UR7+0x600], R5 ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+.L_x_2:
+        /*0070*/                   LDS R2, [UR9+0x660] ;
+        /*0080*/               @P2 BRA `(.L_x_3) ;
+        /*0090*/                   BAR.SYNC.DEFER_BLOCKING 0x2, 0x80 ;
+.L_x_3:
+        /*00a0*/                   BAR.SYNC.DEFER_BLOCKING 0x2, 0x80 ;
+        /*00b0*/              @!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR9+0x630], RZ ;
+        /*00c0*/               @P0 BRA `(.L_x_2) ;
+        /*00d0*/                   EXIT ;
+"""
+
+
+def test_a_place_that_was_freed_and_waited_for_orders_a_load_and_a_store():
+    assert is_ordered_by_the_ring(RING, 0x70, 0x30)
+    assert not is_ordered_by_the_ring(RING, 0x70, 0x00)  # nothing is waited for
+    assert not is_ordered_by_the_ring(RING, 0x30, 0x70)
+    some = "BAR.SYNC.DEFER_BLOCKING 0x2, 0x80"
+    before, last, after = RING.rpartition(some)
+    assert not is_ordered_by_the_ring(before + "NOP" + after, 0x70, 0x30)  # one path meets no barrier
+    assert not is_ordered_by_the_ring(RING.replace(some, "@P3 " + some), 0x70, 0x30)
+    assert not is_ordered_by_the_ring(RING.replace("SYNCS.PHASECHK.TRANS64.TRYWAIT", "NOP"), 0x70, 0x30)
+    arrived = RING.replace("LDS R2, [UR9+0x660] ;", "LDS R2, [UR9+0x660] ;\n /*0078*/ SYNCS.ARRIVE RZ, [UR9+0x630] ;")
+    assert not is_ordered_by_the_ring(arrived, 0x70, 0x30)
 
 
 def test_reports_of_racecheck_are_looked_up_in_the_code_of_their_launch():
