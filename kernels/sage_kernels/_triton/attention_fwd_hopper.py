@@ -248,6 +248,17 @@ class Total(NamedTuple):
 
 
 @gluon.jit
+def _next_tile(slot, phase, tile_scale, ring, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """Wait for the next tile: its place in the ring, its phase, its scale where that is read as soon as it is there."""
+    SCALE_PER_KEY: gl.constexpr = KIND.format.scale_per_key
+    slot, phase = next_place(slot, phase, KIND.buffers)
+    mbarrier.wait(ring.filled.index(slot), phase)
+    if KIND.masking.mask == "none" and not SCALE_PER_KEY:
+        tile_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, LAYOUTS.scores)
+    return slot, phase, tile_scale
+
+
+@gluon.jit
 def _key_step(
     i, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr, MASKED: gl.constexpr,
     PROMOTES: gl.constexpr,
@@ -265,17 +276,15 @@ def _key_step(
     LAGGED: gl.constexpr = FORMAT.reference == "lagged"
     SCORES: gl.constexpr = LAYOUTS.scores
     OUT: gl.constexpr = LAYOUTS.out
-    READ_AHEAD: gl.constexpr = MASKING.mask == "none" and not FP8 and not SCALE_PER_KEY
+    # which is faster, was measured
+    WAITS_EARLY: gl.constexpr = WIDTH == 64 and not FP8
     q_codes, zero, row_scale, score_rows, k_scales, kept, silenced, ring, seen = walked
     before, tile, slot, phase, tile_scale = at
     acc, p, reference, running_sum, top, kept_reference = sums
     if MASKED:  # a list is read one tile ahead
         after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
-    if READ_AHEAD:
+    if MASKING.mask == "none" and not SCALE_PER_KEY:
         key_scale = tile_scale
-    elif FP8 and MASKING.mask == "none" and not SCALE_PER_KEY:
-        # the ring has it too; from memory, beside the products, it is faster by 1.5 %
-        key_scale = gl.load(k_scales + seen_tile(i, seen, MASKING))
     elif not SCALE_PER_KEY:
         key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma(q_codes, ring.k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -303,17 +312,16 @@ def _key_step(
         )  # fmt: skip
     if PROMOTES:  # half of the sums under the wait for P·V: the scores' registers are free by now
         kept_half = load_kept(kept[0], WIDTH, OUT)
-    # waiting here for the next tiles ends a basic block: without it ptxas sinks the exponentials below the wait
-    # for P·V
-    next_slot, next_phase = next_place(slot, phase, KIND.buffers)
-    mbarrier.wait(ring.filled.index(next_slot), next_phase)
-    if READ_AHEAD:  # under the wait for P·V
-        tile_scale = load_key_scale(ring.k_scales.index(next_slot), SCALE_PER_KEY, SCORES)
+    place = (slot, phase, tile_scale)
+    if WAITS_EARLY:  # that ends a basic block: without it ptxas sinks the exponentials below the wait for P·V
+        place = _next_tile(slot, phase, tile_scale, ring, KIND, LAYOUTS)
     if FP8:  # an 8-bit operand can't be waited for
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
     else:
         acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
     mbarrier.arrive(ring.freed.index(slot), count=1)
+    if not WAITS_EARLY:
+        place = _next_tile(slot, phase, tile_scale, ring, KIND, LAYOUTS)
     if FORMAT.reference == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     if PROMOTES:
@@ -323,7 +331,7 @@ def _key_step(
     if MASKED:
         before = tile
         tile = after
-    at = Place(before, tile, next_slot, next_phase, tile_scale)
+    at = Place(before, tile, place[0], place[1], place[2])
     return at, Sums(acc, p, reference, running_sum, top, kept_reference)
 
 
@@ -593,8 +601,12 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
         center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
     row_scale = gl.full([ROWS], 0.0, gl.float32, ROW)
     shift = row_scale
+    ahead = _load_queries(q_base, inputs.stride_qs, first, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
     for i in range(slices):
-        q = _load_queries(q_base, inputs.stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
+        q = ahead
+        if SLICES > 1:
+            after = first + gl.minimum(i + 1, SLICES - 1) * SLICE
+            ahead = _load_queries(q_base, inputs.stride_qs, after, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
         x = q
         if SCALING == "planned":
             x = q * weight
@@ -665,11 +677,7 @@ def _sum_up(reference, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LA
         scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
         SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
     )  # fmt: skip
-    slot, phase = next_place(0, 0, KIND.buffers)
-    mbarrier.wait(ring.filled.index(slot), phase)
-    tile_scale = row_scale  # where it is not used
-    if MASKING.mask == "none" and not FP8 and not SCALE_PER_KEY:
-        tile_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
+    slot, phase, tile_scale = _next_tile(0, 0, row_scale, ring, KIND, LAYOUTS)
     at = Place(tile, tile, slot, phase, tile_scale)
     sums = Sums(acc, p, reference, running_sum, top, kept_reference)
     at, sums = _walk(1, seen.full, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED=False)
@@ -874,10 +882,21 @@ def attention_fwd_hopper_kernel(
             [
                 (_consume, (given, 0, KIND)),
                 (_consume, (given, 1, KIND)),
-                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
+                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, 1)),
             ],
             [4, 1],
             [_REGISTERS_OF_TWO, _PRODUCER_REGISTERS],
+        )
+    elif PV == "fp8_e4m3":  # here the same code for three consumers is faster, of which none comes first
+        gl.warp_specialize(
+            [
+                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, 4)),
+                (_consume, (given, 0, KIND)),
+                (_consume, (given, 1, KIND)),
+                (_consume, (given, 2, KIND)),
+            ],
+            [4, 4, 4],
+            [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _REGISTERS_OF_THREE],
         )
     else:
         gl.warp_specialize(
@@ -885,7 +904,7 @@ def attention_fwd_hopper_kernel(
                 (_consume, (given, 0, KIND)),
                 (_consume, (given, 1, KIND)),
                 (_consume, (given, 2, KIND)),
-                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
+                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, 1)),
             ],
             [4, 4, 1],
             [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _PRODUCER_REGISTERS],
