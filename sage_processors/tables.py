@@ -258,9 +258,14 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
         if summary and shown[case.partition("/")[0], gpu, recipe] != case:
             continue
 
-        def value(provider, metric="time", recipe="", case=case, gpu=gpu, commit=row["commit"]):
+        place = next(i for i, other in enumerate(rows) if other is row)
+        before = _newest(rows[:place], "case", "gpu", "provider", "recipe", "metric", "commit")
+
+        def value(provider, metric="time", recipe="", case=case, gpu=gpu, commit=row["commit"], before=before):
             key = (case, gpu, provider, recipe, metric)
-            found = by_run.get((*key, commit), by_key.get(key))  # of the same run, where it was measured there
+            # of the same run, where it was measured there: the others' rows come before ours
+            same_run = by_run if provider == "sage_kernels" else before
+            found = same_run.get((*key, commit), by_key.get(key))
             return "–" if found is None else found["median"]
 
         stock = [value(name) for name in ("torch_sdpa_cudnn", "torch_sdpa_flash", "attention_removed")]

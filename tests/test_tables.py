@@ -172,6 +172,11 @@ def test_whole_models_sets_ours_beside_the_others(tmp_path):
     assert "| flux_2048 |" in summary and "| flux_2048/min_tokens0 |" not in summary  # what a user gets
     others = [row for row in rows if row["case"] != "flux_2048" or row["provider"] != "sage_kernels"]
     assert "| flux_2048/min_tokens0 |" in results_markdown(others, summary=True)
+    # of two runs with one commit, each has the others' rows that came before its own
+    again = [row | {"recipe": row["recipe"] and "s", "median": str(2 * float(row["median"]))} for row in rows]
+    twice = results_markdown(rows + again)
+    assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 |" in twice
+    assert "| flux_2048 | s | H200 | 1500.0 | 1716.0 | – | 1072.0 |" in twice
     # a later run of the others belongs to a later one of ours
     later = [row | {"commit": "later", "median": "1000"} for row in rows if row["provider"] == "torch_sdpa_cudnn"]
     assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 | 1.144 | 30.5 | 31 | 0.02 |" in results_markdown(
