@@ -91,8 +91,8 @@ def is_ordered_by_the_block(sass: str, read: int, write: int) -> bool:
 
 def is_ordered_by_the_ring(sass: str, read: int, write: int) -> bool:
     """Whether a load from shared memory is over before its warps say that its place is free, and a store waits for
-    that: on all paths from the load a barrier of its warps comes before the next arrival at a barrier in memory, and on
-    all paths to the store a wait for one comes last.
+    that: on all paths from the load a barrier of its warps comes before the next arrival at a barrier in memory, and
+    on all paths to the store a wait for one comes last.
 
     So it is with what the producer leaves in the ring for the consumers.
     """

@@ -249,7 +249,7 @@ class Total(NamedTuple):
 
 @gluon.jit
 def _next_tile(slot, phase, tile_scale, ring, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """Wait for the next tile: its place in the ring, its phase, its scale where that is read as soon as it is there."""
+    """Wait for the next tile. Returns its place in the ring, its phase, and its scale where that is read at once."""
     SCALE_PER_KEY: gl.constexpr = KIND.format.scale_per_key
     slot, phase = next_place(slot, phase, KIND.buffers)
     mbarrier.wait(ring.filled.index(slot), phase)
@@ -276,7 +276,7 @@ def _key_step(
     LAGGED: gl.constexpr = FORMAT.reference == "lagged"
     SCORES: gl.constexpr = LAYOUTS.scores
     OUT: gl.constexpr = LAYOUTS.out
-    # which is faster, was measured
+    # before the wait for P·V: measured, kernels/README.md, section 9
     WAITS_EARLY: gl.constexpr = WIDTH == 64 and not FP8
     q_codes, zero, row_scale, score_rows, k_scales, kept, silenced, ring, seen = walked
     before, tile, slot, phase, tile_scale = at
