@@ -10,8 +10,8 @@ MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QMMA", "QGMMA")
 _LABEL = re.compile(r"^\s*(\.L_x?_?\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(@!?U?P[\dT]+\s+)?([A-Z][\w.]*)(.*?);?\s*(?:/\*|$)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
-# instructions that write the uniform register that is their first operand
 _WAIT, _ARRIVAL = "SYNCS.PHASECHK", "SYNCS.ARRIVE"  # at a barrier in shared memory
+# instructions that write the uniform register that is their first operand
 _WRITES = re.compile(r"U(?!TMA|BLK)\w+|R2UR|S2UR|VOTEU|LDCU|REDUX")
 
 
@@ -77,15 +77,13 @@ def is_ordered_by_the_block(sass: str, read: int, write: int) -> bool:
     So it is with what Triton hands to specialised warps: their number and their arguments.
     """
     rows, _ = _rows(sass)
-    at = {int(address, 16): i for i, (address, *_) in enumerate(rows)}
-    if read not in at or write not in at:
-        return False
-    if not rows[at[read]][2].startswith("LDS") or not rows[at[write]][2].startswith("STS"):
+    at = _load_and_store(rows, read, write)
+    if at is None:
         return False
     # without a number of threads, as the barriers of a group of warps have it, BAR.SYNC waits for all of the block
     barriers = {i: "," not in rest for i, (_, _, op, rest) in enumerate(rows) if op.startswith("BAR.")}
-    before = max((i for i in barriers if i < at[read]), default=None)
-    after = [min((i for i in barriers if i > at[x]), default=None) for x in (read, write)]
+    before = max((i for i in barriers if i < at[0]), default=None)
+    after = [min((i for i in barriers if i > x), default=None) for x in at]
     return all(barriers.get(i, False) for i in (before, *after))
 
 
@@ -97,10 +95,8 @@ def is_ordered_by_the_ring(sass: str, read: int, write: int) -> bool:
     So it is with what the producer leaves in the ring for the consumers.
     """
     rows, labels = _rows(sass)
-    at = {int(address, 16): i for i, (address, *_) in enumerate(rows)}
-    if read not in at or write not in at:
-        return False
-    if not rows[at[read]][2].startswith("LDS") or not rows[at[write]][2].startswith("STS"):
+    at = _load_and_store(rows, read, write)
+    if at is None:
         return False
     followers = [_followers(i, rows, labels) for i in range(len(rows))]
     precedents = [[] for _ in rows]
@@ -124,7 +120,16 @@ def is_ordered_by_the_ring(sass: str, read: int, write: int) -> bool:
                 seen.add(j)
         return True
 
-    return every_path_meets("BAR.", at[read], followers) and every_path_meets(_WAIT, at[write], precedents)
+    return every_path_meets("BAR.", at[0], followers) and every_path_meets(_WAIT, at[1], precedents)
+
+
+def _load_and_store(rows: list, read: int, write: int) -> tuple[int, int] | None:
+    """Where the instructions of two addresses stand; None if they are not a load from shared memory and a store."""
+    at = {int(address, 16): i for i, (address, *_) in enumerate(rows)}
+    found = at.get(read), at.get(write)
+    if None in found or [rows[i][2][:3] for i in found] != ["LDS", "STS"]:
+        return None
+    return found
 
 
 def _followers(i: int, rows: list, labels: dict) -> list[int]:

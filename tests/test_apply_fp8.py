@@ -35,10 +35,10 @@ def test_pipeline_runs_in_fp8_and_says_so(config, near):
     assert rows and all(row["recipe"] == "qk_int8_pv_fp8" and row["calls"] == 4 for row in rows)
     assert 20 < sqnr_db(ours, stock) < 70  # FP8's noise, and something did change
     for row in rows:
-        assert 0 <= row["redone_fraction"] < 1
+        assert (0 <= row["redone_fraction"] < 1) if config is FP8 else row["redone_fraction"] == 0
         assert row["redone_fraction"] == 0 or "done again" in row["note"]
     # three steps of four; without a state there is nothing to keep
-    assert all(lagged) and bool(lagged) == (config is FP8)
+    assert all(tiles > 0 and tiles % 3 == 0 for tiles in lagged) and bool(lagged) == (config is FP8)
     assert torch.isfinite(again).all()
 
 
