@@ -62,7 +62,8 @@ class CallSite:
     Attributes:
         state: sage_kernels.HeadState or None (scales computed from the inputs).
         kv_heads, head_dim: layout that `state` was made for.
-        row_max_of: (shape, device) -> HeadState.row_max for the running call, where the recipe keeps row maxima.
+        row_max_of: (shape, device) -> arguments of HeadState.keeping for the running call, or None; itself None
+            where the recipe keeps no row maxima.
         seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
             numel(Q) + numel(K). Written in forward and never read there: a read would make Dynamo guard on the value,
             and recompile.
@@ -166,8 +167,8 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
             if site.state.plan.device == query.device:
                 state = site.state
                 if site.row_max_of is not None and not torch.compiler.is_compiling():
-                    rows = (query.shape[0], query.shape[2], query.shape[1])
-                    state = state._replace(row_max=site.row_max_of(rows, query.device))
+                    kept = site.row_max_of((query.shape[0], query.shape[2], query.shape[1]), query.device)
+                    state = state if kept is None else state.keeping(*kept)
     if state is None:
         processor._sage_events.add(_EVENT["called"])
     rotation = "none"

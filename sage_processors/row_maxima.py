@@ -35,28 +35,30 @@ class RowMaxima:
         self._kept: dict[tuple, torch.Tensor] = {}
         self._calls: dict[tuple, int] = {}
 
-    def of(self, site: int, shape: tuple[int, int, int], device: torch.device) -> torch.Tensor:
-        """fp32 [B, H, S_q] for the running call of a site, -inf where nothing is known; [0] if there is no room."""
+    def of(self, site: int, shape: tuple[int, int, int], device: torch.device) -> tuple[torch.Tensor, bool] | None:
+        """Arguments of `HeadState.keeping` for the running call of a site, shape [B, H, S_q].
+
+        Rows, fp32, and whether the step before left its own there. None: nothing is to be kept.
+        """
         place = (site, shape)
         call = self._calls[place] = self._calls.get(place, -1) + 1
         found = self._kept.get((place, call))
         if found is not None and found.device == device:
-            return found
+            return found, True
         nbytes = 4 * shape[0] * shape[1] * shape[2]
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if self._steps < FIRST_STEPS or capturing or self.nbytes + nbytes > self.limit:
+            return None
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference_mode
-            if capturing or self.nbytes + nbytes > self.limit:
-                return torch.zeros(0, device=device)
             self._kept[place, call] = torch.full(shape, -torch.inf, device=device)
         self.nbytes += nbytes
-        return self._kept[place, call]
+        return self._kept[place, call], False
 
     def next_step(self) -> None:
         """A step is done: the calls are counted anew, and what it did not use (another resolution) goes."""
         if self._calls:  # not in a compiled model, whose code may hang on no number that changes
             self._steps += 1
-        near = self._steps > FIRST_STEPS
-        used = {key: rows for key, rows in self._kept.items() if near and self._calls.get(key[0], -1) >= key[1]}
+        used = {key: rows for key, rows in self._kept.items() if self._calls.get(key[0], -1) >= key[1]}
         self._kept, self._calls = used, {}
         self.nbytes = sum(rows.nbytes for rows in used.values())
 

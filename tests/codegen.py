@@ -133,6 +133,7 @@ def attention(
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
     constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "REFERENCE": reference, "PV": pv}
+    constants["KEEPS_MAX"] = pv != "16bit" and scaling == "planned" and mask != "rows"
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "counts_ptr": "*i32"}
     types["values"] = "*bf16" if pv == "16bit" else "*fp8e4nv"
     types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32", "arrived_ptr": "*i32"}

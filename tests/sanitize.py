@@ -132,7 +132,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     from sage_kernels.numerics import padded_head_dim
     from sage_kernels.recipe import RECIPES
     from sage_kernels.reference import ref_rotate
-    from sage_kernels.state import keeps_row_max
+    from sage_kernels.state import reads_row_max
     from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
     from sage_processors.scales import ScaleState, Site
 
@@ -156,12 +156,12 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
         k, v, masking = masked_keys(k, v, SEQ_Q, **maskings(device)[name])
         scales = ScaleState([Site("a", KV_HEADS, head_dim)], device=device)
         row_max = torch.full((BATCH, HEADS, SEQ_Q), -torch.inf, device=device)
-        for _ in range(2 if scaling == "planned" else 1):  # without a plan, then with one
+        for step in range(2 if scaling == "planned" else 1):  # without a plan, then with one
             state = scales.head_state(0) if scaling == "planned" else None
             if state is not None and recipe == FP8:
-                state = state._replace(row_max=row_max)
+                state = state.keeping(row_max, known=step > 0)
             before = None if state is None else HeadState(*(x.clone() for x in state))
-            lagged = recipe == FP8 and keeps_row_max(state, masking)
+            lagged = recipe == FP8 and reads_row_max(state, masking)
             tile = device_tile(device, head_width(head_dim), scaling, masking, RECIPES[recipe].pv, lagged)
             tile = Tile(*chosen) if chosen else tile
             rest = {"scaling": "per_token" if state else scaling, "scale": head_dim**-0.5, "smooth_k": True}

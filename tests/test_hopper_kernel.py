@@ -93,11 +93,12 @@ def test_planned_steps_match_the_reference(recipe, mask, hopper, monkeypatch):
     q, k, v = normal(1, 300, 1025, 4, 2, hopper.head_dim, dtype=torch.bfloat16)
     scales = ScaleState([Site("a", 2, hopper.head_dim)], device="cuda")
     state = scales.head_state(0)
-    if recipe == FP8:
-        state = state._replace(row_max=torch.full((1, 4, 300), -torch.inf, device="cuda"))
+    rows = torch.full((1, 4, 300), -torch.inf, device="cuda")
     for step in range(4):
         if step == 2:  # nothing like the step before: the kept maxima do not fit
             q = 30 * q
+        if recipe == FP8:
+            state = state.keeping(rows, known=step > 0)
         hopper.check(q, k, v, recipe=recipe, state=state, exponent=2000.0, **MASKS[mask])
         counts = state.counts.sum(0)
         tried, redone = int(counts[COUNT_TRIED]), int(counts[COUNT_REDONE])
@@ -115,8 +116,9 @@ def test_rows_that_see_nothing_or_a_nan_do_not_cost_a_second_try(hopper):
     q[0, 70, 1] = torch.nan
     seen = key_padding([700, 0, 129], 700).cuda()
     scales = ScaleState([Site("a", 2, hopper.head_dim)], device="cuda")
-    state = scales.head_state(0)._replace(row_max=torch.full((3, 2, 200), -torch.inf, device="cuda"))
+    state, rows = scales.head_state(0), torch.full((3, 2, 200), -torch.inf, device="cuda")
     for step in range(3):
+        state = state.keeping(rows, known=step > 0)
         out = sage_attention(q, k, v, recipe=FP8, state=state, attn_mask=seen)
         counts = state.counts.sum(0)
         # 4 warpgroups for each of 6 heads; of the first step nothing is known
@@ -140,9 +142,10 @@ def test_long_sums_in_fp8_do_not_shrink(lagged, value, hopper):
     v = torch.full_like(k, value)
     scales = ScaleState([Site("a", 1, hopper.head_dim)], device="cuda")
     state = scales.head_state(0)
-    if lagged:
-        state = state._replace(row_max=torch.full((1, 1, 200), -torch.inf, device="cuda"))
-    for _ in range(2):
+    rows = torch.full((1, 1, 200), -torch.inf, device="cuda")
+    for step in range(2):
+        if lagged:
+            state = state.keeping(rows, known=step > 0)
         out = sage_attention(*(x.cuda() for x in (q, k, v)), recipe=FP8, state=state).float()
         scales.advance(1.0, 0.9)
     # P is rounded to 4 bits on both sides of the fraction's line but not in its sum: errors of many keys average out

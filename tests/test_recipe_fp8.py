@@ -9,7 +9,7 @@ from sage_kernels import new_head_state, sage_attention
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.numerics import quantize_values, round_to_e4m3
 from sage_kernels.recipe import LAGGED_LOWEST
-from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX
+from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX, HeadState
 from sage_kernels.testing import exact_attention, relative_l2
 from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import DTYPES, FP8, band_mask, key_padding, normal, runs_fp8
@@ -43,11 +43,12 @@ def call(attend, q, k, v, **options):
     return attend(q, k, v, recipe=FP8, **options)
 
 
-def lagging(attend, q, k, v) -> ScaleState:
-    """A planned state whose calls keep their rows' maxima: `steps` gives the HeadState of the running step."""
-    state = ScaleState([Site("a", k.shape[2], q.shape[3])], device=attend.device)
-    rows = state.row_maxima.of(0, (q.shape[0], q.shape[2], q.shape[1]), attend.device)
-    return state, state.head_state(0)._replace(row_max=rows)
+def lagging(attend, q, k, v) -> tuple[ScaleState, HeadState, HeadState]:
+    """A planned state whose calls keep their rows' maxima: of all steps, of the first one, and of all others."""
+    scales = ScaleState([Site("a", k.shape[2], q.shape[3])], device=attend.device)
+    rows = torch.full((q.shape[0], q.shape[2], q.shape[1]), -INF, device=attend.device)
+    state = scales.head_state(0)
+    return scales, state.keeping(rows, known=False), state.keeping(rows, known=True)
 
 
 def rates(state):
@@ -189,9 +190,11 @@ def test_error_on_normal_inputs_stays_below_the_bar(seq):
     device = "cuda" if torch.cuda.is_available() and runs_fp8("cuda") else "cpu"
     q, k, v = normal(1, 256, seq, 2, 2, 128, dtype=torch.float16)
     q, k, v = (x.to(device) for x in (q, k, v))
-    state = new_head_state(2, 128, device)._replace(row_max=torch.full((1, 2, 256), -INF, device=device))
+    state = new_head_state(2, 128, device)
+    rows = torch.full((1, 2, 256), -INF, device=device)
+    steps = [state.keeping(rows, known) for known in (False, True)]
     exact, _ = exact_attention(q, k, v)
-    for options in ({}, {"scaling": "per_block"}, {"state": state}, {"state": state}):
+    for options in ({}, {"scaling": "per_block"}, *({"state": step} for step in steps)):
         out = sage_attention(q, k, v, recipe=FP8, **options)
         assert relative_l2(out, exact) <= BAR and relative_l2(out, exact, (1, 3)).max() <= BAR, options
 
@@ -239,8 +242,8 @@ def test_a_state_that_saw_no_values_runs_dynamic_ones(fp8):
 
 def test_the_second_step_takes_the_first_ones_row_maxima(fp8):
     q, k, v = normal(1, 70, 200, 2, 1, 64)
-    scales, state = lagging(fp8, q, k, v)
-    call(fp8, q, k, v, state=state)
+    scales, first, state = lagging(fp8, q, k, v)
+    call(fp8, q, k, v, state=first)
     assert rates(state) == (0, 0)  # nothing known: all of it with a running max
     scores = (
         torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double().repeat_interleave(2, 2)) * 64**-0.5 / 0.6931471805599453
@@ -260,10 +263,10 @@ def test_the_second_step_takes_the_first_ones_row_maxima(fp8):
 @pytest.mark.parametrize("name", LOGITS)
 def test_scores_of_any_course_match_the_reference_from_step_to_step(name, fp8):
     q, k, v = climbing(LOGITS[name])
-    scales, state = lagging(fp8, q, k, v)
+    scales, first, state = lagging(fp8, q, k, v)
     exponent = max(64.0, 4 * float(LOGITS[name].abs().max()))
-    for _ in range(2):
-        fp8.check(q, k, v, state=state, exponent=exponent)
+    for step in (first, state):
+        fp8.check(q, k, v, state=step, exponent=exponent)
         scales.advance(0.5, 0.5)
     fp8.check(q, k, v, state=state, exponent=exponent)
     assert rates(state)[1] == 0  # same rows, same maxima: nothing to do again
@@ -273,9 +276,9 @@ def test_scores_of_any_course_match_the_reference_from_step_to_step(name, fp8):
 def test_rows_that_left_the_range_are_done_again_and_others_are_not(rise, fp8):
     """A key's logit moves the row maxima of head 0 by `rise`; head 1 keeps its own."""
     q, k, v = climbing(0 * RAMP)
-    scales, state = lagging(fp8, q, k, v)
-    for _ in range(2):
-        call(fp8, q, k, v, state=state)
+    scales, first, state = lagging(fp8, q, k, v)
+    for step in (first, state):
+        call(fp8, q, k, v, state=step)
         scales.advance(0.5, 0.5)
     state.row_max[:, 0] -= rise
     fp8.check(q, k, v, state=state, exponent=1200.0)
@@ -285,14 +288,13 @@ def test_rows_that_left_the_range_are_done_again_and_others_are_not(rise, fp8):
 
 def test_changed_prompts_and_unknown_rows_are_right(fp8):
     q, k, v = normal(1, 70, 140, 2, 2, 64)
-    scales, state = lagging(fp8, q, k, v)
+    scales, _, state = lagging(fp8, q, k, v)
     for seed, factor in ((1, 1), (2, 40), (3, 0.01)):
         fp8.check(q * factor, normal(1, 70, 140, 2, 2, 64, seed=seed)[1], v, state=state, exponent=500.0)
         scales.advance(0.5, 0.5)
     for bad in (NAN, INF, -INF, 1e30):
         state.row_max.fill_(bad)
         fp8.check(q, k, v, state=state)
-        assert rates(state) == (0, 0)
         assert torch.isfinite(state.row_max).all()
         scales.advance(0.5, 0.5)
 
@@ -301,9 +303,9 @@ def test_changed_prompts_and_unknown_rows_are_right(fp8):
                                      {"attn_mask": key_padding([130], 140)}, {"causal": "top_left"}])  # fmt: skip
 def test_bands_and_key_masks_lag_too(options, fp8):
     q, k, v = normal(1, 150, 140, 2, 2, 64)
-    scales, state = lagging(fp8, q, k, v)
-    for _ in range(3):
-        out, _ = fp8.check(q, k, v, state=state, **options)
+    scales, first, state = lagging(fp8, q, k, v)
+    for step in (first, state, state):
+        out, _ = fp8.check(q, k, v, state=step, **options)
         scales.advance(0.5, 0.5)
     call(fp8, q, k, v, state=state, **options)
     assert rates(state)[0] > 0 and rates(state)[1] == 0
@@ -313,8 +315,8 @@ def test_bands_and_key_masks_lag_too(options, fp8):
 
 def test_nan_rows_stay_alone_and_are_forgotten(fp8):
     q, k, v = normal(1, 70, 140, 2, 2, 64)
-    scales, state = lagging(fp8, q, k, v)
-    call(fp8, q, k, v, state=state)
+    scales, first, state = lagging(fp8, q, k, v)
+    call(fp8, q, k, v, state=first)
     bad = q.clone()
     bad[0, 33, 1] = NAN
     out, _ = call(fp8, bad, k, v, state=state)
@@ -322,10 +324,24 @@ def test_nan_rows_stay_alone_and_are_forgotten(fp8):
     fp8.check(q, k, v, state=state)
 
 
-def test_row_maxima_of_another_shape_are_an_error(fp8):
+def test_what_is_kept_may_lie_elsewhere_or_not_be_kept(fp8):
+    q, k, v = normal(1, 70, 140, 2, 2, 64)
+    scales, first, state = lagging(fp8, q, k, v)
+    plain, lse = call(fp8, q, k, v, state=scales.head_state(0))
+    again, lse_again = call(fp8, q, k, v, state=first)  # to keep them changes nothing
+    assert torch.equal(plain, again) and torch.equal(lse, lse_again)
+    before, other = state.row_max.clone(), torch.full_like(state.row_max, -INF)
+    call(fp8, 2 * q, k, v, state=state._replace(row_max_next=other))
+    assert torch.equal(state.row_max, before) and torch.isfinite(other).all() and not torch.equal(other, before)
+    call(fp8, 2 * q, k, v, state=state._replace(row_max_next=first.row_max))
+    assert torch.equal(state.row_max, before)
+
+
+@pytest.mark.parametrize("name", ["row_max", "row_max_next"])
+def test_row_maxima_of_another_shape_are_an_error(name, fp8):
     q, k, v = normal(1, 40, 70, 2, 2, 64)
-    state = new_head_state(2, 64, fp8.device)._replace(row_max=torch.zeros(1, 2, 41, device=fp8.device))
-    with pytest.raises(ValueError, match=r"state.row_max: got .* expected contiguous torch.float32 \(1, 2, 40\)"):
+    state = new_head_state(2, 64, fp8.device)._replace(**{name: torch.zeros(1, 2, 41, device=fp8.device)})
+    with pytest.raises(ValueError, match=rf"state.{name}: got .* expected contiguous torch.float32 \(1, 2, 40\)"):
         call(fp8, q, k, v, state=state)
 
 

@@ -97,15 +97,15 @@ def planned_attention(case, q, k, v, lagged=False, rotation="none", **options):
     options |= {"rotation": rotation}
     scales = ScaleState([Site("bench", case.kv_heads, case.head_dim, rotation)], device=q.device)
     state = scales.head_state(0)
-    row_max = {}
+    kept = {}
 
     def run(q, k, v):
         mine = state
         if lagged:
-            if q.data_ptr() not in row_max:
-                shape = (case.batch, case.heads, case.seq_q)
-                row_max[q.data_ptr()] = q.new_full(shape, -math.inf, dtype=torch.float32)
-            mine = state._replace(row_max=row_max[q.data_ptr()])
+            known = q.data_ptr() in kept
+            if not known:
+                kept[q.data_ptr()] = q.new_empty(case.batch, case.heads, case.seq_q, dtype=torch.float32)
+            mine = state.keeping(kept[q.data_ptr()], known)
         return sage_attention(q, k, v, state=mine, **options)
 
     run(q, k, v)

@@ -54,7 +54,7 @@ def time_tiles(case, scaling: str, recipe: str) -> None:
         state = scales.head_state(0)
         if pv != "16bit":
             unknown = q.new_full((case.batch, case.heads, case.seq_q), -torch.inf).float()
-            state = state._replace(row_max=unknown)
+            state = state.keeping(unknown, known=True)
     rows = []
     for tile in candidates(case.head_dim, pv):
 

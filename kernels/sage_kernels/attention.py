@@ -18,7 +18,10 @@ _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? attn_mask, Tensor? sinks, float scale, str scaling, bool smooth_k, "
     "str causal, int? window, float softcap, str recipe, str rotation"
 )
-_STATE = "Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, Tensor(c!) row_max"
+_STATE = (
+    "Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, Tensor row_max, "
+    "Tensor(c!) row_max_next"
+)
 _library.define(f"attention({_ARGUMENTS}) -> Tensor")
 _library.define(f"attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
 _library.define(f"attention_planned({_ARGUMENTS}, {_STATE}) -> Tensor")

@@ -253,6 +253,7 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
         "counts": (torch.int32, (rows, COUNT_FIELDS)),
         "row": (torch.int32, ()),
         "row_max": (torch.float32, (0,) if state.row_max.numel() == 0 else (batch, heads, seq_q)),
+        "row_max_next": (torch.float32, (0,) if state.row_max_next.numel() == 0 else (batch, heads, seq_q)),
     }
     for name, (dtype, shape) in wanted.items():
         x = getattr(state, name)

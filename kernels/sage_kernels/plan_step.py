@@ -10,10 +10,10 @@ from .state import HeadState
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
 _library.define(
     "plan_step(Tensor(a!) plan, Tensor(b!) plan_scale, Tensor(c!) stats, Tensor(d!) counts, Tensor row, "
-    "Tensor row_max, Tensor(e!) table, Tensor(f!) table_run, Tensor run, Tensor(g!) totals, Tensor is_channel, "
-    "Tensor finished, Tensor following, float margin, float growth, float v_floor) -> ()"
+    "Tensor row_max, Tensor row_max_next, Tensor(e!) table, Tensor(f!) table_run, Tensor run, Tensor(g!) totals, "
+    "Tensor is_channel, Tensor finished, Tensor following, float margin, float growth, float v_floor) -> ()"
 )
-_TENSORS = 13  # arguments before the numbers
+_TENSORS = 14  # arguments before the numbers
 
 
 def plan_step(state: HeadState, *tensors: torch.Tensor, margin: float, growth: float, v_floor: float) -> None:
@@ -27,8 +27,10 @@ def plan_step(state: HeadState, *tensors: torch.Tensor, margin: float, growth: f
 def _plan_step(*arguments):
     from ._triton.plan_step import launch_plan_step
 
-    tensors, (margin, growth, v_floor) = arguments[6:_TENSORS], arguments[_TENSORS:]
-    launch_plan_step(HeadState(*arguments[:6]), *tensors, margin=margin, growth=growth, v_floor=v_floor)
+    tensors, (margin, growth, v_floor) = arguments[len(HeadState._fields) : _TENSORS], arguments[_TENSORS:]
+    launch_plan_step(
+        HeadState(*arguments[: len(HeadState._fields)]), *tensors, margin=margin, growth=growth, v_floor=v_floor
+    )
 
 
 _library.impl("plan_step", _plan_step, "CUDA")

@@ -55,6 +55,7 @@ from .state import (
     STAT_V_AMAX,
     HeadState,
     keeps_row_max,
+    reads_row_max,
     shape_key,
 )
 
@@ -196,7 +197,7 @@ def ref_attention(
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
     repeat = heads // kv_heads
     step = max(1, _SCORES_LIMIT // seq_kv)
-    lagged = is_fp8 and keeps_row_max(state, masking)
+    lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
     if lagged:  # decided for whole tiles of query rows
         step = max(1, step // block_q) * block_q
     for b in range(batch):
@@ -218,6 +219,9 @@ def ref_attention(
                 if lagged:
                     counts_of_head = state.counts[int(state.row) + kv]
                     reference = _lagged(s, state.row_max[b, h, part], reference, block_q, counts_of_head)
+                if keeps_max:
+                    top = s.amax(-1)
+                    state.row_max_next[b, h, part] = torch.where(torch.isfinite(top), top, 0.0)
                 o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
                 if is_fp8:  # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
@@ -248,23 +252,19 @@ def _reference(s, exponent: float) -> torch.Tensor:
 def _lagged(s, row_max, running, block_q: int, counts) -> torch.Tensor:
     """The reference [R, 1] from the rows' largest scores of the call before, where it fits whole tiles of rows.
 
-    row_max [R] gets those of this call. running [R, 1]: for the other tiles. counts: of the head.
+    row_max [R]; where it is no number, 0 is as good a guess as any. running [R, 1]: for the other tiles. counts: of
+    the head.
     """
-    top, known = s.amax(-1), row_max.abs() < P_EXPONENT_LIMIT
-    rise = top - (row_max - LAGGED_EXPONENT)
+    top = s.amax(-1)
+    reference = torch.where(row_max.abs() < P_EXPONENT_LIMIT, row_max - LAGGED_EXPONENT, 0.0)
+    rise = top - reference
     # a row that saw nothing, or a NaN, fits any
     fits = (rise >= LAGGED_LOWEST) & (rise <= LAGGED_HIGHEST) | ~(top > -torch.inf)
-    known, fits = (
-        torch.nn.functional.pad(x, (0, -len(x) % block_q), value=True).unflatten(0, (-1, block_q)).all(1)
-        for x in (known, fits)
-    )
-    counts[COUNT_TRIED] += known.sum().int()
-    counts[COUNT_REDONE] += (known & ~fits).sum().int()
-    fits &= known
+    fits = torch.nn.functional.pad(fits, (0, -len(fits) % block_q), value=True).unflatten(0, (-1, block_q)).all(1)
+    counts[COUNT_TRIED] += len(fits)
+    counts[COUNT_REDONE] += (~fits).sum().int()
     fits = fits.repeat_interleave(block_q)[: len(top), None] & (top > -torch.inf)[:, None]
-    reference = torch.where(fits, row_max[:, None] - LAGGED_EXPONENT, running)
-    row_max.copy_(torch.where(torch.isfinite(top), top, 0.0))
-    return reference
+    return torch.where(fits, reference[:, None], running)
 
 
 def _first_max(s, reference):

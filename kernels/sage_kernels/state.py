@@ -45,9 +45,10 @@ class HeadState(NamedTuple):
             elements of V clipped at 7 times the planned range, tiles of queries that ran with a softmax reference
             kept from the step before, those of them that were done again, shape keys.
         row: int32 0-d tensor: first row of this site; its key/value head h uses row + h.
-        row_max: fp32 [B, H, S_q], read and written: largest score of each query row, base 2, which the recipes with
-            8-bit P take as the softmax reference of the next call of this shape. -inf or NaN: unknown. Empty ([0], not
-            None, so that every field is a tensor): running max, nothing kept.
+        row_max: fp32 [B, H, S_q]: largest score of each query row in an earlier call of this shape, base 2, which the
+            recipes with 8-bit P take as their softmax reference. A row that it does not fit, or that is -inf or NaN in
+            it, costs time and no digit. Empty ([0], not None, so that every field is a tensor): running max.
+        row_max_next: fp32 [B, H, S_q], written: those of this call, all finite. May be row_max. Empty: not kept.
     """
 
     plan: torch.Tensor
@@ -56,6 +57,14 @@ class HeadState(NamedTuple):
     counts: torch.Tensor
     row: torch.Tensor
     row_max: torch.Tensor
+    row_max_next: torch.Tensor
+
+    def keeping(self, rows: torch.Tensor, known: bool) -> HeadState:
+        """This state with the rows' largest scores kept in rows, fp32 [B, H, S_q].
+
+        known: a call of this shape left some there, and this one takes them as its softmax reference.
+        """
+        return self._replace(row_max=rows if known else self.row_max, row_max_next=rows)
 
 
 def shape_key(batch: int, seq_q: int, seq_kv: int, rotation: str = "none") -> int:
@@ -67,12 +76,17 @@ def shape_key(batch: int, seq_q: int, seq_kv: int, rotation: str = "none") -> in
     return key % (_INT32_MAX - 1) + 1
 
 
-def keeps_row_max(state: HeadState | None, masking: Masking) -> bool:
-    """Whether a call with 8-bit P takes its softmax reference from `state.row_max` and leaves the next one there.
+def reads_row_max(state: HeadState | None, masking: Masking) -> bool:
+    """Whether a call with 8-bit P takes its softmax reference from `state.row_max`.
 
     Not where more than a band or a mask of keys is between scores and softmax: such a loop has no registers to spare.
     """
     return state is not None and state.row_max.numel() > 0 and not masking.by_row
+
+
+def keeps_row_max(state: HeadState | None, masking: Masking) -> bool:
+    """Whether a call with 8-bit P leaves its rows' largest scores in `state.row_max_next`."""
+    return state is not None and state.row_max_next.numel() > 0 and not masking.by_row
 
 
 def clear_step(stats: torch.Tensor, counts: torch.Tensor) -> None:
@@ -96,6 +110,7 @@ def new_head_state(rows: int, head_dim: int, device: torch.device | str) -> Head
         counts=torch.zeros(rows, COUNT_FIELDS, dtype=torch.int32, device=device),
         row=torch.zeros((), dtype=torch.int32, device=device),
         row_max=torch.zeros(0, device=device),
+        row_max_next=torch.zeros(0, device=device),
     )
     clear_step(state.stats, state.counts)
     return state

@@ -159,7 +159,7 @@ def _masked_step(
 ])  # fmt: skip
 def _attention_fwd_kernel(
     q_ptr, keys, k_scale_ptr, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
-    stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
+    stats_ptr, row_ptr, counts_ptr, row_max_ptr, row_max_next_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, stride_vb, stride_vs, stride_vh,
     mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, sinks_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
     reach_step_b, reach_step_h, list_step_b, list_step_h, list_step_m, left, right, offset, softcap,
@@ -167,7 +167,7 @@ def _attention_fwd_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, REFERENCE: tl.constexpr, PV: tl.constexpr,
+    HAS_SINKS: tl.constexpr, REFERENCE: tl.constexpr, KEEPS_MAX: tl.constexpr, PV: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(seq_q, BLOCK_M)
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
@@ -245,15 +245,10 @@ def _attention_fwd_kernel(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     is_row = offs_m < seq_q
-    main = visited
     if LAGGED:
-        row_max = row_max_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m
-        earlier = tl.load(row_max, mask=is_row, other=0.0)
-        known = tl.abs(earlier) < P_EXPONENT_LIMIT  # NaN and -inf are not
-        reference = tl.where(known, earlier - _LAGGED_EXPONENT, 0.0)
-        tries = tl.min(known.to(tl.int32), 0) != 0
-        plain = tl.where(tries, plain, 0)
-        main = tl.where(tries, visited, 0)
+        earlier = tl.load(row_max_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m, mask=is_row, other=0.0)
+        # of a NaN or -inf nothing is known, and 0 is as good a guess as any
+        reference = tl.where(tl.abs(earlier) < P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     scores = tl.dot(q_int, _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
     p, reference, running_sum, top, rescale = _masked_step(
@@ -286,7 +281,7 @@ def _attention_fwd_kernel(
                 scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY, EXPONENT
             )
             acc = acc * rescale[:, None]
-    for i in tl.range(tl.maximum(plain, 1), main, num_stages=1):
+    for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
@@ -303,7 +298,7 @@ def _attention_fwd_kernel(
         )  # fmt: skip
         if not LAGGED:
             acc = acc * rescale[:, None]
-    tile = tile_at(tl.maximum(main, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+    tile = tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     v = _load_values(
         values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
         BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
@@ -314,16 +309,14 @@ def _attention_fwd_kernel(
             # exact: the largest score of each row against the range of e4m3. One of -inf has seen nothing, or only NaN
             fits = (top <= reference + _LAGGED_HIGHEST) & (top >= reference + _LAGGED_LOWEST)
             fits = fits | (top == float("-inf")) | (offs_m >= seq_q)
-            again = (tl.min(fits.to(tl.int32), 0) == 0) | (tries == 0)
-            tried = tries.to(tl.int32)
+            again = tl.min(fits.to(tl.int32), 0) == 0
         else:
             again = outgrown(acc, running_sum)
-            tried = 1
         if SCALING == "planned":
             count = counts_ptr + (tl.load(row_ptr) + h_kv) * _COUNTS
-            tl.atomic_add(count + _TRIED, tried, sem=RELAXED)
-            tl.atomic_add(count + _REDONE, tried * again.to(tl.int32), sem=RELAXED)
-        if again:  # rare, or the first steps of a run: everything again with a running max, one tile after the other
+            tl.atomic_add(count + _TRIED, 1, sem=RELAXED)
+            tl.atomic_add(count + _REDONE, again.to(tl.int32), sem=RELAXED)
+        if again:  # rare: everything again with a running max, one tile after the other
             reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
             running_sum = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -343,9 +336,13 @@ def _attention_fwd_kernel(
                 )  # fmt: skip
                 acc = _add_product(acc * rescale[:, None], p, v, PV, BLOCK_M, BLOCK_N)
             top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
+    elif KEEPS_MAX:
+        top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
+    if KEEPS_MAX:
+        # any number does for a row that saw nothing, or a NaN
+        row_max_next = row_max_next_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m
+        tl.store(row_max_next, tl.where(tl.abs(top) < float("inf"), top, 0.0), mask=is_row)
     if LAGGED:
-        # any number does for a row that saw nothing, or a NaN; with none it would never be known
-        tl.store(row_max, tl.where(tl.abs(top) < float("inf"), top, 0.0), mask=is_row)
         reference = tl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
     if SOFTCAP:

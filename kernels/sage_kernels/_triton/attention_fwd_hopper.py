@@ -87,7 +87,8 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 class Kind(NamedTuple):
     """What the kernel is compiled for.
 
-    splits: tiles of query rows can be cut along the keys; pv_dtype: of P and V as operands.
+    keeps_max: the rows' largest scores are kept for a later call; splits: tiles of query rows can be cut along the
+    keys; pv_dtype: of P and V as operands.
     """
 
     head_dim: gl.constexpr
@@ -96,6 +97,7 @@ class Kind(NamedTuple):
     buffers: gl.constexpr
     scaling: gl.constexpr
     return_lse: gl.constexpr
+    keeps_max: gl.constexpr
     groups: gl.constexpr
     splits: gl.constexpr
     slice: gl.constexpr
@@ -137,6 +139,7 @@ class Recorded(NamedTuple):
     row_ptr: gl.tensor
     counts_ptr: gl.tensor
     row_max_ptr: gl.tensor
+    row_max_next_ptr: gl.tensor
     q_weight_ptr: gl.tensor
     state_width: gl.tensor
 
@@ -253,7 +256,7 @@ def _next_tile(slot, phase, tile_scale, ring, KIND: gl.constexpr, LAYOUTS: gl.co
     SCALE_PER_KEY: gl.constexpr = KIND.format.scale_per_key
     slot, phase = next_place(slot, phase, KIND.buffers)
     mbarrier.wait(ring.filled.index(slot), phase)
-    if KIND.masking.mask == "none" and not SCALE_PER_KEY:
+    if KIND.masking.mask == "none" and not SCALE_PER_KEY and KIND.format.pv != "fp8_e4m3":
         tile_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, LAYOUTS.scores)
     return slot, phase, tile_scale
 
@@ -285,6 +288,8 @@ def _key_step(
         after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
     if MASKING.mask == "none" and not SCALE_PER_KEY:
         key_scale = tile_scale
+        if FP8:  # the ring has it too; from memory, beside the products, it is faster
+            key_scale = gl.load(k_scales + seen_tile(i, seen, MASKING))
     elif not SCALE_PER_KEY:
         key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma(q_codes, ring.k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -473,11 +478,10 @@ def _with_other_pieces(total, split, GROUP_INDEX: gl.constexpr, KIND: gl.constex
 
 
 @gluon.jit
-def _finish(given, walked, total, shift, lags, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """What one warpgroup does with its sums over all keys: see whether they are good, else do them again; the output.
 
-    shift: what smoothing took from the scores of its rows (LSE); lags: whether the softmax's reference was that of the
-    step before, where it can be.
+    shift: what smoothing took from the scores of its rows (LSE).
     """
     HEAD_DIM: gl.constexpr = KIND.head_dim
     WIDTH: gl.constexpr = KIND.width
@@ -491,7 +495,6 @@ def _finish(given, walked, total, shift, lags, GROUP_INDEX: gl.constexpr, KIND: 
     acc, reference, running_sum, largest_p = total
     score_rows = walked.score_rows
     h_kv = h // group
-    row_max = recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
 
     top = reference
     if KIND.format.reference != "running":
@@ -500,24 +503,27 @@ def _finish(given, walked, total, shift, lags, GROUP_INDEX: gl.constexpr, KIND: 
             saw = ((largest_p != 0) | (full > 0)) & (largest_p <= _INFINITY)
             fits = (largest_p <= _LARGEST_P) & (largest_p >= _SMALLEST_P) | (saw == 0) | (score_rows >= seq_q)
             top = gl.where(saw, reference + gl.log2(largest_p.to(gl.float32, bitcast=True)), float("-inf"))
-            again = lags & (gl.min(fits.to(gl.int32), 0) == 0)
+            again = gl.min(fits.to(gl.int32), 0) == 0
         else:
             again = outgrown(acc, running_sum, OUT)
         if KIND.scaling == "planned":
             lanes = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
             count = recorded.counts_ptr + (gl.load(recorded.row_ptr) + h_kv) * _COUNTS + lanes * 0
             # a warpgroup without rows did nothing
-            one = gl.full_like(lanes, 1) * (lags & (first_row + GROUP_INDEX * ROWS < seq_q)).to(gl.int32)
+            one = gl.full_like(lanes, 1) * (first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
             gl.atomic_add(count + _TRIED, one, mask=lanes == 0, sem=_RELAXED)
             gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=lanes == 0, sem=_RELAXED)
         if again:
             mbarrier.wait(given.shared.finished, 0)
             acc, reference, running_sum = _redo(given, walked, GROUP_INDEX, KIND, LAYOUTS)
-        if again | (lags == 0):
             top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
+    elif KIND.keeps_max:
+        top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
+    if KIND.keeps_max:
+        # any number does for a row that saw nothing, or a NaN
+        row_max_next = recorded.row_max_next_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
+        gl.store(row_max_next, gl.where(gl.abs(top) < float("inf"), top, 0.0), mask=score_rows < seq_q)
     if LAGGED:
-        # any number does for a row that saw nothing, or a NaN; with none it would never be known
-        gl.store(row_max, gl.where(gl.abs(top) < float("inf"), top, 0.0), mask=score_rows < seq_q)
         reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
     # one division a row: that of a tensor takes several instructions for each of 64 numbers
@@ -721,10 +727,6 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     )
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=32 // BITS)
     LAYOUTS: gl.constexpr = Layouts(SCORES, OUT, P_OPERAND)
-    RUNNING: gl.constexpr = Kind(
-        KIND.head_dim, WIDTH, BLOCK_N, KIND.buffers, KIND.scaling, KIND.return_lse, KIND.groups, KIND.splits,
-        KIND.slice, KIND.masking, Format(SCALE_PER_KEY, FORMAT.pv, "running"), PV_DTYPE,
-    )  # fmt: skip
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
     ring = given.ring
@@ -736,29 +738,20 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
         k_scales += (b * (heads // group) + h // group) * seen.n_tiles
 
     q_codes = given.shared.q_codes.index(GROUP_INDEX)
-    unknown = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
     score_rows = first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
     if LAGGED:
         row_max = given.recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
         earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
-        is_known = gl.abs(earlier) < _P_EXPONENT_LIMIT  # NaN and -inf are not
-        reference = gl.where(is_known, earlier - _LAGGED_EXPONENT, 0.0)
-        lags = gl.min(is_known.to(gl.int32), 0) != 0
-    else:
-        lags = gl.to_tensor(True)
+        # of a NaN or -inf nothing is known, and 0 is as good a guess as any
+        reference = gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     kept = given.shared.kept
     if FP8:
         kept = (kept.index(GROUP_INDEX * 2), kept.index(GROUP_INDEX * 2 + 1))
     walked = Walked(q_codes, zero, row_scale, score_rows, k_scales, kept, given.shared.silenced, ring, seen)
 
-    if LAGGED:
-        if lags:
-            total = _sum_up(reference, walked, GROUP_INDEX, KIND, LAYOUTS)
-        else:
-            total = _sum_up(unknown, walked, GROUP_INDEX, RUNNING, LAYOUTS)
-    else:
-        total = _sum_up(unknown, walked, GROUP_INDEX, KIND, LAYOUTS)
+    total = _sum_up(reference, walked, GROUP_INDEX, KIND, LAYOUTS)
     if FORMAT.reference != "running":
         # the ring is free for other use once all warpgroups are through
         mbarrier.arrive(given.shared.finished, count=1)
@@ -767,9 +760,9 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
         if given.split.pieces > 1:
             total, is_last = _with_other_pieces(total, given.split, GROUP_INDEX, KIND, LAYOUTS)
         if is_last:
-            _finish(given, walked, total, shift, lags, GROUP_INDEX, KIND, LAYOUTS)
+            _finish(given, walked, total, shift, GROUP_INDEX, KIND, LAYOUTS)
     else:
-        _finish(given, walked, total, shift, lags, GROUP_INDEX, KIND, LAYOUTS)
+        _finish(given, walked, total, shift, GROUP_INDEX, KIND, LAYOUTS)
 
 
 @gluon.jit(do_not_specialize=[
@@ -778,13 +771,13 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
 ])  # fmt: skip
 def attention_fwd_hopper_kernel(
     q_ptr, keys, key_scales, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
-    stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
+    stats_ptr, row_ptr, counts_ptr, row_max_ptr, row_max_next_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
     left, right, offset, partials_ptr, arrived_ptr, whole, pieces, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, PV: gl.constexpr, GROUPS: gl.constexpr,
-    SLICE: gl.constexpr, SPLIT: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, KEEPS_MAX: gl.constexpr,
+    PV: gl.constexpr, GROUPS: gl.constexpr, SLICE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
@@ -866,7 +859,7 @@ def attention_fwd_hopper_kernel(
             q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, stride_qb,
             stride_qs, stride_qh, softmax_scale,
         ),
-        Recorded(stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width),
+        Recorded(stats_ptr, row_ptr, counts_ptr, row_max_ptr, row_max_next_ptr, q_weight_ptr, state_width),
         Shared(q_smem, row_smem, kept, silenced, finished, landed),
         ring,
         seen,
@@ -874,7 +867,19 @@ def attention_fwd_hopper_kernel(
         Split(partials_ptr, arrived_ptr, slot, piece, pieces),
     )  # fmt: skip
     KIND: gl.constexpr = Kind(
-        HEAD_DIM, WIDTH, BLOCK_N, NUM_BUFFERS, SCALING, RETURN_LSE, GROUPS, SPLIT, SLICE, MASKING, FORMAT, PV_DTYPE
+        HEAD_DIM,
+        WIDTH,
+        BLOCK_N,
+        NUM_BUFFERS,
+        SCALING,
+        RETURN_LSE,
+        KEEPS_MAX,
+        GROUPS,
+        SPLIT,
+        SLICE,
+        MASKING,
+        FORMAT,
+        PV_DTYPE,
     )
     copied = Copied(keys, values, key_scales, ring, seen, k_row, kv_head_of_batch, b, h_kv)
     if GROUPS == 2:
@@ -882,21 +887,10 @@ def attention_fwd_hopper_kernel(
             [
                 (_consume, (given, 0, KIND)),
                 (_consume, (given, 1, KIND)),
-                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, 1)),
+                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
             ],
             [4, 1],
             [_REGISTERS_OF_TWO, _PRODUCER_REGISTERS],
-        )
-    elif PV == "fp8_e4m3":  # here the same code for three consumers is faster, of which none comes first
-        gl.warp_specialize(
-            [
-                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, 4)),
-                (_consume, (given, 0, KIND)),
-                (_consume, (given, 1, KIND)),
-                (_consume, (given, 2, KIND)),
-            ],
-            [4, 4, 4],
-            [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _REGISTERS_OF_THREE],
         )
     else:
         gl.warp_specialize(
@@ -904,7 +898,7 @@ def attention_fwd_hopper_kernel(
                 (_consume, (given, 0, KIND)),
                 (_consume, (given, 1, KIND)),
                 (_consume, (given, 2, KIND)),
-                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT, 1)),
+                (copy_keys_and_values, (copied, WIDTH, BLOCK_N, NUM_BUFFERS, MASKING, FORMAT)),
             ],
             [4, 4, 1],
             [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _PRODUCER_REGISTERS],

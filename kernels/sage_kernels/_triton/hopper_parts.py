@@ -133,17 +133,17 @@ def next_place(slot, phase, NUM_BUFFERS: gl.constexpr):
 
 
 @gluon.jit
-def hand_over(scale, scale_tile, WARPS: gl.constexpr):
+def hand_over(scale, scale_tile):
     """A key tile's one scale to the consumers: read by them from global memory, its latency was in their way."""
-    scale_tile.store(gl.full([1], 0.0, gl.float32, gl.BlockedLayout([1], [32], [WARPS], [0])) + scale)
+    scale_tile.store(gl.full([1], 0.0, gl.float32, gl.BlockedLayout([1], [32], [1], [0])) + scale)
 
 
 @gluon.jit
 def copy_keys_and_values(
     copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr, MASKING: gl.constexpr,
-    FORMAT: gl.constexpr, WARPS: gl.constexpr,
+    FORMAT: gl.constexpr,
 ):  # fmt: skip
-    """The producer: fills the ring of buffers as the consumers free them. WARPS: how many it has."""
+    """The producer: fills the ring of buffers as the consumers free them."""
     keys, values, key_scales, ring, seen, k_row, v_head, b, h_kv = copied
     k_tiles, v_tiles, scale_tiles, filled, freed = ring
     SCALE_PER_KEY: gl.constexpr = FORMAT.scale_per_key
@@ -151,7 +151,7 @@ def copy_keys_and_values(
     after = seen_tile(gl.minimum(1, seen.visited - 1), seen, MASKING)
     if not SCALE_PER_KEY:
         k_scales = key_scales + v_head * seen.n_tiles
-        hand_over(gl.load(k_scales + tile), scale_tiles.index(0), WARPS)
+        hand_over(gl.load(k_scales + tile), scale_tiles.index(0))
         scale = gl.load(k_scales + after)
     copy_keys(
         keys, key_scales, k_row, tile, filled.index(0), k_tiles.index(0), scale_tiles.index(0), 0, BLOCK_N,
@@ -168,7 +168,7 @@ def copy_keys_and_values(
             scale = gl.load(k_scales + after)
         mbarrier.wait(freed.index(slot), phase ^ 1)
         if not SCALE_PER_KEY:
-            hand_over(scale_of_tile, scale_tiles.index(slot), WARPS)
+            hand_over(scale_of_tile, scale_tiles.index(slot))
         landed = filled.index(slot)
         copy_keys(
             keys, key_scales, k_row, tile, landed, k_tiles.index(slot), scale_tiles.index(slot),

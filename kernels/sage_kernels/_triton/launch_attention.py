@@ -6,7 +6,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..masking import NO_MASKING, UNLIMITED, Masking
 from ..numerics import LOG2_E, padded_head_dim, pv_dtype
 from ..recipe import DEFAULT_RECIPE, RECIPES
-from ..state import HeadState, keeps_row_max
+from ..state import HeadState, keeps_row_max, reads_row_max
 from .attention_fwd import _attention_fwd_kernel
 from .launch import buffer, launch
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
@@ -90,7 +90,7 @@ def launch_attention_fwd(
         scaling = "planned"
     pv = RECIPES[recipe].pv
     is_fp8 = pv != "16bit"
-    lagged = is_fp8 and keeps_row_max(state, masking)
+    lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
     tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged)
     if rotation == "hadamard":
         q, k = launch_rotate(q, k)
@@ -141,8 +141,11 @@ def launch_attention_fwd(
             "HAS_BIAS": masking.mask is not None and masking.mask.dtype != torch.bool,
             "HAS_LEFT": masking.left != UNLIMITED,
             "HAS_RIGHT": masking.right != UNLIMITED,
+            "REFERENCE": reference,
+            "KEEPS_MAX": keeps_max,
+            "PV": pv,
         }
-        kept = [none, none] if state is None else [state.counts, state.row_max]
+        kept = [none] * 3 if state is None else [state.counts, state.row_max, state.row_max_next]
         if tile.kernel == "hopper":
             from . import attention_fwd_hopper as hopper
 
@@ -157,7 +160,7 @@ def launch_attention_fwd(
                 *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset,
                 *(none if x is None else x for x in (partials, arrived)), whole, pieces, *sizes,
-                **constants, NUM_BUFFERS=tile.num_stages, GROUPS=groups, REFERENCE=reference, PV=pv,
+                **constants, NUM_BUFFERS=tile.num_stages, GROUPS=groups,
                 SLICE=query_slice(seq_kv, is_band(masking), mask.kind != "none"), SPLIT=cut, num_warps=4,
                 enable_fp_fusion=False,
             )  # fmt: skip
@@ -172,8 +175,7 @@ def launch_attention_fwd(
             q, codes, prepared.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
             *_mask_arguments(masking, mask, none), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
-            REFERENCE=reference, PV=pv, SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
-            enable_fp_fusion=False,
+            SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None, enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse
 
