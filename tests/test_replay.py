@@ -29,9 +29,10 @@ from sage_kernels.state import new_head_state
 launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: choose_tile(90, width, scaling, pv=pv)
 launch_attention.processors_of = lambda device: 132
 
-def tensors(seq_q, seq_kv, head_dim, dtype, planned):
+def tensors(seq_q, seq_kv, head_dim, dtype, planned, known):
     q, k, v = (torch.randn(2, s, 4, head_dim).to(dtype) for s in (seq_q, seq_kv, seq_kv))
-    return (q, k, v, *(new_head_state(4, head_dim, "cpu") if planned else ()))
+    state = new_head_state(4, head_dim, "cpu") if planned else ()
+    return (q, k, v, *(state if known is None else state.keeping(torch.empty(2, 4, seq_q), known)))
 
 def call(given, planned, **options):
     masking, _ = make_masking(None, options.pop("causal", ""), None, 0.0, None, given[0].shape[1], given[1].shape[1])
@@ -43,6 +44,8 @@ def call(given, planned, **options):
 KINDS = {
     "cut along the keys": dict(planned=True, scaling="planned", return_lse=True, seq_kv=2048),
     "fp8, planned": dict(planned=True, scaling="planned", recipe="qk_int8_pv_fp8"),
+    "fp8, maxima kept": dict(planned=True, known=False, scaling="planned", recipe="qk_int8_pv_fp8"),
+    "fp8, maxima known": dict(planned=True, known=True, scaling="planned", recipe="qk_int8_pv_fp8"),
     "per_token, rotated, lse, two lengths": dict(
         scaling="per_token", rotation="hadamard", return_lse=True, seq_q=70, seq_kv=300
     ),
@@ -50,7 +53,7 @@ KINDS = {
 for name, kind in KINDS.items():
     kind = dict(kind)
     planned, dtype = kind.pop("planned", False), torch.bfloat16
-    shape = kind.pop("seq_q", 200), kind.pop("seq_kv", 200), 64, dtype, planned
+    shape = kind.pop("seq_q", 200), kind.pop("seq_kv", 200), 64, dtype, planned, kind.pop("known", None)
     first, second = tensors(*shape), tensors(*shape)
     results, again = launching.record(lambda: call(first, planned, **kind), first)
     assert again is not None, name

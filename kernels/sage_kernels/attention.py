@@ -19,8 +19,8 @@ _ARGUMENTS = (
     "str causal, int? window, float softcap, str recipe, str rotation"
 )
 _STATE = (
-    "Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, Tensor row_max, "
-    "Tensor(c!) row_max_next"
+    "Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, "
+    "Tensor(c!) row_max, Tensor(d!) row_max_next"
 )
 _library.define(f"attention({_ARGUMENTS}) -> Tensor")
 _library.define(f"attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")

@@ -262,6 +262,8 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
                 f"state.{name}: got {x.dtype} {tuple(x.shape)} on {x.device}, "
                 f"expected contiguous {dtype} {shape} on {device}"
             )
+    if state.row_max.numel() and state.row_max_next.numel():
+        raise ValueError("state.row_max_next: got one beside state.row_max, expected it empty")
     channels = padded_head_dim(head_dim)
     if rows < kv_heads or width < channels:
         raise ValueError(

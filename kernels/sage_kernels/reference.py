@@ -221,7 +221,8 @@ def ref_attention(
                     reference = _lagged(s, state.row_max[b, h, part], reference, block_q, counts_of_head)
                 if keeps_max:
                     top = s.amax(-1)
-                    state.row_max_next[b, h, part] = torch.where(torch.isfinite(top), top, 0.0)
+                    kept = state.row_max if lagged else state.row_max_next
+                    kept[b, h, part] = torch.where(torch.isfinite(top), top, 0.0)
                 o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
                 if is_fp8:  # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)

@@ -45,10 +45,11 @@ class HeadState(NamedTuple):
             elements of V clipped at 7 times the planned range, tiles of queries that ran with a softmax reference
             kept from the step before, those of them that were done again, shape keys.
         row: int32 0-d tensor: first row of this site; its key/value head h uses row + h.
-        row_max: fp32 [B, H, S_q]: largest score of each query row in an earlier call of this shape, base 2, which the
-            recipes with 8-bit P take as their softmax reference. A row that it does not fit, or that is -inf or NaN in
-            it, costs time and no digit. Empty ([0], not None, so that every field is a tensor): running max.
-        row_max_next: fp32 [B, H, S_q], written: those of this call, all finite. May be row_max. Empty: not kept.
+        row_max: fp32 [B, H, S_q], read and written: largest score of each query row, base 2, which the recipes with
+            8-bit P take as the softmax reference of the next call of this shape. A row that it does not fit, or that
+            is -inf or NaN in it, costs time and no digit. Empty ([0], not None, so that every field is a tensor):
+            running max.
+        row_max_next: the same, written only: of a call that knows none yet. Empty beside row_max.
     """
 
     plan: torch.Tensor
@@ -60,11 +61,11 @@ class HeadState(NamedTuple):
     row_max_next: torch.Tensor
 
     def keeping(self, rows: torch.Tensor, known: bool) -> HeadState:
-        """This state with the rows' largest scores kept in rows, fp32 [B, H, S_q].
+        """This state, which keeps none yet, with the rows' largest scores kept in rows, fp32 [B, H, S_q].
 
         known: a call of this shape left some there, and this one takes them as its softmax reference.
         """
-        return self._replace(row_max=rows if known else self.row_max, row_max_next=rows)
+        return self._replace(**{"row_max" if known else "row_max_next": rows})
 
 
 def shape_key(batch: int, seq_q: int, seq_kv: int, rotation: str = "none") -> int:
@@ -77,7 +78,7 @@ def shape_key(batch: int, seq_q: int, seq_kv: int, rotation: str = "none") -> in
 
 
 def reads_row_max(state: HeadState | None, masking: Masking) -> bool:
-    """Whether a call with 8-bit P takes its softmax reference from `state.row_max`.
+    """Whether a call with 8-bit P takes its softmax reference from `state.row_max`, and leaves the next one there.
 
     Not where more than a band or a mask of keys is between scores and softmax: such a loop has no registers to spare.
     """
@@ -85,8 +86,9 @@ def reads_row_max(state: HeadState | None, masking: Masking) -> bool:
 
 
 def keeps_row_max(state: HeadState | None, masking: Masking) -> bool:
-    """Whether a call with 8-bit P leaves its rows' largest scores in `state.row_max_next`."""
-    return state is not None and state.row_max_next.numel() > 0 and not masking.by_row
+    """Whether a call with 8-bit P leaves its rows' largest scores in one of the two."""
+    kept = state is not None and (state.row_max.numel() > 0 or state.row_max_next.numel() > 0)
+    return kept and not masking.by_row
 
 
 def clear_step(stats: torch.Tensor, counts: torch.Tensor) -> None:

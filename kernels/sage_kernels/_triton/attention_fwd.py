@@ -159,7 +159,7 @@ def _masked_step(
 ])  # fmt: skip
 def _attention_fwd_kernel(
     q_ptr, keys, k_scale_ptr, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
-    stats_ptr, row_ptr, counts_ptr, row_max_ptr, row_max_next_ptr, v_scale_ptr, state_width,
+    stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, stride_vb, stride_vs, stride_vh,
     mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, sinks_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
     reach_step_b, reach_step_h, list_step_b, list_step_h, list_step_m, left, right, offset, softcap,
@@ -245,8 +245,9 @@ def _attention_fwd_kernel(
     running_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
     is_row = offs_m < seq_q
+    row_max = row_max_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m
     if LAGGED:
-        earlier = tl.load(row_max_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m, mask=is_row, other=0.0)
+        earlier = tl.load(row_max, mask=is_row, other=0.0)
         # of a NaN or -inf nothing is known, and 0 is as good a guess as any
         reference = tl.where(tl.abs(earlier) < P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
@@ -340,8 +341,7 @@ def _attention_fwd_kernel(
         top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     if KEEPS_MAX:
         # any number does for a row that saw nothing, or a NaN
-        row_max_next = row_max_next_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m
-        tl.store(row_max_next, tl.where(tl.abs(top) < float("inf"), top, 0.0), mask=is_row)
+        tl.store(row_max, tl.where(tl.abs(top) < float("inf"), top, 0.0), mask=is_row)
     if LAGGED:
         reference = tl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 

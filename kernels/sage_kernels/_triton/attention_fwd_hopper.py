@@ -139,7 +139,6 @@ class Recorded(NamedTuple):
     row_ptr: gl.tensor
     counts_ptr: gl.tensor
     row_max_ptr: gl.tensor
-    row_max_next_ptr: gl.tensor
     q_weight_ptr: gl.tensor
     state_width: gl.tensor
 
@@ -521,8 +520,8 @@ def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.con
         top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     if KIND.keeps_max:
         # any number does for a row that saw nothing, or a NaN
-        row_max_next = recorded.row_max_next_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
-        gl.store(row_max_next, gl.where(gl.abs(top) < float("inf"), top, 0.0), mask=score_rows < seq_q)
+        row_max = recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
+        gl.store(row_max, gl.where(gl.abs(top) < float("inf"), top, 0.0), mask=score_rows < seq_q)
     if LAGGED:
         reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
@@ -771,7 +770,7 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
 ])  # fmt: skip
 def attention_fwd_hopper_kernel(
     q_ptr, keys, key_scales, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
-    stats_ptr, row_ptr, counts_ptr, row_max_ptr, row_max_next_ptr, v_scale_ptr, state_width,
+    stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
     left, right, offset, partials_ptr, arrived_ptr, whole, pieces, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
@@ -859,7 +858,7 @@ def attention_fwd_hopper_kernel(
             q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, stride_qb,
             stride_qs, stride_qh, softmax_scale,
         ),
-        Recorded(stats_ptr, row_ptr, counts_ptr, row_max_ptr, row_max_next_ptr, q_weight_ptr, state_width),
+        Recorded(stats_ptr, row_ptr, counts_ptr, row_max_ptr, q_weight_ptr, state_width),
         Shared(q_smem, row_smem, kept, silenced, finished, landed),
         ring,
         seen,

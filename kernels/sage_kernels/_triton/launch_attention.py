@@ -145,7 +145,10 @@ def launch_attention_fwd(
             "KEEPS_MAX": keeps_max,
             "PV": pv,
         }
-        kept = [none] * 3 if state is None else [state.counts, state.row_max, state.row_max_next]
+        kept = [none, none]
+        if state is not None:
+            row_max = state.row_max if lagged else state.row_max_next
+            kept = [state.counts, row_max if keeps_max else none]
         if tile.kernel == "hopper":
             from . import attention_fwd_hopper as hopper
 
