@@ -36,11 +36,12 @@ from .hopper_parts import (
     copy_values,
     fixed_softmax_tile,
     halves,
-    load_kept,
     load_key_scale,
     masked_softmax_tile,
     next_place,
     outgrown,
+    packed,
+    place_before,
     promote,
     record_amax,
     seen_tile,
@@ -205,7 +206,6 @@ class Walked(NamedTuple):
     zero: gl.tensor
     row_scale: gl.tensor
     score_rows: gl.tensor
-    k_scales: gl.tensor
     kept: gl.shared_memory_descriptor
     silenced: gl.shared_memory_descriptor
     ring: Ring
@@ -255,19 +255,19 @@ def _next_tile(slot, phase, tile_scale, ring, KIND: gl.constexpr, LAYOUTS: gl.co
     SCALE_PER_KEY: gl.constexpr = KIND.format.scale_per_key
     slot, phase = next_place(slot, phase, KIND.buffers)
     mbarrier.wait(ring.filled.index(slot), phase)
-    if KIND.masking.mask == "none" and not SCALE_PER_KEY and KIND.format.pv != "fp8_e4m3":
+    if KIND.masking.mask == "none" and not SCALE_PER_KEY:
         tile_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, LAYOUTS.scores)
     return slot, phase, tile_scale
 
 
 @gluon.jit
 def _key_step(
-    i, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr, MASKED: gl.constexpr,
-    PROMOTES: gl.constexpr,
+    i, adds, at, sums, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, under its softmax P·V of the one before.
 
-    PROMOTES: whether acc is added to the sums in `kept` and starts anew.
+    adds: whether P·V is added to acc; where not, acc starts anew.
     """
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
@@ -280,15 +280,13 @@ def _key_step(
     OUT: gl.constexpr = LAYOUTS.out
     # before the wait for P·V: measured, kernels/README.md, section 9
     WAITS_EARLY: gl.constexpr = WIDTH == 64 and not FP8
-    q_codes, zero, row_scale, score_rows, k_scales, kept, silenced, ring, seen = walked
+    q_codes, zero, row_scale, score_rows, _, silenced, ring, seen = walked
     before, tile, slot, phase, tile_scale = at
     acc, p, reference, running_sum, top, kept_reference = sums
     if MASKED:  # a list is read one tile ahead
         after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
     if MASKING.mask == "none" and not SCALE_PER_KEY:
         key_scale = tile_scale
-        if FP8:  # the ring has it too; from memory, beside the products, it is faster
-            key_scale = gl.load(k_scales + seen_tile(i, seen, MASKING))
     elif not SCALE_PER_KEY:
         key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma(q_codes, ring.k_tiles.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -297,7 +295,11 @@ def _key_step(
         turn = i - gl.maximum(seen.full, 1)
         silence_together(v_tile, seen.reach, before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
-    acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
+    acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=adds, is_async=True)
+    # The place before this one, which nothing has read since the last wait for P·V. The warps meet at a barrier on
+    # both sides of an arrival: here, where all of them wait for the scores, that is cheap.
+    mbarrier.arrive(ring.freed.index(place_before(slot, KIND.buffers)), count=1)
+    _thread_barrier()
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
         key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)
@@ -314,24 +316,18 @@ def _key_step(
         p, running_sum, top = fixed_softmax_tile(
             scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N, FORMAT
         )  # fmt: skip
-    if PROMOTES:  # half of the sums under the wait for P·V: the scores' registers are free by now
-        kept_half = load_kept(kept[0], WIDTH, OUT)
     place = (slot, phase, tile_scale)
     if WAITS_EARLY:  # that ends a basic block: without it ptxas sinks the exponentials below the wait for P·V
         place = _next_tile(slot, phase, tile_scale, ring, KIND, LAYOUTS)
-    if FP8:  # an 8-bit operand can't be waited for
+    if FP8:  # an 8-bit operand can't be waited for; p is packed where its exponentials were, see `packed`
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
+        p = packed(p, BLOCK_N)
     else:
         acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
-    mbarrier.arrive(ring.freed.index(slot), count=1)
     if not WAITS_EARLY:
         place = _next_tile(slot, phase, tile_scale, ring, KIND, LAYOUTS)
     if FORMAT.reference == "running" or (MASKED and not LAGGED):
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    if PROMOTES:
-        promote(acc, kept, kept_half, kept_reference, reference, WIDTH, OUT, FORMAT.reference)
-        acc = gl.zeros_like(acc)
-        kept_reference = reference
     if MASKED:
         before = tile
         tile = after
@@ -346,19 +342,19 @@ def _walk(
 ):  # fmt: skip
     """`_key_step` of the tiles from the first-th to before the end-th.
 
-    With 8-bit P the last of _PROMOTED_KEYS keys promotes, in code of its own: a branch in the loop cost more than what
-    it did.
+    With 8-bit P, acc is added to the sums in `kept` after _PROMOTED_KEYS keys, and at the end.
     """
     if KIND.format.pv == "fp8_e4m3":
         STEPS: gl.constexpr = _PROMOTED_KEYS // KIND.block_n
         for start in range(first, end, STEPS):
-            last = gl.minimum(start + STEPS, end) - 1
-            for i in range(start, last):
-                at, sums = _key_step(i, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED, PROMOTES=False)
-            at, sums = _key_step(last, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED, PROMOTES=True)
+            for i in range(start, gl.minimum(start + STEPS, end)):
+                at, sums = _key_step(i, i > start, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED)
+            acc, p, reference, running_sum, top, kept_reference = sums
+            promote(acc, walked.kept, kept_reference, reference, KIND.width, LAYOUTS.out, KIND.format.reference)
+            sums = Sums(acc, p, reference, running_sum, top, reference)
     else:
         for i in range(first, end):
-            at, sums = _key_step(i, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED, PROMOTES=False)
+            at, sums = _key_step(i, True, at, sums, walked, GROUP_INDEX, KIND, LAYOUTS, MASKED)
     return at, sums
 
 
@@ -404,7 +400,7 @@ def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS:
         if FORMAT.scale_per_key:
             key_scale = load_key_scale(scale_tile, FORMAT.scale_per_key, SCORES)
         else:
-            key_scale = gl.load(walked.k_scales + tile)
+            key_scale = gl.load(inputs.k_scales + v_head * of_ring.n_tiles + tile)
         p, reference, running_sum, _, rescale = masked_softmax_tile(
             scores, walked.row_scale, key_scale, walked.score_rows, tile * BLOCK_N, seen, reference, running_sum,
             running_sum, SCORES, BLOCK_N, MASKING, FORMAT, False,
@@ -413,6 +409,8 @@ def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS:
             silence_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, WIDTH)
             _thread_barrier()
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+        if FORMAT.pv == "fp8_e4m3":
+            p = packed(p, BLOCK_N)
         p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
         if FORMAT.pv == "fp8_e4m3":  # each tile a sum of its own: this is not the fast path
             product = warpgroup_mma(p_operand, v_rows, gl.zeros_like(acc), use_acc=False, is_async=True)
@@ -662,7 +660,7 @@ def _sum_up(reference, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LA
     SCORES: gl.constexpr = LAYOUTS.scores
     OUT: gl.constexpr = LAYOUTS.out
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    q_codes, zero, row_scale, score_rows, k_scales, kept, silenced, ring, seen = walked
+    q_codes, zero, row_scale, score_rows, kept, silenced, ring, seen = walked
     kept_reference = reference
     running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
     top = (running_sum * 0.0).to(gl.int32)
@@ -677,11 +675,12 @@ def _sum_up(reference, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LA
     scores = warpgroup_mma(q_codes, ring.k_tiles.index(0).permute((1, 0)), zero, use_acc=False, is_async=True)
     key_scale = load_key_scale(ring.k_scales.index(0), SCALE_PER_KEY, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-    mbarrier.arrive(ring.freed.index(0), count=1)
     p, reference, running_sum, top, rescale = masked_softmax_tile(
         scores, row_scale, key_scale, score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
         SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
     )  # fmt: skip
+    if FP8:
+        p = packed(p, BLOCK_N)
     slot, phase, tile_scale = _next_tile(0, 0, row_scale, ring, KIND, LAYOUTS)
     at = Place(tile, tile, slot, phase, tile_scale)
     sums = Sums(acc, p, reference, running_sum, top, kept_reference)
@@ -698,7 +697,8 @@ def _sum_up(reference, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LA
             turn = seen.visited - partial
             silence_together(v_tile, seen.reach, at.before * BLOCK_N, silenced, turn, BLOCK_N, WIDTH, GROUP_INDEX)
     p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
-    acc = warpgroup_mma(p_operand, v_tile, acc, is_async=True)
+    # each walk ends with what it summed up in `kept`
+    acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=not FP8, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if FP8:
         acc = with_kept(acc, kept, kept_reference, reference, WIDTH, OUT, FORMAT.reference)
@@ -732,9 +732,6 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     seen = given.seen
     seq_q, heads, group, b, h, first_row, _, _, _, _ = given.tile
     row_scale, shift = _quantize_queries(given, GROUP_INDEX, KIND, ROW)
-    k_scales = given.inputs.k_scales
-    if not SCALE_PER_KEY:
-        k_scales += (b * (heads // group) + h // group) * seen.n_tiles
 
     q_codes = given.shared.q_codes.index(GROUP_INDEX)
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
@@ -747,8 +744,8 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
         reference = gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     kept = given.shared.kept
     if FP8:
-        kept = (kept.index(GROUP_INDEX * 2), kept.index(GROUP_INDEX * 2 + 1))
-    walked = Walked(q_codes, zero, row_scale, score_rows, k_scales, kept, given.shared.silenced, ring, seen)
+        kept = (kept[0].index(GROUP_INDEX), kept[1].index(GROUP_INDEX))
+    walked = Walked(q_codes, zero, row_scale, score_rows, kept, given.shared.silenced, ring, seen)
 
     total = _sum_up(reference, walked, GROUP_INDEX, KIND, LAYOUTS)
     if FORMAT.reference != "running":
@@ -850,9 +847,9 @@ def attention_fwd_hopper_kernel(
     seen = Seen(
         reach, tiles_ptr, n_tiles, ring_first, first_full, ring_full, ring_visited, left, right, offset, seq_kv
     )
-    kept = landed
+    kept = (landed, landed)
     if PV == "fp8_e4m3":
-        kept = allocate_kept(GROUPS, WIDTH)
+        kept = (allocate_kept(GROUPS, WIDTH), allocate_kept(GROUPS, WIDTH))
     given = Given(
         Inputs(
             q_ptr, keys, values, key_scales, out_ptr, lse_ptr, center_ptr, q_amax_ptr, v_scale_ptr, stride_qb,

@@ -133,6 +133,12 @@ def next_place(slot, phase, NUM_BUFFERS: gl.constexpr):
 
 
 @gluon.jit
+def place_before(slot, NUM_BUFFERS: gl.constexpr):
+    """The place in the ring of buffers that `next_place` came from."""
+    return gl.where(slot == 0, NUM_BUFFERS, slot) - 1
+
+
+@gluon.jit
 def hand_over(scale, scale_tile):
     """A key tile's one scale to the consumers: read by them from global memory, its latency was in their way."""
     scale_tile.store(gl.full([1], 0.0, gl.float32, gl.BlockedLayout([1], [32], [1], [0])) + scale)
@@ -304,13 +310,42 @@ def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, ref
 
 
 @gluon.jit
+def packed(p, BLOCK_N: gl.constexpr):
+    """P as e4m3 codes, [ROWS, BLOCK_N / 16, 4] words of four; keys permuted as V's, see primitives.in_operand_order.
+
+    In the basic block of its exponentials, ptxas packs four numbers with two instructions, anywhere else with three.
+    Words, as a loop would carry 8-bit numbers in a register each.
+    """
+    # keys of a tile of the tensor cores: two of eight, in each four lanes of two
+    even, odd = gl.split(gl.reshape(p, (ROWS, BLOCK_N // 16, 2, 4, 2)))
+    even_low, even_high = gl.split(gl.permute(even, (0, 1, 3, 2)))
+    odd_low, odd_high = gl.split(gl.permute(odd, (0, 1, 3, 2)))
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b16 low, high;
+        cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+        cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+        mov.b32 $0, {low, high};
+        }""",
+        "=r,f,f,f,f",
+        [even_low, odd_low, even_high, odd_high],
+        dtype=gl.uint32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def as_operand(p, PV_DTYPE: gl.constexpr, P_OPERAND: gl.constexpr, BLOCK_N: gl.constexpr):
-    """P in the format and the layout of P·V; 8-bit keys permuted as V is, see primitives.in_operand_order."""
+    """P in the format and the layout of P·V; 8-bit P is given as `packed`. Moves nothing between threads."""
     if PV_DTYPE.primitive_bitwidth == 8:
-        # before the cast: four numbers that are neighbours then are put into one register as they are cast
-        p = gl.permute(gl.reshape(p, (ROWS, BLOCK_N // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
-        p = gl.convert_layout(gl.reshape(p, (ROWS, BLOCK_N)), P_OPERAND)
-    return gl.convert_layout(p.to(PV_DTYPE), P_OPERAND)
+        low = gl.join(p.to(gl.uint8), (p >> 8).to(gl.uint8))
+        high = gl.join((p >> 16).to(gl.uint8), (p >> 24).to(gl.uint8))
+        codes = gl.permute(gl.join(low, high), (0, 1, 2, 4, 3))
+        operand = gl.reshape(codes, (ROWS, BLOCK_N)).to(PV_DTYPE, bitcast=True)
+    else:
+        operand = p.to(PV_DTYPE)
+    return gl.convert_layout(operand, P_OPERAND)
 
 
 @gluon.jit
@@ -325,13 +360,13 @@ def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.con
 
 @gluon.jit
 def allocate_kept(GROUPS: gl.constexpr, WIDTH: gl.constexpr):
-    """Place for the sums of earlier tiles, fp32: three warpgroups have no registers to spare for these.
+    """Place for half of the channels of the sums of earlier tiles, fp32: registers have none for three warpgroups.
 
-    Two halves of the channels for each warpgroup, of [ROWS, WIDTH / 2] sums as [WIDTH / 16, 128, 4]: its threads side
-    by side, four numbers of each.
+    For each warpgroup [ROWS, WIDTH / 2] sums as [WIDTH / 16, 128, 4]: its threads side by side, four numbers of each.
+    The halves are allocated one by one: between writing to one and reading the other Triton then needs no barrier.
     """
     return gl.allocate_shared_memory(
-        gl.float32, [GROUPS * 2, WIDTH // 16, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+        gl.float32, [GROUPS, WIDTH // 16, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     )
 
 
@@ -370,18 +405,16 @@ def on_terms_of(kept, kept_reference, reference, REFERENCE: gl.constexpr):
 
 
 @gluon.jit
-def promote(acc, kept, kept_half, kept_reference, reference, WIDTH: gl.constexpr, OUT: gl.constexpr,
-            REFERENCE: gl.constexpr):  # fmt: skip
-    """Add acc to the sums of earlier tiles, on the terms of `reference`.
+def promote(acc, kept, kept_reference, reference, WIDTH: gl.constexpr, OUT: gl.constexpr, REFERENCE: gl.constexpr):
+    """Add acc to the sums of earlier tiles in `kept`, the places of the two halves, on the terms of `reference`.
 
     The tensor cores add 8-bit products to a sum of some 14 bits, cut off: long sums are made of short ones.
-
-    kept: places of the two halves; kept_half: what is in the first.
     """
     first, second = halves(acc, WIDTH)
-    store_kept(kept[0], on_terms_of(kept_half, kept_reference, reference, REFERENCE) + first, WIDTH)
-    kept_half = load_kept(kept[1], WIDTH, OUT)
-    store_kept(kept[1], on_terms_of(kept_half, kept_reference, reference, REFERENCE) + second, WIDTH)
+    first += on_terms_of(load_kept(kept[0], WIDTH, OUT), kept_reference, reference, REFERENCE)
+    second += on_terms_of(load_kept(kept[1], WIDTH, OUT), kept_reference, reference, REFERENCE)
+    store_kept(kept[0], first, WIDTH)
+    store_kept(kept[1], second, WIDTH)
 
 
 @gluon.jit
