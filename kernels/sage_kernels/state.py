@@ -61,11 +61,13 @@ class HeadState(NamedTuple):
     row_max_next: torch.Tensor
 
     def keeping(self, rows: torch.Tensor, known: bool) -> HeadState:
-        """This state, which keeps none yet, with the rows' largest scores kept in rows, fp32 [B, H, S_q].
+        """This state, which keeps the rows' largest scores in rows, fp32 [B, H, S_q], and nowhere else.
 
         known: a call of this shape left some there, and this one takes them as its softmax reference.
         """
-        return self._replace(**{"row_max" if known else "row_max_next": rows})
+        nothing = self.row_max_next if self.row_max.numel() else self.row_max
+        row_max, row_max_next = (rows, nothing) if known else (nothing, rows)
+        return self._replace(row_max=row_max, row_max_next=row_max_next)
 
 
 def shape_key(batch: int, seq_q: int, seq_kv: int, rotation: str = "none") -> int:

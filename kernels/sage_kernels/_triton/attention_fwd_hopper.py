@@ -77,7 +77,7 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-# keys whose 8-bit products are summed in the tensor cores: with 768, long sums of equal values came out too short
+# keys whose 8-bit products are summed in the tensor cores: with 576, long sums of equal values came out too short
 _PROMOTED_KEYS = gl.constexpr(512)
 # registers of a thread: what the producer does not need, the two or three warpgroups have
 _REGISTERS_OF_TWO = gl.constexpr(240)
@@ -278,8 +278,10 @@ def _key_step(
     LAGGED: gl.constexpr = FORMAT.reference == "lagged"
     SCORES: gl.constexpr = LAYOUTS.scores
     OUT: gl.constexpr = LAYOUTS.out
-    # before the wait for P·V: measured, kernels/README.md, section 9
-    WAITS_EARLY: gl.constexpr = WIDTH == 64 and not FP8
+    # for the next tile, before the wait for P·V: faster where a call is long (then Q is not sliced), and beside a mask
+    # of keys the loop spills registers; kernels/README.md, section 9
+    LONG: gl.constexpr = KIND.slice == ROWS and MASKING.mask == "none"
+    WAITS_EARLY: gl.constexpr = not FP8 and (WIDTH == 64 or LONG)
     q_codes, zero, row_scale, score_rows, _, silenced, ring, seen = walked
     before, tile, slot, phase, tile_scale = at
     acc, p, reference, running_sum, top, kept_reference = sums
@@ -714,7 +716,6 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     BLOCK_N: gl.constexpr = KIND.block_n
     PV_DTYPE: gl.constexpr = KIND.pv_dtype
     FORMAT: gl.constexpr = KIND.format
-    SCALE_PER_KEY: gl.constexpr = FORMAT.scale_per_key
     FP8: gl.constexpr = FORMAT.pv == "fp8_e4m3"
     LAGGED: gl.constexpr = FORMAT.reference == "lagged"
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(
