@@ -8,7 +8,7 @@ import torch
 from sage_kernels import new_head_state, sage_attention
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.numerics import quantize_values, round_to_e4m3
-from sage_kernels.recipe import LAGGED_LOWEST
+from sage_kernels.recipe import LAGGED_EXPONENT, LAGGED_LOWEST
 from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX, HeadState
 from sage_kernels.testing import exact_attention, relative_l2
 from sage_processors.scales import ScaleState, Site
@@ -292,11 +292,16 @@ def test_changed_prompts_and_unknown_rows_are_right(fp8):
     for seed, factor in ((1, 1), (2, 40), (3, 0.01)):
         fp8.check(q * factor, normal(1, 70, 140, 2, 2, 64, seed=seed)[1], v, state=state, exponent=500.0)
         scales.advance(0.5, 0.5)
-    for bad in (NAN, INF, -INF, 1e30):
-        state.row_max.fill_(bad)
+    results, counts = [], []
+    for known in (LAGGED_EXPONENT, NAN, INF, -INF, 1e30):  # the first gives a reference of 0, as the others do
+        before = rates(state)
+        state.row_max.fill_(known)
+        results.append((*call(fp8, q, k, v, state=state), state.row_max.clone()))
+        counts.append([now - then for now, then in zip(rates(state), before, strict=True)])
+        assert all(torch.equal(x, y) for x, y in zip(results[-1], results[0], strict=True)), known
+        assert counts[-1] == counts[0] and counts[0][0] > 0, known
         fp8.check(q, k, v, state=state)
         assert torch.isfinite(state.row_max).all()
-        scales.advance(0.5, 0.5)
 
 
 @pytest.mark.parametrize("options", [{"causal": "bottom_right"}, {"causal": "bottom_right", "window": 90},
@@ -331,6 +336,9 @@ def test_maxima_that_are_kept_first_change_nothing_and_lie_in_one_place(fp8):
     again, lse_again = call(fp8, q, k, v, state=first)
     assert torch.equal(plain, again) and torch.equal(lse, lse_again)
     assert torch.isfinite(state.row_max).all()
+    # whatever the state keeps already
+    assert [x.numel() for x in state.keeping(state.row_max, known=False)[-2:]] == [0, state.row_max.numel()]
+    assert [x.numel() for x in first.keeping(state.row_max, known=True)[-2:]] == [state.row_max.numel(), 0]
     with pytest.raises(ValueError, match="state.row_max_next: got one beside state.row_max"):
         call(fp8, q, k, v, state=state._replace(row_max_next=state.row_max.clone()))
 

@@ -13,7 +13,7 @@ _library.define(
     "Tensor row_max, Tensor row_max_next, Tensor(e!) table, Tensor(f!) table_run, Tensor run, Tensor(g!) totals, "
     "Tensor is_channel, Tensor finished, Tensor following, float margin, float growth, float v_floor) -> ()"
 )
-_TENSORS = 14  # arguments before the numbers
+_OF_STATE, _TENSORS = len(HeadState._fields), 14  # arguments: of the state, before the numbers
 
 
 def plan_step(state: HeadState, *tensors: torch.Tensor, margin: float, growth: float, v_floor: float) -> None:
@@ -27,10 +27,8 @@ def plan_step(state: HeadState, *tensors: torch.Tensor, margin: float, growth: f
 def _plan_step(*arguments):
     from ._triton.plan_step import launch_plan_step
 
-    tensors, (margin, growth, v_floor) = arguments[len(HeadState._fields) : _TENSORS], arguments[_TENSORS:]
-    launch_plan_step(
-        HeadState(*arguments[: len(HeadState._fields)]), *tensors, margin=margin, growth=growth, v_floor=v_floor
-    )
+    tensors, (margin, growth, v_floor) = arguments[_OF_STATE:_TENSORS], arguments[_TENSORS:]
+    launch_plan_step(HeadState(*arguments[:_OF_STATE]), *tensors, margin=margin, growth=growth, v_floor=v_floor)
 
 
 _library.impl("plan_step", _plan_step, "CUDA")

@@ -216,13 +216,13 @@ def ref_attention(
                 reference = _reference(s, P_EXPONENT if is_fp8 else 0.0)
                 if first_max:
                     reference = _first_max(s[:, :block_k], reference)
-                if lagged:
-                    counts_of_head = state.counts[int(state.row) + kv]
-                    reference = _lagged(s, state.row_max[b, h, part], reference, block_q, counts_of_head)
                 if keeps_max:
                     top = s.amax(-1)
-                    kept = state.row_max if lagged else state.row_max_next
-                    kept[b, h, part] = torch.where(torch.isfinite(top), top, 0.0)
+                    kept = (state.row_max if lagged else state.row_max_next)[b, h, part]
+                    if lagged:
+                        counts_of_head = state.counts[int(state.row) + kv]
+                        reference = _lagged(top, kept, reference, block_q, counts_of_head)
+                    kept.copy_(torch.where(torch.isfinite(top), top, 0.0))
                 o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
                 if is_fp8:  # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
@@ -250,13 +250,12 @@ def _reference(s, exponent: float) -> torch.Tensor:
     return torch.where(top.abs() < P_EXPONENT_LIMIT, top - exponent, top)
 
 
-def _lagged(s, row_max, running, block_q: int, counts) -> torch.Tensor:
+def _lagged(top, row_max, running, block_q: int, counts) -> torch.Tensor:
     """The reference [R, 1] from the rows' largest scores of the call before, where it fits whole tiles of rows.
 
-    row_max [R]; where it is no number, 0 is as good a guess as any. running [R, 1]: for the other tiles. counts: of
-    the head.
+    top [R]: those of this call; row_max [R]; where it is no number, 0 is as good a guess as any. running [R, 1]: for
+    the other tiles. counts: of the head.
     """
-    top = s.amax(-1)
     reference = torch.where(row_max.abs() < P_EXPONENT_LIMIT, row_max - LAGGED_EXPONENT, 0.0)
     rise = top - reference
     # a row that saw nothing, or a NaN, fits any
