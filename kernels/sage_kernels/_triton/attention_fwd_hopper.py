@@ -148,7 +148,8 @@ class Shared(NamedTuple):
     """Shared memory of the warpgroups beside the ring.
 
     q_codes, of_rows: codes and numbers of their query rows; kept: sums of earlier tiles (8-bit P); silenced, finished,
-    landed: barriers: hidden values are zeroed, nobody needs the ring any more, a warpgroup's own copy is there.
+    landed: barriers: hidden values are zeroed, nobody needs the ring any more, a warpgroup's own keys, or
+    values, are there.
     """
 
     q_codes: gl.shared_memory_descriptor
@@ -360,67 +361,137 @@ def _walk(
     return at, sums
 
 
+class Places(NamedTuple):
+    """Of what one warpgroup copies for itself: a key tile, a value tile, the scales, and their barriers."""
+
+    k_tile: gl.shared_memory_descriptor
+    v_tile: gl.shared_memory_descriptor
+    scale_tile: gl.shared_memory_descriptor
+    keys_landed: gl.shared_memory_descriptor
+    values_landed: gl.shared_memory_descriptor
+
+
+class Redone(NamedTuple):
+    """The next tile, and the sums so far."""
+
+    tile: gl.tensor
+    acc: gl.tensor
+    reference: gl.tensor
+    running_sum: gl.tensor
+
+
 @gluon.jit
-def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """All key tiles of one warpgroup with a running max, one after the other: it copies them itself."""
-    WIDTH: gl.constexpr = KIND.width
-    BLOCK_N: gl.constexpr = KIND.block_n
-    MASKING: gl.constexpr = KIND.masking
-    FORMAT: gl.constexpr = KIND.format
-    SCORES: gl.constexpr = LAYOUTS.scores
-    OUT: gl.constexpr = LAYOUTS.out
-    inputs = given.inputs
-    of_ring = given.seen
+def _copy_keys_again(tile, places, given, KIND: gl.constexpr):
+    """Start the copy of a key tile. All that this warpgroup did with the one before must be done."""
+    fence_async_shared()
+    _thread_barrier()
+    copy_keys(
+        given.inputs.k_codes, given.inputs.k_scales, given.tile.k_row, tile, places.keys_landed, places.k_tile,
+        places.scale_tile, 0, KIND.block_n, KIND.format.scale_per_key,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _copy_values_again(tile, places, given, KIND: gl.constexpr):
+    """As _copy_keys_again."""
     rows = given.tile
+    values = given.inputs.v_tiles
     h_kv = rows.h // rows.group
     v_head = rows.b * (rows.heads // rows.group) + h_kv
-    seen = Seen(
-        of_ring.reach, of_ring.tiles_ptr, of_ring.n_tiles, rows.first, of_ring.first_full, rows.full, rows.visited,
-        of_ring.left, of_ring.right, of_ring.offset, of_ring.seq_kv,
+    fence_async_shared()
+    _thread_barrier()
+    mbarrier.expect(places.values_landed, values.block_type.nbytes)
+    copy_values(
+        values, v_head, rows.b, h_kv, tile, given.seen.seq_kv, places.values_landed, places.v_tile, KIND.width,
+        KIND.block_n, KIND.format.pv,
     )  # fmt: skip
-    k_tile = given.ring.k_tiles.index(GROUP_INDEX)
-    v_tile = given.ring.v_tiles.index(GROUP_INDEX)
-    scale_tile = given.ring.k_scales.index(GROUP_INDEX)
-    landed = given.shared.landed.index(GROUP_INDEX)
-    reference = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-    running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
-    acc = gl.zeros((ROWS, WIDTH), gl.float32, OUT)
-    v_rows = value_operand(v_tile, WIDTH, BLOCK_N, FORMAT.pv)
-    for i in range(seen.visited):
-        tile = seen_tile(i, seen, MASKING)
-        # the copy engine may overwrite what this warpgroup has read and zeroed
-        fence_async_shared()
-        _thread_barrier()
-        copy_keys(
-            inputs.k_codes, inputs.k_scales, rows.k_row, tile, landed, k_tile, scale_tile,
-            inputs.v_tiles.block_type.nbytes, BLOCK_N, FORMAT.scale_per_key,
-        )  # fmt: skip
-        copy_values(inputs.v_tiles, v_head, rows.b, h_kv, tile, seen.seq_kv, landed, v_tile, WIDTH, BLOCK_N, FORMAT.pv)
-        mbarrier.wait(landed, i & 1)
+
+
+@gluon.jit
+def _redo_tiles(
+    first, end, redone, places, given, walked, seen, KIND: gl.constexpr, LAYOUTS: gl.constexpr, MASKED: gl.constexpr
+):
+    """The tiles from the first-th to before the end-th with a running max; copies are one tile ahead."""
+    BLOCK_N: gl.constexpr = KIND.block_n
+    FORMAT: gl.constexpr = KIND.format
+    SCORES: gl.constexpr = LAYOUTS.scores
+    FP8: gl.constexpr = FORMAT.pv == "fp8_e4m3"
+    rows = given.tile
+    kv_head = rows.b * (rows.heads // rows.group) + rows.h // rows.group
+    k_tile, v_tile, scale_tile, keys_landed, values_landed = places
+    v_rows = value_operand(v_tile, KIND.width, BLOCK_N, FORMAT.pv)
+    for i in range(first, end):
+        tile, acc, reference, running_sum = redone
+        after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, KIND.masking)
+        mbarrier.wait(keys_landed, i & 1)
         scores = warpgroup_mma(walked.q_codes, k_tile.permute((1, 0)), walked.zero, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
         if FORMAT.scale_per_key:
             key_scale = load_key_scale(scale_tile, FORMAT.scale_per_key, SCORES)
         else:
-            key_scale = gl.load(inputs.k_scales + v_head * of_ring.n_tiles + tile)
-        p, reference, running_sum, _, rescale = masked_softmax_tile(
-            scores, walked.row_scale, key_scale, walked.score_rows, tile * BLOCK_N, seen, reference, running_sum,
-            running_sum, SCORES, BLOCK_N, MASKING, FORMAT, False,
-        )  # fmt: skip
-        if MASKING.mask == "keys" and FORMAT.pv != "fp8_e4m3":
-            silence_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, WIDTH)
-            _thread_barrier()
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-        if FORMAT.pv == "fp8_e4m3":
+            key_scale = gl.load(given.inputs.k_scales + kv_head * seen.n_tiles + tile)
+        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+        if i + 1 < seen.visited:
+            _copy_keys_again(after, places, given, KIND)
+        if MASKED:
+            p, reference, running_sum, _, rescale = masked_softmax_tile(
+                scores, walked.row_scale, key_scale, walked.score_rows, tile * BLOCK_N, seen, reference, running_sum,
+                running_sum, SCORES, BLOCK_N, KIND.masking, FORMAT, False,
+            )  # fmt: skip
+        else:
+            p, reference, running_sum, rescale = softmax_tile(
+                scores, walked.row_scale, key_scale, reference, running_sum, BLOCK_N, FORMAT
+            )  # fmt: skip
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, LAYOUTS.out))[:, None]
+        if FP8:
             p = packed(p, BLOCK_N)
         p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
-        if FORMAT.pv == "fp8_e4m3":  # each tile a sum of its own: this is not the fast path
+        mbarrier.wait(values_landed, i & 1)
+        if MASKED and KIND.masking.mask == "keys" and not FP8:
+            silence_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, KIND.width)
+            _thread_barrier()
+        if FP8:  # each tile a sum of its own: this is not the fast path
             product = warpgroup_mma(p_operand, v_rows, gl.zeros_like(acc), use_acc=False, is_async=True)
             acc += warpgroup_mma_wait(num_outstanding=0, deps=(product,))
         else:
             acc = warpgroup_mma(p_operand, v_rows, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    return acc, reference, gl.convert_layout(gl.sum(running_sum, 1), gl.SliceLayout(1, SCORES))
+        if i + 1 < seen.visited:
+            _copy_values_again(after, places, given, KIND)
+        redone = Redone(after, acc, reference, running_sum)
+    return redone
+
+
+@gluon.jit
+def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """All key tiles of one warpgroup with a running max, one after the other: it copies them itself."""
+    BLOCK_N: gl.constexpr = KIND.block_n
+    SCORES: gl.constexpr = LAYOUTS.scores
+    of_ring = given.seen
+    rows = given.tile
+    seen = Seen(
+        of_ring.reach, of_ring.tiles_ptr, of_ring.n_tiles, rows.first, of_ring.first_full, rows.full, rows.visited,
+        of_ring.left, of_ring.right, of_ring.offset, of_ring.seq_kv,
+    )  # fmt: skip
+    landed = given.shared.landed
+    places = Places(
+        given.ring.k_tiles.index(GROUP_INDEX),
+        given.ring.v_tiles.index(GROUP_INDEX),
+        given.ring.k_scales.index(GROUP_INDEX),
+        landed.index(GROUP_INDEX * 2),
+        landed.index(GROUP_INDEX * 2 + 1),
+    )
+    redone = Redone(
+        seen_tile(0, seen, KIND.masking),
+        gl.zeros((ROWS, KIND.width), gl.float32, LAYOUTS.out),
+        gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES)),
+        sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N),
+    )
+    _copy_values_again(redone.tile, places, given, KIND)
+    _copy_keys_again(redone.tile, places, given, KIND)
+    redone = _redo_tiles(0, seen.full, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=False)
+    redone = _redo_tiles(seen.full, seen.visited, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=True)
+    row_sum = gl.convert_layout(gl.sum(redone.running_sum, 1), gl.SliceLayout(1, SCORES))
+    return redone.acc, redone.reference, row_sum
 
 
 @gluon.jit
@@ -837,8 +908,8 @@ def attention_fwd_hopper_kernel(
     mbarrier.init(silenced, count=GROUPS)
     finished = gl.allocate_shared_memory(gl.int64, [1, 1], BARRIER).index(0)
     mbarrier.init(finished, count=GROUPS)
-    landed = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
-    for i in gl.static_range(GROUPS):
+    landed = gl.allocate_shared_memory(gl.int64, [GROUPS * 2, 1], BARRIER)
+    for i in gl.static_range(GROUPS * 2):
         mbarrier.init(landed.index(i), count=1)
     for i in gl.static_range(NUM_BUFFERS):
         mbarrier.init(filled.index(i), count=1)
@@ -905,7 +976,7 @@ def attention_fwd_hopper_kernel(
     # back into what had been written over it: a NaN in one of ten thousand launches.
     mbarrier.invalidate(silenced)
     mbarrier.invalidate(finished)
-    for i in gl.static_range(GROUPS):
+    for i in gl.static_range(GROUPS * 2):
         mbarrier.invalidate(landed.index(i))
     for i in gl.static_range(NUM_BUFFERS):
         mbarrier.invalidate(filled.index(i))
