@@ -488,8 +488,11 @@ def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS:
     )
     _copy_values_again(redone.tile, places, given, KIND)
     _copy_keys_again(redone.tile, places, given, KIND)
-    redone = _redo_tiles(0, seen.full, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=False)
-    redone = _redo_tiles(seen.full, seen.visited, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=True)
+    whole = 0
+    if KIND.masking.mask == "none":  # beside a mask of keys, one more loop made the others spill registers
+        whole = seen.full
+        redone = _redo_tiles(0, whole, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=False)
+    redone = _redo_tiles(whole, seen.visited, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=True)
     row_sum = gl.convert_layout(gl.sum(redone.running_sum, 1), gl.SliceLayout(1, SCORES))
     return redone.acc, redone.reference, row_sum
 
