@@ -381,37 +381,43 @@ class Redone(NamedTuple):
 
 
 @gluon.jit
-def _copy_keys_again(tile, places, given, KIND: gl.constexpr):
-    """Start the copy of a key tile. All that this warpgroup did with the one before must be done."""
-    fence_async_shared()
-    _thread_barrier()
-    copy_keys(
-        given.inputs.k_codes, given.inputs.k_scales, given.tile.k_row, tile, places.keys_landed, places.k_tile,
-        places.scale_tile, 0, KIND.block_n, KIND.format.scale_per_key,
-    )  # fmt: skip
+def _copy_again(tile, places, given, KIND: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr):
+    """Start the copy of a tile's keys, of its values, or of both, which keys_landed is of then.
 
-
-@gluon.jit
-def _copy_values_again(tile, places, given, KIND: gl.constexpr):
-    """As _copy_keys_again."""
+    All that this warpgroup did with what is there must be done.
+    """
+    inputs = given.inputs
     rows = given.tile
-    values = given.inputs.v_tiles
     h_kv = rows.h // rows.group
     v_head = rows.b * (rows.heads // rows.group) + h_kv
+    V_BYTES: gl.constexpr = inputs.v_tiles.block_type.nbytes
+    values_landed = places.keys_landed if KEYS else places.values_landed
+    # the copy engine may overwrite what this warpgroup has read and zeroed
     fence_async_shared()
     _thread_barrier()
-    mbarrier.expect(places.values_landed, values.block_type.nbytes)
-    copy_values(
-        values, v_head, rows.b, h_kv, tile, given.seen.seq_kv, places.values_landed, places.v_tile, KIND.width,
-        KIND.block_n, KIND.format.pv,
-    )  # fmt: skip
+    if KEYS:
+        copy_keys(
+            inputs.k_codes, inputs.k_scales, rows.k_row, tile, places.keys_landed, places.k_tile, places.scale_tile,
+            V_BYTES if VALUES else 0, KIND.block_n, KIND.format.scale_per_key,
+        )  # fmt: skip
+    else:
+        mbarrier.expect(values_landed, V_BYTES)
+    if VALUES:
+        copy_values(
+            inputs.v_tiles, v_head, rows.b, h_kv, tile, given.seen.seq_kv, values_landed, places.v_tile, KIND.width,
+            KIND.block_n, KIND.format.pv,
+        )  # fmt: skip
 
 
 @gluon.jit
 def _redo_tiles(
     first, end, redone, places, given, walked, seen, KIND: gl.constexpr, LAYOUTS: gl.constexpr, MASKED: gl.constexpr
 ):
-    """The tiles from the first-th to before the end-th with a running max; copies are one tile ahead."""
+    """The tiles from the first-th to before the end-th with a running max.
+
+    With 8-bit P, copies are one tile ahead. With 16-bit P rows are seldom done again, and copies ahead made the loop
+    over the ring slower (kernels/README.md, section 9).
+    """
     BLOCK_N: gl.constexpr = KIND.block_n
     FORMAT: gl.constexpr = KIND.format
     SCORES: gl.constexpr = LAYOUTS.scores
@@ -422,7 +428,12 @@ def _redo_tiles(
     v_rows = value_operand(v_tile, KIND.width, BLOCK_N, FORMAT.pv)
     for i in range(first, end):
         tile, acc, reference, running_sum = redone
-        after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, KIND.masking)
+        if FP8:
+            after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, KIND.masking)
+        else:
+            tile = seen_tile(i, seen, KIND.masking)
+            after = tile
+            _copy_again(tile, places, given, KIND, KEYS=True, VALUES=True)
         mbarrier.wait(keys_landed, i & 1)
         scores = warpgroup_mma(walked.q_codes, k_tile.permute((1, 0)), walked.zero, use_acc=False, is_async=True)
         if FORMAT.scale_per_key:
@@ -430,8 +441,9 @@ def _redo_tiles(
         else:
             key_scale = gl.load(given.inputs.k_scales + kv_head * seen.n_tiles + tile)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        if i + 1 < seen.visited:
-            _copy_keys_again(after, places, given, KIND)
+        if FP8:
+            if i + 1 < seen.visited:
+                _copy_again(after, places, given, KIND, KEYS=True, VALUES=False)
         if MASKED:
             p, reference, running_sum, _, rescale = masked_softmax_tile(
                 scores, walked.row_scale, key_scale, walked.score_rows, tile * BLOCK_N, seen, reference, running_sum,
@@ -445,7 +457,8 @@ def _redo_tiles(
         if FP8:
             p = packed(p, BLOCK_N)
         p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
-        mbarrier.wait(values_landed, i & 1)
+        if FP8:
+            mbarrier.wait(values_landed, i & 1)
         if MASKED and KIND.masking.mask == "keys" and not FP8:
             silence_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, KIND.width)
             _thread_barrier()
@@ -455,8 +468,9 @@ def _redo_tiles(
         else:
             acc = warpgroup_mma(p_operand, v_rows, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        if i + 1 < seen.visited:
-            _copy_values_again(after, places, given, KIND)
+        if FP8:
+            if i + 1 < seen.visited:
+                _copy_again(after, places, given, KIND, KEYS=False, VALUES=True)
         redone = Redone(after, acc, reference, running_sum)
     return redone
 
@@ -466,6 +480,7 @@ def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS:
     """All key tiles of one warpgroup with a running max, one after the other: it copies them itself."""
     BLOCK_N: gl.constexpr = KIND.block_n
     SCORES: gl.constexpr = LAYOUTS.scores
+    FP8: gl.constexpr = KIND.format.pv == "fp8_e4m3"
     of_ring = given.seen
     rows = given.tile
     seen = Seen(
@@ -486,10 +501,11 @@ def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS:
         gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES)),
         sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N),
     )
-    _copy_values_again(redone.tile, places, given, KIND)
-    _copy_keys_again(redone.tile, places, given, KIND)
     whole = 0
-    if KIND.masking.mask == "none":  # beside a mask of keys, one more loop made the others spill registers
+    if FP8:
+        _copy_again(redone.tile, places, given, KIND, KEYS=False, VALUES=True)
+        _copy_again(redone.tile, places, given, KIND, KEYS=True, VALUES=False)
+    if FP8 and KIND.masking.mask == "none":  # beside a mask of keys, one more loop made the others spill registers
         whole = seen.full
         redone = _redo_tiles(0, whole, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=False)
     redone = _redo_tiles(whole, seen.visited, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=True)
