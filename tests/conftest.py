@@ -123,8 +123,8 @@ class Outcomes:
             with self.failures.open("a") as file:
                 file.write(f"{name} ({report.when})\n{report.longreprtext[-3000:]}\n\n")
 
-    def pytest_sessionfinish(self):
-        self.write(finished=True)
+    def pytest_sessionfinish(self, exitstatus):
+        self.write(finished=exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
 
     def write(self, finished: bool):
         from sage_kernels.results import environment

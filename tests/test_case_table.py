@@ -107,12 +107,37 @@ def test_committed_outcomes_have_the_agreed_form(file):
         assert content["cases"] == worst_by_case(content["tests"])
 
 
-def test_outcomes_of_a_run_are_written(pytester):
+@pytest.fixture
+def run_with_outcomes(pytester):
+    """Outcomes of a test file's run by itself."""
     pytester.makeconftest(
         f"import sys\nsys.path[:0] = {[str(TESTS.parent), str(TESTS.parent / 'kernels')]!r}\n"
         "from tests.conftest import Outcomes, pytest_addoption, pytest_configure\n"
     )
-    pytester.makepyfile(
+
+    def run(source: str) -> dict:
+        pytester.makepyfile(source)
+        pytester.runpytest_subprocess("--outcomes", "out.json")
+        return json.loads((Path(pytester.path) / "out.json").read_text())
+
+    return run
+
+
+def test_outcomes_of_a_stopped_run_say_so(run_with_outcomes):
+    source = """
+        import pytest
+
+        def test_a(): pass
+        def test_b(): {}
+        def test_c(): pass
+        """
+    assert run_with_outcomes(source.format("assert False"))["meta"]["finished"]
+    stopped = run_with_outcomes(source.format("raise KeyboardInterrupt"))
+    assert not stopped["meta"]["finished"] and len(stopped["tests"]) == 1
+
+
+def test_outcomes_of_a_run_are_written(run_with_outcomes):
+    content = run_with_outcomes(
         """
         import pytest
 
@@ -127,7 +152,5 @@ def test_outcomes_of_a_run_are_written(pytester):
         def test_e(): pass
         """
     )
-    pytester.runpytest_subprocess("--outcomes", "out.json")
-    content = json.loads((Path(pytester.path) / "out.json").read_text())
     assert content["cases"] == {"V01": "failed", "V02": "failed", "V03": "failed", "V04": "skipped"}
     assert len(content["tests"]) == 5 and content["meta"]["failed"] == 2 and content["meta"]["passed"] == 2
