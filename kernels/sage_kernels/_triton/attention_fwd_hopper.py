@@ -77,7 +77,8 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-# keys whose 8-bit products are summed in the tensor cores: with 576, long sums of equal values came out too short
+# keys whose 8-bit products are summed in the tensor cores, which cut sums off: with more, long sums come out shorter
+# and nothing is faster (kernels/README.md, sections 8 and 9)
 _PROMOTED_KEYS = gl.constexpr(512)
 # registers of a thread: what the producer does not need, the two or three warpgroups have
 _REGISTERS_OF_TWO = gl.constexpr(240)
@@ -505,9 +506,9 @@ def _redo(given, walked, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS:
     if FP8:
         _copy_again(redone.tile, places, given, KIND, KEYS=False, VALUES=True)
         _copy_again(redone.tile, places, given, KIND, KEYS=True, VALUES=False)
-    if FP8 and KIND.masking.mask == "none":  # beside a mask of keys, one more loop made the others spill registers
-        whole = seen.full
-        redone = _redo_tiles(0, whole, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=False)
+        if KIND.masking.mask == "none":  # beside a mask of keys, one more loop made the others spill registers
+            whole = seen.full
+            redone = _redo_tiles(0, whole, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=False)
     redone = _redo_tiles(whole, seen.visited, redone, places, given, walked, seen, KIND, LAYOUTS, MASKED=True)
     row_sum = gl.convert_layout(gl.sum(redone.running_sum, 1), gl.SliceLayout(1, SCORES))
     return redone.acc, redone.reference, row_sum
