@@ -27,7 +27,7 @@ from sage_kernels._triton.decode_tiles import LONG, decode_tile
 from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.plan_step import _plan_step_kernel
 from sage_kernels._triton.prepare_values import _value_amax_kernel
-from sage_kernels._triton.prologue import _prologue_kernel, constants_of, cut_of
+from sage_kernels._triton.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
 from sage_kernels._triton.tiles import Tile, choose_tile, query_slice
 
@@ -126,9 +126,7 @@ def attention(
     for the tile table's. keys: how many there are."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = tile or choose_tile(
-        capability, width, scaling, mask == "rows", pv, mask == "causal" and reference != "lagged"
-    )
+    tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
@@ -173,18 +171,19 @@ def attention(
 
 def prepare(name: str, width: int, scaling: str, mask: str = "none", pv: str = "16bit") -> dict:
     target = TARGETS[name]
-    tile = choose_tile(target.arch if target.backend == "cuda" else 0, width, scaling, pv=pv)
-    cut = cut_of(scaling, width, mask != "none", pv != "16bit")
+    capability = target.arch if target.backend == "cuda" else 0
+    tile = choose_tile(capability, width, scaling, pv=pv, running=scaling != "planned")
+    num_warps = warps_of(tile.block_n, width)
     constants = {
         "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n,
         "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": mask != "none",
-        "HAS_VALUES": pv != "16bit",
-    } | constants_of(cut, width)  # fmt: skip
+        "HAS_VALUES": pv != "16bit", "OVERLAP": tile.kernel == "hopper",
+    } | constants_of(num_warps, width)  # fmt: skip
     types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
     types |= {"extent_ptr": "*i32"} | ({} if pv == "16bit" else {"v_ptr": "*bf16", "v_codes_ptr": "*fp8e4nv"})
-    options = {"num_warps": cut.num_warps}
-    if cut.registers and target.backend == "cuda":
-        options["maxnreg"] = cut.registers
+    options = {"num_warps": num_warps}
+    if target.backend == "cuda":
+        options["maxnreg"] = _REGISTERS
     return {"kernel": "prepare", **read(build(_prologue_kernel, constants, types, target, **options))}
 
 

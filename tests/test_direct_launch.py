@@ -23,7 +23,7 @@ import torch
 from recording_driver import install
 
 install(device=None, stream=7)
-from sage_kernels._triton import launch as launching, launch_attention
+from sage_kernels._triton import launch as launching, launch_attention, prologue
 from sage_kernels._triton import attention_decode
 from sage_kernels._triton.attention_decode import launch_decode_attention
 from sage_kernels._triton.direct_launch import DirectLaunch, NotDirect
@@ -32,7 +32,7 @@ from sage_kernels.masking import UNLIMITED, Masking, make_masking
 from sage_kernels.state import new_head_state
 
 launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: choose_tile(90, width, scaling, pv=pv)
-launch_attention.processors_of = lambda device: 132
+launch_attention.processors_of = prologue.processors_of = lambda device: 132
 
 
 attention_decode.decode_capability = lambda device: 90

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import numpy as np
 import pytest
 import torch
@@ -14,7 +12,7 @@ from sage_processors.scales import ScaleState, Site
 
 BLOCK = 64  # keys of a tile in the interpreter
 SEQ, HEAD_DIM, KV_HEADS = 1024, 64, 2
-PLANNED_KEYS, DYNAMIC_KEYS = 256, 512  # of a program
+KEYS = 512  # of a program: in the interpreter four are to run at once, of two heads
 SAMPLE = 128  # tokens that a head without a plan is sampled at
 
 
@@ -129,7 +127,7 @@ PLANNED = ["_prologue_kernel", "_attention_fwd_kernel"]
 
 @pytest.mark.parametrize("seq", [SEQ, 1000])
 def test_a_planned_head_reads_its_keys_once_and_writes_its_codes_once(traffic, seq):
-    """3 bytes per element of K in 16 bit: 2 read, 1 written. The plan comes on top, once per 256 keys."""
+    """3 bytes per element of K in 16 bit: 2 read, 1 written. The plan comes on top, once per 512 keys."""
     q, k, v = inputs(seq=seq)
     state = planned_state(traffic, 2.0, (q, k, v))  # a margin that nothing leaves
     attend(traffic, q, k, v, state=state)
@@ -138,52 +136,49 @@ def test_a_planned_head_reads_its_keys_once_and_writes_its_codes_once(traffic, s
     assert (traffic.times("store", traffic.keys.codes) == 1).all()
     assert (traffic.times("load", q) == 0).all()  # Q is quantised inside of the attention kernel
     # three vectors in, one out, statistics in and out, for each program; a scale a tile
-    programs, tiles = -(-seq // PLANNED_KEYS) * KV_HEADS, -(-seq // BLOCK) * KV_HEADS
+    programs, tiles = -(-seq // KEYS) * KV_HEADS, -(-seq // BLOCK) * KV_HEADS
     padded = tiles * BLOCK * HEAD_DIM
     vectors = programs * (3 + 4) * HEAD_DIM * 4 + KV_HEADS * HEAD_DIM * 4
     assert traffic.bytes() <= 2 * k.numel() + padded + vectors + 4 * tiles + 100 * programs
     if seq == SEQ:
-        assert 3.0 <= traffic.bytes() / k.numel() <= 3.15
+        assert 3.0 <= traffic.bytes() / k.numel() <= 3.08
     # and the attention kernel reads codes, never K
     assert (traffic.times("load", k, "_attention_fwd_kernel") == 0).all()
 
 
-def test_only_the_tile_that_outgrew_its_plan_is_read_and_written_twice(traffic):
+def test_a_tile_that_outgrew_its_plan_is_read_and_written_once_as_well(traffic):
     q, k, v = inputs()
     state = planned_state(traffic, 2.0, (q, k, v))
     k[0, 300, 1, 5] *= 100
     attend(traffic, q, k, v, state=state)
-    tile = slice(300 // BLOCK * BLOCK, 300 // BLOCK * BLOCK + BLOCK)
-    expected = torch.ones(1, SEQ, KV_HEADS, HEAD_DIM, dtype=torch.int64)
-    expected[:, tile, 1] = 2
-    assert torch.equal(traffic.times("load", k), expected)
-    assert torch.equal(codes(traffic), expected[0].transpose(0, 1))
+    assert (traffic.times("load", k) == 1).all() and (codes(traffic) == 1).all()
     assert traffic.launches == PLANNED
+    scale = traffic.keys.scale.view(KV_HEADS, -1)
+    assert scale[1].argmax() == 300 // BLOCK and scale[1].max() > 10 * scale[1].median()
 
 
-def test_a_head_without_a_plan_reads_twice_and_a_sample_of_itself(traffic):
-    """6 bytes per element and what the sample costs: three passes over 128 keys, for each 256."""
+def test_a_head_without_a_plan_reads_a_sample_of_itself_as_well(traffic):
+    """3 bytes per element and what the sample costs: three passes over 128 keys, for each 512."""
     q, k, v = inputs()
     state = planned_state(traffic, 2.0)
     attend(traffic, q, k, v, state=state)
     assert traffic.launches == PLANNED
     times = traffic.times("load", k)
-    programs = SEQ // PLANNED_KEYS
-    assert times.min() == 2 and times.sum() == (2 * SEQ + programs * 3 * SAMPLE) * KV_HEADS * HEAD_DIM
-    assert Counter(codes(traffic).flatten().tolist()) == {2: k.numel()}
+    programs = SEQ // KEYS
+    assert times.min() == 1 and times.sum() == (SEQ + programs * 3 * SAMPLE) * KV_HEADS * HEAD_DIM
+    assert (codes(traffic) == 1).all()
     assert traffic.times("load", q).sum() <= programs * SAMPLE * q.shape[2] * HEAD_DIM
 
 
-@pytest.mark.parametrize(("scaling", "reads"), [("per_token", 1), ("per_block", 2)])
-def test_scales_of_the_call_itself(traffic, scaling, reads):
-    """per_token: 3 bytes per element and two passes over the sample, but 4 bytes per key and head for its scale;
-    per_block: K is read again for the codes, 5 bytes per element."""
+@pytest.mark.parametrize("scaling", ["per_token", "per_block"])
+def test_scales_of_the_call_itself(traffic, scaling):
+    """3 bytes per element and two passes over the sample; per_token 4 bytes per key and head for its scale as well."""
     q, k, v = inputs()
     attend(traffic, q, k, v, scaling=scaling)
     assert traffic.launches == PLANNED
     times = traffic.times("load", k)
-    tokens = reads * SEQ + SEQ // DYNAMIC_KEYS * 2 * SAMPLE
-    assert times.min() == reads and times.sum() == tokens * KV_HEADS * HEAD_DIM
+    tokens = SEQ + SEQ // KEYS * 2 * SAMPLE
+    assert times.min() == 1 and times.sum() == tokens * KV_HEADS * HEAD_DIM
     assert (codes(traffic) == 1).all()
     assert traffic.keys.scale.numel() == KV_HEADS * (SEQ if scaling == "per_token" else SEQ // BLOCK)
     assert (traffic.times("store", traffic.keys.scale) == 1).all()
@@ -228,7 +223,9 @@ def test_values_of_a_planned_head_are_read_and_written_once_in_the_launch_of_its
     v[0, 700, 1, 5] = 60000.0  # clipped: the codes of the program that finds it are written again
     attend(traffic, q, k, v, state=state.head_state(0), recipe=FP8)
     loaded, stored = fp8_traffic(traffic, v)
-    assert loaded[0, 700, 1].tolist() == [2] * HEAD_DIM and (loaded[:, :, 0] == 1).all() and int(stored.max()) == 2
+    half = HEAD_DIM // 2  # the channels of one program
+    assert loaded[0, 700, 1].tolist() == [2] * half + [1] * half
+    assert (loaded[:, :, 0] == 1).all() and int(stored.max()) == 2
 
 
 def test_values_without_a_plan_are_read_before_they_are_cast(traffic):

@@ -20,14 +20,14 @@ import torch, triton
 from recording_driver import install, named
 
 handed = install(device=None, stream=7)
-from sage_kernels._triton import launch as launching, launch_attention
+from sage_kernels._triton import launch as launching, launch_attention, prologue
 from sage_kernels._triton.tiles import Tile, choose_tile
 from sage_kernels.masking import make_masking
 from sage_kernels.recipe import RECIPES
 from sage_kernels.state import new_head_state
 
 launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: choose_tile(90, width, scaling, pv=pv)
-launch_attention.processors_of = lambda device: 132
+launch_attention.processors_of = prologue.processors_of = lambda device: 132
 
 def tensors(seq_q, seq_kv, head_dim, dtype, planned, known):
     q, k, v = (torch.randn(2, s, 4, head_dim).to(dtype) for s in (seq_q, seq_kv, seq_kv))

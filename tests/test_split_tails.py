@@ -70,7 +70,7 @@ def test_only_tiles_of_one_length_in_the_hopper_kernel_are_cut():
     assert not can_be_cut(hopper, NO_MASKING._replace(left=40), none)
 
 
-def test_bands_in_fp8_run_in_the_hopper_kernel_where_maxima_are_kept(monkeypatch):
+def test_fp8_runs_in_the_hopper_kernel_where_maxima_are_known(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     from sage_kernels._triton.launch_attention import device_tile
 
@@ -84,7 +84,7 @@ def test_bands_in_fp8_run_in_the_hopper_kernel_where_maxima_are_kept(monkeypatch
         for lagged in (False, True)
         for masking in (NO_MASKING, band)
     }
-    assert kernel == {(False, False): "hopper", (True, False): "hopper", (False, True): "tma", (True, True): "hopper"}
+    assert kernel == {(False, False): "tma", (True, False): "hopper", (False, True): "tma", (True, True): "hopper"}
     assert device_tile(torch.device("cuda"), 128, "planned", band).kernel == "hopper"
 
 

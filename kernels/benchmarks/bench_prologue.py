@@ -41,7 +41,7 @@ def prologues(case: Case, q, k, v):
         scales.advance(1.0, 0.9)
         for scaling in ("planned", "per_block", "per_token"):
             planned = state if scaling == "planned" else None
-            block_n = device_tile(q.device, width, scaling, pv=RECIPES[recipe].pv).block_n
+            block_n = device_tile(q.device, width, scaling, pv=RECIPES[recipe].pv, lagged=planned is not None).block_n
 
             values = v if RECIPES[recipe].pv != "16bit" else None
 

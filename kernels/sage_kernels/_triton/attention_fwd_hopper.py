@@ -51,6 +51,7 @@ from .hopper_parts import (
     store_kept,
     sum_in_lanes,
     value_operand,
+    wait_for_prologue,
     with_kept,
 )
 from .mask_tiles import band_tiles
@@ -79,7 +80,7 @@ _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
 # keys whose 8-bit products are summed in the tensor cores, which cut sums off: with more, long sums come out shorter
 # and nothing is faster (kernels/README.md, sections 8 and 9)
-_PROMOTED_KEYS = gl.constexpr(512)
+_PROMOTED_KEYS = gl.constexpr(640)
 # registers of a thread: what the producer does not need, the two or three warpgroups have
 _REGISTERS_OF_TWO = gl.constexpr(240)
 _REGISTERS_OF_THREE = gl.constexpr(160)
@@ -867,6 +868,7 @@ def attention_fwd_hopper_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, KEEPS_MAX: gl.constexpr,
     PV: gl.constexpr, GROUPS: gl.constexpr, SLICE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
+    wait_for_prologue()
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
     program = gl.program_id(0)

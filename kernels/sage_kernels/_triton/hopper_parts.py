@@ -92,6 +92,12 @@ _SCORE_LIMIT = gl.constexpr(2.0**27)  # as in primitives.py
 
 
 @gluon.jit
+def wait_for_prologue():
+    """What the launch before has written is there from here on: this one's programs may begin before that one ends."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def seen_tile(i, seen, MASKING: gl.constexpr):
     """The i-th visited key tile: the wholly visible ones come first."""
     return tile_at(

@@ -88,6 +88,11 @@ def launch(kernel, programs: int, *arguments, **constants):
     return compiled
 
 
+def processors_of(device: torch.device) -> int:
+    """How many SMs it has; one where there are none, in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def _someone_looks_on() -> bool:
     """Whether a profiler wants to be told of launches."""
     hooks = knobs.runtime.launch_enter_hook

@@ -8,7 +8,7 @@ from ..numerics import LOG2_E, padded_head_dim, pv_dtype
 from ..recipe import DEFAULT_RECIPE, RECIPES
 from ..state import HeadState, keeps_row_max, reads_row_max
 from .attention_fwd import _attention_fwd_kernel
-from .launch import buffer, launch
+from .launch import buffer, launch, processors_of
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
 from .prologue import launch_prologue
 from .rotate import launch_rotate
@@ -51,12 +51,7 @@ def device_tile(
             f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
             f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
         )
-    return choose_tile(capability, width, scaling, masking.by_row, pv, is_band(masking) and not lagged)
-
-
-def processors_of(device: torch.device) -> int:
-    """How many SMs it has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return choose_tile(capability, width, scaling, masking.by_row, pv, not lagged)
 
 
 def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
@@ -117,6 +112,7 @@ def launch_attention_fwd(
             q, k, v if is_fp8 else None, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
             return_center=return_lse or masking.sinks is not None or masking.softcap > 0,
             block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
+            overlap=tile.kernel == "hopper",
         )  # fmt: skip
         codes = prepared.codes.view(-1, width)
         none = prepared.scale  # never read where a pointer does not apply
@@ -165,7 +161,7 @@ def launch_attention_fwd(
                 *(none if x is None else x for x in (partials, arrived)), whole, pieces, *sizes,
                 **constants, NUM_BUFFERS=tile.num_stages, GROUPS=groups,
                 SLICE=query_slice(seq_kv, is_band(masking), mask.kind != "none"), SPLIT=cut, num_warps=4,
-                enable_fp_fusion=False,
+                launch_pdl=True, enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
         use_tma = tile.kernel == "tma"

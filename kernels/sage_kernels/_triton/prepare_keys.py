@@ -135,22 +135,33 @@ def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_
 
 
 @triton.jit
-def _smooth(k, tokens, seq_kv, reach_ptr, center, weight,
-            HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, MASKED: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """Loaded keys [ROWS, WIDTH] in fp32, plain and smoothed and balanced, and which take part in scales.
-
-    Smoothed keys are zero beyond the sequence and the head and where the mask hides them from all rows.
-    """
-    k = k.to(tl.float32)
-    x = (k - center[None, :]) * weight[None, :]
+def _counted(tokens, seq_kv, reach_ptr, HAS_MASK: tl.constexpr):
+    """Which keys take part in scales."""
     counted = tokens < seq_kv
     if HAS_MASK:
         counted = tl.load(reach_ptr + tokens) > _FAINT  # -inf beyond the sequence
-    if MASKED or HAS_MASK:
-        x = tl.where(counted[:, None], x, 0.0)
+    return counted
+
+
+@triton.jit
+def _smooth(k, counted, center, weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SOME_HIDDEN: tl.constexpr):
+    """Keys [ROWS, WIDTH] in fp32, smoothed and balanced; zero beyond the head and where not counted."""
+    x = (k - center[None, :]) * weight[None, :]
+    if SOME_HIDDEN:
+        x = tl.where(counted, x, 0.0)
     if HEAD_DIM != WIDTH:
         x = tl.where((tl.arange(0, WIDTH) < HEAD_DIM)[None, :], x, 0.0)
-    return k, x, counted
+    return x
+
+
+@triton.jit
+def _to_fp32_again(k):
+    """k.to(fp32) in other words: the same ones as before would keep the first result, twice the registers of k."""
+    if k.dtype == tl.bfloat16:
+        k = (k.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        k = k.to(tl.float32)
+    return k
 
 
 @triton.jit
@@ -160,35 +171,42 @@ def _prepare_tile(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SCALING: tl.constexpr,
     MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale."""
+    """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale.
+
+    The tile stays in registers, in its own dtype, until its scale is known: read once, its codes written once.
+    """
+    SOME_HIDDEN: tl.constexpr = MASKED or HAS_MASK
+    STEPS: tl.constexpr = BLOCK_N // ROWS
     first = tile * BLOCK_N
     slice_rows = tl.arange(0, ROWS)
     channels = tl.arange(0, WIDTH)[None, :]
-    reach = tl.zeros([ROWS, WIDTH], tl.float32)  # largest |x| seen by each element of a slice
-    for step in tl.static_range(BLOCK_N // ROWS):
-        rows = step * ROWS + slice_rows
-        loaded = load_tokens(k_base, first + rows, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
-        k, x, counted = _smooth(
-            loaded, first + rows, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
-        )
-        if SCALING == "per_token":
-            scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
-            tl.store(scale_ptr + rows, scale + nan_unless_finite(x, 1))
-            tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse[:, None]))
-        else:
-            reach = tl.maximum(reach, tl.abs(x), propagate_nan=tl.PropagateNan.ALL)
-        if SCALING == "planned":
-            # right unless the tile outgrew its plan
-            tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x))
-            if MASKED or HAS_MASK:
-                k_max = tl.maximum(k_max, tl.where(counted[:, None], k, float("-inf")))
-                k_min = tl.minimum(k_min, tl.where(counted[:, None], k, float("inf")))
+    top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)  # by element of a slice; a NaN stays
+    low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
+    slices = ()
+    for step in tl.static_range(STEPS):
+        tokens = first + step * ROWS + slice_rows
+        k = load_tokens(k_base, tokens, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
+        slices = slices + (k,)
+        if SCALING != "per_token":
+            highest = k.to(tl.float32)
+            lowest = highest
+            if SOME_HIDDEN:
+                counted = _counted(tokens, seq_kv, reach_ptr, HAS_MASK)
+                highest = tl.where(counted[:, None], highest, float("-inf"))
+                lowest = tl.where(counted[:, None], lowest, float("inf"))
                 counts += counted.to(tl.int32)
             else:
-                k_max = tl.maximum(k_max, k)
-                k_min = tl.minimum(k_min, k)
                 counts += 1
+            top = tl.maximum(top, highest, propagate_nan=tl.PropagateNan.ALL)
+            low = tl.minimum(low, lowest)
     if SCALING != "per_token":
+        # smoothing, rounded as it is, keeps the order of a channel's keys: the largest |x| is that of one of these two
+        seen = (top >= low) | (top != top)
+        reach = tl.maximum(
+            tl.abs(_smooth(top, seen, center, weight, HEAD_DIM, WIDTH, SOME_HIDDEN)),
+            tl.abs(_smooth(low, seen, center, weight, HEAD_DIM, WIDTH, SOME_HIDDEN)),
+            propagate_nan=tl.PropagateNan.ALL,
+        )
         # as integers a NaN is the largest: one reduction finds the maximum and what is not finite
         amax = tl.max(tl.max(reach.to(tl.int32, bitcast=True), 1), 0).to(tl.float32, bitcast=True)
         lost = amax * 0.0
@@ -196,19 +214,26 @@ def _prepare_tile(
             amax = head_amax
         scale, inverse = planned_scale(amax, planned)
         tl.store(scale_ptr, scale + lost)
-        if (planned == 0) | (amax > INT8_MAX):
+        if SCALING == "planned":
+            k_max = tl.maximum(k_max, top)
+            k_min = tl.minimum(k_min, low)
+    for step in tl.static_range(STEPS):
+        rows = step * ROWS + slice_rows
+        counted = _counted(first + rows, seq_kv, reach_ptr, HAS_MASK)[:, None]
+        x = _smooth(_to_fp32_again(slices[step]), counted, center, weight, HEAD_DIM, WIDTH, SOME_HIDDEN)
+        if SCALING == "per_token":
+            scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
+            tl.store(scale_ptr + rows, scale + nan_unless_finite(x, 1))
+            inverse = inverse[:, None]
+        tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse))
+    if SCALING == "planned":
+        if (planned > 0) & (amax > INT8_MAX):
             beyond = tl.zeros([ROWS, WIDTH], tl.int32)
-            for step in tl.static_range(BLOCK_N // ROWS):
-                rows = step * ROWS + slice_rows
-                again = load_tokens(k_base, first + rows, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
-                _, x, _ = _smooth(
-                    again, first + rows, seq_kv, reach_ptr, center, weight, HEAD_DIM, WIDTH, MASKED, HAS_MASK
-                )
-                tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse))
-                if SCALING == "planned":
-                    beyond += (tl.abs(x) > INT8_MAX).to(tl.int32)
-            if SCALING == "planned":
-                outside += tl.sum(tl.sum(beyond, 1), 0) * (planned > 0).to(tl.int32)
+            for step in tl.static_range(STEPS):
+                counted = _counted(first + step * ROWS + slice_rows, seq_kv, reach_ptr, HAS_MASK)[:, None]
+                x = _smooth(_to_fp32_again(slices[step]), counted, center, weight, HEAD_DIM, WIDTH, SOME_HIDDEN)
+                beyond += (tl.abs(x) > INT8_MAX).to(tl.int32)
+            outside += tl.sum(tl.sum(beyond, 1), 0)
     return k_max, k_min, outside, counts
 
 
@@ -219,7 +244,7 @@ def prepare_keys(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb, stride_rh,
     seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
-    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Quantise `tiles` tiles of one head: what PreparedKeys (prologue.py) says."""
     chunk = program % programs_per_head
@@ -286,8 +311,8 @@ def prepare_keys(
     first_tile = head_offset * n_tiles
     end = tl.minimum((chunk + 1) * tiles, n_tiles)
     whole = tl.minimum(end, seq_kv // BLOCK_N)
-    # loads of the next tiles are in flight: behind the stores of a tile they would wait for these
-    for tile in tl.range(chunk * tiles, whole, num_stages=STAGES):
+    # no pipeline: it takes the registers that other programs' loads are in flight in
+    for tile in tl.range(chunk * tiles, whole, num_stages=1):
         k_max, k_min, outside, counts = _prepare_tile(
             tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
             k_int_ptr + (first_tile + tile) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + tile) * SCALES,

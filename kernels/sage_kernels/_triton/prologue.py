@@ -8,43 +8,25 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..masking import FAINT
 from ..numerics import sampled_center
 from ..state import HeadState, shape_key
-from .launch import buffer, launch
+from .launch import buffer, launch, processors_of
 from .mask_tiles import MaskTiles
 from .prepare_keys import prepare_keys
 from .prepare_values import KEYS, launch_value_amax, prepare_values
 
 
-class Cut(NamedTuple):
-    """How a launch is cut.
-
-    Attributes:
-        num_warps: of a program. A tile of keys is walked in slices of 8 elements a thread: few registers, many loads
-            under way.
-        stages: tiles of keys on their way to a program.
-        tokens, long_tokens: of a program, in calls of few and of many tokens: they amortise the plan, the sampled
-            vectors and the atomics.
-        registers: of a thread at most.
-    """
-
-    num_warps: int
-    stages: int
-    tokens: int
-    long_tokens: int
-    registers: int | None
-
-
-LONG = 2**20  # tokens of all heads: a thousand programs fill the largest GPU several times
-# Timed on an H200 at width 128, of 36 cuts: what waits for its warps between tiles wants more and smaller programs.
-_PLANNED_CUT = Cut(4, 2, 256, 768, 128)
-_DYNAMIC_CUT = Cut(8, 3, 512, 1024, None)
-# A plan, and a mask, width 256 or V: fewer warps spill. With V, one of 15 timed, when its tiles had 128 keys.
-_CROWDED_CUT = Cut(8, 2, 512, 1024, 128)
+# Timed on an H200 at width 128. A program holds one tile of keys, all of it in registers, and hides nothing of its
+# loads: the other programs of the SM do. All programs of keys run at once, since each begins with loads that wait for
+# each other.
+_REGISTERS = 128  # of a thread at most
+_WARPS_OF_PROCESSOR = 16  # which then fit on an SM of 65,536 registers
 _ZEROS = tl.constexpr(128)  # numbers that are zeroed at a time
-_VALUE_STEPS, _LONG_VALUE_STEPS = 4, 8  # of KEYS values, of one program: as `tokens` and `long_tokens`
+# of KEYS values, of one program, in calls of few and of many tokens of all heads
+_VALUE_STEPS, _LONG_VALUE_STEPS, _LONG = 4, 8, 2**20
 
 
 @triton.jit(
@@ -74,9 +56,12 @@ def _prologue_kernel(
     reach_ptr, extent_ptr, stride_rb, stride_rh, seq_q, seq_kv, kv_heads, group,
     key_programs, programs_per_head, tiles, value_chunks, value_spans, value_steps, zeroed_ptr, zeros,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
-    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
     HAS_VALUES: tl.constexpr, CHANNELS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:  # attention may begin where programs have ended; it waits until all have before it reads
+        gdc_launch_dependents()
     program = tl.program_id(0)
     if program == 0:
         for first in range(0, zeros, _ZEROS):
@@ -88,7 +73,7 @@ def _prologue_kernel(
             plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb,
             stride_rh, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
-            HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS, STAGES,
+            HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS,
         )  # fmt: skip
     elif HAS_VALUES:
         prepare_values(
@@ -121,23 +106,21 @@ class Prepared(NamedTuple):
     value_scale: torch.Tensor | None
 
 
-def cut_of(scaling: str, width: int, has_mask: bool, has_values: bool) -> Cut:
-    """The cut of a launch with this scaling, "planned" included."""
-    if scaling != "planned":
-        return _DYNAMIC_CUT
-    return _CROWDED_CUT if has_mask or has_values or width > 128 else _PLANNED_CUT
+def warps_of(block_n: int, width: int) -> int:
+    """Warps of a program: a thread holds 64 numbers of a tile of keys at most."""
+    return 4 if block_n * width <= 8192 else 8
 
 
-def constants_of(cut: Cut, width: int) -> dict:
-    """The kernel's constants that come of its cut."""
-    # with 128 keys of so many channels, both sides of the transposition move whole sectors
-    channels = min(8 * cut.num_warps, width)
-    return {"ROWS": 8 * 32 * cut.num_warps // width, "STAGES": cut.stages, "CHANNELS": channels}
+def constants_of(num_warps: int, width: int) -> dict:
+    """The kernel's constants that come of its warps."""
+    # slices of 8 elements a thread; with 128 keys of so many channels, both sides of the transposition of V move whole
+    # sectors
+    return {"ROWS": 8 * 32 * num_warps // width, "CHANNELS": min(8 * num_warps, width)}
 
 
 def launch_prologue(
     q, k, v, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width, rotation,
-    zeroed: torch.Tensor | None = None,
+    zeroed: torch.Tensor | None = None, overlap: bool = False,
 ) -> Prepared:  # fmt: skip
     """Quantise K [B, S_kv, H_kv, D], and cast V of that shape to e4m3 where it is given, for the attention kernel.
 
@@ -149,6 +132,7 @@ def launch_prologue(
         width: channels of a row of the buffers, a power of two >= D.
         rotation: what was done to q and k: a plan is of one rotation.
         zeroed: int32, counters of the attention kernel that start at 0.
+        overlap: the next launch on the stream may begin before this one ends, and waits for it (launch_pdl).
     """
     batch, seq_kv, kv_heads, head_dim = k.shape
     heads = batch * kv_heads
@@ -177,12 +161,12 @@ def launch_prologue(
         value_scale=buffer(batch, kv_heads, width, device=k.device) if has_values else None,
     )
     v_amax = launch_value_amax(v, mask=mask, width=width) if has_values and not planned else None
-    cut = cut_of(scaling, width, has_mask, has_values)
-    constants = constants_of(cut, width)
-    is_long = heads * seq_kv >= LONG
-    tiles = max(1, (cut.long_tokens if is_long else cut.tokens) // block_n)
+    num_warps = warps_of(block_n, width)
+    constants = constants_of(num_warps, width)
+    at_once = processors_of(k.device) * (_WARPS_OF_PROCESSOR // num_warps)
+    tiles = -(-heads * n_tiles // at_once)
     programs = -(-n_tiles // tiles)
-    steps = _LONG_VALUE_STEPS if is_long else _VALUE_STEPS
+    steps = _LONG_VALUE_STEPS if heads * seq_kv >= _LONG else _VALUE_STEPS
     spans = -(-n_steps // steps)
     value_programs = spans * (width // constants["CHANNELS"]) * heads if has_values else 0
     none = prepared.scale  # never read where a pointer does not apply
@@ -200,7 +184,7 @@ def launch_prologue(
         programs * heads, programs, tiles, v_amax.shape[1] if v_amax is not None else 0, spans, steps,
         none if zeroed is None else zeroed, 0 if zeroed is None else zeroed.numel(),
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
-        STORE_CENTER=return_center, HAS_MASK=has_mask, HAS_VALUES=has_values, **constants,
-        num_warps=cut.num_warps, maxnreg=cut.registers if k.is_cuda else None, enable_fp_fusion=False,
+        STORE_CENTER=return_center, HAS_MASK=has_mask, HAS_VALUES=has_values, **constants, OVERLAP=overlap,
+        num_warps=num_warps, maxnreg=_REGISTERS if k.is_cuda else None, enable_fp_fusion=False,
     )  # fmt: skip
     return prepared
