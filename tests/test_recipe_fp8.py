@@ -199,6 +199,36 @@ def test_error_on_normal_inputs_stays_below_the_bar(seq):
         assert relative_l2(out, exact) <= BAR and relative_l2(out, exact, (1, 3)).max() <= BAR, options
 
 
+LONG_SUMS = {
+    "full": {},
+    "causal": {"causal": "bottom_right"},
+    "rows": {"attn_mask": (128, 32768)},
+    "softcap": {"softcap": 30.0},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("name", LONG_SUMS)
+def test_sums_of_many_keys_are_not_cut_off(name, head_dim):
+    """All values alike: the mean is known exactly. FP8 matrix units keep some 14 bits of a sum: with all keys in one,
+    it came out 39 % short."""
+    if not torch.cuda.is_available() or not runs_fp8("cuda"):
+        pytest.skip("needs a GPU of compute capability 8.9 or newer")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def make(tokens):
+        return torch.randn(1, tokens, 2, head_dim, device="cuda", dtype=torch.float16, generator=generator)
+
+    q, k = make(128), make(32768)
+    options = dict(LONG_SUMS[name])
+    if "attn_mask" in options:
+        options["attn_mask"] = torch.rand(options["attn_mask"], device="cuda", generator=generator) > 0.2
+    for value in (1.0, -3.0):
+        error = sage_attention(q, k, torch.full_like(k, value), recipe=FP8, **options).float() / value - 1
+        assert float(error.abs().max()) < 0.01 and abs(float(error.mean())) < 0.003, value
+
+
 # --- planned scales of V ---
 
 
@@ -272,7 +302,7 @@ def test_scores_of_any_course_match_the_reference_from_step_to_step(name, fp8):
     assert rates(state)[1] == 0  # same rows, same maxima: nothing to do again
 
 
-@pytest.mark.parametrize("rise", [4.5, 5.5, -2.5, -4.0, 300.0, -300.0])
+@pytest.mark.parametrize("rise", [4.5, 5.5, -3.5, -5.0, 300.0, -300.0])
 def test_rows_that_left_the_range_are_done_again_and_others_are_not(rise, fp8):
     """A key's logit moves the row maxima of head 0 by `rise`; head 1 keeps its own."""
     q, k, v = climbing(0 * RAMP)
@@ -283,7 +313,7 @@ def test_rows_that_left_the_range_are_done_again_and_others_are_not(rise, fp8):
     state.row_max[:, 0] -= rise
     fp8.check(q, k, v, state=state, exponent=1200.0)
     tried, redone = rates(state)
-    assert redone == (0 if -3 <= rise <= 4.75 else tried // 2)
+    assert redone == (0 if -4 <= rise <= 4.75 else tried // 2)
 
 
 def test_changed_prompts_and_unknown_rows_are_right(fp8):

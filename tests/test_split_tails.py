@@ -70,21 +70,19 @@ def test_only_tiles_of_one_length_in_the_hopper_kernel_are_cut():
     assert not can_be_cut(hopper, NO_MASKING._replace(left=40), none)
 
 
-def test_fp8_runs_in_the_hopper_kernel_where_maxima_are_known(monkeypatch):
+def test_fp8_runs_in_the_hopper_kernel_with_a_running_max_on_larger_tiles(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     from sage_kernels._triton.launch_attention import device_tile
 
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     band = NO_MASKING._replace(right=0)
-    kernel = {
-        (lagged, masking is band): device_tile(
-            torch.device("cuda"), 128, "planned", masking, "fp8_e4m3", lagged
-        ).kernel
-        for lagged in (False, True)
-        for masking in (NO_MASKING, band)
-    }
-    assert kernel == {(False, False): "tma", (True, False): "hopper", (False, True): "tma", (True, True): "hopper"}
+    for masking in (NO_MASKING, band):
+        lagged, running = (
+            device_tile(torch.device("cuda"), 128, "planned", masking, "fp8_e4m3", known) for known in (True, False)
+        )
+        assert lagged.kernel == running.kernel == "hopper"
+        assert (lagged.block_m, lagged.block_n) == (192, 64) and (running.block_m, running.block_n) == (128, 128)
     assert device_tile(torch.device("cuda"), 128, "planned", band).kernel == "hopper"
 
 

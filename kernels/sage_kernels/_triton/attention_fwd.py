@@ -99,10 +99,17 @@ def _load_values(values, b, token, h_kv, kv_head_of_batch, seq_kv, reach, stride
 
 
 @triton.jit
-def _add_product(acc, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """acc + P·V. P is cast here and not before: 8-bit tensors carried around a loop are unpacked and packed again."""
+def _add_product(acc, rescale, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """acc + P·V; with 8-bit P acc is rescaled before. P is cast here: 8-bit tensors carried around a loop are unpacked
+    and packed again.
+
+    8-bit products of a tile are a sum of their own: the matrix unit cuts off what it adds to a long one. With all keys
+    in one sum, outputs came out 5 % short at 4,096 keys and 39 % at 32,768 (kernels/README.md, section 8). Added in an
+    FMA, as Triton makes one sum again of an addition.
+    """
     if PV == "fp8_e4m3":
-        acc = tl.dot(in_operand_order(p.to(tl.float8e4nv), BLOCK_M, BLOCK_N), v, acc)
+        product = tl.dot(in_operand_order(p.to(tl.float8e4nv), BLOCK_M, BLOCK_N), v)
+        acc = tl.fma(acc, rescale[:, None], product)
     else:
         acc = tl.dot(p.to(v.dtype), v, acc)
     return acc
@@ -262,6 +269,8 @@ def _attention_fwd_kernel(
     row_scale = tl.where(running_sum > -1.0, row_scale, running_sum if LAGGED else reference)
     if LAGGED:
         reference = tl.where(running_sum > -1.0, reference, top)
+    LATE: tl.constexpr = PV == "fp8_e4m3"  # acc is rescaled when the next product is added
+    rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     for i in tl.range(1, plain, num_stages=STAGES):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
@@ -272,7 +281,7 @@ def _attention_fwd_kernel(
             values, b, before * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
             BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV,
         )  # fmt: skip
-        acc = _add_product(acc, p, v, PV, BLOCK_M, BLOCK_N)
+        acc = _add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
         if FIXED:
             if LAGGED:  # nothing waits for it: only what is decided after the loop
                 top = tl.maximum(top, tl.max(scores, 1).to(tl.float32) * (row_scale * key_scale))
@@ -281,7 +290,8 @@ def _attention_fwd_kernel(
             p, reference, running_sum, rescale = online_softmax_step(
                 scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY, EXPONENT
             )
-            acc = acc * rescale[:, None]
+            if not LATE:
+                acc = acc * rescale[:, None]
     for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
@@ -291,20 +301,22 @@ def _attention_fwd_kernel(
             values, b, before * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
             BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
         )  # fmt: skip
-        acc = _add_product(acc, p, v, PV, BLOCK_M, BLOCK_N)
-        p, reference, running_sum, top, rescale = _masked_step(
+        acc = _add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
+        p, reference, running_sum, top, factor = _masked_step(
             scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
             tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum,
             top, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED,
         )  # fmt: skip
         if not LAGGED:
-            acc = acc * rescale[:, None]
+            rescale = factor
+        if not LATE:
+            acc = acc * factor[:, None]
     tile = tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     v = _load_values(
         values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
         BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
     )  # fmt: skip
-    acc = _add_product(acc, p, v, PV, BLOCK_M, BLOCK_N)
+    acc = _add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
     if FIXED:
         if LAGGED:
             # exact: the largest score of each row against the range of e4m3. One of -inf has seen nothing, or only NaN
@@ -329,13 +341,15 @@ def _attention_fwd_kernel(
                 )  # fmt: skip
                 codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
                 scores = tl.dot(q_int, codes, out_dtype=tl.int32)
-                p, reference, running_sum, top, rescale = _masked_step(
+                p, reference, running_sum, top, factor = _masked_step(
                     scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
                     tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference,
                     running_sum, top,
                     MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, False,
                 )  # fmt: skip
-                acc = _add_product(acc * rescale[:, None], p, v, PV, BLOCK_M, BLOCK_N)
+                if not LATE:
+                    acc = acc * factor[:, None]
+                acc = _add_product(acc, factor, p, v, PV, BLOCK_M, BLOCK_N)
             top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     elif KEEPS_MAX:
         top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)

@@ -60,17 +60,21 @@ _BLACKWELL = {
 }
 # P and V in FP8: timed on an H200 at widths 64 and 128. The others are not: the largest tiles whose plain loop does
 # not spill.
+_FP8_WIDE = Tile(32, 32, 8, 2, "pointers")
 _FP8 = {
-    90: {64: Tile(192, 64, 4, 5, "hopper"), 128: Tile(192, 64, 4, 4, "hopper"), 256: Tile(64, 64, 4, 2, "tma")},
+    90: {64: Tile(192, 64, 4, 5, "hopper"), 128: Tile(192, 64, 4, 4, "hopper"), 256: Tile(64, 32, 8, 2, "tma")},
     100: {
         64: Tile(128, 64, 8, 3, "pointers"),
-        128: Tile(128, 64, 8, 3, "pointers"),
+        128: Tile(64, 64, 8, 3, "pointers"),
         256: Tile(64, 32, 8, 2, "pointers"),
     },
-    89: {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers"), 256: _WIDE},
+    89: {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers"), 256: _FP8_WIDE},
 }
-# with a running max: the Hopper kernel is slower there by an eighth, by a fifth where causal
-_FP8_HOPPER_RUNNING = Tile(64, 128, 4, 3, "tma")
+# With a running max, timed as well: two consumers of large tiles take fewer maxima and rescale less often.
+_FP8_HOPPER_RUNNING = Tile(128, 128, 4, 3, "hopper")
+# A mask of rows, not timed: with a sum of its own for each tile's products, larger ones spill.
+_FP8_HOPPER_ROWS = {64: Tile(64, 64, 4, 3, "tma"), 128: Tile(64, 64, 8, 2, "tma")}
+_FP8_OTHER_ROWS = Tile(32, 64, 8, 2, "pointers")
 
 
 def head_width(head_dim: int) -> int:
@@ -93,9 +97,9 @@ def choose_tile(
         running: with 8-bit P, whether no maxima of the step before are known.
     """
     if by_row and capability == 90 and width <= 128:
-        return _HOPPER_ROWS[width]
+        return (_HOPPER_ROWS if pv == "16bit" else _FP8_HOPPER_ROWS)[width]
     if by_row and width == 128:
-        return _OTHER_ROWS
+        return _OTHER_ROWS if pv == "16bit" else _FP8_OTHER_ROWS
     if pv == "fp8_e4m3":
         if capability == 90 and width <= 128 and running:
             return _FP8_HOPPER_RUNNING
