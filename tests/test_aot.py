@@ -96,8 +96,6 @@ def test_fp8_operands_are_not_rearranged_on_hopper(kernels):
     for key, facts in kernels.items():
         if "/attention_fp8/" in key and not key.endswith("/rows"):
             assert facts["shuffles"] <= 12, (key, facts)
-    # the Triton kernel is chosen where two programs share an SM
-    assert 2 * (kernels["sm_90/attention_fp8/128/planned/running/causal"]["shared"] + 1024) <= 228 * 1024
     assert all(facts["stack"] == 0 for key, facts in kernels.items() if "/values/" in key)
 
 
