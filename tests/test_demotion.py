@@ -213,7 +213,7 @@ def test_a_layer_with_outliers_at_the_end_of_a_run_is_exact_there_and_no_other_l
     def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
         if processor._sage_layer == X and sp.handle_of(pipe).steps.place == 3:
             factor = torch.ones(key.shape[3])
-            factor[[1, key.shape[3] // 2]] = 24.0
+            factor[[1, key.shape[3] // 2]] = 36.0
             query, key = query * factor, key * factor
         return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
 

@@ -78,8 +78,8 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-# keys whose 8-bit products are summed in the tensor cores, which cut sums off: with more, long sums come out shorter
-# and nothing is faster (kernels/README.md, sections 8 and 9)
+# keys whose 8-bit products are summed in the tensor cores, which cut sums off: fewer take time, and with more the
+# results come out too short (kernels/README.md, sections 8 and 9)
 _PROMOTED_KEYS = gl.constexpr(640)
 # registers of a thread: what the producer does not need, the two or three warpgroups have
 _REGISTERS_OF_TWO = gl.constexpr(240)
