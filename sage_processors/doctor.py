@@ -41,7 +41,11 @@ NETWORK_FILE_SYSTEMS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of the self-test. `mask`: None, "bool" (padding that differs in the batch) or "bias"."""
+    """One shape of the self-test.
+
+    mask: None, "bool" (padding that differs in the batch) or "bias". same_values: V is 1 everywhere, so the output is,
+    too, and a matrix unit that cuts off what it adds to a long sum is seen.
+    """
 
     name: str
     seq_q: int
@@ -51,6 +55,7 @@ class Case:
     head_dim: int
     mask: str | None = None
     causal: bool | str = False
+    same_values: bool = False
 
 
 CASES = (
@@ -60,6 +65,7 @@ CASES = (
     Case("padding mask", 200, 300, 2, 2, 64, mask="bool"),
     Case("additive bias", 200, 300, 2, 2, 64, mask="bias"),
     Case("causal", 200, 300, 2, 2, 128, causal="bottom_right"),
+    Case("many keys of one value", 16, 16384, 2, 1, 64, same_values=True),
 )
 
 
@@ -169,6 +175,8 @@ def self_test(device: torch.device) -> list[Outcome]:
             "biased_keys", 2, case.seq_q, case.seq_kv, case.heads, case.kv_heads, case.head_dim,
             dtype=torch.bfloat16, device=device,
         )  # fmt: skip
+        if case.same_values:
+            v = torch.ones_like(v)
         mask = _mask(case, device)
         exact = _exact(q, k, v, mask if mask is not None else _causal_mask(case, device))
         for recipe in RECIPES:

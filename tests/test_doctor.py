@@ -70,6 +70,12 @@ def _coarser(q, *args, **kwargs):
     return sage_kernels.sage_attention(((q / step).round() * step).to(q), *args, **kwargs)
 
 
+def _cut_off(q, k, v, **kwargs):
+    """FP8 matrix units that keep all keys in one sum: what an H200's did, 5 % short at 4,096 keys."""
+    out = sage_kernels.sage_attention(q, k, v, **kwargs)
+    return out * (1 - 0.0125 * k.shape[1] / 1024) if kwargs["recipe"] == sage_kernels.recipe.FP8_RECIPE else out
+
+
 def _nan(*args, **kwargs):
     return sage_kernels.sage_attention(*args, **kwargs) * math.nan
 
@@ -83,7 +89,8 @@ BROKEN = {
     "causal": (_ignoring("causal"), {"causal"}),
     "smoothing": (lambda *a, **k: sage_kernels.sage_attention(*a, **k, smooth_k=False), None),
     "head": (_one_head_off, {case.name for case in doctor.CASES}),
-    "bits": (_coarser, {case.name for case in doctor.CASES}),
+    "bits": (_coarser, {case.name for case in doctor.CASES if not case.same_values}),
+    "sums": (_cut_off, {case.name for case in doctor.CASES if case.same_values}),
     "nan": (_nan, {case.name for case in doctor.CASES}),
     "crash": (_crash, {case.name for case in doctor.CASES}),
     "unplanned": (_ignoring("state"), {case.name for case in doctor.CASES}),
