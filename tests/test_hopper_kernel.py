@@ -133,6 +133,44 @@ def test_rows_that_see_nothing_or_a_nan_do_not_cost_a_second_try(hopper):
         scales.advance(1.0 - step / 4, 0.9 - step / 4)
 
 
+@pytest.mark.parametrize("keys", [40, 130, 1025])
+@pytest.mark.parametrize("left", [(0,), (1,), (0, 1), (-1,), (-1, 0), "all"])
+def test_only_warpgroups_whose_rows_left_the_range_do_theirs_again(left, keys, hopper, monkeypatch):
+    """Whichever of a program's they are, with fewer key tiles than warpgroups too; the others' rows keep their bits."""
+    from sage_kernels._triton import launch_attention
+
+    monkeypatch.setattr(launch_attention, "choose_tail", lambda *_: None)  # cut ones: test_split_tails.py
+    skip_what_is_the_same(hopper, FP8)
+    groups, seq = hopper.tile.block_m // 64, 2 * hopper.tile.block_m
+    left = range(groups) if left == "all" else sorted({i % groups for i in left})
+    q, k, v = normal(2, seq, keys, 4, 2, hopper.head_dim, dtype=torch.bfloat16)
+    scales = ScaleState([Site("a", 2, hopper.head_dim)], device="cuda")
+    state, rows = scales.head_state(0), torch.empty((2, 4, seq), device="cuda")
+    hopper.check(q, k, v, recipe=FP8, state=state.keeping(rows, known=False))
+    scales.advance(1.0, 0.9)
+    state = scales.head_state(0)
+    hopper.check(q, k, v, recipe=FP8, state=state.keeping(rows, known=True))
+    right = rows.clone()
+    expected, expected_lse = hopper(q, k, v, recipe=FP8, state=state.keeping(rows, known=True), return_lse=True)
+    for moved in (20.0, -20.0):
+        rows.copy_(right)
+        again = torch.zeros_like(rows, dtype=torch.bool)
+        for i in left:  # one row of each of these warpgroups, in the second program of a head only
+            again[:, :, hopper.tile.block_m + 64 * i : hopper.tile.block_m + 64 * (i + 1)] = True
+            rows[:, :, hopper.tile.block_m + 64 * i + 17] += moved
+        out, lse = hopper(q, k, v, recipe=FP8, state=state.keeping(rows, known=True), return_lse=True)
+        again = again.transpose(1, 2).cpu()
+        assert torch.equal(out[~again], expected[~again]) and torch.equal(lse[~again], expected_lse[~again])
+        assert not torch.equal(out[again], expected[again])
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2).double() for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
+        ).transpose(1, 2)
+        error = (out.double() - exact).flatten(2).norm(dim=2) / exact.flatten(2).norm(dim=2)
+        assert error.max() < 0.1, moved
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
+        torch.testing.assert_close(rows, right, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("value", [1.0, -3.0])
 @pytest.mark.parametrize("lagged", [False, True])
 def test_long_sums_in_fp8_do_not_shrink(lagged, value, hopper):
@@ -186,7 +224,6 @@ def test_calls_behind_each_other_read_their_own_keys(recipe, hopper):
     for x in given:
         alone.append(run(x))
         torch.cuda.synchronize()
-    torch.cuda.synchronize()
     behind = [run(x) for x in given * 5]
     for i, out in enumerate(behind):
         assert torch.equal(out, alone[i % len(given)]), i

@@ -219,9 +219,11 @@ def ref_attention(
                 if keeps_max:
                     top = s.amax(-1)
                     kept = (state.row_max if lagged else state.row_max_next)[b, h, part]
+                    to_kept = (qf[b, h, part] @ _to_middle(center[b, kv, 0], state, kv)) * (scale * LOG2_E)
                     if lagged:
                         counts_of_head = state.counts[int(state.row) + kv]
-                        reference = _lagged(top, kept, reference, block_q, counts_of_head)
+                        reference = _lagged(top, kept - to_kept, reference, block_q, counts_of_head)
+                    top = top + to_kept
                     kept.copy_(torch.where(torch.isfinite(top), top, 0.0))
                 o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
                 if is_fp8:  # the rounding of P may push a mean of finite values beyond the largest number
@@ -248,6 +250,16 @@ def _reference(s, exponent: float) -> torch.Tensor:
     """What the exponents of each row are taken against [R, 1]: its largest P is 2^exponent."""
     top = s.amax(-1, keepdim=True)
     return torch.where(top.abs() < P_EXPONENT_LIMIT, top - exponent, top)
+
+
+def _to_middle(center, state: HeadState, kv_head: int) -> torch.Tensor:
+    """From a head's center [D] to the middle of the range of each channel of its keys in this call.
+
+    Row maxima are kept on the terms of that: the center is the middle of an earlier call, and its moves from step to
+    step, which outliers decide, would move every score of a row.
+    """
+    high, low = state.stats[int(state.row) + kv_head, (STAT_K_MAX, STAT_K_MIN), : len(center)]
+    return center - (high * 0.5 + low * 0.5)
 
 
 def _lagged(top, row_max, running, block_q: int, counts) -> torch.Tensor:

@@ -45,10 +45,10 @@ class HeadState(NamedTuple):
             elements of V clipped at 7 times the planned range, tiles of queries that ran with a softmax reference
             kept from the step before, those of them that were done again, shape keys.
         row: int32 0-d tensor: first row of this site; its key/value head h uses row + h.
-        row_max: fp32 [B, H, S_q], read and written: largest score of each query row, base 2, which the recipes with
-            8-bit P take as the softmax reference of the next call of this shape. A row that it does not fit, or that
-            is -inf or NaN in it, costs time and no digit. Empty ([0], not None, so that every field is a tensor):
-            running max.
+        row_max: fp32 [B, H, S_q], read and written: largest score of each query row, base 2, with K taken from the
+            middle of the range that `stats` holds of each of its channels. The recipes with 8-bit P make the softmax
+            reference of the next call of this shape of it. A row that it does not fit, or that is -inf or NaN in it,
+            costs time and no digit. Empty ([0], not None, so that every field is a tensor): running max.
         row_max_next: the same, written only: of a call that knows none yet. Empty beside row_max.
     """
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .. import recipe
-from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q_AMAX
+from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
 from .mask_tiles import band_tiles, load_bias, tile_at
 from .prepare_values import KEYS as _STEP_KEYS
 from .primitives import (
@@ -36,6 +36,8 @@ from .primitives import (
 
 _STATS = tl.constexpr(STAT_FIELDS)
 _STAT_Q_AMAX = tl.constexpr(STAT_Q_AMAX)
+_STAT_K_MAX = tl.constexpr(STAT_K_MAX)
+_STAT_K_MIN = tl.constexpr(STAT_K_MIN)
 _COUNTS = tl.constexpr(COUNT_FIELDS)
 _TRIED = tl.constexpr(COUNT_TRIED)
 _REDONE = tl.constexpr(COUNT_REDONE)
@@ -52,6 +54,21 @@ def _record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM
     row = tl.load(row_ptr) + h_kv
     stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
     record_amax(stat, tl.max(tl.abs(q), 0), channels, HEAD_DIM)
+
+
+@triton.jit
+def _to_middle(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
+    """From the plan's center, which scores of this call are taken from, to the middle of the range that each channel of
+    K has in this call, which the kept ones are: [WIDTH].
+
+    The plan's center is the middle of an earlier call, and moves from step to step with the outliers that it was made
+    of, and with it every score of a row by q · the move. What K has in this call is known as soon as it is quantised.
+    """
+    is_channel = channels < HEAD_DIM
+    stat = stats_ptr + (tl.load(row_ptr) + h_kv) * (_STATS * state_width) + channels
+    high = tl.load(stat + _STAT_K_MAX * state_width, mask=is_channel, other=0.0)
+    low = tl.load(stat + _STAT_K_MIN * state_width, mask=is_channel, other=0.0)
+    return center - (high * 0.5 + low * 0.5)  # no overflow
 
 
 @triton.jit
@@ -213,9 +230,14 @@ def _attention_fwd_kernel(
     row_scale = (q_scale + nan_unless_finite(q, 1)) * (softmax_scale * LOG2_E)
     # smoothing lowered every score of a row by q·c: whatever is not invariant to that gets it back. Base 2.
     shift = tl.zeros([BLOCK_M], tl.float32)
-    if RETURN_LSE or SOFTCAP or HAS_SINKS:
+    if RETURN_LSE or SOFTCAP or HAS_SINKS or KEEPS_MAX:
         center = tl.load(center_ptr + kv_head_of_batch * WIDTH + channels)
+    if RETURN_LSE or SOFTCAP or HAS_SINKS:
         shift = tl.sum(q * center[None, :], 1) * (softmax_scale * LOG2_E)
+
+    if KEEPS_MAX:
+        to_middle = _to_middle(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
+        to_kept = tl.sum(q * to_middle[None, :], 1) * (softmax_scale * LOG2_E)
 
     # the key tiles to visit: from the mask's list, or from the band
     first = 0
@@ -254,7 +276,7 @@ def _attention_fwd_kernel(
     is_row = offs_m < seq_q
     row_max = row_max_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m
     if LAGGED:
-        earlier = tl.load(row_max, mask=is_row, other=0.0)
+        earlier = tl.load(row_max, mask=is_row, other=0.0) - to_kept
         # of a NaN or -inf nothing is known, and 0 is as good a guess as any
         reference = tl.where(tl.abs(earlier) < P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
@@ -355,7 +377,8 @@ def _attention_fwd_kernel(
         top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     if KEEPS_MAX:
         # any number does for a row that saw nothing, or a NaN
-        tl.store(row_max, tl.where(tl.abs(top) < float("inf"), top, 0.0), mask=is_row)
+        kept = top + to_kept
+        tl.store(row_max, tl.where(tl.abs(kept) < float("inf"), kept, 0.0), mask=is_row)
     if LAGGED:
         reference = tl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 

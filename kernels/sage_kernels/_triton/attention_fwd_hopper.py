@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import recipe
-from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_Q_AMAX
+from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
 from .hopper_parts import (
     ROWS,
     Copied,
@@ -61,6 +61,8 @@ from .tiles import MAX_PIECES
 _thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 _STATS = gl.constexpr(STAT_FIELDS)
 _STAT_Q_AMAX = gl.constexpr(STAT_Q_AMAX)
+_STAT_K_MAX = gl.constexpr(STAT_K_MAX)
+_STAT_K_MIN = gl.constexpr(STAT_K_MIN)
 _COUNTS = gl.constexpr(COUNT_FIELDS)
 _TRIED = gl.constexpr(COUNT_TRIED)
 _REDONE = gl.constexpr(COUNT_REDONE)
@@ -72,6 +74,12 @@ _SMALLEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_LOWEST))
 _LARGEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_HIGHEST))
 _INFINITY = gl.constexpr(bits_of(float("inf")))
 _RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
+# what there is in shared memory of each query row of a warpgroup: scale, what smoothing took from its scores (LSE),
+# and what takes a score to the terms of the kept ones
+_SCALE = gl.constexpr(0)
+_LOWERED = gl.constexpr(1)
+_TO_KEPT = gl.constexpr(2)
+_ROW_FIELDS = gl.constexpr(3)
 _PIECES_EXPONENT = gl.constexpr(MAX_PIECES.bit_length() - 1)  # 2 to this many numbers
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LN_2 = gl.constexpr(0.6931471805599453)
@@ -149,7 +157,7 @@ class Recorded(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory of the warpgroups beside the ring.
 
-    q_codes, of_rows: codes and numbers of their query rows; kept: sums of earlier tiles (8-bit P); silenced, finished,
+    q_codes, of_rows: codes of their query rows, and _ROW_FIELDS numbers each; kept: sums of earlier tiles (8-bit P); silenced, finished,
     landed: barriers: hidden values are zeroed, nobody needs the ring any more, a warpgroup's own keys, or
     values, are there.
     """
@@ -569,11 +577,8 @@ def _with_other_pieces(total, split, GROUP_INDEX: gl.constexpr, KIND: gl.constex
 
 
 @gluon.jit
-def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """What one warpgroup does with its sums over all keys: see whether they are good, else do them again; the output.
-
-    shift: what smoothing took from the scores of its rows (LSE).
-    """
+def _finish(given, walked, total, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """What one warpgroup does with its sums over all keys: see whether they are good, else do them again; the output."""
     HEAD_DIM: gl.constexpr = KIND.head_dim
     WIDTH: gl.constexpr = KIND.width
     FP8: gl.constexpr = KIND.format.pv == "fp8_e4m3"
@@ -585,6 +590,8 @@ def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.con
     seq_q, heads, group, b, h, first_row, _, _, full, _ = given.tile
     acc, reference, running_sum, largest_p = total
     score_rows = walked.score_rows
+    of_rows = given.shared.of_rows
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUTS.scores)
     h_kv = h // group
 
     top = reference
@@ -613,7 +620,8 @@ def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.con
     if KIND.keeps_max:
         # any number does for a row that saw nothing, or a NaN
         row_max = recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
-        gl.store(row_max, gl.where(gl.abs(top) < float("inf"), top, 0.0), mask=score_rows < seq_q)
+        kept = top + of_rows.index(GROUP_INDEX * _ROW_FIELDS + _TO_KEPT).load(ROW)
+        gl.store(row_max, gl.where(gl.abs(kept) < float("inf"), kept, 0.0), mask=score_rows < seq_q)
     if LAGGED:
         reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
 
@@ -636,7 +644,8 @@ def _finish(given, walked, total, shift, GROUP_INDEX: gl.constexpr, KIND: gl.con
     out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
     gl.store(inputs.out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
     if KIND.return_lse:
-        lse = (reference + gl.log2(running_sum)) * _LN_2 + shift
+        lowered = of_rows.index(GROUP_INDEX * _ROW_FIELDS + _LOWERED).load(ROW)
+        lse = (reference + gl.log2(running_sum)) * _LN_2 + lowered
         lse_at = inputs.lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
         gl.store(lse_at, lse, mask=score_rows < seq_q)
 
@@ -653,9 +662,21 @@ def _load_queries(q_base, stride_qs, first, seq_q, HEAD_DIM: gl.constexpr, WIDTH
 
 
 @gluon.jit
+def _to_middle(given, channels, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr):
+    """As attention_fwd._to_middle: q · this takes a score to the terms of the kept ones."""
+    recorded = given.recorded
+    h_kv = given.tile.h // given.tile.group
+    kv_head_of_batch = given.tile.b * (given.tile.heads // given.tile.group) + h_kv
+    is_channel = channels < HEAD_DIM
+    stat = recorded.stats_ptr + (gl.load(recorded.row_ptr) + h_kv) * (_STATS * recorded.state_width) + channels
+    high = gl.load(stat + _STAT_K_MAX * recorded.state_width, mask=is_channel, other=0.0)
+    low = gl.load(stat + _STAT_K_MIN * recorded.state_width, mask=is_channel, other=0.0)
+    return gl.load(given.inputs.center_ptr + kv_head_of_batch * WIDTH + channels) - (high * 0.5 + low * 0.5)
+
+
+@gluon.jit
 def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW: gl.constexpr):
-    """Codes of one warpgroup's 64 query rows to shared memory; the rows' scales, and what smoothing took from their
-    scores (LSE).
+    """Codes of one warpgroup's 64 query rows, and their numbers, to shared memory. Returns the rows' scales.
 
     Slice by slice (SLICE rows): this code runs once, so its time is that of fetching it.
     """
@@ -681,7 +702,8 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
     else:  # SLICES, which the compiler does not know: no unrolling
         slices = gl.minimum(seq_q + SLICES, SLICES)
     q_slices = given.shared.q_codes._reinterpret(gl.int8, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
-    of_slices = of_rows._reinterpret(gl.float32, [KIND.groups * 2 * SLICES, SLICE], of_rows.layout)
+    of_slices = of_rows._reinterpret(gl.float32, [KIND.groups * _ROW_FIELDS * SLICES, SLICE], of_rows.layout)
+    fields = GROUP_INDEX * _ROW_FIELDS * SLICES
     if SCALING == "planned":
         row = gl.load(recorded.row_ptr) + h_kv
         weight = gl.load(recorded.q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
@@ -696,8 +718,9 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
         amax_of_all = gl.max(gl.max(top, 1), 0)
     if RETURN_LSE:
         center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+    if KIND.keeps_max:
+        to_middle = _to_middle(given, channels, HEAD_DIM, WIDTH)[None, :]
     row_scale = gl.full([ROWS], 0.0, gl.float32, ROW)
-    shift = row_scale
     ahead = _load_queries(q_base, inputs.stride_qs, first, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
     for i in range(slices):
         q = ahead
@@ -721,24 +744,22 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
             # through shared memory, the plain loop beside a mask of keys spilled 20 registers (Triton 3.7.1)
             row_scale = gl.convert_layout(scale, ROW)
         else:
-            of_slices.index(GROUP_INDEX * 2 * SLICES + i).store(scale)
+            of_slices.index(fields + _SCALE * SLICES + i).store(scale)
         if SCALING == "planned":
             q_amax = gl.maximum(q_amax, gl.abs(q))
         if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
             lowered = gl.sum(q * center, 1) * inputs.softmax_scale
-            if SLICES == 1:
-                shift = gl.convert_layout(lowered, ROW)
-            else:
-                of_slices.index((GROUP_INDEX * 2 + 1) * SLICES + i).store(lowered)
+            of_slices.index(fields + _LOWERED * SLICES + i).store(lowered)
+        if KIND.keeps_max:
+            to_kept = gl.sum(q * to_middle, 1) * (inputs.softmax_scale * _LOG2_E)
+            of_slices.index(fields + _TO_KEPT * SLICES + i).store(to_kept)
     fence_async_shared()
     if SCALING == "planned":  # not before the fence, which waits for what is under way
         stat = recorded.stats_ptr + (row * _STATS + _STAT_Q_AMAX) * recorded.state_width
         record_amax(stat, gl.max(q_amax, 0), HEAD_DIM, WIDTH)
     if SLICES > 1:
-        row_scale = of_rows.index(GROUP_INDEX * 2).load(ROW)
-        if RETURN_LSE:
-            shift = of_rows.index(GROUP_INDEX * 2 + 1).load(ROW)
-    return row_scale, shift
+        row_scale = of_rows.index(GROUP_INDEX * _ROW_FIELDS + _SCALE).load(ROW)
+    return row_scale
 
 
 @gluon.jit
@@ -824,7 +845,7 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     ring = given.ring
     seen = given.seen
     seq_q, heads, group, b, h, first_row, _, _, _, _ = given.tile
-    row_scale, shift = _quantize_queries(given, GROUP_INDEX, KIND, ROW)
+    row_scale = _quantize_queries(given, GROUP_INDEX, KIND, ROW)
 
     q_codes = given.shared.q_codes.index(GROUP_INDEX)
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
@@ -833,6 +854,7 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     if LAGGED:
         row_max = given.recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
         earlier = gl.load(row_max, mask=score_rows < seq_q, other=0.0)
+        earlier -= given.shared.of_rows.index(GROUP_INDEX * _ROW_FIELDS + _TO_KEPT).load(ROW)
         # of a NaN or -inf nothing is known, and 0 is as good a guess as any
         reference = gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     kept = given.shared.kept
@@ -849,9 +871,9 @@ def _consume(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
         if given.split.pieces > 1:
             total, is_last = _with_other_pieces(total, given.split, GROUP_INDEX, KIND, LAYOUTS)
         if is_last:
-            _finish(given, walked, total, shift, GROUP_INDEX, KIND, LAYOUTS)
+            _finish(given, walked, total, GROUP_INDEX, KIND, LAYOUTS)
     else:
-        _finish(given, walked, total, shift, GROUP_INDEX, KIND, LAYOUTS)
+        _finish(given, walked, total, GROUP_INDEX, KIND, LAYOUTS)
 
 
 @gluon.jit(do_not_specialize=[
@@ -917,7 +939,7 @@ def attention_fwd_hopper_kernel(
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
-    row_smem = gl.allocate_shared_memory(gl.float32, [GROUPS * 2, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_smem = gl.allocate_shared_memory(gl.float32, [GROUPS * _ROW_FIELDS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
     if SCALING == "per_token":

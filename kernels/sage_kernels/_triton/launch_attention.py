@@ -110,7 +110,7 @@ def launch_attention_fwd(
             arrived = buffer(slots // tail.pieces, dtype=torch.int32, device=q.device)
         prepared = launch_prologue(
             q, k, v if is_fp8 else None, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
-            return_center=return_lse or masking.sinks is not None or masking.softcap > 0,
+            return_center=return_lse or masking.sinks is not None or masking.softcap > 0 or keeps_max,
             block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
             overlap=tile.kernel == "hopper",
         )  # fmt: skip
