@@ -153,7 +153,7 @@ def attention(
         constants |= {
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
-            "SLICE": query_slice(keys, mask == "causal", mask == "keys"),
+            "SLICE": query_slice(keys, mask == "causal", mask == "keys", reference == "lagged"),
             "SPLIT": mask == "none",
         }
         options = {"num_warps": 4}

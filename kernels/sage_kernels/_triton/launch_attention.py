@@ -160,8 +160,8 @@ def launch_attention_fwd(
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset,
                 *(none if x is None else x for x in (partials, arrived)), whole, pieces, *sizes,
                 **constants, NUM_BUFFERS=tile.num_stages, GROUPS=groups,
-                SLICE=query_slice(seq_kv, is_band(masking), mask.kind != "none"), SPLIT=cut, num_warps=4,
-                launch_pdl=True, enable_fp_fusion=False,
+                SLICE=query_slice(seq_kv, is_band(masking), mask.kind != "none", lagged), SPLIT=cut,
+                num_warps=4, launch_pdl=True, enable_fp_fusion=False,
             )  # fmt: skip
             return out, lse
         use_tma = tile.kernel == "tma"
