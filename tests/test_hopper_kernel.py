@@ -136,7 +136,7 @@ def test_rows_that_see_nothing_or_a_nan_do_not_cost_a_second_try(hopper):
 @pytest.mark.parametrize("keys", [40, 130, 1025])
 @pytest.mark.parametrize("left", [(0,), (1,), (0, 1), (-1,), (-1, 0), "all"])
 def test_only_warpgroups_whose_rows_left_the_range_do_theirs_again(left, keys, hopper, monkeypatch):
-    """Whichever of a program's they are, with fewer key tiles than warpgroups too; the others' rows keep their bits."""
+    """Whichever of a program's they are, with fewer key tiles than warpgroups too; other rows keep their bits."""
     from sage_kernels._triton import launch_attention
 
     monkeypatch.setattr(launch_attention, "choose_tail", lambda *_: None)  # cut ones: test_split_tails.py

@@ -58,11 +58,11 @@ def _record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM
 
 @triton.jit
 def _to_middle(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
-    """From the plan's center, which scores of this call are taken from, to the middle of the range that each channel of
-    K has in this call, which the kept ones are: [WIDTH].
+    """What takes a center of K to the middle of the range that each of its channels has in this call: [WIDTH].
 
-    The plan's center is the middle of an earlier call, and moves from step to step with the outliers that it was made
-    of, and with it every score of a row by q · the move. What K has in this call is known as soon as it is quantised.
+    Kept row maxima are on the terms of that. The plan's center is the middle of an earlier call, and moves from step
+    to step with the outliers that it was made of, and with it every score of a row by q · the move. The range of this
+    call is known as soon as K is quantised.
     """
     is_channel = channels < HEAD_DIM
     stat = stats_ptr + (tl.load(row_ptr) + h_kv) * (_STATS * state_width) + channels

@@ -157,9 +157,9 @@ class Recorded(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory of the warpgroups beside the ring.
 
-    q_codes, of_rows: codes of their query rows, and _ROW_FIELDS numbers each; kept: sums of earlier tiles (8-bit P); silenced, finished,
-    landed: barriers: hidden values are zeroed, nobody needs the ring any more, a warpgroup's own keys, or
-    values, are there.
+    q_codes, of_rows: codes of their query rows, and _ROW_FIELDS numbers of each; kept: sums of earlier tiles (8-bit
+    P); silenced, finished, landed: barriers: hidden values are zeroed, nobody needs the ring any more, a warpgroup's
+    own keys, or values, are there.
     """
 
     q_codes: gl.shared_memory_descriptor
@@ -578,7 +578,7 @@ def _with_other_pieces(total, split, GROUP_INDEX: gl.constexpr, KIND: gl.constex
 
 @gluon.jit
 def _finish(given, walked, total, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """What one warpgroup does with its sums over all keys: see whether they are good, else do them again; the output."""
+    """What one warpgroup does with its sums over all keys: see if they are good, else do them again; the output."""
     HEAD_DIM: gl.constexpr = KIND.head_dim
     WIDTH: gl.constexpr = KIND.width
     FP8: gl.constexpr = KIND.format.pv == "fp8_e4m3"
@@ -939,7 +939,9 @@ def attention_fwd_hopper_kernel(
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
-    row_smem = gl.allocate_shared_memory(gl.float32, [GROUPS * _ROW_FIELDS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    row_smem = gl.allocate_shared_memory(
+        gl.float32, [GROUPS * _ROW_FIELDS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
     if SCALING == "per_token":

@@ -57,8 +57,7 @@ def _prologue_kernel(
     key_programs, programs_per_head, tiles, value_chunks, value_spans, value_steps, zeroed_ptr, zeros,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
     SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
-    HAS_VALUES: tl.constexpr, CHANNELS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    HAS_VALUES: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:  # attention may begin where programs have ended; it waits until all have before it reads
         gdc_launch_dependents()
