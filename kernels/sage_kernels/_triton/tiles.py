@@ -150,17 +150,15 @@ def choose_tail(tiles: int, seq_kv: int, processors: int) -> Tail | None:
 def query_slice(seq_kv: int, band: bool, masked: bool, lagged: bool) -> int:
     """Query rows that a warpgroup of the Hopper kernel quantises together: 16, 32 or all 64.
 
-    In slices a program begins sooner: 3 % of the time at 4,608 keys, 5 % at 4,096 causal ones. With more, the kernel
-    is at the GPU's power cap, where a sooner begin gains nothing, and its loop came out 1 to 2 % slower; but not with
-    the reference of the step before, where 32 rows take 1 % off the time at 128 channels and 6 % at 64. Timed on an
-    H200, saved nowhere.
+    In slices a program begins sooner: 3 % of the time at 4,608 keys (2 % more with 32 rows than with 16), 5 % at 4,096
+    causal ones. With more keys, the kernel is at the GPU's power cap, where a sooner begin gains nothing, and its loop
+    came out 1 to 2 % slower; but not with the reference of the step before, where 32 rows take 1 % off the time at 128
+    channels and 6 % at 64. Timed on an H200, saved nowhere.
 
     Args:
         masked: by a mask of keys, beside which the loop spills registers if there are slices (Triton 3.7.1).
         lagged: 8-bit P with the reference of the step before.
     """
-    if masked:
-        return 64
-    if band or seq_kv < 8192:
+    if band and not masked:
         return 16
-    return 32 if lagged else 64
+    return 32 if (lagged or seq_kv < 8192) and not masked else 64
