@@ -14,8 +14,8 @@ import torch
 # running max.
 LIMIT_BYTES = 512 * 2**20
 # Steps at the beginning of a run that tell the next one little. Tiles of 64 rows that the next step had to do again,
-# in trained small pipelines with 4, 10 and 25 steps: up to 44, 22 and 12 % after the first step, 42, 29 and 0.5 % after
-# the second, 33, 15 and 1 % after the third. A running max takes as long as doing 6 % again.
+# in trained small pipelines with 4, 10 and 25 steps: up to 44, 22 and 12 % after the first step, 42, 29 and 0.5 %
+# after the second, 33, 15 and 1 % after the third. A running max takes as long as doing 6 % again.
 FIRST_STEPS = 3
 
 
