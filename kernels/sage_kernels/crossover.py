@@ -49,7 +49,8 @@ class Crossover(NamedTuple):
     evidence: tuple[str, ...] = ()
 
 
-_FLUX_1024 = 24 * 4608**2  # scores; with fewer, in as few tokens, too many SMs are idle
+_FLUX_1024 = 24 * 4608**2  # scores; half as many, in as few tokens, were not worth it: D128_N4096_full_BH16
+
 # Filled from `bench.py --set crossover` and `--set all`. tests/test_crossover.py holds every row to its evidence: the
 # shortest measured case is the row's number of tokens, so nothing is interpolated.
 _16_BIT_PV = (

@@ -662,16 +662,13 @@ def _load_queries(q_base, stride_qs, first, seq_q, HEAD_DIM: gl.constexpr, WIDTH
 
 
 @gluon.jit
-def _to_middle(given, channels, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr):
+def _to_middle(center, recorded, h_kv, channels, HEAD_DIM: gl.constexpr):
     """As attention_fwd._to_middle: q · this takes a score to the terms of the kept ones."""
-    recorded = given.recorded
-    h_kv = given.tile.h // given.tile.group
-    kv_head_of_batch = given.tile.b * (given.tile.heads // given.tile.group) + h_kv
     is_channel = channels < HEAD_DIM
     stat = recorded.stats_ptr + (gl.load(recorded.row_ptr) + h_kv) * (_STATS * recorded.state_width) + channels
     high = gl.load(stat + _STAT_K_MAX * recorded.state_width, mask=is_channel, other=0.0)
     low = gl.load(stat + _STAT_K_MIN * recorded.state_width, mask=is_channel, other=0.0)
-    return gl.load(given.inputs.center_ptr + kv_head_of_batch * WIDTH + channels) - (high * 0.5 + low * 0.5)
+    return center - (high * 0.5 + low * 0.5)
 
 
 @gluon.jit
@@ -716,10 +713,10 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
             q = _load_queries(q_base, inputs.stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
             top = gl.maximum(top, gl.abs(q))
         amax_of_all = gl.max(gl.max(top, 1), 0)
-    if RETURN_LSE:
-        center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
+    if RETURN_LSE or KIND.keeps_max:
+        center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)
     if KIND.keeps_max:
-        to_middle = _to_middle(given, channels, HEAD_DIM, WIDTH)[None, :]
+        to_middle = _to_middle(center, recorded, h_kv, channels, HEAD_DIM)
     row_scale = gl.full([ROWS], 0.0, gl.float32, ROW)
     ahead = _load_queries(q_base, inputs.stride_qs, first, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
     for i in range(slices):
@@ -748,10 +745,10 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
         if SCALING == "planned":
             q_amax = gl.maximum(q_amax, gl.abs(q))
         if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
-            lowered = gl.sum(q * center, 1) * inputs.softmax_scale
+            lowered = gl.sum(q * center[None, :], 1) * inputs.softmax_scale
             of_slices.index(fields + _LOWERED * SLICES + i).store(lowered)
         if KIND.keeps_max:
-            to_kept = gl.sum(q * to_middle, 1) * (inputs.softmax_scale * _LOG2_E)
+            to_kept = gl.sum(q * to_middle[None, :], 1) * (inputs.softmax_scale * _LOG2_E)
             of_slices.index(fields + _TO_KEPT * SLICES + i).store(to_kept)
     fence_async_shared()
     if SCALING == "planned":  # not before the fence, which waits for what is under way
