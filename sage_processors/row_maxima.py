@@ -23,9 +23,10 @@ class RowMaxima:
     """Row maxima of the call sites of one ScaleState, by shape and by place among the calls of a step.
 
     The n-th call of a site in a step meets what the n-th call of the step before left: guidance that calls a model
-    twice a step keeps both apart. Not for torch.compile or CUDA graph capture, whose tensors must not change.
+    twice a step keeps both apart. Not for torch.compile, whose tensors must not change. A CUDA graph writes where the
+    call that it was captured from did, for as long as it lives: what it was given stays, whatever is forgotten here.
 
-    Args: limit: bytes that may be kept in all.
+    Args: limit: bytes that may be kept in all, but for those of graphs.
     """
 
     def __init__(self, limit: int = LIMIT_BYTES):
@@ -34,6 +35,7 @@ class RowMaxima:
         self._steps = 0
         self._kept: dict[tuple, torch.Tensor] = {}
         self._calls: dict[tuple, int] = {}
+        self._of_graphs: list[torch.Tensor] = []
 
     def of(self, site: int, shape: tuple[int, int, int], device: torch.device) -> tuple[torch.Tensor, bool] | None:
         """Arguments of `HeadState.keeping` for the running call of a site, shape [B, H, S_q].
@@ -43,10 +45,12 @@ class RowMaxima:
         place = (site, shape)
         call = self._calls[place] = self._calls.get(place, -1) + 1
         found = self._kept.get((place, call))
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if found is not None and found.device == device:
+            if capturing:
+                self._of_graphs.append(found)
             return found, True
         nbytes = 4 * shape[0] * shape[1] * shape[2]
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if self._steps < FIRST_STEPS or capturing or self.nbytes + nbytes > self.limit:
             return None
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference_mode

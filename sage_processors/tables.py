@@ -38,11 +38,14 @@ def results_markdown(rows: Iterable[dict[str, str]], *, summary: bool = False) -
     rows = list(rows)
     quality = [row for row in rows if row["suite"] == "quality"]
     pictures = [row for row in quality if row["metric"] not in LANGUAGE]
+    attention = [row for row in rows if row["suite"] == "attention_fwd"]
     return "\n\n".join(
         (
             "### Picture quality\n\n" + (_quality_summary(pictures) if summary else _quality(pictures)),
             "### Language models\n\n" + _language([row for row in quality if row["metric"] in LANGUAGE]),
-            "### Attention forward\n\n" + _attention([r for r in rows if r["suite"] == "attention_fwd"], summary),
+            "### Attention forward\n\n" + _attention(attention, summary),
+            *(() if summary else ("### How attention is called\n\n" + _calls(attention),)),
+            *(() if summary else ("### What a fixed softmax reference costs\n\n" + _softmax(attention),)),
             "### Decoding over an INT8 cache\n\n" + _decoding([r for r in rows if r["suite"] == "decode"]),
             "### Whole models\n\n" + _whole_models([r for r in rows if r["suite"] == "end_to_end"], summary),
         )
@@ -184,9 +187,9 @@ SUMMARY_SQUARES = re.compile(r"D(64|128)_N(4096|16384|65536)_(full|causal)$|(?!D
 
 def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
     """Two tables: speed, a line for each shape and GPU; and the largest error of each recipe and scaling."""
-    from sage_kernels.results import is_crossover_row
+    from sage_kernels.results import is_crossover_row, is_scaling_row
 
-    rows = [row for row in rows if row["metric"] == "throughput" and not is_crossover_row(row)]
+    rows = [r for r in rows if r["metric"] == "throughput" and not is_crossover_row(r) and is_scaling_row(r)]
     if summary:  # the bare shape is the default, timestep scaling with a plan
         rows = [row for row in rows if "/" not in row["case"] and SUMMARY_SQUARES.match(row["case"])]
     cells, errors, shapes = {}, {}, {}
@@ -215,6 +218,73 @@ def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
     )
     note = "TFLOPS, quantisation included, and in brackets the ratio to cuDNN of the same run."
     return "\n\n".join((note, speed, worst))
+
+
+def _calls(rows: list[dict[str, str]]) -> str:
+    """A line for each shape, GPU and recipe that was called in every way: speeds of one run, host times, launches."""
+    from sage_kernels.results import CALLS
+
+    rows = [row for row in rows if row["provider"] == "sage_kernels"]
+    by_key = _newest(rows, "case", "gpu", "recipe", "metric", "commit")
+    # the newest commit with a row of the last way: all ways of a line are of one run
+    runs = _newest([r for r in rows if r["case"].endswith(f"/{CALLS[0]}")], "case", "gpu", "recipe")
+    lines = []
+    for (case, gpu, recipe), row in runs.items():
+        shape = case.partition("/")[0]
+
+        def value(way, metric, shape=shape, gpu=gpu, recipe=recipe, commit=row["commit"]):
+            found = by_key.get((f"{shape}/{way}" if way else shape, gpu, recipe, metric, commit))
+            if found is None:
+                return "–"
+            ratio = found["ratio_vs_cudnn"]
+            return found["median"] + (f" ({ratio}×)" if ratio and metric == "throughput" else "")
+
+        ways = ("", *CALLS)
+        numbers = [value(way, metric) for metric in ("throughput", "host_time") for way in ways]
+        lines.append([shape, recipe, gpu, *numbers, *(value(way, "launches") for way in CALLS)])
+    if not lines:
+        return "No rows yet: `python kernels/benchmarks/bench_calls.py` on a machine with a GPU."
+    note = (
+        "TFLOPS, quantisation included, and in brackets the ratio to cuDNN called in the same way; microseconds until "
+        "a call returns; kernels that a call is, its quantisation included."
+    )
+    header = [
+        "shape",
+        "recipe",
+        "on",
+        "as called",
+        "CUDA graph",
+        "compiled",
+        "µs: as called",
+        "CUDA graph",
+        "compiled",
+    ]
+    return f"{note}\n\n{_table([*header, 'kernels: CUDA graph', 'compiled'], lines)}"
+
+
+def _softmax(rows: list[dict[str, str]]) -> str:
+    """A line for each shape, GPU and recipe: with the guard, without, with a running max, and all rows in vain."""
+    from sage_kernels.results import SOFTMAX
+
+    by_key = _newest(rows, "case", "gpu", "recipe", "metric")
+    lines = []
+    for case, gpu, recipe, metric in by_key:
+        shape, _, what = case.partition("/")
+        if (what, metric) != (SOFTMAX[0], "throughput"):
+            continue
+        found = {what: by_key.get((f"{shape}/{what}", gpu, recipe, metric)) for what in SOFTMAX}
+        speeds = ["–" if x is None else f"{x['median']} ({x['ratio_vs_cudnn']}×)" for x in found.values()]
+        guarded, unguarded = (found[what] for what in SOFTMAX[:2])
+        cost = "–"
+        if unguarded is not None:
+            cost = f"{1 - float(guarded['median']) / float(unguarded['median']):.1%}"
+        again = by_key.get((case, gpu, recipe, "redone_share"))
+        lines.append([shape, recipe, gpu, *speeds, cost, "–" if again is None else f"{float(again['median']):.2%}"])
+    if not lines:
+        return "No rows yet: `python kernels/benchmarks/bench_guard.py` on a machine with a Hopper GPU."
+    note = "TFLOPS from CUDA graphs, with a plan, and in brackets the ratio to cuDNN of the same run."
+    header = ["shape", "recipe", "on", "as it ships", "no guard", "running max", "all rows done again"]
+    return f"{note}\n\n{_table([*header, 'the guard costs', 'rows done again, as it ships'], lines)}"
 
 
 def _decoding(rows: list[dict[str, str]]) -> str:

@@ -114,6 +114,29 @@ def test_rows_of_a_case(name, bench, tmp_path, capsys):
     assert all(provider in printed for provider in stock) and "exact {}" in printed
 
 
+def test_compiled_blocks_are_timed_and_forgotten(bench, tmp_path, monkeypatch):
+    """Language models are left out; what was compiled for one provider is not the next one's."""
+    monkeypatch.setattr(bench, "COMPILER", "aot_eager")  # no C++ compiler needed
+    path, calls = tmp_path / "rows.csv", []
+    compile_blocks = bench.compiled_blocks
+
+    def watched(model):
+        assert not any(module._compiled_call_impl for module in model.modules())
+        calls.append(model)
+        return compile_blocks(model)
+
+    monkeypatch.setattr(bench, "compiled_blocks", watched)
+    cases = ["--case", "wan21_1_3b_480p81", "--case", "llama8b_prefill_512"]
+    assert bench.main(["--tiny", "--device", "cpu", *cases, "--called", "compiled", "--csv", str(path)]) == 0
+    rows = read_rows(path)
+    assert {row["case"] for row in rows} == {"wan21_1_3b_480p81/compiled/tiny"} and len(calls) == 3
+    assert not any(module._compiled_call_impl for module in calls[-1].modules())
+    [error] = [row for row in rows if row["metric"] == "rel_l1"]
+    assert 0 < float(error["median"]) <= bench.MAX_ERROR
+    with pytest.raises(SystemExit):
+        bench.main(["--tiny", "--device", "cpu", "--called", "cuda_graph"])
+
+
 def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path, monkeypatch):
     """A GPU that has been busy is a slower one. Both turns are one row, and the others are compared with both."""
     one, path, measured = small("flux_1024", reps=2), tmp_path / "rows.csv", []

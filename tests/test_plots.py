@@ -50,6 +50,7 @@ def widths(axes) -> list[float]:
 def test_speed_shows_the_newest_row_of_every_case(plots):
     rows = [speed("A", 1.5), speed("A/per_block", 1.2), speed("B", 0.9), speed("A", 1.1)]
     others = [{**speed("A", 9), "provider": "torch_sdpa_flash"}, {**speed("A", 9), "metric": "time"}, speed("A", "")]
+    others += [speed("A/cuda_graph", 9), speed("A/unguarded", 9)]
     figure = plots.draw_speed([*rows, *others])
     (axes,) = figure.axes
     assert sorted(widths(axes)) == [0.9, 1.1, 1.2]

@@ -142,6 +142,31 @@ def test_decoding_is_held_against_the_fastest_other_of_its_run(tmp_path):
     assert "| llama | as called | H200 | 2.0 | 1.0 | flash | 0.50 |" in text
 
 
+def test_ways_of_calling_are_of_one_run_and_no_scalings(tmp_path):
+    path = tmp_path / "results.csv"
+    for commit, speed in (("a", 100), ("b", 200), ("c", 300)):
+        for way in ("", "/cuda_graph", "/compiled")[: 1 if commit == "c" else 3]:
+            case = TIMED | {"case": f"D128_N8192_full{way}", "commit": commit}
+            append_row(path, **case, median=speed + len(way), ratio_vs_cudnn=1.5)
+            append_row(path, **case | {"metric": "host_time", "unit": "us"}, median=20 + len(way))
+            append_row(path, **case | {"metric": "launches", "unit": "1"}, median=2)
+    text = results_markdown(read_rows(path))
+    assert "| D128_N8192_full | r | H200 | 200 (1.5×) | 211 (1.5×) | 209 (1.5×) | 20 | 31 | 29 | 2 | 2 |" in text
+    assert "| shape | on | cuDNN | timestep, r |\n" in text  # what was timed last, and nothing else
+    assert "300 (1.5×)" in text and "called" not in results_markdown(read_rows(path), summary=True)
+
+
+def test_what_a_guard_costs_is_worked_out(tmp_path):
+    path = tmp_path / "results.csv"
+    for what, speed in (("guarded", 90), ("unguarded", 100), ("never_fixed", 80), ("all_redone", 50)):
+        append_row(path, **TIMED | {"case": f"D128_N8192_full/{what}"}, median=speed, ratio_vs_cudnn=speed / 100)
+    again = {"case": "D128_N8192_full/guarded", "metric": "redone_share", "unit": "1"}
+    append_row(path, **TIMED | again, median=0.0123)
+    text = results_markdown(read_rows(path))
+    line = "| D128_N8192_full | r | H200 | 90 (0.9×) | 100 (1.0×) | 80 (0.8×) | 50 (0.5×) | 10.0% | 1.23% |"
+    assert line in text and "No rows yet: `make bench`" in text
+
+
 def test_crossover_rows_stay_off_the_page(tmp_path):
     path = tmp_path / "results.csv"
     append_row(path, **TIMED, median=650)

@@ -237,11 +237,11 @@ class Entrant:
         return self.is_ours or self.provider in INT8_PEERS
 
 
-def gate(case, inputs) -> tuple[list[Entrant], list[str]]:
-    """Who attends to `inputs` as exactly as it should, and the failures."""
+def gate(case, inputs, offered) -> tuple[list[Entrant], list[str]]:
+    """Who of `offered` (see `providers`) attends to `inputs` as exactly as it should, and the failures."""
     exact = exact_rows(case, *inputs)
     entrants, failures = [], []
-    for provider, suffix, recipe, function in providers(case, inputs):
+    for provider, suffix, recipe, function in offered:
         try:
             error = float(relative_l2(function(*inputs)[:, -GATE_ROWS:], exact))
         except Exception as failure:
@@ -259,19 +259,28 @@ def gate(case, inputs) -> tuple[list[Entrant], list[str]]:
     return entrants, failures
 
 
-def run_case(case, save: bool, dtype=torch.bfloat16) -> list[str]:
-    """Gate and time every provider on `case`. Returns the failures."""
-    # enough input sets that together they do not fit the 50 MB cache
+def make_sets(case, dtype=torch.bfloat16) -> list:
+    """Sets of inputs, so many that together they do not fit the 50 MB cache."""
     bytes_a_set = 2 * case.batch * case.head_dim * (case.seq_q * case.heads + 2 * case.seq_kv * case.kv_heads)
-    sets = [make_inputs(case, dtype) for _ in range(max(2, math.ceil(200e6 / bytes_a_set)))]
-    entrants, failures = gate(case, sets[0])
+    return [make_inputs(case, dtype) for _ in range(max(2, math.ceil(200e6 / bytes_a_set)))]
+
+
+def take_turns(case, entrants: list[Entrant], sets_of: Callable) -> None:
+    """Time all entrants, each on the next set of its inputs with every call. sets_of(entrant): these sets."""
     for _ in range(ROUNDS):
         for entrant in entrants:
-            turn = iter(range(1 << 60))
+            function, sets, turn = entrant.function, sets_of(entrant), iter(range(1 << 60))
             entrant.times += triton.testing.do_bench(
-                lambda f=entrant.function, t=turn: f(*sets[next(t) % len(sets)]), warmup=25, rep=case.rep // ROUNDS,
+                lambda f=function, s=sets, t=turn: f(*s[next(t) % len(s)]), warmup=25, rep=case.rep // ROUNDS,
                 return_mode="all",
             )  # fmt: skip
+
+
+def run_case(case, save: bool) -> list[str]:
+    """Gate and time every provider on `case`. Returns the failures."""
+    sets = make_sets(case)
+    entrants, failures = gate(case, sets[0], providers(case, sets[0]))
+    take_turns(case, entrants, lambda _: sets)
     cudnn = next((quintiles(e.times)[1] for e in entrants if e.provider == "torch_sdpa_cudnn"), None)
     best = min((quintiles(e.times)[1] for e in entrants if not e.is_int8), default=math.inf)
     for entrant in entrants:
@@ -292,9 +301,6 @@ def report(case, entrant: Entrant, cudnn_ms, best_ms, inputs, save: bool) -> Non
         f"{line} {entrant.recipe:16} {tflops[0]:7.1f} TFLOPS  {ratio or math.nan:.3f}x  {entrant.error:.4f}",
         flush=True,
     )
-    redone = entrant.function.scales.summary()[0]["redone"] if hasattr(entrant.function, "scales") else 0
-    if redone:
-        print(f"{'':42} {redone:.2%} of the tiles of query rows were done again", flush=True)
     shared = {
         "suite": "attention_fwd", "case": case.name + entrant.suffix, "provider": entrant.provider,
         "recipe": entrant.recipe, "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads,
@@ -306,6 +312,11 @@ def report(case, entrant: Entrant, cudnn_ms, best_ms, inputs, save: bool) -> Non
             RESULTS, **shared, metric="throughput", unit="TFLOPS", median=f"{tflops[0]:.1f}", p20=f"{tflops[1]:.1f}",
             p80=f"{tflops[2]:.1f}", ratio_vs_cudnn="" if ratio is None else f"{ratio:.3f}",
         )  # fmt: skip
+    site = entrant.function.scales.summary()[0] if hasattr(entrant.function, "scales") else {"lagged": 0}
+    if site["lagged"]:  # its tiles had a reference that might not have fitted
+        print(f"{'':42} {site['redone']:.2%} of the tiles of query rows were done again", flush=True)
+        if save:
+            append_row(RESULTS, **shared, metric="redone_share", unit="1", median=f"{site['redone']:.5f}")
     if case.host_time and entrant.is_ours:
         low, host, high = quintiles(host_microseconds(entrant.function, inputs))
         print(

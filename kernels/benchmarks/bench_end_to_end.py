@@ -4,11 +4,17 @@
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --min-tokens 0 --no-save
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
 
+    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
+    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph
+
 Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
 the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one. Ours is what a user
 gets: `apply` with timestep scaling for denoisers, `sage_int8` for language models, warmed up, each forward a denoising
 step further; calls that it leaves exact run on the back end that it is compared with. `attention_removed` returns the
 queries: the floor of what attention alone can give.
+
+Denoisers are also timed as others call them: their repeated blocks compiled, as diffusers advises, or the whole
+forward from a CUDA graph, captured once warmed up, whose inputs are copied into place for every replay.
 """
 
 from __future__ import annotations
@@ -42,6 +48,8 @@ MAX_ERROR = 0.08
 # Forwards before the first timed one, in which kernels compile: the first has no plan, the second makes one, the
 # fourth keeps row maxima (8-bit P) and the fifth reads them.
 WARM_UP = 5
+CALLED = ("eager", "compiled", "cuda_graph")
+COMPILER = "inductor"
 OURS, REMOVED = "sage_kernels", "attention_removed"
 BACKENDS = {"torch_sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "torch_sdpa_flash": SDPBackend.FLASH_ATTENTION}
 
@@ -70,6 +78,35 @@ def attention_removed():
         functional.scaled_dot_product_attention = original
 
 
+@contextmanager
+def compiled_blocks(model):
+    """The model's repeated blocks compiled, each kind once; what was compiled is forgotten at the end."""
+    torch.compiler.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend=COMPILER)
+    try:
+        yield
+    finally:
+        for module in model.modules():
+            module._compiled_call_impl = None
+        torch.compiler.reset()
+
+
+def replayed(forward, inputs: dict):
+    """`forward` from a CUDA graph; where its inputs lie is where every later call copies its own to."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = forward(inputs)
+
+    def replay(others):
+        for name, place in inputs.items():
+            if isinstance(place, torch.Tensor) and others is not inputs:
+                place.copy_(others[name])
+        graph.replay()
+        return output
+
+    return replay
+
+
 def held_to(provider: str, device):
     """SDPA on one back end; on a CPU, which has none of them, as it is."""
     return sdpa_kernel(BACKENDS[provider]) if device.type == "cuda" else nullcontext()
@@ -78,9 +115,10 @@ def held_to(provider: str, device):
 class Bench:
     """One case on one model. Providers are measured in the order of `providers`."""
 
-    def __init__(self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps):
+    def __init__(self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager"):
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
-        self.recipe, self.min_tokens, self.reps = recipe, min_tokens, reps
+        self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
+        self.redone = None  # most of a layer's query tiles that were done again, once ours has run
 
     def providers(self):
         """(provider, what measures it), stock ones first, cuDNN last as well unless a forward is timed only once."""
@@ -123,19 +161,29 @@ class Bench:
 
     def measure(self, warm_up: int) -> Measured:
         """Timed forwards at steps WARM_UP to WARM_UP + reps - 1, after `warm_up` ones at the steps before."""
-        on_gpu, times = self.device.type == "cuda", []
+        with compiled_blocks(self.model) if self.called == "compiled" else nullcontext():
+            return self._measure(max(warm_up, int(self.called != "eager")))
+
+    def _measure(self, warm_up: int) -> Measured:
+        on_gpu, times, forward = self.device.type == "cuda", [], self._forward
         for step in range(WARM_UP - warm_up, WARM_UP + self.reps):
             inputs = make_inputs(self.case, step, self.device, self.dtype)
-            if step == WARM_UP and on_gpu:
-                torch.cuda.reset_peak_memory_stats(self.device)
+            if step == WARM_UP:
+                if on_gpu:
+                    torch.cuda.reset_peak_memory_stats(self.device)
+                if self.called == "cuda_graph":
+                    forward = replayed(forward, inputs)
             self.wait()
             start = time.perf_counter()
-            output = self.model(**inputs, return_dict=True)[0]
+            output = forward(inputs)
             self.wait()
             if step >= WARM_UP:
                 times.append((time.perf_counter() - start) * 1e3)
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
         return Measured(times, peak, output.clone())
+
+    def _forward(self, inputs: dict) -> torch.Tensor:
+        return self.model(**inputs, return_dict=True)[0]
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -150,10 +198,10 @@ class Bench:
         sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
         short = is_short(self.device, **sizes, recipe=self.recipe, min_tokens=self.min_tokens)
         wanted = 0 if short else forwards * self.case.int8_calls()
-        redone = max(row.get("redone_fraction", 0.0) for row in report.rows)
+        self.redone = max(row.get("redone_fraction", 0.0) for row in report.rows)
         print(
             f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards; "
-            f"{redone:.1%} of a layer's query tiles were done again at most",
+            f"{self.redone:.1%} of a layer's query tiles were done again at most",
             flush=True,
         )
         unmeant = {reason: number for reason, number in exact.items() if number and reason != "short"}
@@ -221,6 +269,8 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
         append_row(csv, **shared, metric="peak_memory", unit="GiB", median=f"{result.peak:.3f}")
     if provider == OURS:
         append_row(csv, **shared, metric="rel_l1", unit="1", median=f"{errors[0]:.5f}")
+        if bench.case.is_denoiser:  # of the layer that did most of them
+            append_row(csv, **shared, metric="redone_share", unit="1", median=f"{bench.redone:.5f}")
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -230,15 +280,21 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--reps", type=int, help="timed forwards; the case's own number by default")
     parser.add_argument("--layers", type=int, help="at most so many blocks of each kind; the case's name says so")
     parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
+    parser.add_argument("--called", choices=CALLED, default="eager", help="denoisers only; the case's name says so")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
     parser.add_argument("--no-save", action="store_true", help="print only")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.called == "cuda_graph" and not options.device.startswith("cuda"):
+        parser.error("--called cuda_graph: needs --device cuda")
+    return options
 
 
 def chosen_cases(options) -> list[ModelCase]:
     cases = [CASES[name] for name in options.case or CASES]
+    if options.called != "eager":
+        cases = [case.renamed(options.called) for case in cases if case.is_denoiser]
     if options.layers is not None:
         cases = [case.thinned(options.layers) for case in cases]
     return [case.tiny() for case in cases] if options.tiny else cases
@@ -263,6 +319,7 @@ def main(arguments=None) -> int:
         bench = Bench(
             case if options.min_tokens is None else case.renamed(f"min_tokens{options.min_tokens}"), model, device,
             torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens, reps=options.reps or case.reps,
+            called=options.called,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0

@@ -21,7 +21,7 @@ for folder in (HERE.parent.parent, HERE.parent):
         sys.path.append(str(folder))
 
 from sage_kernels.recipe import DEFAULT_RECIPE  # noqa: E402
-from sage_kernels.results import is_crossover_row, read_rows  # noqa: E402
+from sage_kernels.results import is_crossover_row, is_scaling_row, read_rows  # noqa: E402
 from sage_processors import drawing  # noqa: E402
 from sage_processors.metrics import Interval  # noqa: E402
 
@@ -41,7 +41,7 @@ def newest(rows: Rows) -> Rows:
 def speed_rows(rows: Rows) -> Rows:
     """Throughput of our kernels with a ratio to cuDNN: the default recipe's, of the others timestep scaling's."""
     chosen = [r for r in rows if r["suite"] == "attention_fwd" and r["provider"] == "sage_kernels"]
-    chosen = [r for r in chosen if r["metric"] == "throughput" and not is_crossover_row(r)]
+    chosen = [r for r in chosen if r["metric"] == "throughput" and not is_crossover_row(r) and is_scaling_row(r)]
     chosen = [r for r in chosen if r["recipe"] == DEFAULT_RECIPE or "/" not in r["case"]]
     return newest([r for r in chosen if r["ratio_vs_cudnn"]])
 

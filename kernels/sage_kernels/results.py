@@ -14,6 +14,9 @@ COLUMNS = (
     "includes_quantization,metric,unit,median,p20,p80,ratio_vs_cudnn,rel_l2_error"
 ).split(",")
 SUITES = ("attention_fwd", "prologue", "decode", "end_to_end", "quality")
+# What stands behind the / of a case of attention_fwd beside scalings: how it was called, what became of its softmax
+CALLS = ("cuda_graph", "compiled")
+SOFTMAX = ("guarded", "unguarded", "never_fixed", "all_redone")
 REQUIRED = ("suite", "case", "provider", "metric", "unit", "median")
 
 
@@ -63,6 +66,11 @@ def append_row(path: str | Path, **fields) -> None:
 def is_crossover_row(row: dict[str, str]) -> bool:
     """Whether a row is of few heads or short calls: evidence for crossover.py, too many rows for a page."""
     return row["suite"] == "attention_fwd" and "_BH" in row["case"]
+
+
+def is_scaling_row(row: dict[str, str]) -> bool:
+    """Whether a row is of attention as it ships and is called, for one of its scalings."""
+    return row["case"].partition("/")[2] not in (*CALLS, *SOFTMAX)
 
 
 def read_header(path: Path) -> list[str]:

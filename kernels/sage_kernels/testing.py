@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections import Counter
+
 import torch
 
 from .masking import NO_MASKING, Masking, make_masking
@@ -109,6 +112,32 @@ def _ratio(error, size):
 def sqnr_db(out, reference) -> float:
     """Signal to quantisation-noise ratio, 10·log10(Σr² / Σ(o - r)²), in dB."""
     return float(-20 * relative_l2(out, reference).log10())
+
+
+GRAPH_NODES = ("kernel", "copy", "fill", "host", "graph", "empty")  # CUgraphNodeType, from 0 on
+
+
+def graph_nodes(graph: torch.cuda.CUDAGraph) -> Counter[str]:
+    """{kind of node: how many} of a captured CUDAGraph(keep_graph=True).
+
+    Raises: RuntimeError for what the driver refuses.
+    """
+    driver = ctypes.CDLL("libcuda.so.1")
+    handle, number, kind = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t(), ctypes.c_int()
+
+    def ask(function, *arguments):
+        code = function(*arguments)
+        if code:
+            raise RuntimeError(f"{function.__name__}: got CUDA error {code}, expected 0")
+
+    ask(driver.cuGraphGetNodes, handle, None, ctypes.byref(number))
+    nodes = (ctypes.c_void_p * number.value)()
+    ask(driver.cuGraphGetNodes, handle, nodes, ctypes.byref(number))
+    found = Counter()
+    for node in nodes:
+        ask(driver.cuGraphNodeGetType, ctypes.c_void_p(node), ctypes.byref(kind))
+        found[GRAPH_NODES[kind.value] if kind.value < len(GRAPH_NODES) else f"kind {kind.value}"] += 1
+    return found
 
 
 FP32_ROUNDING = 2.0**-24
