@@ -14,6 +14,7 @@ from sage_kernels import RECIPES
 from .carry import Parked
 from .config import LAYER_OPTIONS
 from .discovery import attention_modules, device_of, discover_sites, put_processor
+from .keeping_op import keep_rows_of
 from .processors import is_sage, sage_class, swap
 from .scale_rules import RULES, rule_for
 from .scales import ScaleState, Site
@@ -148,6 +149,7 @@ class Part:
                     site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
                     if RECIPES[layer.sage._sage_config.recipe].pv != "16bit":
                         site.row_max_of = functools.partial(self.state.row_maxima.of, index)
+                        keep_rows_of(site.state, self.state.row_maxima, index)
             for tensor in _tensors(layer.sage):
                 torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
 

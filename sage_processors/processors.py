@@ -26,6 +26,7 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from .autocast import autocast
 from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from .event_counter import EventCounter
+from .keeping_op import attention_keeping
 from .rebind import dispatch_attention_fn, rebind, stand_ins
 from .windows import CHOSEN
 
@@ -158,7 +159,7 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
     """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D]."""
     config = processor._sage_config
     site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
-    state = None
+    state, attend = None, sage_kernels.sage_attention
     if site is not None:
         site.elements = query.numel() + key.numel()
         site.seen_kv_heads, site.seen_head_dim = key.shape[2], key.shape[3]
@@ -166,16 +167,19 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
         if site.state is not None and (key.shape[2], key.shape[3]) == (site.kv_heads, site.head_dim):
             if site.state.plan.device == query.device:
                 state = site.state
-                if site.row_max_of is not None and not torch.compiler.is_compiling():
-                    kept = site.row_max_of((query.shape[0], query.shape[2], query.shape[1]), query.device)
-                    state = state if kept is None else state.keeping(*kept)
+                if site.row_max_of is not None:
+                    if torch.compiler.is_compiling():
+                        attend = attention_keeping
+                    else:
+                        kept = site.row_max_of((query.shape[0], query.shape[2], query.shape[1]), query.device)
+                        state = state if kept is None else state.keeping(*kept)
     if state is None:
         processor._sage_events.add(_EVENT["called"])
     rotation = "none"
     if processor._sage_rotated:
         processor._sage_events.add(_EVENT["rotated"])
         rotation = "hadamard"
-    out = sage_kernels.sage_attention(
+    out = attend(
         query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
         recipe=config.recipe, scaling=config.call_scaling, rotation=rotation, scale=scale, state=state,
     )  # fmt: skip

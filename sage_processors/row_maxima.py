@@ -23,8 +23,9 @@ class RowMaxima:
     """Row maxima of the call sites of one ScaleState, by shape and by place among the calls of a step.
 
     The n-th call of a site in a step meets what the n-th call of the step before left: guidance that calls a model
-    twice a step keeps both apart. Not for torch.compile, whose tensors must not change. A CUDA graph writes where the
-    call that it was captured from did, for as long as it lives: what it was given stays, whatever is forgotten here.
+    twice a step keeps both apart. Compiled calls ask through `keeping_op`; where what follows the steps is compiled
+    too, nobody could tell them apart, and nothing is kept. A CUDA graph writes where the call that it was captured
+    from did, for as long as it lives: what it was given stays, whatever is forgotten here.
 
     Args: limit: bytes that may be kept in all, but for those of graphs.
     """
@@ -36,12 +37,15 @@ class RowMaxima:
         self._kept: dict[tuple, torch.Tensor] = {}
         self._calls: dict[tuple, int] = {}
         self._of_graphs: list[torch.Tensor] = []
+        self._is_blind = False  # steps pass unseen
 
     def of(self, site: int, shape: tuple[int, int, int], device: torch.device) -> tuple[torch.Tensor, bool] | None:
         """Arguments of `HeadState.keeping` for the running call of a site, shape [B, H, S_q].
 
         Rows, fp32, and whether the step before left its own there. None: nothing is to be kept.
         """
+        if self._is_blind:
+            return None
         place = (site, shape)
         call = self._calls[place] = self._calls.get(place, -1) + 1
         found = self._kept.get((place, call))
@@ -60,12 +64,14 @@ class RowMaxima:
 
     def next_step(self) -> None:
         """A step is done: the calls are counted anew, and what it did not use (another resolution) goes."""
-        if self._calls:  # not in a compiled model, whose code may hang on no number that changes
-            self._steps += 1
+        if torch.compiler.is_compiling():
+            self._is_blind = True  # this is what compiled code does at every step, and all that it does
+            return
+        self._steps += 1
         used = {key: rows for key, rows in self._kept.items() if self._calls.get(key[0], -1) >= key[1]}
         self._kept, self._calls = used, {}
         self.nbytes = sum(rows.nbytes for rows in used.values())
 
     def clear(self) -> None:
         """Forget everything: another run begins."""
-        self._kept, self._calls, self.nbytes, self._steps = {}, {}, 0, 0
+        self._kept, self._calls, self.nbytes, self._steps, self._is_blind = {}, {}, 0, 0, False

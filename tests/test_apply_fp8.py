@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import sage_processors as sp
+from sage_kernels.testing import make_qkv
 from sage_processors import row_maxima
+from sage_processors.keeping_op import attention_keeping, keep_rows_of
 from sage_processors.row_maxima import FIRST_STEPS, RowMaxima
+from sage_processors.scales import ScaleState, Site
 from tests.test_apply_pipelines import ddpm_pipe
 from tests.test_processors import sqnr_db
 
@@ -81,6 +84,28 @@ def test_row_maxima_stay_within_their_limit(near):
     assert kept.of(0, (1, 2, 8), CPU)[0].shape == (1, 2, 8)
     assert kept.of(1, (1, 2, 8), CPU) is None  # a running max
     assert kept.nbytes == 4 * 16
+
+
+def test_compiled_calls_find_the_row_maxima_of_their_site(near):
+    """By their state's own tensors; what is gone is not asked, and a state that nobody registered runs as it is."""
+    q, k, v = make_qkv("normal", 1, 40, 70, 2, 1, 64)
+    options = {"attn_mask": None, "causal": False, "recipe": FP8.recipe, "scaling": "per_block", "rotation": "none"}
+    scales = [ScaleState([Site("a", 1, 64)], device="cpu") for _ in range(2)]
+
+    def call(which):
+        return attention_keeping(q, k, v, **options, scale=None, state=scales[which].head_state(0))
+
+    keep_rows_of(scales[0].head_state(0), scales[0].row_maxima, 0)
+    for step in range(2):
+        outs = [call(which) for which in range(2)]
+        torch.testing.assert_close(*outs, rtol=0, atol=0.05)
+        assert [x.summary()[0]["lagged"] > 0 for x in scales] == [step > 0, False]
+        for x in scales:
+            x.advance(1.0, 0.9)
+    assert scales[0].row_maxima.nbytes == 4 * 2 * 40 and scales[1].row_maxima.nbytes == 0
+    before, scales[0].row_maxima = scales[0].summary()[0]["lagged"], RowMaxima()  # the old one is gone
+    call(0)
+    assert scales[0].summary()[0]["lagged"] == before
 
 
 def test_row_maxima_can_be_written_outside_of_inference_mode(near):

@@ -75,6 +75,38 @@ def test_T04_compile_whole_model_is_one_graph_for_all_steps(scaling, follows):
     assert all(d == (STEPS if scaling == "dynamic" else 1) for d in dynamic), str(report)
 
 
+@pytest.mark.parametrize("how", ["whole", "blocks", "whole, by its timestep"])
+def test_compiled_calls_keep_row_maxima_from_step_to_step(how):
+    """As eager ones do; unless the hook that follows the steps is compiled, for then the host sees none of them."""
+    results = {}
+    for way in ("eager", how):
+        torch._dynamo.reset()
+        model, inputs = MODELS["flux"]()
+        pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
+        target = model if how == "whole, by its timestep" else pipe
+        config = sp.SageAttnProcessor(min_tokens=1, recipe="qk_int8_pv_fp8")
+        with sp.apply(target, config) as handle, torch._dynamo.config.patch(error_on_recompile=True):
+            fast = model
+            if way == "blocks":
+                if OLDEST:
+                    pytest.skip("this version of diffusers names no repeated blocks of the model")
+                model.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
+            elif way != "eager":
+                fast, _ = compiled(model, "aot_eager")
+            result = denoise(pipe, fast, inputs, steps=8)
+            state = handle._parts[0].state
+            sites = [(site["calls"], site["lagged"]) for site in state.summary()]
+            results[way] = result, sites, state.row_maxima.nbytes
+    (expected, eager_sites, eager_bytes), (result, sites, nbytes) = results.values()
+    assert all(lagged > 0 for _, lagged in eager_sites) and eager_bytes > 0
+    if how == "whole, by its timestep":
+        assert sites == [(calls, 0) for calls, _ in eager_sites] and nbytes == 0
+        torch.testing.assert_close(result, expected, rtol=0.05, atol=0.05)  # another reference, other rounding
+    else:
+        assert sites == eager_sites and nbytes == eager_bytes
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["sd3", "unet_sd15", "cogvideox"])
 def test_compile_models_that_call_torch_attention_directly(name):
     model, inputs = MODELS[name]()

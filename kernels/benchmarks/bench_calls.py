@@ -4,8 +4,9 @@
     python kernels/benchmarks/bench_calls.py --case D128_N4096_full --no-save
 
 All ways of all providers take turns, and a ratio is that to cuDNN called in the same way. Beside the speed: how long a
-call takes to return, and what a graph of one call launches (of a compiled one, too). Compiled calls in 8-bit P keep no
-row maxima, for tensors of compiled code must not change; as in a swapped model.
+call takes to return, and what a graph of one call launches (of a compiled one, too). Compiled calls in 8-bit P have a
+running max here, since compiled code can't look up what the same inputs left; in a compiled model they keep row maxima
+(`bench_end_to_end.py --called compiled`).
 """
 
 from __future__ import annotations

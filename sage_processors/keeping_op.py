@@ -1,0 +1,57 @@
+"""The attention op of compiled models whose calls keep row maxima: the host finds out where as the op runs.
+
+Compiled code must not hang on a tensor that comes and goes, nor on a number that changes from step to step. So it
+calls this op with the tensors of its call site, and the op, which like any other runs on the host, asks the RowMaxima
+that these tensors are known to belong to.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+import sage_kernels
+from sage_kernels import HeadState
+
+from .row_maxima import RowMaxima
+
+
+_library = torch.library.Library("sage_processors", "DEF")
+_library.define(
+    "attention_keeping(Tensor q, Tensor k, Tensor v, Tensor? attn_mask, str causal, float? scale, str recipe, "
+    "str scaling, str rotation, Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, "
+    "Tensor row_max, Tensor row_max_next) -> Tensor"
+)
+_INPUTS = 9  # arguments before the state
+_keepers: dict[int, tuple[weakref.ref, int]] = {}  # address of a site's HeadState.row → its RowMaxima, its number
+
+
+def keep_rows_of(state: HeadState, maxima: RowMaxima, site: int) -> None:
+    """From now on calls of `attention_keeping` with this state keep their rows in `maxima`, as calls of `site`."""
+    for address in [address for address, (known, _) in _keepers.items() if known() is None]:
+        del _keepers[address]
+    _keepers[state.row.data_ptr()] = weakref.ref(maxima), site
+
+
+def attention_keeping(q, k, v, *, attn_mask, causal, recipe, scaling, rotation, scale, state: HeadState):
+    """`sage_attention` of these arguments; a softmax reference kept from the step before is found when it runs."""
+    options = (attn_mask, causal or "", scale, recipe, scaling, rotation)
+    return torch.ops.sage_processors.attention_keeping(q, k, v, *options, *state)
+
+
+def _attend(*arguments):
+    q, k, v, attn_mask, causal, scale, recipe, scaling, rotation = arguments[:_INPUTS]
+    state = HeadState(*arguments[_INPUTS:])
+    known, site = _keepers.get(state.row.data_ptr(), (lambda: None, 0))
+    maxima = known()
+    kept = None if maxima is None else maxima.of(site, (q.shape[0], q.shape[2], q.shape[1]), q.device)
+    return sage_kernels.sage_attention(
+        q, k, v, attn_mask=attn_mask, causal=causal or False, recipe=recipe, scaling=scaling, rotation=rotation,
+        scale=scale, state=state if kept is None else state.keeping(*kept),
+    )  # fmt: skip
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention_keeping", _attend, _device)
+torch.library.register_fake("sage_processors::attention_keeping", lambda q, *_: q.new_empty(q.shape), lib=_library)
