@@ -67,7 +67,8 @@ class RowMaxima:
         if torch.compiler.is_compiling():
             self._is_blind = True  # this is what compiled code does at every step, and all that it does
             return
-        self._steps += 1
+        if self._calls:  # a model's own hook tells of the first step, too, before any call
+            self._steps += 1
         used = {key: rows for key, rows in self._kept.items() if self._calls.get(key[0], -1) >= key[1]}
         self._kept, self._calls = used, {}
         self.nbytes = sum(rows.nbytes for rows in used.values())
