@@ -44,7 +44,6 @@ from sage_kernels import recipe as constants
 from sage_kernels._triton import attention_fwd_hopper, hopper_parts
 from sage_kernels._triton.hopper_parts import bits_of, max_in_lanes
 from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
-from sage_kernels.masking import NO_MASKING
 from sage_kernels.recipe import FP8_RECIPE
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
@@ -113,10 +112,9 @@ class Planned:
             elif self.moved:
                 self.rows[place] += self.moved
             state = state.keeping(self.rows[place], known)
-        width, pv = self.case.head_dim, RECIPES[self.recipe].pv
-        tile = device_tile(q.device, width, "planned", NO_MASKING, pv, self.has_rows)
-        if not self.fixed:
-            tile = tile._replace(keep_first_max=False)
+        width, tile = self.case.head_dim, None
+        if not self.fixed and RECIPES[self.recipe].pv == "16bit":
+            tile = device_tile(q.device, width, "planned")._replace(keep_first_max=False)
         shipped = attention_fwd_hopper.attention_fwd_hopper_kernel
         attention_fwd_hopper.attention_fwd_hopper_kernel = self.kernel
         try:
