@@ -164,7 +164,7 @@ def attention(
             fp8 = f"fp8e4nv[{width}, {tile.block_n}]"
             types["values"] = f"tensordesc<{fp8 if pv != '16bit' else f'bf16[1, {tile.block_n}, 1, {width}]'}>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
-        constants |= {"SOFTCAP": False, "HAS_SINKS": False}
+        constants |= {"SOFTCAP": False, "HAS_SINKS": False, "ADDS_BITS": tile.adds_bits and scaling != "per_token"}
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 

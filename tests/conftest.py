@@ -65,9 +65,29 @@ def _drop_nan_as_a_gpu_does():
     InterpreterBuilder.create_minnumf = lambda self, lhs, rhs: self.binary_op(lhs, rhs, np.fmin)
 
 
+def _fuse_as_a_gpu_does():
+    """tl.fma of fp32 rounds once on a GPU. The interpreter rounds the product as well, which a kernel that takes off a
+    large number with the sum can't bear."""
+    try:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    except ImportError:
+        return
+    twice = InterpreterBuilder.create_fma
+
+    def once(self, x, y, z):
+        if z.data.dtype != np.float32:
+            return twice(self, x, y, z)
+        with np.errstate(over="ignore", invalid="ignore"):  # products are exact in fp64
+            fused = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
+            return TensorHandle(fused.astype(np.float32), z.dtype.scalar)
+
+    InterpreterBuilder.create_fma = once
+
+
 if os.environ.get("TRITON_INTERPRET") == "1":
     _patch_language_once_a_launch()
     _drop_nan_as_a_gpu_does()
+    _fuse_as_a_gpu_does()
 
 
 def pytest_collection_finish():

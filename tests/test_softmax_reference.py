@@ -1,9 +1,10 @@
-"""The softmax whose reference stays the first key tile's max: right whatever the scores do after that tile."""
+"""The softmax whose reference stays the first key tile's max: right whatever the scores do after that tile. And that
+with a running max, whose integer scores become floats by an addition."""
 
 import pytest
 import torch
 
-from sage_kernels.testing import exact_attention
+from sage_kernels.testing import exact_attention, relative_l2
 from tests.attention_cases import key_padding, normal
 
 
@@ -11,17 +12,24 @@ SEQ_Q, SEQ_KV, HEADS, HEAD_DIM = 70, 330, 2, 64
 FP16_RANGE = 16  # log2 of where fp16 ends: P that far above the reference is inf
 
 
-@pytest.fixture(params=["keep_first_max", "running_max"])
+@pytest.fixture(params=["keep_first_max", "running_max", "adds_bits"])
 def kernels(request, attend, monkeypatch):
-    """`attend` with and without the first tile's max as the reference, on the kernels only."""
+    """`attend` with and without the first tile's max as the reference, on the kernels only; and with a running max
+    beside which scores become floats by an addition, as GPUs without wgmma have it."""
     if attend.tier == "reference":
         pytest.skip("the reference has no key tiles")
     from sage_kernels._triton import launch_attention
+    from sage_kernels._triton.tiles import Tile
 
     choose = launch_attention.device_tile
 
     def chosen(*args, **kwargs):
-        return choose(*args, **kwargs)._replace(keep_first_max=request.param == "keep_first_max")
+        tile = choose(*args, **kwargs)  # what `attend` remembers
+        if request.param == "adds_bits":
+            assert (tile.scale_rows, tile.block_n) == (64, 64)
+            attend.first_max = True  # here, too, the largest P of a row is not 1 but something that is rounded
+            return Tile(64, 64, 4, 2, "pointers" if attend.tier == "cuda" else "tma", adds_bits=True)
+        return tile._replace(keep_first_max=request.param == "keep_first_max")
 
     monkeypatch.setattr(launch_attention, "device_tile", chosen)
     return attend
@@ -54,6 +62,7 @@ LOGITS = {
     "falls": -300 * RAMP,
     "constant": 0 * RAMP,
     "large_and_mixed": 4000 * torch.sin(40 * RAMP),
+    "enormous": 1e5 * torch.sin(40 * RAMP),  # a code is worth 0.1 and more: too much for added bits
 }
 
 
@@ -113,3 +122,22 @@ def test_nan_and_inf_stay_in_their_rows_and_columns(kernels):
     assert not out[..., 5][:, :, 1].isfinite().any()
     rows = torch.arange(SEQ_Q) != 3
     assert torch.equal(out[:, rows][:, :, 0], clean[:, rows][:, :, 0])
+
+
+def test_scales_too_large_for_added_bits_are_converted(attend):
+    """At 100 a code, 1.5·2^23 of them leave the reference 2^6 off and more: P would be inf, or nothing."""
+    if attend.tier == "reference":
+        pytest.skip("the reference has no key tiles")
+    from sage_kernels._triton.launch_attention import launch_attention_fwd
+    from sage_kernels._triton.tiles import Tile
+
+    q, k, v = (x.to(attend.device) for x in normal(1, SEQ_Q, SEQ_KV, HEADS, HEADS, HEAD_DIM))
+    options = {"scale": HEAD_DIM**-0.5, "scaling": "per_block", "smooth_k": True, "state": None, "return_lse": True}
+    tile = Tile(64, 64, 4, 2, "pointers" if attend.tier == "cuda" else "tma")
+    for size in (1.0, 1000.0):
+        inputs = (size * q, size * k, v)
+        expected, expected_lse = launch_attention_fwd(*inputs, **options, tile=tile)
+        out, lse = launch_attention_fwd(*inputs, **options, tile=tile._replace(adds_bits=True))
+        assert relative_l2(out, expected) < 1e-3
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-3)
+        assert size > 1 or not torch.equal(out, expected)  # or nothing would be added

@@ -18,6 +18,7 @@ from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K
 from .mask_tiles import band_tiles, load_bias, tile_at
 from .prepare_values import KEYS as _STEP_KEYS
 from .primitives import (
+    ADDED_BITS_LIMIT,
     P_EXPONENT_LIMIT,
     RELAXED,
     dynamic_scale,
@@ -192,6 +193,7 @@ def _attention_fwd_kernel(
     SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, REFERENCE: tl.constexpr, KEEPS_MAX: tl.constexpr, PV: tl.constexpr,
+    ADDS_BITS: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(seq_q, BLOCK_M)
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
@@ -208,6 +210,7 @@ def _attention_fwd_kernel(
     offs_m = first_row + tl.arange(0, BLOCK_M)
     channels = tl.arange(0, WIDTH)
     SCALE_PER_KEY: tl.constexpr = SCALING == "per_token"
+    SCALES_AT_ONCE: tl.constexpr = 128
     LOG2_E: tl.constexpr = 1.4426950408889634
     EXPONENT: tl.constexpr = _P_EXPONENT if PV == "fp8_e4m3" else 0.0
     FIXED: tl.constexpr = REFERENCE != "running"
@@ -268,6 +271,13 @@ def _attention_fwd_kernel(
     else:
         k_scales = k_scale_ptr + kv_head_of_batch * n_tiles
         scale_step = 1
+    if ADDS_BITS:
+        largest = tl.zeros([SCALES_AT_ONCE], tl.float32)
+        for start in range(0, n_tiles, SCALES_AT_ONCE):
+            at = start + tl.arange(0, SCALES_AT_ONCE)
+            largest = tl.maximum(largest, tl.load(k_scales + at, mask=at < n_tiles, other=0.0))
+        if tl.max(largest, 0) * tl.max(row_scale, 0) > ADDED_BITS_LIMIT:
+            plain = 0
 
     reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
     top = reference
@@ -310,7 +320,7 @@ def _attention_fwd_kernel(
             p, running_sum = fixed_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY)
         else:
             p, reference, running_sum, rescale = online_softmax_step(
-                scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY, EXPONENT
+                scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY, EXPONENT, ADDS_BITS
             )
             if not LATE:
                 acc = acc * rescale[:, None]

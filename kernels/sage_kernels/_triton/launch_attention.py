@@ -174,7 +174,8 @@ def launch_attention_fwd(
             q, codes, prepared.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
             *_mask_arguments(masking, mask, none), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
-            SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None, enable_fp_fusion=False,
+            SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
+            ADDS_BITS=tile.adds_bits and scaling != "per_token", enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse
 

@@ -23,6 +23,9 @@ CENTER_STEPS = tl.constexpr(2.0**22)
 RELAXED = tl.constexpr("relaxed")
 E4M3_MAX = tl.constexpr(recipe.E4M3_MAX)
 P_EXPONENT_LIMIT = tl.constexpr(recipe.P_EXPONENT_LIMIT)
+# Taking off 1.5·2^23 times a scale leaves the softmax's reference half an ulp of that product off: 2^-5 at this scale,
+# where e4m3 has 2^0.8 above the largest P. Programs with larger scales take the loop that converts.
+ADDED_BITS_LIMIT = tl.constexpr(1 / 16)
 # From here on the rounding of a score alone may push P out of e4m3 in a step that folds the scale into the exponent.
 _SCORE_LIMIT = tl.constexpr(2.0**27)
 
@@ -116,27 +119,42 @@ def reference_below(top, EXPONENT: tl.constexpr):
 
 @triton.jit
 def online_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY: tl.constexpr,
-                        EXPONENT: tl.constexpr):  # fmt: skip
+                        EXPONENT: tl.constexpr, ADDS_BITS: tl.constexpr):  # fmt: skip
     """One wholly visible key tile of the base-2 online softmax.
 
     scores int32 [BLOCK_M, BLOCK_N]; row_scale [BLOCK_M] holds the Q scale, softmax scale and log2(e);
     key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY; reference [BLOCK_M] is `reference_below` the largest score
-    so far. Returns P fp32, the new reference, the new sum and the rescale factor.
+    so far. ADDS_BITS: scores become floats by an addition, see `Tile`; not with SCALE_PER_KEY. Returns P fp32, the new
+    reference, the new sum and the rescale factor.
     """
     if SCALE_PER_KEY:
         values = scores.to(tl.float32) * key_scale[None, :]
         tile_scale = row_scale
         top = tl.max(values, 1) * tile_scale
     else:
-        # one positive scale for the tile: the max may be taken on the integers, where Hopper compares three at a time
-        values = scores.to(tl.float32)
         tile_scale = row_scale * key_scale
-        top = tl.max(scores, 1).to(tl.float32) * tile_scale
+        if ADDS_BITS:
+            # |scores| < 2^22, so these are the floats scores + 1.5·2^23, in the same order. The compiler adds the bits
+            # to what the product's accumulator starts with.
+            scores += ROUND_MAGIC_BITS
+            values = scores.to(tl.float32, bitcast=True)
+            largest = tl.max(scores, 1) - ROUND_MAGIC_BITS
+        else:
+            # one positive scale for the tile: the max may be taken on the integers, of which Hopper compares three
+            # at a time
+            values = scores.to(tl.float32)
+            largest = tl.max(scores, 1)
+        top = largest.to(tl.float32) * tile_scale
     if EXPONENT != 0:  # no number, rather than a P that saturates beside a sum that does not
         top = tl.where(tl.abs(top) < _SCORE_LIMIT, top, float("inf"))
     new_reference = tl.maximum(reference, reference_below(top, EXPONENT))
+    against = new_reference
+    if ADDS_BITS:
+        # what was added is taken off with the reference, and what that sum rounds to is the reference
+        against = tl.fma(tile_scale, ROUND_MAGIC, new_reference)
+        new_reference = tl.fma(tile_scale, -ROUND_MAGIC, against)
     # dequantisation folds into the exponent's FMA
-    p = tl.exp2(tl.fma(values, tile_scale[:, None], -new_reference[:, None]))
+    p = tl.exp2(tl.fma(values, tile_scale[:, None], -against[:, None]))
     rescale = tl.exp2(reference - new_reference)
     return p, new_reference, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale
 

@@ -16,6 +16,10 @@ class Tile(NamedTuple):
             descriptors without cp.async) or "hopper" (the warp-specialised Gluon kernel, sm_90 only).
         keep_first_max: the largest score of the first key tile stays the softmax's reference over the wholly visible
             tiles: no max and no rescaling there. Rows that outgrow it are done again in the same launch.
+        adds_bits: with a running max and a scale per tile, integer scores of wholly visible tiles become floats by an
+            addition: 1.5·2^23 has room for them in its mantissa. Products start with it where accumulators live in
+            registers (mma.sync), so that there are as many instructions fewer as conversions; chosen where fewer are
+            counted. Programs whose scales are too large for it convert all of theirs (ADDED_BITS_LIMIT).
     """
 
     block_m: int
@@ -24,6 +28,7 @@ class Tile(NamedTuple):
     num_stages: int
     kernel: str
     keep_first_max: bool = False
+    adds_bits: bool = False
 
     @property
     def scale_rows(self) -> int:
@@ -47,28 +52,45 @@ _OTHER_ROWS = Tile(64, 64, 8, 2, "pointers")
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/codegen.json). At
 # width 256 anything larger than 32 x 32 spills on the GPUs whose matrix operands live in registers.
 _WIDE = Tile(32, 32, 4, 2, "pointers")
-_AMPERE = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers"), 256: _WIDE}
+_AMPERE = {
+    64: Tile(128, 64, 4, 3, "pointers", adds_bits=True),
+    128: Tile(128, 64, 8, 3, "pointers", adds_bits=True),
+    256: _WIDE,
+}
 # 99 KB of shared memory a block
-_SMALL_SHARED_MEMORY = {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 64, 8, 2, "pointers"), 256: _WIDE}
+_SMALL_SHARED_MEMORY = {
+    64: Tile(128, 64, 8, 2, "pointers", adds_bits=True),
+    128: Tile(128, 64, 8, 2, "pointers", adds_bits=True),
+    256: _WIDE,
+}
 # 64 keys spill at width 128
-_CONSUMER_BLACKWELL = {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers"), 256: _WIDE}
+_CONSUMER_BLACKWELL = {
+    64: Tile(128, 64, 8, 2, "pointers", adds_bits=True),
+    128: Tile(128, 32, 8, 2, "pointers", adds_bits=True),
+    256: _WIDE,
+}
 # 4 warps spill at width 64
 _BLACKWELL = {
-    64: Tile(128, 64, 8, 3, "pointers"),
+    64: Tile(128, 64, 8, 3, "pointers", adds_bits=True),
     128: Tile(128, 64, 8, 3, "pointers"),
     256: Tile(64, 32, 8, 2, "pointers"),
 }
+_AMD = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers"), 256: _WIDE}
 # P and V in FP8: timed on an H200 at widths 64 and 128. The others are not: the largest tiles whose plain loop does
 # not spill.
 _FP8_WIDE = Tile(32, 32, 8, 2, "pointers")
 _FP8 = {
     90: {64: Tile(192, 64, 4, 5, "hopper"), 128: Tile(192, 64, 4, 4, "hopper"), 256: Tile(64, 32, 8, 2, "tma")},
     100: {
-        64: Tile(128, 64, 8, 3, "pointers"),
+        64: Tile(128, 64, 8, 3, "pointers", adds_bits=True),
         128: Tile(64, 64, 8, 3, "pointers"),
         256: Tile(64, 32, 8, 2, "pointers"),
     },
-    89: {64: Tile(128, 64, 8, 2, "pointers"), 128: Tile(128, 32, 8, 2, "pointers"), 256: _FP8_WIDE},
+    89: {
+        64: Tile(128, 64, 8, 2, "pointers", adds_bits=True),
+        128: Tile(128, 32, 8, 2, "pointers", adds_bits=True),
+        256: _FP8_WIDE,
+    },
 }
 # With a running max, timed as well: two consumers of large tiles take fewer maxima and rescale less often.
 _FP8_HOPPER_RUNNING = Tile(128, 128, 4, 3, "hopper")
@@ -112,7 +134,7 @@ def choose_tile(
         return _CONSUMER_BLACKWELL[width]
     if 100 <= capability < 120:
         return _BLACKWELL[width]
-    return _AMPERE[width]
+    return _AMPERE[width] if capability else _AMD[width]
 
 
 # What the programs that share a tile of query rows are worth. In keys that a program walks in that time: its begin and
