@@ -272,11 +272,11 @@ def _attention_fwd_kernel(
         k_scales = k_scale_ptr + kv_head_of_batch * n_tiles
         scale_step = 1
     if ADDS_BITS:
-        largest = tl.zeros([SCALES_AT_ONCE], tl.float32)
+        largest_scale = tl.zeros([SCALES_AT_ONCE], tl.float32)
         for start in range(0, n_tiles, SCALES_AT_ONCE):
             at = start + tl.arange(0, SCALES_AT_ONCE)
-            largest = tl.maximum(largest, tl.load(k_scales + at, mask=at < n_tiles, other=0.0))
-        if tl.max(largest, 0) * tl.max(row_scale, 0) > ADDED_BITS_LIMIT:
+            largest_scale = tl.maximum(largest_scale, tl.load(k_scales + at, mask=at < n_tiles, other=0.0))
+        if tl.max(largest_scale, 0) * tl.max(row_scale, 0) > ADDED_BITS_LIMIT:
             plain = 0
 
     reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
