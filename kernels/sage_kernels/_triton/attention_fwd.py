@@ -276,8 +276,7 @@ def _attention_fwd_kernel(
         for start in range(0, n_tiles, SCALES_AT_ONCE):
             at = start + tl.arange(0, SCALES_AT_ONCE)
             largest_scale = tl.maximum(largest_scale, tl.load(k_scales + at, mask=at < n_tiles, other=0.0))
-        if tl.max(largest_scale, 0) * tl.max(row_scale, 0) > ADDED_BITS_LIMIT:
-            plain = 0
+        plain = tl.where(tl.max(largest_scale, 0) * tl.max(row_scale, 0) > ADDED_BITS_LIMIT, 0, plain)
 
     reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
     top = reference
