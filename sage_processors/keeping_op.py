@@ -1,8 +1,7 @@
-"""The attention op of compiled models whose calls keep row maxima: the host finds out where as the op runs.
+"""Attention calls that keep row maxima: where, is found by the tensors of their call site, when they run.
 
-Compiled code must not hang on a tensor that comes and goes, nor on a number that changes from step to step. So it
-calls this op with the tensors of its call site, and the op, which like any other runs on the host, asks the RowMaxima
-that these tensors are known to belong to.
+Compiled code must not hang on a tensor that comes and goes, nor on a number that changes from step to step. There the
+call is an op, which like any other runs on the host, and asks the RowMaxima that its tensors are known to belong to.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ def keep_rows_of(state: HeadState, maxima: RowMaxima, site: int) -> None:
 
 def attention_keeping(q, k, v, *, attn_mask, causal, recipe, scaling, rotation, scale, state: HeadState):
     """`sage_attention` of these arguments; a softmax reference kept from the step before is found when it runs."""
-    options = (attn_mask, causal or "", scale, recipe, scaling, rotation)
-    return torch.ops.sage_processors.attention_keeping(q, k, v, *options, *state)
+    run = torch.ops.sage_processors.attention_keeping if torch.compiler.is_compiling() else _attend
+    return run(q, k, v, attn_mask, causal or "", scale, recipe, scaling, rotation, *state)
 
 
 def _attend(*arguments):

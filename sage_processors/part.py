@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -148,7 +147,7 @@ class Part:
                 if site.state is not None:
                     site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
                     if RECIPES[layer.sage._sage_config.recipe].pv != "16bit":
-                        site.row_max_of = functools.partial(self.state.row_maxima.of, index)
+                        site.keeps_rows = True
                         keep_rows_of(site.state, self.state.row_maxima, index)
             for tensor in _tensors(layer.sage):
                 torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs

@@ -63,8 +63,7 @@ class CallSite:
     Attributes:
         state: sage_kernels.HeadState or None (scales computed from the inputs).
         kv_heads, head_dim: layout that `state` was made for.
-        row_max_of: (shape, device) -> arguments of HeadState.keeping for the running call, or None; itself None
-            where the recipe keeps no row maxima.
+        keeps_rows: whether its calls keep row maxima, where `keeping_op.keep_rows_of` was told to.
         seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
             numel(Q) + numel(K). Written in forward and never read there: a read would make Dynamo guard on the value,
             and recompile.
@@ -72,7 +71,7 @@ class CallSite:
 
     def __init__(self, state=None, kv_heads: int = 0, head_dim: int = 0):
         self.state, self.kv_heads, self.head_dim = state, kv_heads, head_dim
-        self.row_max_of = None
+        self.keeps_rows = False
         self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
         self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
 
@@ -167,12 +166,8 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
         if site.state is not None and (key.shape[2], key.shape[3]) == (site.kv_heads, site.head_dim):
             if site.state.plan.device == query.device:
                 state = site.state
-                if site.row_max_of is not None:
-                    if torch.compiler.is_compiling():
-                        attend = attention_keeping
-                    else:
-                        kept = site.row_max_of((query.shape[0], query.shape[2], query.shape[1]), query.device)
-                        state = state if kept is None else state.keeping(*kept)
+                if site.keeps_rows:
+                    attend = attention_keeping
     if state is None:
         processor._sage_events.add(_EVENT["called"])
     rotation = "none"

@@ -226,7 +226,7 @@ def _calls(rows: list[dict[str, str]]) -> str:
 
     rows = [row for row in rows if row["provider"] == "sage_kernels"]
     by_key = _newest(rows, "case", "gpu", "recipe", "metric", "commit")
-    # the newest commit with a row of the last way: all ways of a line are of one run
+    # all ways of a line are of one run: the newest from CUDA graphs
     runs = _newest([r for r in rows if r["case"].endswith(f"/{CALLS[0]}")], "case", "gpu", "recipe")
     lines = []
     for (case, gpu, recipe), row in runs.items():
@@ -248,18 +248,9 @@ def _calls(rows: list[dict[str, str]]) -> str:
         "TFLOPS, quantisation included, and in brackets the ratio to cuDNN called in the same way; microseconds until "
         "a call returns; kernels that a call is, its quantisation included."
     )
-    header = [
-        "shape",
-        "recipe",
-        "on",
-        "as called",
-        "CUDA graph",
-        "compiled",
-        "µs: as called",
-        "CUDA graph",
-        "compiled",
-    ]
-    return f"{note}\n\n{_table([*header, 'kernels: CUDA graph', 'compiled'], lines)}"
+    names = ["as called", "CUDA graph", "compiled"]
+    header = ["shape", "recipe", "on", *names, f"µs: {names[0]}", *names[1:], f"kernels: {names[1]}", names[2]]
+    return f"{note}\n\n{_table(header, lines)}"
 
 
 def _softmax(rows: list[dict[str, str]]) -> str:

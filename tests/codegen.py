@@ -164,8 +164,7 @@ def attention(
             fp8 = f"fp8e4nv[{width}, {tile.block_n}]"
             types["values"] = f"tensordesc<{fp8 if pv != '16bit' else f'bf16[1, {tile.block_n}, 1, {width}]'}>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
-        adds_bits = tile.adds_bits and reference == "running" and scaling != "per_token"
-        constants |= {"SOFTCAP": False, "HAS_SINKS": False, "ADDS_BITS": adds_bits}
+        constants |= {"SOFTCAP": False, "HAS_SINKS": False, "TILE_ADDS_BITS": tile.adds_bits}
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 

@@ -3,7 +3,6 @@
     python kernels/benchmarks/bench_end_to_end.py                         # every case, about four minutes on an H200
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --min-tokens 0 --no-save
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
-
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph
 

@@ -193,7 +193,7 @@ def _attention_fwd_kernel(
     SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, REFERENCE: tl.constexpr, KEEPS_MAX: tl.constexpr, PV: tl.constexpr,
-    ADDS_BITS: tl.constexpr,
+    TILE_ADDS_BITS: tl.constexpr,
 ):  # fmt: skip
     m_tiles = tl.cdiv(seq_q, BLOCK_M)
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
@@ -215,6 +215,7 @@ def _attention_fwd_kernel(
     EXPONENT: tl.constexpr = _P_EXPONENT if PV == "fp8_e4m3" else 0.0
     FIXED: tl.constexpr = REFERENCE != "running"
     LAGGED: tl.constexpr = REFERENCE == "lagged"
+    ADDS_BITS: tl.constexpr = TILE_ADDS_BITS and not FIXED and not SCALE_PER_KEY
 
     # quantise Q: [BLOCK_M, WIDTH]
     q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh

@@ -175,7 +175,7 @@ def launch_attention_fwd(
             *_mask_arguments(masking, mask, none), *sizes,
             **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
             SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
-            ADDS_BITS=tile.adds_bits and reference == "running" and scaling != "per_token", enable_fp_fusion=False,
+            TILE_ADDS_BITS=tile.adds_bits, enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse
 

@@ -17,9 +17,9 @@ class Tile(NamedTuple):
         keep_first_max: the largest score of the first key tile stays the softmax's reference over the wholly visible
             tiles: no max and no rescaling there. Rows that outgrow it are done again in the same launch.
         adds_bits: with a running max and a scale per tile, integer scores of wholly visible tiles become floats by an
-            addition: 1.5·2^23 has room for them in its mantissa. Products start with it where accumulators live in
-            registers (mma.sync), so that there are as many instructions fewer as conversions; chosen where fewer are
-            counted. Programs whose scales are too large for it convert all of theirs (ADDED_BITS_LIMIT).
+            addition: 1.5·2^23 has room for them in its mantissa. Where accumulators live in registers (mma.sync),
+            products start with it and nothing is converted; chosen where fewer instructions are counted. Programs
+            whose scales are too large for it convert all of theirs (ADDED_BITS_LIMIT).
     """
 
     block_m: int
@@ -75,7 +75,7 @@ _BLACKWELL = {
     128: Tile(128, 64, 8, 3, "pointers"),
     256: Tile(64, 32, 8, 2, "pointers"),
 }
-_AMD = {64: Tile(128, 64, 4, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers"), 256: _WIDE}
+_AMD = {width: tile._replace(adds_bits=False) for width, tile in _AMPERE.items()}
 # P and V in FP8: timed on an H200 at widths 64 and 128. The others are not: the largest tiles whose plain loop does
 # not spill.
 _FP8_WIDE = Tile(32, 32, 8, 2, "pointers")
