@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import importlib.util
 import inspect
@@ -163,6 +164,7 @@ def _poisoned_memory(monkeypatch):
     never written can't pass for a right one."""
     empty = torch.empty
 
+    @functools.wraps(empty)
     def poisoned(*args, **kwargs):
         tensor = empty(*args, **kwargs)
         if (

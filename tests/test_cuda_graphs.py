@@ -51,8 +51,9 @@ def attention(recipe, scaling):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("scaling, most", [("planned", 2), ("per_block", 3), ("per_token", 3)])
-def test_a_call_is_so_many_kernels_and_nothing_else(scaling, most, recipe):
+def test_a_call_is_so_many_kernels_and_nothing_else(scaling, most, recipe, monkeypatch):
     """Of a compiled call, too: nothing is copied for an op that writes to its state."""
+    monkeypatch.setattr(torch, "empty", torch.empty.__wrapped__)  # conftest's poison is a kernel, too
     call = attention(recipe, scaling)
     nodes = graph_nodes(captured(call)[0])
     assert set(nodes) == {"kernel"} and nodes["kernel"] <= most

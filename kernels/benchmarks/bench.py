@@ -217,7 +217,7 @@ class Entrant:
 
     Attributes:
         suffix: of the case's name in its rows.
-        error: relative L2 against fp64.
+        error: relative L2 against fp64; None: not known.
         times: of its calls so far, in ms.
     """
 
@@ -225,7 +225,7 @@ class Entrant:
     suffix: str
     recipe: str
     function: Callable
-    error: float
+    error: float | None
     times: list[float] = field(default_factory=list)
 
     @property
@@ -297,15 +297,13 @@ def report(case, entrant: Entrant, cudnn_ms, best_ms, inputs, save: bool) -> Non
     tflops = [flops / ms / 1e9 for ms in (median, p80, p20)]
     ratio = cudnn_ms / median if cudnn_ms else None
     line = f"{case.name + entrant.suffix:42} {entrant.provider:18}"
-    print(
-        f"{line} {entrant.recipe:16} {tflops[0]:7.1f} TFLOPS  {ratio or math.nan:.3f}x  {entrant.error:.4f}",
-        flush=True,
-    )
+    error = "" if entrant.error is None else f"{entrant.error:.5f}"
+    print(f"{line} {entrant.recipe:16} {tflops[0]:7.1f} TFLOPS  {ratio or math.nan:.3f}x  {error}", flush=True)
     shared = {
         "suite": "attention_fwd", "case": case.name + entrant.suffix, "provider": entrant.provider,
         "recipe": entrant.recipe, "batch": case.batch, "heads": case.heads, "kv_heads": case.kv_heads,
         "seq_q": case.seq_q, "seq_k": case.seq_kv, "head_dim": case.head_dim, "causal": case.causal,
-        "includes_quantization": entrant.is_int8, "rel_l2_error": f"{entrant.error:.5f}",
+        "includes_quantization": entrant.is_int8, "rel_l2_error": error,
     }  # fmt: skip
     if save:
         append_row(

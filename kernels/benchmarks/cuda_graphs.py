@@ -30,6 +30,7 @@ class Replayed:
     """
 
     def __init__(self, function: Callable, sets):
+        self._function = function  # its tensors live as long as the graphs that read and write them
         self._graphs = {inputs[0].data_ptr(): captured(function, *inputs) for inputs in sets}
         self.launched: Counter[str] = graph_nodes(next(iter(self._graphs.values()))[0])
 
