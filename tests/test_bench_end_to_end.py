@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 import sage_kernels
 import sage_processors as sp
@@ -112,6 +113,30 @@ def test_rows_of_a_case(name, bench, tmp_path, capsys):
     assert error["provider"] == "sage_kernels" and 0 < float(error["median"]) <= bench.MAX_ERROR
     printed = capsys.readouterr().out
     assert all(provider in printed for provider in stock) and "exact {}" in printed
+
+
+def test_k_and_v_are_made_for_a_removed_attention_too(bench):
+    """A compiler leaves out what nobody reads; the forward would be faster by more than attention."""
+    products = []
+
+    def count(graph, _):
+        products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return graph
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(16, 16, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            q, k, v = (make(x).unflatten(-1, (2, 8)).transpose(0, 1) for make in (self.q, self.k, self.v))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    model, x = Attention(), torch.randn(6, 16)
+    with torch.no_grad(), bench.attention_removed():
+        out = torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True)(x)
+        torch.testing.assert_close(out, model(x))
+    assert products == [3]
 
 
 def test_compiled_blocks_are_timed_and_forgotten(bench, tmp_path, monkeypatch):
