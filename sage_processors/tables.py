@@ -226,22 +226,20 @@ def _calls(rows: list[dict[str, str]]) -> str:
 
     rows = [row for row in rows if row["provider"] == "sage_kernels"]
     by_key = _newest(rows, "case", "gpu", "recipe", "metric", "commit")
-    # all ways of a line are of one run: the newest from CUDA graphs
     runs = _newest([r for r in rows if r["case"].endswith(f"/{CALLS[0]}")], "case", "gpu", "recipe")
     lines = []
     for (case, gpu, recipe), row in runs.items():
         shape = case.partition("/")[0]
 
         def value(way, metric, shape=shape, gpu=gpu, recipe=recipe, commit=row["commit"]):
-            found = by_key.get((f"{shape}/{way}" if way else shape, gpu, recipe, metric, commit))
+            found = by_key.get((f"{shape}/{way}", gpu, recipe, metric, commit))
             if found is None:
                 return "–"
             ratio = found["ratio_vs_cudnn"]
             return found["median"] + (f" ({ratio}×)" if ratio and metric == "throughput" else "")
 
-        ways = ("", *CALLS)
-        numbers = [value(way, metric) for metric in ("throughput", "host_time") for way in ways]
-        lines.append([shape, recipe, gpu, *numbers, *(value(way, "launches") for way in CALLS)])
+        numbers = [value(way, metric) for metric in ("throughput", "host_time", "launches") for way in CALLS]
+        lines.append([shape, recipe, gpu, *numbers])
     if not lines:
         return "No rows yet: `python kernels/benchmarks/bench_calls.py` on a machine with a GPU."
     note = (
@@ -249,7 +247,7 @@ def _calls(rows: list[dict[str, str]]) -> str:
         "a call returns; kernels that a call is, its quantisation included."
     )
     names = ["as called", "CUDA graph", "compiled"]
-    header = ["shape", "recipe", "on", *names, f"µs: {names[0]}", *names[1:], f"kernels: {names[1]}", names[2]]
+    header = ["shape", "recipe", "on", *names, f"µs: {names[0]}", *names[1:], f"kernels: {names[0]}", *names[1:]]
     return f"{note}\n\n{_table(header, lines)}"
 
 

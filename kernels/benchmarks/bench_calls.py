@@ -65,7 +65,7 @@ def makers(case, inputs) -> list[tuple[str, str, Callable, Callable]]:
 def offered(case, sets):
     """(provider, suffix of the case's name, recipe, function) for every way of every provider."""
     for provider, recipe, make, make_compilable in makers(case, sets[0]):
-        yield provider, "", recipe, make()
+        yield provider, "/eager", recipe, make()
         yield provider, "/cuda_graph", recipe, Replayed(make(), sets)
         yield provider, "/compiled", recipe, torch.compile(make_compilable(), fullgraph=True, dynamic=False)
 

@@ -15,7 +15,7 @@ COLUMNS = (
 ).split(",")
 SUITES = ("attention_fwd", "prologue", "decode", "end_to_end", "quality")
 # What stands behind the / of a case of attention_fwd beside scalings: how it was called, what became of its softmax
-CALLS = ("cuda_graph", "compiled")
+CALLS = ("eager", "cuda_graph", "compiled")
 SOFTMAX = ("guarded", "unguarded", "never_fixed", "all_redone")
 REQUIRED = ("suite", "case", "provider", "metric", "unit", "median")
 
