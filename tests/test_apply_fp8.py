@@ -87,6 +87,22 @@ def test_row_maxima_stay_within_their_limit(near):
     assert kept.nbytes == 4 * 16
 
 
+def test_nothing_is_kept_while_steps_pass_in_compiled_code(near):
+    """Nobody could say of which step rows are: each call would seem one more of the same step."""
+    kept = RowMaxima()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x):
+        kept.next_step()
+        return x + 1
+
+    for _ in range(3):
+        step(torch.zeros(1))
+        assert kept.of(0, (1, 2, 8), CPU) is None
+    kept.clear()  # a run that is not compiled
+    assert kept.nbytes == 0 and kept.of(0, (1, 2, 8), CPU) is not None
+
+
 def test_compiled_calls_find_the_row_maxima_of_their_site(near):
     """By their state's own tensors; what is gone is not asked, and a state that nobody registered runs as it is."""
     q, k, v = make_qkv("normal", 1, 40, 70, 2, 1, 64)
