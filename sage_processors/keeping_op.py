@@ -22,7 +22,6 @@ _library.define(
     "str scaling, str rotation, Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, "
     "Tensor row_max, Tensor row_max_next) -> Tensor"
 )
-_INPUTS = 9  # arguments before the state
 _keepers: dict[int, tuple[weakref.ref, int]] = {}  # address of a site's HeadState.row → its RowMaxima, its number
 
 
@@ -35,22 +34,25 @@ def keep_rows_of(state: HeadState, maxima: RowMaxima, site: int) -> None:
 
 def attention_keeping(q, k, v, *, attn_mask, causal, recipe, scaling, rotation, scale, state: HeadState):
     """`sage_attention` of these arguments; a softmax reference kept from the step before is found when it runs."""
-    run = torch.ops.sage_processors.attention_keeping if torch.compiler.is_compiling() else _attend
-    return run(q, k, v, attn_mask, causal or "", scale, recipe, scaling, rotation, *state)
-
-
-def _attend(*arguments):
-    q, k, v, attn_mask, causal, scale, recipe, scaling, rotation = arguments[:_INPUTS]
-    state = HeadState(*arguments[_INPUTS:])
+    if torch.compiler.is_compiling():
+        op = torch.ops.sage_processors.attention_keeping
+        return op(q, k, v, attn_mask, causal or "", scale, recipe, scaling, rotation, *state)
     known, site = _keepers.get(state.row.data_ptr(), (lambda: None, 0))
     maxima = known()
     kept = None if maxima is None else maxima.of(site, (q.shape[0], q.shape[2], q.shape[1]), q.device)
     return sage_kernels.sage_attention(
+        q, k, v, attn_mask=attn_mask, causal=causal, recipe=recipe, scaling=scaling, rotation=rotation, scale=scale,
+        state=state if kept is None else state.keeping(*kept),
+    )  # fmt: skip
+
+
+def _run(q, k, v, attn_mask, causal, scale, recipe, scaling, rotation, *state):
+    return attention_keeping(
         q, k, v, attn_mask=attn_mask, causal=causal or False, recipe=recipe, scaling=scaling, rotation=rotation,
-        scale=scale, state=state if kept is None else state.keeping(*kept),
+        scale=scale, state=HeadState(*state),
     )  # fmt: skip
 
 
 for _device in ("CPU", "CUDA"):
-    _library.impl("attention_keeping", _attend, _device)
+    _library.impl("attention_keeping", _run, _device)
 torch.library.register_fake("sage_processors::attention_keeping", lambda q, *_: q.new_empty(q.shape), lib=_library)

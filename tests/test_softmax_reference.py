@@ -62,7 +62,7 @@ LOGITS = {
     "falls": -300 * RAMP,
     "constant": 0 * RAMP,
     "large_and_mixed": 4000 * torch.sin(40 * RAMP),
-    "enormous": 1e5 * torch.sin(40 * RAMP),  # a code is worth 0.1 and more: too much for added bits
+    "enormous": 1e5 * torch.sin(40 * RAMP),  # a code is worth 1.1 and more: too much for added bits
 }
 
 
