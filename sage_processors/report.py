@@ -32,6 +32,10 @@ class Report(LayerReport):
                 model in which another processor was in place, whatever that did.
             clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
                 table); their tiles got a larger scale of their own, so none was.
+            below_fraction: fraction of K's elements in tiles that took a smaller scale than planned: more exact, and a
+                sign of keys that became smaller.
+            misfit_fraction: fraction of K's elements in heads whose planned center and balance did not fit the call
+                any more: these heads took them from a sample of the call, as one without a plan does.
             v_clipped_fraction: fraction of V's elements that a recipe with V in FP8 did clip, at 7 times the largest
                 value of the step that its scale was planned from.
             redone_fraction: fraction of the tiles of query rows with a softmax reference from the step before that
@@ -99,6 +103,8 @@ def _row(layer, processor, status, note="", **values):
         "dynamic_calls": 0.0,
         "fallbacks": {},
         "clipped_fraction": 0.0,
+        "below_fraction": 0.0,
+        "misfit_fraction": 0.0,
         "v_clipped_fraction": 0.0,
         "redone_fraction": 0.0,
         "bytes_saved": 0,
@@ -123,6 +129,8 @@ def _counted(layer, summary) -> dict:
         "dynamic_calls": scaled_by_call + sum(row["dynamic_calls"] for _, row in planned),
         "fallbacks": {name: count for name, count in events.items() if count and name not in CALLS},
         "clipped_fraction": max([row["outside"] for _, row in planned], default=0.0),
+        "below_fraction": max([row["below"] for _, row in planned], default=0.0),
+        "misfit_fraction": max([row["misfit"] for _, row in planned], default=0.0),
         "v_clipped_fraction": max([row["clipped"] for _, row in planned], default=0.0),
         "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
         "bytes_saved": int(calls[0] * per_call),  # one byte less per element
@@ -134,8 +142,13 @@ def _has_attention(forward) -> bool:
     return code is not None and (attention_calls(forward) > 0 or "multi_head_attention_forward" in code.co_names)
 
 
-def _fp8_notes(counted: dict) -> list[str]:
-    notes = {"v_clipped_fraction": "of V's elements clipped", "redone_fraction": "of query tiles done again"}
+def _plan_notes(counted: dict) -> list[str]:
+    notes = {
+        "below_fraction": "of K's elements below plan",
+        "misfit_fraction": "of K's elements in heads whose plan did not fit",
+        "v_clipped_fraction": "of V's elements clipped",
+        "redone_fraction": "of query tiles done again",
+    }
     return [f"{counted[name]:.2g} {what}" for name, what in notes.items() if counted[name]]
 
 
@@ -184,7 +197,7 @@ def _part_rows(part, rotation) -> list[dict]:
                 rotated = "hadamard" if layer.sage._sage_rotated else "none"
                 counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
                 counted |= {"keep_noise": own.keep_noise}
-                note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _fp8_notes(counted))
+                note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
                 rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor), **counted))

@@ -31,12 +31,14 @@ from sage_kernels.numerics import padded_head_dim
 from sage_kernels.plan_step import plan_step
 from sage_kernels.recipe import INT8_MAX, V_AMAX_FLOOR, V_CODE
 from sage_kernels.state import (
+    COUNT_BELOW,
     COUNT_CALLS,
     COUNT_CLIPPED,
     COUNT_DYNAMIC,
     COUNT_KEY_MAX,
     COUNT_KEY_MIN,
     COUNT_KEYS,
+    COUNT_MISFIT,
     COUNT_OUTSIDE,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
@@ -279,7 +281,8 @@ class ScaleState:
     def summary(self) -> list[dict]:
         """Per site, as dicts. Syncs.
 
-        name, calls, dynamic_calls (mean over heads), outside (fraction of K's elements), clipped (fraction of V's),
+        name, calls, dynamic_calls (mean over heads), of K's elements the fractions outside (beyond plan), below (in
+        tiles that took a smaller scale) and misfit (in heads whose planned vectors did not fit), clipped (of V's),
         lagged (query tiles that ran with a softmax reference of the step before), redone (fraction of these that were
         done again), known.
         """
@@ -288,13 +291,16 @@ class ScaleState:
         rows = []
         for site, first in zip(self.sites, self._first_rows, strict=True):
             part = totals[first : first + site.kv_heads].double()
+            elements = part[:, COUNT_KEYS].sum().clamp_min(1)
             rows.append(
                 {
                     "name": site.name,
                     "calls": int(part[:, COUNT_CALLS].max()),
                     "dynamic_calls": float(part[:, COUNT_DYNAMIC].mean()),
-                    "outside": float(part[:, COUNT_OUTSIDE].sum() / part[:, COUNT_KEYS].sum().clamp_min(1)),
-                    "clipped": float(part[:, COUNT_CLIPPED].sum() / part[:, COUNT_KEYS].sum().clamp_min(1)),
+                    "outside": float(part[:, COUNT_OUTSIDE].sum() / elements),
+                    "below": float(part[:, COUNT_BELOW].sum() / elements),
+                    "misfit": float(part[:, COUNT_MISFIT].sum() / elements),
+                    "clipped": float(part[:, COUNT_CLIPPED].sum() / elements),
                     "lagged": int(part[:, COUNT_TRIED].sum()),
                     "redone": float(part[:, COUNT_REDONE].sum() / part[:, COUNT_TRIED].sum().clamp_min(1)),
                     "known": bool(known[first : first + site.kv_heads].all()),

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .recipe import AMAX_FLOOR, E4M3_MAX, V_AMAX_FLOOR, V_CODE
+from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, E4M3_MAX, V_AMAX_FLOOR, V_CODE
 
 
 LOG2_E = math.log2(math.e)
@@ -75,6 +75,23 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
     amax = sample.abs().amax((2, 3), keepdim=True).clamp_min(AMAX_FLOOR)
     total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()
     return total * (amax / (CENTER_STEPS * number))
+
+
+def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
+    """Channel balance b of an unplanned head from a sample: sqrt(amax |q| / amax |k - c|) -> fp32 [B, H_kv, 1, D].
+
+    q [B, H, S_q, D], k [B, H_kv, S_kv, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. Q / b and K·b
+    leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone.
+    """
+    q = q[:, :, sample_tokens(q.shape[2], q.device)].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    q_amax = q.abs().amax(2, keepdim=True)
+    k, counted = sample_keys(k, counts)
+    k_reach = (k - center).abs()
+    k_amax = (k_reach if counted is None else torch.where(counted, k_reach, 0.0)).amax(2, keepdim=True)
+    q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
+    k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
+    balance = (q_amax / k_amax).double().sqrt().float()  # rounded once: torch's own fp32 sqrt on the CPU is an ulp off
+    return torch.where(torch.isfinite(balance) & (balance > 0), balance, 1.0)
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from .masking import FAINT, NO_MASKING, Masking, key_reach, log2_bias, visible
 from .numerics import (
+    CENTER_SAMPLES,
     LOG2_E,
     divide,
     padded_head_dim,
@@ -19,12 +20,14 @@ from .numerics import (
     round_to_e4m3,
     sample_keys,
     sample_tokens,
+    sampled_balance,
     sampled_center,
 )
 from .recipe import (
     AMAX_FLOOR,
-    CHANNEL_FLOOR,
     DEFAULT_RECIPE,
+    FIT_LIMIT,
+    FIT_SAMPLES,
     INT8_MAX,
     LAGGED_EXPONENT,
     LAGGED_HIGHEST,
@@ -32,14 +35,17 @@ from .recipe import (
     P_EXPONENT,
     P_EXPONENT_LIMIT,
     RECIPES,
+    SHRINK_LIMIT,
 )
 from .state import (
+    COUNT_BELOW,
     COUNT_CALLS,
     COUNT_CLIPPED,
     COUNT_DYNAMIC,
     COUNT_KEY_MAX,
     COUNT_KEY_MIN,
     COUNT_KEYS,
+    COUNT_MISFIT,
     COUNT_OUTSIDE,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
@@ -79,29 +85,12 @@ def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     return (y * block**-0.5).flatten(3).to(dtype or x.dtype)
 
 
-def ref_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
-    """Channel balance b of an unplanned head from a sample: sqrt(amax q / amax (k - c)) -> [B, H_kv, 1, D].
-
-    Q / b and K·b leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone.
-    """
-    kv_heads = k.shape[1]
-    q = q[:, :, sample_tokens(q.shape[2], q.device)].unflatten(1, (kv_heads, -1)).flatten(2, 3)
-    q_amax = q.abs().amax(2, keepdim=True)
-    k, counted = sample_keys(k, counts)
-    k_reach = (k - center).abs()
-    k_amax = (k_reach if counted is None else torch.where(counted, k_reach, 0.0)).amax(2, keepdim=True)
-    q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
-    k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
-    balance = (q_amax / k_amax).double().sqrt().float()  # rounded once: torch's own fp32 sqrt on the CPU is an ulp off
-    return torch.where(torch.isfinite(balance), balance, 1.0)
-
-
 def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | None = None):
     """Symmetric INT8 codes of x [B, H, S, D] (fp32) with one scale per `group` tokens (None: per head).
 
-    planned [B or 1, H, 1, 1]: dequantisation scale folded into x already, 0 for a head without a plan. A planned head
-    keeps its scale unless a group has an element beyond ±127: that group alone gets the larger scale it needs, so
-    nothing is ever clipped.
+    planned [B or 1, H, 1, 1]: dequantisation scale folded into x already, 0 for a head without a plan. A group of a
+    planned head keeps that scale while its largest code is between SHRINK_LIMIT · 127 and 127. Any other group takes
+    its own: nothing is clipped, and nothing loses its resolution.
 
     Returns: codes [B, H, S, D] fp32 integers in [-127, 127], scale [B, H, S, 1] fp32.
     """
@@ -115,8 +104,9 @@ def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | Non
     amax = amax.clamp_min(AMAX_FLOOR)[..., None]
     scale, inverse = amax / INT8_MAX, divide(INT8_MAX, amax)
     if planned is not None:
-        scale = torch.where(planned > 0, planned * scale.clamp_min(1.0), scale)
-        inverse = torch.where(planned > 0, inverse.clamp_max(1.0), inverse)
+        as_planned = (planned > 0) & (amax <= INT8_MAX) & (amax >= SHRINK_LIMIT * INT8_MAX)
+        scale = torch.where(planned > 0, planned * torch.where(as_planned, 1.0, scale), scale)
+        inverse = torch.where(as_planned, 1.0, inverse)
     return torch.round(x * inverse), scale
 
 
@@ -169,12 +159,14 @@ def ref_attention(
     group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]
     planned = None
     center = sampled_center(kf, counts) if smooth_k else torch.zeros_like(kf[:, :, :1])
-    if state is None:
-        x_q, x_k = qf, kf - center
-    else:
+    balance = sampled_balance(qf, kf, center, counts)
+    k_weight, q_weight = balance, divide(1.0, balance)
+    if state is not None:
         group_q, group_k = 1, block_k
         known = _known(state, batch, seq_q, seq_kv, kv_heads, rotation)
-        x_q, x_k, center, planned = _apply_plan(qf, kf, center, counts, state, known)
+        fits = _plan_fits(qf, kf, counts, state)
+        planned, center, k_weight, q_weight = _planned(state, known & fits, center, k_weight, q_weight)
+    x_q, x_k = qf * q_weight.repeat_interleave(heads // kv_heads, 1), (kf - center) * k_weight
     if counts is not None:
         x_k = torch.where(counts[..., None], x_k, 0.0)
     v_scale = None
@@ -188,7 +180,7 @@ def ref_attention(
             _record_values(state, vf, counts, clipped)
         vf = values
     if state is not None:
-        _record(state, qf, kf, x_k, planned, counts, rotation)
+        _record(state, qf, kf, x_k, planned, known & ~fits, counts, rotation, block_k)
     q_int, q_scale = ref_quantize(x_q, group_q)
     k_int, k_scale = ref_quantize(x_k, group_k, planned)
     row_scale = q_scale * (scale * LOG2_E)
@@ -314,18 +306,42 @@ def _known(state: HeadState, batch: int, seq_q: int, seq_kv: int, kv_heads: int,
     return fits & (state.plan_scale[rows] > 0)
 
 
-def _apply_plan(qf, kf, center, kept, state: HeadState, known):
-    """Fold each planned head's vectors into q and k [B, H, S, D]; an unplanned head samples its own."""
-    heads, head_dim, kv_heads = qf.shape[1], qf.shape[3], kf.shape[1]
+def _plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
+    """Heads bool [B, H_kv] that the plan's center and balance serve, as far as a sample of this call tells.
+
+    Of Q and K in codes of range A_q, A_k with channel ranges x_d, y_d, the scores' error is about
+    A_k²·Σx² + A_q²·Σy². The best center and balance leave 2·max(xy)·Σxy of that, y from the middle of K's range.
+    A NaN of the sample takes no part.
+    """
+    head_dim, kv_heads = kf.shape[3], kf.shape[1]
     rows = slice(int(state.row), int(state.row) + kv_heads)
-    plan = state.plan[rows, :, :head_dim]
-    on = known[None, :, None, None]
-    balance = ref_balance(qf, kf, center, kept)
-    center = torch.where(on, plan[None, :, None, PLAN_CENTER], center)
-    x_k = (kf - center) * torch.where(on, plan[None, :, None, PLAN_K_WEIGHT], balance)
-    w_q = torch.where(on, plan[None, :, None, PLAN_Q_WEIGHT], divide(1.0, balance))
-    planned = torch.where(known, state.plan_scale[rows], 0.0)[None, :, None, None]
-    return qf * w_q.repeat_interleave(heads // kv_heads, 1), x_k, center, planned
+    plan = state.plan[None, rows, :, :head_dim]
+    center, k_weight, q_weight = (plan[:, :, i] for i in (PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT))
+    every = CENTER_SAMPLES // FIT_SAMPLES
+    k, counted = sample_keys(kf, counts)
+    hidden = k.isnan() if counted is None else k.isnan() | ~counted
+    high, low = (k.masked_fill(hidden, x)[:, :, ::every] for x in (-torch.inf, torch.inf))
+    high, low = high.amax(2), low.amin(2)
+    q = qf[:, :, sample_tokens(qf.shape[2], qf.device)[::every]].unflatten(1, (kv_heads, -1))
+    q_range = q.abs().masked_fill(q.isnan(), 0.0).amax((2, 3)) * q_weight
+    seen = high >= low
+    k_range = torch.where(seen, torch.maximum((high - center).abs(), (low - center).abs()), 0.0) * k_weight
+    best = torch.where(seen, high * 0.5 - low * 0.5, 0.0) * k_weight * q_range
+    error = k_range.amax(-1) ** 2 * (q_range**2).sum(-1) + q_range.amax(-1) ** 2 * (k_range**2).sum(-1)
+    return ~(error > best.amax(-1) * best.sum(-1) * 2 * FIT_LIMIT)
+
+
+def _planned(state: HeadState, served, center, k_weight, q_weight):
+    """Scale, center and weights [B, H_kv, 1, D or 1] of a call: planned where `served` bool [B, H_kv], else as given.
+
+    The scale is 0 for the others.
+    """
+    rows = slice(int(state.row), int(state.row) + served.shape[1])
+    on = served[..., None, None]
+    plan = state.plan[None, rows, :, None, : center.shape[3]]
+    fields = ((PLAN_CENTER, center), (PLAN_K_WEIGHT, k_weight), (PLAN_Q_WEIGHT, q_weight))
+    scale = torch.where(on, state.plan_scale[None, rows, None, None], 0.0)
+    return scale, *(torch.where(on, plan[:, :, field], given) for field, given in fields)
 
 
 def _record_values(state: HeadState, vf, counts, clipped) -> None:
@@ -339,8 +355,11 @@ def _record_values(state: HeadState, vf, counts, clipped) -> None:
     state.counts[rows, COUNT_CLIPPED] += clipped.sum((0, 2, 3)).int()
 
 
-def _record(state: HeadState, qf, kf, x_k, planned, kept, rotation: str) -> None:
-    """This step's true statistics, in place: what the plan of the next step is made of."""
+def _record(state: HeadState, qf, kf, x_k, planned, misfits, kept, rotation: str, block_k: int) -> None:
+    """This step's true statistics, in place: what the plan of the next step is made of.
+
+    misfits: heads bool [B, H_kv] that had a plan which did not fit.
+    """
     batch, _, seq_q, head_dim = qf.shape
     kv_heads, seq_kv = kf.shape[1], kf.shape[2]
     rows = slice(int(state.row), int(state.row) + kv_heads)
@@ -357,7 +376,15 @@ def _record(state: HeadState, qf, kf, x_k, planned, kept, rotation: str) -> None
     counts[:, COUNT_CALLS] += 1
     counts[:, COUNT_DYNAMIC] += (planned[0, :, 0, 0] == 0).int()
     counts[:, COUNT_OUTSIDE] += ((x_k.abs() > INT8_MAX) & (planned > 0)).sum((0, 2, 3)).int()
-    counts[:, COUNT_KEYS] += kept.sum((0, 2)).int() * padded_head_dim(head_dim)
+    keys = torch.nn.functional.pad(kept, (0, -seq_kv % block_k)).unflatten(2, (-1, block_k)).sum(3)  # of each tile
+    reach = torch.nn.functional.pad(x_k.abs().amax(3), (0, -seq_kv % block_k)).unflatten(2, (-1, block_k)).amax(3)
+    below = (planned[..., 0] > 0) & (reach < SHRINK_LIMIT * INT8_MAX)
+    for field, number in (
+        (COUNT_KEYS, keys.sum((0, 2))),
+        (COUNT_BELOW, (keys * below).sum((0, 2))),
+        (COUNT_MISFIT, (keys.sum(2) * misfits).sum(0)),
+    ):
+        counts[:, field] += number.int() * padded_head_dim(head_dim)
     key = shape_key(batch, seq_q, seq_kv, rotation)
     counts[:, COUNT_KEY_MAX].clamp_(min=key)
     counts[:, COUNT_KEY_MIN].clamp_(max=key)

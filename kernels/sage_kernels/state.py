@@ -25,8 +25,9 @@ STAT_FIELDS = 4
 # counts[row, i], int32
 COUNT_CALLS, COUNT_DYNAMIC, COUNT_OUTSIDE, COUNT_KEYS = range(4)
 COUNT_CLIPPED, COUNT_TRIED, COUNT_REDONE = range(4, 7)
-COUNT_KEY_MAX, COUNT_KEY_MIN, COUNT_PLAN_KEY_A, COUNT_PLAN_KEY_B = range(7, 11)
-COUNT_FIELDS = 11
+COUNT_BELOW, COUNT_MISFIT = range(7, 9)
+COUNT_KEY_MAX, COUNT_KEY_MIN, COUNT_PLAN_KEY_A, COUNT_PLAN_KEY_B = range(9, 13)
+COUNT_FIELDS = 13
 
 KEY_NONE = 0  # no call has this shape key
 _INT32_MAX = 2**31 - 1
@@ -41,9 +42,10 @@ class HeadState(NamedTuple):
             for recipes that quantise V, its scale.
         plan_scale: fp32 [R]: the INT8 scale s of K; 0 marks a head without a plan (it runs dynamic scaling).
         stats: fp32 [R, 4, D_max], written: per-channel max |q|, max k, min k and max |v| of this step.
-        counts: int32 [R, 11], written: calls, dynamic calls, elements of K outside the planned range, elements of K,
+        counts: int32 [R, 13], written: calls, dynamic calls, elements of K outside the planned range, elements of K,
             elements of V clipped at 7 times the planned range, tiles of queries that ran with a softmax reference
-            kept from the step before, those of them that were done again, shape keys.
+            kept from the step before, those of them that were done again, elements of K in tiles that took a smaller
+            scale than planned, elements of K in heads whose planned vectors did not fit, shape keys.
         row: int32 0-d tensor: first row of this site; its key/value head h uses row + h.
         row_max: fp32 [B, H, S_q], read and written: largest score of each query row, base 2, with K taken from the
             middle of the range that `stats` holds of each of its channels. The recipes with 8-bit P make the softmax

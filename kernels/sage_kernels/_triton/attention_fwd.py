@@ -220,9 +220,8 @@ def _attention_fwd_kernel(
     # quantise Q: [BLOCK_M, WIDTH]
     q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
     q = load_tokens(q_base, offs_m, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
-    x = q
+    x = q * tl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
     if SCALING == "planned":
-        x = q * tl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
         _record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
     amax = tl.max(tl.abs(x), 1)
     if SCALING == "per_block":

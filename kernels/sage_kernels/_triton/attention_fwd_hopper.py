@@ -701,9 +701,9 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
     q_slices = given.shared.q_codes._reinterpret(gl.int8, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
     of_slices = of_rows._reinterpret(gl.float32, [KIND.groups * _ROW_FIELDS * SLICES, SLICE], of_rows.layout)
     fields = GROUP_INDEX * _ROW_FIELDS * SLICES
+    weight = gl.load(recorded.q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
     if SCALING == "planned":
         row = gl.load(recorded.row_ptr) + h_kv
-        weight = gl.load(recorded.q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
         q_amax = gl.zeros((SLICE, WIDTH), gl.float32, LAYOUT)
     if SCALING == "per_head":
         amax_of_all = gl.load(inputs.q_amax_ptr + b * heads + h)
@@ -711,7 +711,7 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
         top = gl.zeros((SLICE, WIDTH), gl.float32, LAYOUT)
         for i in range(slices):
             q = _load_queries(q_base, inputs.stride_qs, first + i * SLICE, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
-            top = gl.maximum(top, gl.abs(q))
+            top = gl.maximum(top, gl.abs(q * weight))
         amax_of_all = gl.max(gl.max(top, 1), 0)
     if RETURN_LSE or KIND.keeps_max:
         center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)
@@ -724,9 +724,7 @@ def _quantize_queries(given, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW:
         if SLICES > 1:
             after = first + gl.minimum(i + 1, SLICES - 1) * SLICE
             ahead = _load_queries(q_base, inputs.stride_qs, after, seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
-        x = q
-        if SCALING == "planned":
-            x = q * weight
+        x = q * weight
         if SCALING == "planned" or SCALING == "per_token":
             amax = gl.max(gl.abs(x), 1)
         else:

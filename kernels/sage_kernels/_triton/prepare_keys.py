@@ -1,6 +1,7 @@
 """K's part of the prologue: smooth, balance and quantise, and record the statistics of K.
 
-Q is quantised inside the attention kernel; here only its balance is prepared, for heads without a plan.
+Q is quantised inside the attention kernel; here only its balance is prepared. A head without a plan, or with one that
+does not fit this call, takes center and balance from a sample of its tokens.
 """
 
 import triton
@@ -8,12 +9,14 @@ import triton.language as tl
 
 from ..masking import FAINT
 from ..state import (
+    COUNT_BELOW,
     COUNT_CALLS,
     COUNT_DYNAMIC,
     COUNT_FIELDS,
     COUNT_KEY_MAX,
     COUNT_KEY_MIN,
     COUNT_KEYS,
+    COUNT_MISFIT,
     COUNT_OUTSIDE,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
@@ -30,8 +33,11 @@ from .primitives import (
     CENTER_SAMPLES,
     CENTER_STEPS,
     CHANNEL_FLOOR,
+    FIT_LIMIT,
+    FIT_SAMPLES,
     INT8_MAX,
     RELAXED,
+    SHRINK_LIMIT,
     dynamic_scale,
     load_tokens,
     nan_unless_finite,
@@ -45,6 +51,8 @@ _CALLS = tl.constexpr(COUNT_CALLS)
 _DYNAMIC = tl.constexpr(COUNT_DYNAMIC)
 _OUTSIDE = tl.constexpr(COUNT_OUTSIDE)
 _KEYS = tl.constexpr(COUNT_KEYS)
+_BELOW = tl.constexpr(COUNT_BELOW)
+_MISFIT = tl.constexpr(COUNT_MISFIT)
 _KEY_MAX = tl.constexpr(COUNT_KEY_MAX)
 _KEY_MIN = tl.constexpr(COUNT_KEY_MIN)
 _PLAN_KEY_A = tl.constexpr(COUNT_PLAN_KEY_A)
@@ -68,20 +76,19 @@ def _sample_steps(extent, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _load_sample(base, stride_token, seq, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """The `step`-th slice of the tokens that numerics.sample_tokens names, fp32, and the tokens."""
-    i = step * ROWS + tl.arange(0, ROWS)
+def _load_sample(base, stride_token, seq, i, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Those of the tokens that numerics.sample_tokens names with these numbers [ROWS], in fp32, and the tokens."""
     whole = seq // CENTER_SAMPLES  # i · seq could overflow
     tokens = i * whole + i * (seq % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)
     return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32), tokens
 
 
 @triton.jit
-def _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                     ROWS: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+def _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                     HAS_MASK: tl.constexpr):  # fmt: skip
     """As `_load_sample` for keys; also 1 for each that takes part in scales. The others are zero."""
-    k, tokens = _load_sample(k_base, stride_ks, extent, step, HEAD_DIM, WIDTH, ROWS)
-    counted = tl.full([ROWS], 1, tl.int32)
+    k, tokens = _load_sample(k_base, stride_ks, extent, i, HEAD_DIM, WIDTH)
+    counted = tokens * 0 + 1
     if HAS_MASK:
         counted = (tl.load(reach_ptr + tokens) > _FAINT).to(tl.int32)
         k = tl.where(counted[:, None] != 0, k, 0.0)
@@ -95,14 +102,16 @@ def _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM: tl.constexpr
     top = tl.zeros([ROWS, WIDTH], tl.float32)
     number = tl.zeros([ROWS], tl.int32)
     for step in range(_sample_steps(extent, ROWS)):
-        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
+        i = step * ROWS + tl.arange(0, ROWS)
+        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
         top = tl.maximum(top, tl.abs(k))
         number += counted
     amax = tl.maximum(tl.max(tl.max(top, 1), 0), AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS, amax)
     total = tl.zeros([ROWS, WIDTH], tl.int32)
     for step in range(_sample_steps(extent, ROWS)):
-        k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
+        i = step * ROWS + tl.arange(0, ROWS)
+        k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
         total += round_to_int(k * inverse)
     steps = CENTER_STEPS * tl.maximum(tl.sum(number, 0), 1).to(tl.float32)
     return tl.sum(total, 0).to(tl.float32) * tl.div_rn(amax, steps)
@@ -119,19 +128,47 @@ def _bounded_amax(amax):
 def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
                      HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                      HAS_MASK: tl.constexpr):  # fmt: skip
-    """reference.ref_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
+    """numerics.sampled_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
     q_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     k_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
     for step in range(_sample_steps(extent, ROWS)):
-        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, step, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
+        i = step * ROWS + tl.arange(0, ROWS)
+        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
         smoothed = tl.where(is_channel & (counted != 0)[:, None], k - center[None, :], 0.0)
         k_amax = tl.maximum(k_amax, tl.abs(smoothed))
         for g in range(group):
-            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, step, HEAD_DIM, WIDTH, ROWS)
+            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
             q_amax = tl.maximum(q_amax, tl.abs(q))
     balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
-    return tl.where(balance * 0.0 == 0.0, balance, 1.0)
+    return tl.where((balance * 0.0 == 0.0) & (balance > 0), balance, 1.0)
+
+
+@triton.jit
+def _plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr,
+               center, k_weight, q_weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+               HAS_MASK: tl.constexpr):  # fmt: skip
+    """reference._plan_fits of one head. Every program of the head takes the same sample, so all decide alike."""
+    high = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
+    low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
+    q_range = tl.zeros([ROWS, WIDTH], tl.float32)
+    STEPS: tl.constexpr = (FIT_SAMPLES + ROWS - 1) // ROWS
+    for step in tl.static_range(STEPS):
+        i = (step * ROWS + tl.arange(0, ROWS)) % FIT_SAMPLES * (CENTER_SAMPLES // FIT_SAMPLES)
+        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
+        high = tl.maximum(high, tl.where(counted[:, None] != 0, k, float("-inf")))
+        low = tl.minimum(low, tl.where(counted[:, None] != 0, k, float("inf")))
+        for g in range(group):
+            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
+            q_range = tl.maximum(q_range, tl.abs(q))
+    high, low = tl.max(high, 0), tl.min(low, 0)
+    q_range = tl.max(q_range, 0) * q_weight
+    seen = high >= low
+    k_range = tl.where(seen, tl.maximum(tl.abs(high - center), tl.abs(low - center)), 0.0) * k_weight
+    best = tl.where(seen, high * 0.5 - low * 0.5, 0.0) * k_weight * q_range
+    k_top, q_top = tl.max(k_range, 0), tl.max(q_range, 0)
+    error = k_top * k_top * tl.sum(q_range * q_range, 0) + q_top * q_top * tl.sum(k_range * k_range, 0)
+    return (error > tl.max(best, 0) * tl.sum(best, 0) * 2.0 * FIT_LIMIT) == 0
 
 
 @triton.jit
@@ -167,7 +204,7 @@ def _to_fp32_again(k):
 @triton.jit
 def _prepare_tile(
     tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
-    k_max, k_min, outside, counts,
+    k_max, k_min, outside, below, counts,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SCALING: tl.constexpr,
     MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
@@ -183,6 +220,7 @@ def _prepare_tile(
     top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)  # by element of a slice; a NaN stays
     low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
     slices = ()
+    keys = tl.zeros([ROWS], tl.int32)
     for step in tl.static_range(STEPS):
         tokens = first + step * ROWS + slice_rows
         k = load_tokens(k_base, tokens, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
@@ -194,9 +232,9 @@ def _prepare_tile(
                 counted = _counted(tokens, seq_kv, reach_ptr, HAS_MASK)
                 highest = tl.where(counted[:, None], highest, float("-inf"))
                 lowest = tl.where(counted[:, None], lowest, float("inf"))
-                counts += counted.to(tl.int32)
+                keys += counted.to(tl.int32)
             else:
-                counts += 1
+                keys += 1
             top = tl.maximum(top, highest, propagate_nan=tl.PropagateNan.ALL)
             low = tl.minimum(low, lowest)
     if SCALING != "per_token":
@@ -217,6 +255,8 @@ def _prepare_tile(
         if SCALING == "planned":
             k_max = tl.maximum(k_max, top)
             k_min = tl.minimum(k_min, low)
+            counts += keys
+            below += tl.where((planned > 0) & (amax < SHRINK_LIMIT * INT8_MAX), keys, 0)
     for step in tl.static_range(STEPS):
         rows = step * ROWS + slice_rows
         counted = _counted(first + rows, seq_kv, reach_ptr, HAS_MASK)[:, None]
@@ -234,7 +274,7 @@ def _prepare_tile(
                 x = _smooth(_to_fp32_again(slices[step]), counted, center, weight, HEAD_DIM, WIDTH, SOME_HIDDEN)
                 beyond += (tl.abs(x) > INT8_MAX).to(tl.int32)
             outside += tl.sum(tl.sum(beyond, 1), 0)
-    return k_max, k_min, outside, counts
+    return k_max, k_min, outside, below, counts
 
 
 @triton.jit
@@ -262,9 +302,12 @@ def prepare_keys(
         extent = tl.load(extent_ptr + extent_at // (n_tiles * BLOCK_N))
         reach_ptr += extent_at
 
+    q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
     center = tl.zeros([WIDTH], tl.float32)
     weight = tl.full([WIDTH], 1.0, tl.float32)
+    q_weight = weight
     planned = tl.zeros([], tl.float32)
+    misfit = False
     row = 0
     if SCALING == "planned":
         row = tl.load(row_ptr) + h
@@ -275,27 +318,30 @@ def prepare_keys(
         weight = tl.load(plan + _K_WEIGHT * state_width, mask=is_channel, other=0.0)
         q_weight = tl.load(plan + _Q_WEIGHT * state_width, mask=is_channel, other=0.0)
         fits = (tl.load(count + _PLAN_KEY_A) == shape_key) | (tl.load(count + _PLAN_KEY_B) == shape_key)
-        planned = tl.where(fits & (planned > 0), planned, 0.0)
-        if planned == 0:  # no plan: what was read with it does not count
-            if SMOOTH:
-                center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
-            else:
-                center = tl.zeros([WIDTH], tl.float32)
-            q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
-            weight = _sampled_balance(
-                q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
-                HEAD_DIM, WIDTH, ROWS, HAS_MASK,
-            )  # fmt: skip
-            q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
-        if chunk == 0:
-            tl.store(q_weight_ptr + head_offset * WIDTH + channels, q_weight)
+        if fits & (planned > 0):
+            misfit = _plan_fits(
+                q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr,
+                center, weight, q_weight, HEAD_DIM, WIDTH, ROWS, HAS_MASK,
+            ) == 0  # fmt: skip
+        planned = tl.where(fits & (planned > 0) & (misfit == 0), planned, 0.0)
+    if planned == 0:  # no plan: what was read with it does not count
+        if SMOOTH:
+            center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
+        else:
+            center = tl.zeros([WIDTH], tl.float32)
+        weight = _sampled_balance(
+            q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
+            HEAD_DIM, WIDTH, ROWS, HAS_MASK,
+        )  # fmt: skip
+        q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
+    if chunk == 0:
+        tl.store(q_weight_ptr + head_offset * WIDTH + channels, q_weight)
+        if SCALING == "planned":
             if b == 0:
                 tl.atomic_add(count + _CALLS, 1, sem=RELAXED)
                 tl.atomic_add(count + _DYNAMIC, (planned == 0.0).to(tl.int32), sem=RELAXED)
                 tl.atomic_max(count + _KEY_MAX, shape_key, sem=RELAXED)
                 tl.atomic_min(count + _KEY_MIN, shape_key, sem=RELAXED)
-    elif SMOOTH:
-        center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
     if STORE_CENTER:
         if chunk == 0:
             tl.store(center_ptr + head_offset * WIDTH + channels, center)
@@ -306,28 +352,35 @@ def prepare_keys(
     k_max = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     k_min = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
     outside = tl.zeros([], tl.int32)
-    counts = tl.zeros([ROWS], tl.int32)
+    below = tl.zeros([ROWS], tl.int32)
+    counts = below
     SCALES: tl.constexpr = BLOCK_N if SCALING == "per_token" else 1
     first_tile = head_offset * n_tiles
     end = tl.minimum((chunk + 1) * tiles, n_tiles)
     whole = tl.minimum(end, seq_kv // BLOCK_N)
     # no pipeline: it takes the registers that other programs' loads are in flight in
     for tile in tl.range(chunk * tiles, whole, num_stages=1):
-        k_max, k_min, outside, counts = _prepare_tile(
+        k_max, k_min, outside, below, counts = _prepare_tile(
             tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
             k_int_ptr + (first_tile + tile) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + tile) * SCALES,
-            k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, ROWS, SCALING, False, HAS_MASK,
+            k_max, k_min, outside, below, counts, HEAD_DIM, WIDTH, BLOCK_N, ROWS, SCALING, False, HAS_MASK,
         )  # fmt: skip
     if whole < end:
-        k_max, k_min, outside, counts = _prepare_tile(
+        k_max, k_min, outside, below, counts = _prepare_tile(
             whole, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
             k_int_ptr + (first_tile + whole) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + whole) * SCALES,
-            k_max, k_min, outside, counts, HEAD_DIM, WIDTH, BLOCK_N, ROWS, SCALING, True, HAS_MASK,
+            k_max, k_min, outside, below, counts, HEAD_DIM, WIDTH, BLOCK_N, ROWS, SCALING, True, HAS_MASK,
         )  # fmt: skip
     if SCALING == "planned":
         stat = stats_ptr + row * (_STATS * state_width) + channels
         tl.atomic_max(stat + _STAT_K_MAX * state_width, tl.max(k_max, 0), mask=is_channel, sem=RELAXED)
         tl.atomic_min(stat + _STAT_K_MIN * state_width, tl.min(k_min, 0), mask=is_channel, sem=RELAXED)
-        tl.atomic_add(counts_ptr + row * _COUNTS + _KEYS, tl.sum(counts, 0) * HEAD_DIM, sem=RELAXED)
+        keys, below = tl.sum(counts, 0) * HEAD_DIM, tl.sum(below, 0) * HEAD_DIM
+        count = counts_ptr + row * _COUNTS
+        tl.atomic_add(count + _KEYS, keys, sem=RELAXED)
         if outside > 0:
-            tl.atomic_add(counts_ptr + row * _COUNTS + _OUTSIDE, outside, sem=RELAXED)
+            tl.atomic_add(count + _OUTSIDE, outside, sem=RELAXED)
+        if below > 0:
+            tl.atomic_add(count + _BELOW, below, sem=RELAXED)
+        if misfit:
+            tl.atomic_add(count + _MISFIT, keys, sem=RELAXED)

@@ -14,8 +14,11 @@ from .. import recipe
 ROUND_MAGIC = tl.constexpr(12582912.0)
 ROUND_MAGIC_BITS = tl.constexpr(0x4B400000)
 INT8_MAX = tl.constexpr(127.0)
-AMAX_FLOOR = tl.constexpr(1e-30)
-CHANNEL_FLOOR = tl.constexpr(2.0**-24)
+AMAX_FLOOR = tl.constexpr(recipe.AMAX_FLOOR)
+CHANNEL_FLOOR = tl.constexpr(recipe.CHANNEL_FLOOR)
+SHRINK_LIMIT = tl.constexpr(recipe.SHRINK_LIMIT)
+FIT_SAMPLES = tl.constexpr(recipe.FIT_SAMPLES)
+FIT_LIMIT = tl.constexpr(recipe.FIT_LIMIT)
 CENTER_SAMPLES = tl.constexpr(128)
 CENTER_STEPS = tl.constexpr(2.0**22)
 # Statistics and counts are read by later launches only. The default order, acq_rel, fences each atomic: it waits for
@@ -70,11 +73,13 @@ def dynamic_scale(amax):
 def planned_scale(amax, planned):
     """As `dynamic_scale`, for a group whose scale `planned` is folded into its values already (0: no plan).
 
-    A group with an element beyond ±127 gets the larger scale that it needs: nothing is clipped.
+    A group keeps that scale while its largest code is between SHRINK_LIMIT · 127 and 127, and any other takes its own:
+    nothing is clipped, and nothing loses its resolution.
     """
     scale, inverse = dynamic_scale(amax)
-    scale = tl.where(planned > 0, planned * tl.maximum(scale, 1.0), scale)
-    inverse = tl.where(planned > 0, tl.minimum(inverse, 1.0), inverse)
+    as_planned = (planned > 0) & (amax <= INT8_MAX) & (amax >= SHRINK_LIMIT * INT8_MAX)
+    scale = tl.where(planned > 0, planned * tl.where(as_planned, 1.0, scale), scale)
+    inverse = tl.where(as_planned, 1.0, inverse)
     return scale, inverse
 
 

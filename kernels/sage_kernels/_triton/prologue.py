@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..masking import FAINT
-from ..numerics import sampled_center
+from ..numerics import divide, sampled_balance, sampled_center
 from ..state import HeadState, shape_key
 from .launch import buffer, launch, processors_of
 from .mask_tiles import MaskTiles
@@ -90,7 +90,7 @@ class Prepared(NamedTuple):
         codes: int8 [B·H_kv, tiles·block_n, width], zero beyond the sequence and the head.
         scale: fp32 [B·H_kv, tiles] or, per token, [B·H_kv, tiles·block_n].
         center: fp32 [B, H_kv, width], the smoothing vector (for the LSE).
-        q_weight: fp32 [B, H_kv, width], 1 / b (planned).
+        q_weight: fp32 [B, H_kv, width], 1 / b.
         q_amax: fp32 [B, H] (per head).
         values: float8_e4m3fn [B·H_kv·steps·width, 128], a step being 128 keys, transposed and permuted (FP8).
         value_scale: fp32 [B, H_kv, width] (FP8).
@@ -99,7 +99,7 @@ class Prepared(NamedTuple):
     codes: torch.Tensor
     scale: torch.Tensor
     center: torch.Tensor | None
-    q_weight: torch.Tensor | None
+    q_weight: torch.Tensor
     q_amax: torch.Tensor | None
     values: torch.Tensor | None
     value_scale: torch.Tensor | None
@@ -141,18 +141,21 @@ def launch_prologue(
     q_amax = k_amax = None
     if scaling == "per_head":
         # the yardstick granularity: a reduction over the whole head first, which is what the planned scales avoid
-        keys = k.transpose(1, 2).float()
+        queries, keys = q.transpose(1, 2).float(), k.transpose(1, 2).float()
         counts = mask.reach[..., :seq_kv] > FAINT if has_mask else None
-        smoothed = keys - sampled_center(keys, counts) if smooth_k else keys
-        smoothed = smoothed if counts is None else torch.where(counts[..., None], smoothed, 0.0)
-        k_amax = smoothed.abs().amax((2, 3)).contiguous()
-        q_amax = q.abs().amax((1, 3)).float().contiguous()
+        center = sampled_center(keys, counts) if smooth_k else torch.zeros_like(keys[:, :, :1])
+        balance = sampled_balance(queries, keys, center, counts)
+        balanced = (keys - center) * balance
+        balanced = balanced if counts is None else torch.where(counts[..., None], balanced, 0.0)
+        k_amax = balanced.abs().amax((2, 3)).contiguous()
+        q_weight = divide(1.0, balance).repeat_interleave(q.shape[2] // kv_heads, 1)
+        q_amax = (queries * q_weight).abs().amax((2, 3)).contiguous()
     n_steps = -(-seq_kv // KEYS.value)
     prepared = Prepared(
         codes=buffer(heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
         scale=buffer(heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
         center=buffer(batch, kv_heads, width, device=k.device) if return_center else None,
-        q_weight=buffer(batch, kv_heads, width, device=k.device) if planned else None,
+        q_weight=buffer(batch, kv_heads, width, device=k.device),
         q_amax=q_amax,
         values=buffer(heads * n_steps * width, KEYS.value, dtype=torch.float8_e4m3fn, device=k.device)
         if has_values
