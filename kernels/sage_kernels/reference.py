@@ -322,8 +322,10 @@ def _plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     hidden = k.isnan() if counted is None else k.isnan() | ~counted
     high, low = (k.masked_fill(hidden, x)[:, :, ::every] for x in (-torch.inf, torch.inf))
     high, low = high.amax(2), low.amin(2)
-    q = qf[:, :, sample_tokens(qf.shape[2], qf.device)[::every]].unflatten(1, (kv_heads, -1))
-    q_range = q.abs().masked_fill(q.isnan(), 0.0).amax((2, 3)) * q_weight
+    heads = torch.arange(FIT_SAMPLES, device=qf.device) % (qf.shape[1] // kv_heads)  # those of a group in turn
+    tokens = sample_tokens(qf.shape[2], qf.device)[::every]
+    q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, tokens]
+    q_range = q.abs().masked_fill(q.isnan(), 0.0).amax(2) * q_weight
     seen = high >= low
     k_range = torch.where(seen, torch.maximum((high - center).abs(), (low - center).abs()), 0.0) * k_weight
     best = torch.where(seen, high * 0.5 - low * 0.5, 0.0) * k_weight * q_range

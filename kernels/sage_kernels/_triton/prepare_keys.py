@@ -145,30 +145,41 @@ def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_
 
 
 @triton.jit
-def _plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr,
-               center, k_weight, q_weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-               HAS_MASK: tl.constexpr):  # fmt: skip
-    """reference._plan_fits of one head. Every program of the head takes the same sample, so all decide alike."""
-    high = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
-    low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
-    q_range = tl.zeros([ROWS, WIDTH], tl.float32)
-    STEPS: tl.constexpr = (FIT_SAMPLES + ROWS - 1) // ROWS
-    for step in tl.static_range(STEPS):
-        i = (step * ROWS + tl.arange(0, ROWS)) % FIT_SAMPLES * (CENTER_SAMPLES // FIT_SAMPLES)
-        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-        high = tl.maximum(high, tl.where(counted[:, None] != 0, k, float("-inf")))
-        low = tl.minimum(low, tl.where(counted[:, None] != 0, k, float("inf")))
-        for g in range(group):
-            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
-            q_range = tl.maximum(q_range, tl.abs(q))
-    high, low = tl.max(high, 0), tl.min(low, 0)
-    q_range = tl.max(q_range, 0) * q_weight
-    seen = high >= low
-    k_range = tl.where(seen, tl.maximum(tl.abs(high - center), tl.abs(low - center)), 0.0) * k_weight
-    best = tl.where(seen, high * 0.5 - low * 0.5, 0.0) * k_weight * q_range
-    k_top, q_top = tl.max(k_range, 0), tl.max(q_range, 0)
-    error = k_top * k_top * tl.sum(q_range * q_range, 0) + q_top * q_top * tl.sum(k_range * k_range, 0)
-    return (error > tl.max(best, 0) * tl.sum(best, 0) * 2.0 * FIT_LIMIT) == 0
+def _load_fit_sample(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr,
+                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+    """The tokens that `_plan_fits` looks at, all at once: keys, whether they count, and queries of the group's heads
+    in turn, [FIT_SAMPLES, WIDTH]."""
+    number = tl.arange(0, FIT_SAMPLES)
+    i = number * (CENTER_SAMPLES // FIT_SAMPLES)
+    k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
+    heads = (number % group).to(tl.int64)[:, None] * stride_qh
+    q, _ = _load_sample(q_base + heads, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
+    return k, counted, q
+
+
+@triton.jit
+def _plan_fits(k, counted, q, center, k_weight, q_weight):
+    """reference._plan_fits of one head. Every program of the head has the same sample, so all decide alike.
+
+    Joined, as each reduction on its own makes all warps wait for each other a few times.
+    """
+    high = tl.where(counted[:, None] != 0, k, float("-inf"))
+    low = tl.where(counted[:, None] != 0, -k, float("-inf"))
+    high, low = tl.split(tl.max(tl.join(tl.join(high, tl.abs(q)), tl.join(low, tl.abs(q))), 0))
+    high, q_range = tl.split(high)
+    low, _ = tl.split(low)
+    q_range *= q_weight
+    seen = high >= -low
+    k_range = tl.where(seen, tl.maximum(tl.abs(high - center), tl.abs(low + center)), 0.0) * k_weight
+    best = tl.where(seen, high * 0.5 + low * 0.5, 0.0) * k_weight * q_range
+    tops, best_top = tl.split(tl.max(tl.join(tl.join(k_range, q_range), tl.join(best, best)), 0))
+    k_top, q_top = tl.split(tops)
+    best_top, _ = tl.split(best_top)
+    sums, best_sum = tl.split(tl.sum(tl.join(tl.join(k_range * k_range, q_range * q_range), tl.join(best, best)), 0))
+    k_sum, q_sum = tl.split(sums)
+    best_sum, _ = tl.split(best_sum)
+    error = k_top * k_top * q_sum + q_top * q_top * k_sum
+    return (error > best_top * best_sum * 2.0 * FIT_LIMIT) == 0
 
 
 @triton.jit
@@ -220,7 +231,7 @@ def _prepare_tile(
     top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)  # by element of a slice; a NaN stays
     low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
     slices = ()
-    keys = tl.zeros([ROWS], tl.int32)
+    keys = tl.zeros([ROWS], tl.int32)  # that count
     for step in tl.static_range(STEPS):
         tokens = first + step * ROWS + slice_rows
         k = load_tokens(k_base, tokens, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
@@ -233,8 +244,6 @@ def _prepare_tile(
                 highest = tl.where(counted[:, None], highest, float("-inf"))
                 lowest = tl.where(counted[:, None], lowest, float("inf"))
                 keys += counted.to(tl.int32)
-            else:
-                keys += 1
             top = tl.maximum(top, highest, propagate_nan=tl.PropagateNan.ALL)
             low = tl.minimum(low, lowest)
     if SCALING != "per_token":
@@ -255,8 +264,11 @@ def _prepare_tile(
         if SCALING == "planned":
             k_max = tl.maximum(k_max, top)
             k_min = tl.minimum(k_min, low)
-            counts += keys
-            below += tl.where((planned > 0) & (amax < SHRINK_LIMIT * INT8_MAX), keys, 0)
+            number = BLOCK_N
+            if SOME_HIDDEN:
+                number = tl.sum(keys, 0)
+            counts += number
+            below += tl.where((planned > 0) & (amax < SHRINK_LIMIT * INT8_MAX), number, 0)
     for step in tl.static_range(STEPS):
         rows = step * ROWS + slice_rows
         counted = _counted(first + rows, seq_kv, reach_ptr, HAS_MASK)[:, None]
@@ -294,6 +306,8 @@ def prepare_keys(
     channels = tl.arange(0, WIDTH)
     is_channel = channels < HEAD_DIM
     k_base = k_ptr + b * stride_kb + h.to(tl.int64) * stride_kh
+    # rows of a sample that are loaded at once: a thread then holds 32 numbers of them
+    SAMPLED: tl.constexpr = 4 * ROWS if 4 * ROWS < 128 else 128
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
     head_offset = head_of_batch.to(tl.int64)
     extent = seq_kv
@@ -310,6 +324,10 @@ def prepare_keys(
     misfit = False
     row = 0
     if SCALING == "planned":
+        # before anything that waits: this has to hide behind the loads of the plan
+        k_sample, counted, q_sample = _load_fit_sample(
+            q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK
+        )
         row = tl.load(row_ptr) + h
         count = counts_ptr + row * _COUNTS
         planned = tl.load(plan_scale_ptr + row)
@@ -318,20 +336,17 @@ def prepare_keys(
         weight = tl.load(plan + _K_WEIGHT * state_width, mask=is_channel, other=0.0)
         q_weight = tl.load(plan + _Q_WEIGHT * state_width, mask=is_channel, other=0.0)
         fits = (tl.load(count + _PLAN_KEY_A) == shape_key) | (tl.load(count + _PLAN_KEY_B) == shape_key)
-        if fits & (planned > 0):
-            misfit = _plan_fits(
-                q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr,
-                center, weight, q_weight, HEAD_DIM, WIDTH, ROWS, HAS_MASK,
-            ) == 0  # fmt: skip
-        planned = tl.where(fits & (planned > 0) & (misfit == 0), planned, 0.0)
+        fits = fits & (planned > 0)
+        misfit = fits & (_plan_fits(k_sample, counted, q_sample, center, weight, q_weight) == 0)
+        planned = tl.where(fits & (misfit == 0), planned, 0.0)
     if planned == 0:  # no plan: what was read with it does not count
         if SMOOTH:
-            center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, ROWS, HAS_MASK)
+            center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, SAMPLED, HAS_MASK)
         else:
             center = tl.zeros([WIDTH], tl.float32)
         weight = _sampled_balance(
             q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
-            HEAD_DIM, WIDTH, ROWS, HAS_MASK,
+            HEAD_DIM, WIDTH, SAMPLED, HAS_MASK,
         )  # fmt: skip
         q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
     if chunk == 0:
@@ -352,8 +367,8 @@ def prepare_keys(
     k_max = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
     k_min = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
     outside = tl.zeros([], tl.int32)
-    below = tl.zeros([ROWS], tl.int32)
-    counts = below
+    below = tl.zeros([], tl.int32)
+    counts = tl.zeros([], tl.int32)
     SCALES: tl.constexpr = BLOCK_N if SCALING == "per_token" else 1
     first_tile = head_offset * n_tiles
     end = tl.minimum((chunk + 1) * tiles, n_tiles)
@@ -375,12 +390,11 @@ def prepare_keys(
         stat = stats_ptr + row * (_STATS * state_width) + channels
         tl.atomic_max(stat + _STAT_K_MAX * state_width, tl.max(k_max, 0), mask=is_channel, sem=RELAXED)
         tl.atomic_min(stat + _STAT_K_MIN * state_width, tl.min(k_min, 0), mask=is_channel, sem=RELAXED)
-        keys, below = tl.sum(counts, 0) * HEAD_DIM, tl.sum(below, 0) * HEAD_DIM
         count = counts_ptr + row * _COUNTS
-        tl.atomic_add(count + _KEYS, keys, sem=RELAXED)
+        tl.atomic_add(count + _KEYS, counts * HEAD_DIM, sem=RELAXED)
         if outside > 0:
             tl.atomic_add(count + _OUTSIDE, outside, sem=RELAXED)
         if below > 0:
-            tl.atomic_add(count + _BELOW, below, sem=RELAXED)
+            tl.atomic_add(count + _BELOW, below * HEAD_DIM, sem=RELAXED)
         if misfit:
-            tl.atomic_add(count + _MISFIT, keys, sem=RELAXED)
+            tl.atomic_add(count + _MISFIT, counts * HEAD_DIM, sem=RELAXED)
