@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, E4M3_MAX, V_AMAX_FLOOR, V_CODE
+from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, E4M3_MAX, FIT_SAMPLES, V_AMAX_FLOOR, V_CODE
 
 
 LOG2_E = math.log2(math.e)
@@ -44,6 +44,11 @@ def sample_tokens(seq: int | torch.Tensor, device) -> torch.Tensor:
     if isinstance(seq, int):
         return i * seq // CENTER_SAMPLES + i % max(seq // CENTER_SAMPLES, 1)
     return i * seq // CENTER_SAMPLES + i % (seq // CENTER_SAMPLES).clamp_min(1)
+
+
+def fit_tokens(seq: torch.Tensor) -> torch.Tensor:
+    """The few tokens that tell whether a plan fits: evenly spread, of int64 tokens [..., 1] -> [..., FIT_SAMPLES]."""
+    return (torch.arange(FIT_SAMPLES, device=seq.device) * (seq // FIT_SAMPLES + 1)).minimum(seq.clamp_min(1) - 1)
 
 
 def sample_keys(k: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,16 +10,14 @@ import torch
 
 from .masking import FAINT, NO_MASKING, Masking, key_reach, log2_bias, visible
 from .numerics import (
-    CENTER_SAMPLES,
     LOG2_E,
     divide,
+    fit_tokens,
     padded_head_dim,
     pv_dtype,
     quantize_values,
     rotation_block,
     round_to_e4m3,
-    sample_keys,
-    sample_tokens,
     sampled_balance,
     sampled_center,
 )
@@ -317,20 +315,24 @@ def _plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     rows = slice(int(state.row), int(state.row) + kv_heads)
     plan = state.plan[None, rows, :, :head_dim]
     center, k_weight, q_weight = (plan[:, :, i] for i in (PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT))
-    every = CENTER_SAMPLES // FIT_SAMPLES
-    k, counted = sample_keys(kf, counts)
-    hidden = k.isnan() if counted is None else k.isnan() | ~counted
-    high, low = (k.masked_fill(hidden, x)[:, :, ::every] for x in (-torch.inf, torch.inf))
-    high, low = high.amax(2), low.amin(2)
-    heads = torch.arange(FIT_SAMPLES, device=qf.device) % (qf.shape[1] // kv_heads)  # those of a group in turn
-    tokens = sample_tokens(qf.shape[2], qf.device)[::every]
-    q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, tokens]
+    extent = torch.tensor([kf.shape[2]], device=kf.device)
+    counted = torch.ones_like(kf[:1, :1, :, 0], dtype=torch.bool) if counts is None else counts
+    counted = counted.expand(kf.shape[0], kv_heads, -1)
+    if counts is not None:
+        extent = (counted * torch.arange(1, kf.shape[2] + 1, device=kf.device)).amax(2, keepdim=True)
+    tokens = fit_tokens(extent).expand(kf.shape[0], kv_heads, -1)
+    k = kf.gather(2, tokens[..., None].expand(-1, -1, -1, head_dim))
+    hidden = k.isnan() | ~counted.gather(2, tokens)[..., None]
+    high, low = (k.masked_fill(hidden, -torch.inf).amax(2), k.masked_fill(hidden, torch.inf).amin(2))
+    heads = torch.arange(FIT_SAMPLES, device=qf.device) * (qf.shape[1] // kv_heads) // FIT_SAMPLES
+    q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, fit_tokens(torch.tensor([qf.shape[2]], device=qf.device))]
     q_range = q.abs().masked_fill(q.isnan(), 0.0).amax(2) * q_weight
     seen = high >= low
     k_range = torch.where(seen, torch.maximum((high - center).abs(), (low - center).abs()), 0.0) * k_weight
     best = torch.where(seen, high * 0.5 - low * 0.5, 0.0) * k_weight * q_range
-    error = k_range.amax(-1) ** 2 * (q_range**2).sum(-1) + q_range.amax(-1) ** 2 * (k_range**2).sum(-1)
-    return ~(error > best.amax(-1) * best.sum(-1) * 2 * FIT_LIMIT)
+    k_top, q_top, best_top = (x.amax(-1, keepdim=True) for x in (k_range, q_range, best))
+    excess = (q_range * k_top) ** 2 + (k_range * q_top) ** 2 - best * (best_top * (2 * FIT_LIMIT))
+    return ~(excess.sum(-1) > 0)
 
 
 def _planned(state: HeadState, served, center, k_weight, q_weight):

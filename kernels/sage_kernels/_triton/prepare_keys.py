@@ -145,15 +145,24 @@ def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_
 
 
 @triton.jit
+def _fit_tokens(seq):
+    """numerics.fit_tokens: no division, as every program does this."""
+    return tl.minimum(tl.arange(0, FIT_SAMPLES) * (seq // FIT_SAMPLES + 1), tl.maximum(seq, 1) - 1)
+
+
+@triton.jit
 def _load_fit_sample(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr,
                      HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
     """The tokens that `_plan_fits` looks at, all at once: keys, whether they count, and queries of the group's heads
-    in turn, [FIT_SAMPLES, WIDTH]."""
-    number = tl.arange(0, FIT_SAMPLES)
-    i = number * (CENTER_SAMPLES // FIT_SAMPLES)
-    k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-    heads = (number % group).to(tl.int64)[:, None] * stride_qh
-    q, _ = _load_sample(q_base + heads, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
+    one after the other, [FIT_SAMPLES, WIDTH]."""
+    tokens = _fit_tokens(extent)
+    k = load_tokens(k_base, tokens, stride_ks, extent, HEAD_DIM, WIDTH, False).to(tl.float32)
+    counted = tokens >= 0
+    if HAS_MASK:
+        counted = tl.load(reach_ptr + tokens) > _FAINT
+    heads = tl.arange(0, FIT_SAMPLES) * group // FIT_SAMPLES
+    q_rows = q_base + heads.to(tl.int64)[:, None] * stride_qh
+    q = load_tokens(q_rows, _fit_tokens(seq_q), stride_qs, seq_q, HEAD_DIM, WIDTH, False).to(tl.float32)
     return k, counted, q
 
 
@@ -163,8 +172,8 @@ def _plan_fits(k, counted, q, center, k_weight, q_weight):
 
     Joined, as each reduction on its own makes all warps wait for each other a few times.
     """
-    high = tl.where(counted[:, None] != 0, k, float("-inf"))
-    low = tl.where(counted[:, None] != 0, -k, float("-inf"))
+    high = tl.where(counted[:, None], k, float("-inf"))
+    low = tl.where(counted[:, None], -k, float("-inf"))
     high, low = tl.split(tl.max(tl.join(tl.join(high, tl.abs(q)), tl.join(low, tl.abs(q))), 0))
     high, q_range = tl.split(high)
     low, _ = tl.split(low)
@@ -175,11 +184,10 @@ def _plan_fits(k, counted, q, center, k_weight, q_weight):
     tops, best_top = tl.split(tl.max(tl.join(tl.join(k_range, q_range), tl.join(best, best)), 0))
     k_top, q_top = tl.split(tops)
     best_top, _ = tl.split(best_top)
-    sums, best_sum = tl.split(tl.sum(tl.join(tl.join(k_range * k_range, q_range * q_range), tl.join(best, best)), 0))
-    k_sum, q_sum = tl.split(sums)
-    best_sum, _ = tl.split(best_sum)
-    error = k_top * k_top * q_sum + q_top * q_top * k_sum
-    return (error > best_top * best_sum * 2.0 * FIT_LIMIT) == 0
+    k_range *= q_top
+    q_range *= k_top
+    excess = tl.sum(q_range * q_range + k_range * k_range - best * (best_top * 2.0 * FIT_LIMIT), 0)
+    return (excess > 0) == 0
 
 
 @triton.jit
