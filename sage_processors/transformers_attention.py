@@ -20,7 +20,7 @@ from sage_kernels import crossover
 
 from .autocast import autocast
 from .config import POLICIES, UnsupportedAttentionError
-from .transformers_call import Call, exact, masking, refuse_gradients, refuse_packed
+from .transformers_call import Call, exact, masking, needs_gradient, refuse_packed
 from .transformers_counts import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .transformers_masks import plain_mask, sage_mask
 
@@ -167,9 +167,8 @@ def _attend(implementation: Implementation, call: Call, query, key, value):
     refuse_packed(call)
     if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
         return _attend_cache(call, query, key, value), None
-    reason = "training" if call.module.training else None
+    reason = "training" if call.module.training else "gradient" if needs_gradient(call, query, key, value) else None
     if reason is None:
-        refuse_gradients(call, query, key, value)
         query, key, value = autocast(query, key, value)
         reason = _reason_against(implementation, call, query, key, value)
     if reason is None:
@@ -218,7 +217,11 @@ def _attend_cache(call: Call, query, key, value) -> torch.Tensor:
             f"key of {call.label}: got {type(key).__name__}, expected a tensor or what sage_processors.Int8KVCache "
             "returns"
         )
-    refuse_gradients(call, query)
+    if needs_gradient(call, query):  # what the keys were made of is not in their codes: it would be a part of it
+        raise NotImplementedError(
+            f"query of {call.label}: got one that needs a gradient together with an INT8 cache, expected inference: "
+            "codes pass none on to the tokens before; call the model under torch.no_grad(), or use an ordinary cache"
+        )
     if call.dropout or call.weights or call.unknown:
         what = "dropout" if call.dropout else "output_attentions" if call.weights else call.unknown[0]
         raise NotImplementedError(

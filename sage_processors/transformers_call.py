@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from .transformers_masks import UNLIMITED, BandMask, plain_mask
 
@@ -114,7 +115,9 @@ def _causal(seq_q: int, seq_kv: int, device) -> torch.Tensor:
 
 def exact(call: Call, query, key, value):
     """The model's own exact attention: transformers' SDPA function, or the eager one for what SDPA would ignore."""
-    if not (call.weights or call.softcap or call.sinks is not None or call.unknown):
+    # SDPA reads a scale as a number: gradients through a tensor would end there
+    by_eager = call.weights or call.softcap or call.sinks is not None or call.unknown
+    if not (by_eager or isinstance(call.scaling, torch.Tensor)):
         return sdpa_attention_forward(
             call.module, query, key, value, plain_mask(call.mask), dropout=call.dropout, scaling=call.scaling,
             is_causal=call.is_causal, position_bias=call.position_bias,
@@ -139,18 +142,15 @@ def exact(call: Call, query, key, value):
     return eager(call.module, query, key, value, mask, scaling=scaling, dropout=call.dropout, **arguments)
 
 
-def refuse_gradients(call: Call, *tensors) -> None:
-    if not torch.is_grad_enabled():
-        return
-    mask = () if call.mask is None else (call.mask,)
-    sinks = () if call.sinks is None else (call.sinks,)
-    bias = () if call.position_bias is None else (call.position_bias,)
-    if any(x.requires_grad for x in (*tensors, *mask, *sinks, *bias)):
-        raise NotImplementedError(
-            f"query, key or value of {call.label}: got requires_grad=True with grad enabled, expected inference: INT8 "
-            "attention has no backward; call the model under torch.no_grad(). To train, call model.train() (exact "
-            'attention then runs, and is reported) or model.set_attn_implementation("sdpa")'
-        )
+def needs_gradient(call: Call, *tensors) -> bool:
+    """Whether PyTorch differentiates through this call, backward or forward: INT8 attention would drop that."""
+    others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)
+    given = (*tensors, *(x for x in others if isinstance(x, torch.Tensor)))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return True
+    if torch.compiler.is_compiling():  # a tangent can't be read there, and PyTorch traces none into a compiled call
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in given if not isinstance(x, BandMask))
 
 
 def refuse_packed(call: Call) -> None:

@@ -19,6 +19,7 @@ EVENTS = (
     INT8_CACHE,
     *sage_kernels.REASONS,
     "training",
+    "gradient",
     "short",
     "output_attentions",
     "unknown_argument",
@@ -30,6 +31,7 @@ EVENTS = (
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
 REMEDIES = {
     "training": "the module is in training mode: call model.eval()",
+    "gradient": "INT8 attention has no backward: call the model under torch.no_grad()",
     "dropout": "dropout belongs to training: call model.eval()",
     "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
 }
