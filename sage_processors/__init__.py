@@ -70,6 +70,7 @@ _MODULES = (
     "timestep",
     "transformers_attention",
     "transformers_call",
+    "transformers_choice",
     "transformers_counts",
     "transformers_masks",
     "windows",

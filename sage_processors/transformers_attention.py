@@ -21,13 +21,14 @@ from sage_kernels import crossover
 from .autocast import autocast
 from .config import POLICIES, UnsupportedAttentionError
 from .transformers_call import Call, exact, masking, needs_gradient, refuse_packed
+from .transformers_choice import watch_choices
 from .transformers_counts import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .transformers_masks import plain_mask, sage_mask
 
 
 try:
     from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 except ImportError as error:
     raise ImportError(
         "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
@@ -278,3 +279,4 @@ def _log_once(call: Call, reason: str) -> None:
 
 
 register_transformers()
+watch_choices(PreTrainedModel, _implementations)
