@@ -73,6 +73,7 @@ _MODULES = (
     "transformers_choice",
     "transformers_counts",
     "transformers_masks",
+    "transformers_visible",
     "windows",
 )
 __all__ = [

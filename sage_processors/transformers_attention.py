@@ -20,10 +20,11 @@ from sage_kernels import crossover
 
 from .autocast import autocast
 from .config import POLICIES, UnsupportedAttentionError
-from .transformers_call import Call, exact, masking, needs_gradient, refuse_packed
+from .transformers_call import Call, exact, masking, needs_gradient
 from .transformers_choice import watch_choices
 from .transformers_counts import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .transformers_masks import plain_mask, sage_mask
+from .transformers_visible import complete_mask
 
 
 try:
@@ -155,7 +156,7 @@ def _attention_function(implementation: Implementation):
             softcap,
             s_aux,
             sliding_window,
-            bool(output_attentions),
+            _wants_weights(module) if output_attentions is None else bool(output_attentions),
             {name: value for name, value in kwargs.items() if value is not None},
         )
         return _attend(implementation, call, query, key, value)
@@ -163,9 +164,14 @@ def _attention_function(implementation: Implementation):
     return sage_attention_forward
 
 
+def _wants_weights(module) -> bool:
+    """What a config said before our name was chosen: transformers then collects weights without an argument."""
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False))
+
+
 def _attend(implementation: Implementation, call: Call, query, key, value):
     """query [B, H, S_q, D], key and value [B, H_kv, S_kv, D], any strides -> [B, S_q, H, D], and weights or None."""
-    refuse_packed(call)
+    complete_mask(call, query, key)
     if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
         return _attend_cache(call, query, key, value), None
     reason = "training" if call.module.training else "gradient" if needs_gradient(call, query, key, value) else None

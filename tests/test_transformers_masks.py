@@ -111,12 +111,13 @@ def test_nothing_long_is_written_out():
     million = 2**20
     window = {"mask_function": mu.sliding_window_causal_mask_function(4096), "local_size": 4096}
     assert sage_mask(1, million, million) is None
-    assert sage_mask(1, million, 2 * million) is None  # an empty static cache
+    empty = sage_mask(1, million, 2 * million)  # of a static cache
+    assert (empty.offset, empty.left, empty.right) == (0, UNLIMITED, 0)
     mask = sage_mask(1, million, million, attention_mask=torch.ones(1, million, dtype=torch.bool), **window)
     assert (mask.offset, mask.left, mask.right) == (0, 4095, 0)
     chunk = sage_mask(1, 4096, million, q_offset=million - 4096)
     assert (chunk.offset, chunk.left, chunk.right) == (million - 4096, UNLIMITED, 0)
-    assert all(isinstance(x, BandMask) for x in (mask, chunk))
+    assert all(isinstance(x, BandMask) for x in (mask, chunk, empty))
 
 
 def test_padding_of_an_encoder_is_a_mask_of_keys():
