@@ -253,17 +253,36 @@ def _attend_cache(call: Call, query, key, value) -> torch.Tensor:
 def _stay_exact(implementation, call, reason, device) -> None:
     """Count a call that runs exact attention; raise under policy="strict" unless it is merely short."""
     if implementation.policy == "strict" and reason != "short":
-        error = UnsupportedAttentionError(call.label, reason)
-        remedy = f"{REMEDIES[reason]}, or: " if reason in REMEDIES else ""
-        error.args = (
-            f"attention of layer {call.label!r}: got a call that INT8 attention can't do (reason {reason!r}), "
-            f'expected a supported one because the implementation is strict; {remedy}use the one without "_strict", '
-            "which runs such calls exactly",
-        )
-        raise error
+        (_refuse_export if torch.compiler.is_exporting() else _refuse)(call.label, reason)
     count(call.module, reason, device)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_exporting():
+        _say_exported(call.label, reason)
+    elif not torch.compiler.is_compiling():
         _log_once(call, reason)
+
+
+def _refuse(label: str, reason: str) -> None:
+    error = UnsupportedAttentionError(label, reason)
+    remedy = f"{REMEDIES[reason]}, or: " if reason in REMEDIES else ""
+    error.args = (
+        f"attention of layer {label!r}: got a call that INT8 attention can't do (reason {reason!r}), "
+        f'expected a supported one because the implementation is strict; {remedy}use the one without "_strict", '
+        "which runs such calls exactly",
+    )
+    raise error
+
+
+# the tracer of an export can't make this error by itself; that of torch.compile leaves the layer to Python instead
+_refuse_export = torch.compiler.assume_constant_result(lambda label, reason: _refuse(label, reason))
+
+
+@torch.compiler.assume_constant_result
+def _say_exported(label: str, reason: str) -> None:
+    """An exported program has no report to look into: every layer is named while it is made."""
+    logger.warning(
+        "%s is exported with exact attention (reason: %s%s); a strict implementation raises instead", label, reason,
+        f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
+    )  # fmt: skip
 
 
 def _log_once(call: Call, reason: str) -> None:

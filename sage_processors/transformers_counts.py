@@ -50,7 +50,12 @@ def _shared_counter(device: torch.device) -> torch.Tensor:
 
 
 def count(module, event: str, device: torch.device) -> None:
-    """Count a call of an attention module. device: where the call's tensors are."""
+    """Count a call of an attention module. device: where the call's tensors are.
+
+    Calls of an exported program are not counted: it runs without us, and would carry our counters along.
+    """
+    if torch.compiler.is_exporting():
+        return
     slot = _EVENT.get(event, _EVENT["other"])
     counter = getattr(module, "_sage_events", None)
     if counter is None:
