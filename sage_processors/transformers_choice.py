@@ -2,7 +2,9 @@
 
 transformers takes a registered name for any model. One without attention, or whose attention does not ask for an
 implementation, never calls us: not even a strict name could raise there. So what a user calls to choose a name,
-set_attn_implementation and from_pretrained of transformers.PreTrainedModel, looks afterwards who would run it.
+set_attn_implementation and from_pretrained of transformers.PreTrainedModel, looks afterwards who would run it. And a
+model class whose own attention does not ask (Bloom, Falcon, Longformer) gets its default when it is made: under our
+name it would be given our masks, which leave out what only our attention puts back.
 """
 
 from __future__ import annotations
@@ -28,11 +30,28 @@ def watch_choices(model_class: type, implementations: dict) -> None:
     if model_class in _watched:
         return
     _watched.add(model_class)
-    choose, load = (model_class.__dict__.get(name) for name in ("set_attn_implementation", "from_pretrained"))
-    if choose is not None:  # both are public; in a transformers without them the report says it
+    choose, load = (vars(model_class).get(name) for name in ("set_attn_implementation", "from_pretrained"))
+    check, can_choose = (
+        vars(model_class).get(name) for name in ("get_correct_attn_implementation", "_can_set_attn_implementation")
+    )
+    if check is not None and can_choose is not None:
+        model_class.get_correct_attn_implementation = _watched_check(check, implementations)
+    if choose is not None:  # in a transformers without them the report says it
         model_class.set_attn_implementation = _watched_choice(choose, implementations)
     if isinstance(load, classmethod):
         model_class.from_pretrained = classmethod(_watched_load(load.__func__, implementations))
+
+
+def _watched_check(check, implementations):
+    @functools.wraps(check)
+    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+        name = check(self, requested_attention, *args, **kwargs)
+        if name not in implementations or self._can_set_attn_implementation():
+            return name
+        _say(self, [name], implementations)
+        return check(self, None, *args, **kwargs)
+
+    return get_correct_attn_implementation
 
 
 def _watched_choice(choose, implementations):
@@ -70,7 +89,11 @@ def refuse_unused(model, wanted: set[str], implementations: dict) -> None:
     Raises: UnsupportedAttentionError, reason "no_attention", if such a name is strict.
     """
     unused = wanted - {module.config._attn_implementation for module in _layers(model)} if wanted else wanted
-    for name in sorted(unused, key=lambda name: implementations[name].policy != "strict"):
+    _say(model, sorted(unused, key=lambda name: implementations[name].policy != "strict"), implementations)
+
+
+def _say(model, names: list[str], implementations: dict) -> None:
+    for name in names:
         if implementations[name].policy == "strict":
             raise _error(model, name)
         logger.warning("%s", _error(model, name))

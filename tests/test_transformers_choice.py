@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
 import torch
 
 import sage_processors as sp
+from sage_kernels.testing import relative_l2
 from sage_processors import language
 from sage_processors.transformers_choice import watch_choices
 
@@ -17,7 +19,7 @@ tf = pytest.importorskip("transformers")
 from transformers import modeling_utils  # noqa: E402
 
 from tests.test_transformers_models import ANY_LENGTH, forward  # noqa: E402
-from tests.tiny_language_models import MODELS  # noqa: E402
+from tests.tiny_language_models import MODELS, weigh  # noqa: E402
 
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}
@@ -45,6 +47,38 @@ def test_P53_a_model_without_our_kind_of_attention_says_that_nothing_can_run(nam
         model.set_attn_implementation("sage_int8")
     assert len(said(caplog)) == 1 and "nothing can run in INT8" in said(caplog)[0]
     assert "can run in INT8" in str(sp.attention_report(model)) and not sp.attention_report(model).calls
+
+
+@pytest.mark.parametrize("way", ["from_config", "class", "from_pretrained"])
+@pytest.mark.parametrize("name", ["bloom", "falcon", "longformer"])
+def test_P59_attention_that_asks_for_no_implementation_is_not_given_our_masks(name, way, tmp_path, caplog):
+    """Without a mask, which our attention would make up for, Bloom is not causal."""
+    kinds = {"bloom": (tf.BloomForCausalLM, tf.BloomConfig(vocab_size=97, hidden_size=32, n_layer=2, n_head=4))}
+    kinds["falcon"] = tf.FalconForCausalLM, tf.FalconConfig(**SMALL, num_attention_heads=4)
+    extra = {"num_attention_heads": 4, "intermediate_size": 32, "attention_window": 8}
+    kinds["longformer"] = tf.LongformerForMaskedLM, tf.LongformerConfig(**SMALL, **extra)
+    kind, config = kinds[name]
+    torch.manual_seed(0)
+    stock = kind._from_config(config, attn_implementation="eager").eval()
+    weigh(stock)
+    stock.save_pretrained(tmp_path)
+    make = {"from_config": lambda name: kind._from_config(copy.deepcopy(config), attn_implementation=name)}
+    make["from_pretrained"] = lambda name: kind.from_pretrained(tmp_path, attn_implementation=name)
+
+    def by_class(name):
+        named = copy.deepcopy(config)
+        named._attn_implementation = name
+        return kind(named)
+
+    make["class"] = by_class
+    with pytest.raises(sp.UnsupportedAttentionError, match="nothing can run in INT8"):
+        make[way](STRICT)
+    with caplog.at_level(logging.WARNING, "sage_processors"):
+        model = make[way]("sage_int8").eval()
+    model.load_state_dict(stock.state_dict())
+    inputs = {"input_ids": torch.randint(3, 97, (2, 24), generator=torch.Generator().manual_seed(2))}
+    assert relative_l2(forward(model, inputs), forward(stock, inputs)) < 1e-5
+    assert "nothing can run in INT8" in said(caplog)[0]
 
 
 def test_P53_loading_such_a_model_says_it_too(tmp_path, caplog):
