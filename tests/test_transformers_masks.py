@@ -246,3 +246,34 @@ def test_a_window_that_hides_nothing_is_none(window):
     near = sage_mask(1, 9, 9, mask_function=mu.sliding_window_bidirectional_mask_function(7), local_size=7,
                      allow_is_causal_skip=False, allow_is_bidirectional_skip=True)  # fmt: skip
     assert (near.left, near.right) == (7, 7)
+
+
+def test_padding_that_a_window_has_left_behind_needs_no_mask():
+    window = {"mask_function": mu.sliding_window_causal_mask_function(4), "local_size": 4, "q_offset": 9}
+    for hidden, band in ((5, True), (6, False)):  # row 9 sees keys from 6 on
+        mask = torch.ones(2, 13, dtype=torch.bool)
+        mask[0, hidden] = False
+        assert isinstance(sage_mask(2, 4, 13, attention_mask=mask, **window), BandMask) == band
+
+
+def test_what_a_static_cache_has_not_filled_is_no_padding():
+    mask = sage_mask(2, 9, 16, attention_mask=torch.ones(2, 9, dtype=torch.bool))
+    assert isinstance(mask, BandMask) and (mask.offset, mask.left, mask.right) == (0, UNLIMITED, 0)
+
+
+def test_three_functions_are_no_band():
+    function = mu.and_masks(mu.sliding_window_overlay(3), mu.causal_mask_function, mu.causal_mask_function)
+    mask = sage_mask(1, 9, 9, mask_function=function, local_size=3)
+    assert torch.equal(mask, mu.sdpa_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recorded_mask_is_not_the_one_of_its_example():
+    """torch.jit.trace: what is read while it records would be built in."""
+
+    def written(padding):
+        return sage_mask(2, 9, 9, attention_mask=padding).clone()
+
+    recorded = torch.jit.trace(written, torch.ones(2, 9, dtype=torch.bool), check_trace=False)
+    mask = padding("left", 9)
+    assert torch.equal(recorded(mask), mu.sdpa_mask(2, 9, 9, attention_mask=mask, allow_is_causal_skip=False))

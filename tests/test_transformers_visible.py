@@ -83,7 +83,8 @@ def test_P54_selected_keys_meet_every_kind_of_mask(mask, monkeypatch):
     assert relative_l2(out, wanted) < SAME and counted(module) == {"int8": 1}
 
 
-def test_P54_blocks_that_a_model_selected_are_the_only_ones_seen(monkeypatch):
+@pytest.mark.parametrize("positions", [None, torch.arange(9), torch.arange(9)[None], torch.arange(18).view(2, 9)])
+def test_P54_blocks_that_a_model_selected_are_the_only_ones_seen(positions, monkeypatch):
     attend, module, query, key, value = llama_attention()
     monkeypatch.setattr(transformers_attention.sage_kernels, "sage_attention", exact_op)
     asked = []
@@ -95,9 +96,11 @@ def test_P54_blocks_that_a_model_selected_are_the_only_ones_seen(monkeypatch):
 
     seen = CAUSAL & (torch.arange(9) % 3 != 1)
     module.indexer = Indexer()
-    out, _ = attend(module, query, key, value, block_indices=torch.zeros(2, 1, 9, 2, dtype=torch.int64))
+    blocks = torch.zeros(2, 1, 9, 2, dtype=torch.int64)
+    out, _ = attend(module, query, key, value, block_indices=blocks, position_ids=positions)
     assert relative_l2(out, by_hand(query, key, value, seen)) < SAME
-    assert asked == [(None, 9, [list(range(9))] * 2)] and counted(module) == {"int8": 1}
+    wanted = torch.arange(9) if positions is None else positions
+    assert asked == [(None, 9, wanted.expand(2, 9).tolist())] and counted(module) == {"int8": 1}
 
 
 class _ByName(torch.nn.Module):
@@ -141,7 +144,7 @@ def gemma4(**options):
 
 
 @pytest.mark.parametrize("cache", [None, "dynamic", "static"])
-@pytest.mark.parametrize("kept", [0, 1, 5])
+@pytest.mark.parametrize("kept", [0, 1, 2, 5])
 def test_P55_rows_that_a_model_cut_off_see_what_they_saw(kept, cache, monkeypatch):
     """Gemma 4 keeps the last rows for the layers that share keys, and cuts masks; where there is none, we know."""
     model, ids = gemma4(), tokens()
@@ -254,3 +257,23 @@ def test_a_window_to_both_sides_over_an_INT8_cache_is_its_mask():
     out, _ = attend(module, query, *stored, attention_mask=band)
     assert relative_l2(out, by_hand(query, key, value, band.plain())) < 0.03
     assert counted(module) == {"int8_cache": 1}
+
+
+@pytest.mark.parametrize("mask", ["none", "bool", "float", "band", "not causal"])
+@pytest.mark.parametrize("seq_kv", [9, 12])
+def test_a_position_bias_meets_every_kind_of_mask(seq_kv, mask, monkeypatch):
+    attend, module, query, *_ = llama_attention()
+    monkeypatch.setattr(transformers_attention.sage_kernels, "sage_attention", exact_op)
+    key, value = torch.randn(2, 2, seq_kv, 16), torch.randn(2, 2, seq_kv, 16)
+    bias, offset = torch.randn(1, 4, 9, seq_kv), 0 if mask == "none" else seq_kv - 9
+    seen = torch.ones(9, seq_kv, dtype=torch.bool).tril(offset if mask != "not causal" else seq_kv)[None, None]
+    given = {"none": {}, "bool": {"attention_mask": seen}, "not causal": {"is_causal": False}}
+    given["float"] = {"attention_mask": torch.zeros(1, 1, 9, seq_kv).masked_fill(~seen, torch.finfo().min)}
+    given["band"] = {"attention_mask": BandMask((2, 1, 9, seq_kv), offset, -1, 0, torch.empty(0))}
+    scores = (0.25 * query @ key.repeat_interleave(2, 1).transpose(2, 3) + bias).masked_fill(~seen, -torch.inf)
+    wanted = (scores.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
+    out, _ = attend(module, query, key, value, position_bias=bias, **given[mask])
+    module.train()
+    exact, _ = attend(module, query, key, value, position_bias=bias, **given[mask])
+    assert relative_l2(out, wanted) < SAME and relative_l2(exact, wanted) < SAME
+    assert counted(module) == {"int8": 1, "training": 1}
