@@ -92,7 +92,7 @@ def _select_blocks(call: Call, query, seq_kv: int) -> None:
     positions, seq_q = call.others.get("position_ids"), query.shape[2]
     if positions is None:
         positions = torch.arange(seq_kv - seq_q, seq_kv, device=query.device)
-    positions = (positions if positions.dim() > 1 else positions[None]).expand(query.shape[0], -1)
+    positions = positions.expand(query.shape[0], -1)
     call.mask = build(blocks, plain_mask(call.mask), seq_kv, query.dtype, query.device, positions)
     del call.others["block_indices"]
 

@@ -277,3 +277,14 @@ def test_a_recorded_mask_is_not_the_one_of_its_example():
     recorded = torch.jit.trace(written, torch.ones(2, 9, dtype=torch.bool), check_trace=False)
     mask = padding("left", 9)
     assert torch.equal(recorded(mask), mu.sdpa_mask(2, 9, 9, attention_mask=mask, allow_is_causal_skip=False))
+
+
+def test_a_traced_mask_reads_no_offset_either():
+    def traced(offset):
+        return sage_mask(2, 9, 9, q_offset=offset)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(traced, backend="eager", fullgraph=True)
+    for offset in (0, 3):
+        wanted = mu.sdpa_mask(2, 9, 9, q_offset=torch.tensor(offset), allow_is_causal_skip=False)
+        assert torch.equal(compiled(torch.tensor(offset)), wanted)
