@@ -70,8 +70,10 @@ _MODULES = (
     "timestep",
     "transformers_attention",
     "transformers_call",
+    "transformers_choice",
     "transformers_counts",
     "transformers_masks",
+    "transformers_visible",
     "windows",
 )
 __all__ = [

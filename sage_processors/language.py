@@ -311,8 +311,10 @@ def evaluate(
 
     from .kv_cache import Int8KVCache
     from .transformers_attention import register_transformers
+    from .transformers_choice import refuse_without_attention
 
     register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, policy="strict")
+    refuse_without_attention(model, MEASURED)
     _check_tokens(model, "prompts", prompts, new_tokens)
     reading = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}
 

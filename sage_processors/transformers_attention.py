@@ -20,14 +20,16 @@ from sage_kernels import crossover
 
 from .autocast import autocast
 from .config import POLICIES, UnsupportedAttentionError
-from .transformers_call import Call, exact, masking, refuse_gradients, refuse_packed
+from .transformers_call import Call, exact, masking, needs_gradient
+from .transformers_choice import watch_choices
 from .transformers_counts import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .transformers_masks import plain_mask, sage_mask
+from .transformers_visible import complete_mask
 
 
 try:
     from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 except ImportError as error:
     raise ImportError(
         "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
@@ -154,7 +156,7 @@ def _attention_function(implementation: Implementation):
             softcap,
             s_aux,
             sliding_window,
-            bool(output_attentions),
+            _wants_weights(module) if output_attentions is None else bool(output_attentions),
             {name: value for name, value in kwargs.items() if value is not None},
         )
         return _attend(implementation, call, query, key, value)
@@ -162,14 +164,18 @@ def _attention_function(implementation: Implementation):
     return sage_attention_forward
 
 
+def _wants_weights(module) -> bool:
+    """What a config said before our name was chosen: transformers then collects weights without an argument."""
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False))
+
+
 def _attend(implementation: Implementation, call: Call, query, key, value):
     """query [B, H, S_q, D], key and value [B, H_kv, S_kv, D], any strides -> [B, S_q, H, D], and weights or None."""
-    refuse_packed(call)
+    complete_mask(call, query, key)
     if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
         return _attend_cache(call, query, key, value), None
-    reason = "training" if call.module.training else None
+    reason = "training" if call.module.training else "gradient" if needs_gradient(call, query, key, value) else None
     if reason is None:
-        refuse_gradients(call, query, key, value)
         query, key, value = autocast(query, key, value)
         reason = _reason_against(implementation, call, query, key, value)
     if reason is None:
@@ -218,7 +224,11 @@ def _attend_cache(call: Call, query, key, value) -> torch.Tensor:
             f"key of {call.label}: got {type(key).__name__}, expected a tensor or what sage_processors.Int8KVCache "
             "returns"
         )
-    refuse_gradients(call, query)
+    if needs_gradient(call, query):  # what the keys were made of is not in their codes: it would be a part of it
+        raise NotImplementedError(
+            f"query of {call.label}: got one that needs a gradient together with an INT8 cache, expected inference: "
+            "codes pass none on to the tokens before; call the model under torch.no_grad(), or use an ordinary cache"
+        )
     if call.dropout or call.weights or call.unknown:
         what = "dropout" if call.dropout else "output_attentions" if call.weights else call.unknown[0]
         raise NotImplementedError(
@@ -243,17 +253,36 @@ def _attend_cache(call: Call, query, key, value) -> torch.Tensor:
 def _stay_exact(implementation, call, reason, device) -> None:
     """Count a call that runs exact attention; raise under policy="strict" unless it is merely short."""
     if implementation.policy == "strict" and reason != "short":
-        error = UnsupportedAttentionError(call.label, reason)
-        remedy = f"{REMEDIES[reason]}, or: " if reason in REMEDIES else ""
-        error.args = (
-            f"attention of layer {call.label!r}: got a call that INT8 attention can't do (reason {reason!r}), "
-            f'expected a supported one because the implementation is strict; {remedy}use the one without "_strict", '
-            "which runs such calls exactly",
-        )
-        raise error
+        (_refuse_export if torch.compiler.is_exporting() else _refuse)(call.label, reason)
     count(call.module, reason, device)
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_exporting():
+        _say_exported(call.label, reason)
+    elif not torch.compiler.is_compiling():
         _log_once(call, reason)
+
+
+def _refuse(label: str, reason: str) -> None:
+    error = UnsupportedAttentionError(label, reason)
+    remedy = f"{REMEDIES[reason]}, or: " if reason in REMEDIES else ""
+    error.args = (
+        f"attention of layer {label!r}: got a call that INT8 attention can't do (reason {reason!r}), "
+        f'expected a supported one because the implementation is strict; {remedy}use the one without "_strict", '
+        "which runs such calls exactly",
+    )
+    raise error
+
+
+# the tracer of an export can't make this error by itself; that of torch.compile leaves the layer to Python instead
+_refuse_export = torch.compiler.assume_constant_result(lambda label, reason: _refuse(label, reason))
+
+
+@torch.compiler.assume_constant_result
+def _say_exported(label: str, reason: str) -> None:
+    """An exported program has no report to look into: every layer is named while it is made."""
+    logger.warning(
+        "%s is exported with exact attention (reason: %s%s); a strict implementation raises instead", label, reason,
+        f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
+    )  # fmt: skip
 
 
 def _log_once(call: Call, reason: str) -> None:
@@ -275,3 +304,4 @@ def _log_once(call: Call, reason: str) -> None:
 
 
 register_transformers()
+watch_choices(PreTrainedModel, _implementations)

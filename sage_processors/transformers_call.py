@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import sys
 from dataclasses import dataclass
 
 import torch
+from torch.autograd import forward_ad
 
 from .transformers_masks import UNLIMITED, BandMask, plain_mask
 
@@ -101,34 +104,32 @@ def _biased(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
     """Position bias and mask as one float mask: -inf hides."""
     bias, mask = call.position_bias, plain_mask(call.mask)
     if causal:
-        bias, mask = bias[..., :seen], _causal(seq_q, seen, bias.device)
+        bias, mask = bias[..., :seen], causal_mask(seq_q, seen, bias.device)
     if mask is None:
         return bias
     return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
 
 
-def _causal(seq_q: int, seq_kv: int, device) -> torch.Tensor:
+def causal_mask(seq_q: int, seq_kv: int, device) -> torch.Tensor:
+    """bool [1, 1, S_q, S_kv]: row i sees keys up to i."""
     rows, keys = torch.arange(seq_q, device=device), torch.arange(seq_kv, device=device)
     return (keys <= rows[:, None])[None, None]
 
 
 def exact(call: Call, query, key, value):
     """The model's own exact attention: transformers' SDPA function, or the eager one for what SDPA would ignore."""
-    if not (call.weights or call.softcap or call.sinks is not None or call.unknown):
+    # SDPA reads a scale as a number: gradients through a tensor would end there
+    by_eager = call.weights or call.softcap or call.sinks is not None or call.unknown
+    if not (by_eager or isinstance(call.scaling, torch.Tensor)):
         return sdpa_attention_forward(
             call.module, query, key, value, plain_mask(call.mask), dropout=call.dropout, scaling=call.scaling,
             is_causal=call.is_causal, position_bias=call.position_bias,
         )  # fmt: skip
-    eager = getattr(sys.modules[type(call.module).__module__], "eager_attention_forward", None)
-    if eager is None:
-        raise NotImplementedError(
-            f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'} and no "
-            "eager_attention_forward beside its class, expected one; use set_attn_implementation('sdpa')"
-        )
+    eager = _eager_function(call)
     mask, bias = plain_mask(call.mask), call.position_bias
     if mask is None and call.is_causal and query.shape[2] > 1:  # eager functions apply what the mask says, no more
         seen = min(query.shape[2], key.shape[2])
-        key, value, mask = key[:, :, :seen], value[:, :, :seen], _causal(query.shape[2], seen, query.device)
+        key, value, mask = key[:, :, :seen], value[:, :, :seen], causal_mask(query.shape[2], seen, query.device)
         bias = None if bias is None else bias[..., :seen]
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros((), dtype=query.dtype, device=query.device).where(mask, torch.finfo(query.dtype).min)
@@ -139,29 +140,54 @@ def exact(call: Call, query, key, value):
     return eager(call.module, query, key, value, mask, scaling=scaling, dropout=call.dropout, **arguments)
 
 
-def refuse_gradients(call: Call, *tensors) -> None:
-    if not torch.is_grad_enabled():
-        return
-    mask = () if call.mask is None else (call.mask,)
-    sinks = () if call.sinks is None else (call.sinks,)
-    bias = () if call.position_bias is None else (call.position_bias,)
-    if any(x.requires_grad for x in (*tensors, *mask, *sinks, *bias)):
+def _eager_function(call: Call):
+    """The eager function of the module's own forward. Raises NotImplementedError if it would drop an argument."""
+    eager, named_by_forward = _eager_of(type(call.module))
+    if eager is None:
         raise NotImplementedError(
-            f"query, key or value of {call.label}: got requires_grad=True with grad enabled, expected inference: INT8 "
-            "attention has no backward; call the model under torch.no_grad(). To train, call model.train() (exact "
-            'attention then runs, and is reported) or model.set_attn_implementation("sdpa")'
+            f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'} and no "
+            "eager_attention_forward beside its class, expected one; use set_attn_implementation('sdpa')"
         )
+    taken = inspect.signature(eager).parameters
+    given = {"position_bias": call.position_bias, "softcap": call.softcap or None, "s_aux": call.sinks}
+    dropped = [name for name, x in given.items() if x is not None and name not in taken]
+    if "sinks" in eager.__code__.co_names:  # read from the module
+        dropped = [name for name in dropped if name != "s_aux"]
+    # what forward itself hands to implementations whose names it does not know, it has told the others otherwise
+    dropped += [name for name in call.unknown if name in named_by_forward and name not in taken]
+    if dropped:
+        raise NotImplementedError(
+            f"{call.label}: got {', '.join(dropped)}, which its {eager.__name__} does not take, expected arguments "
+            "that it does: they change the result; use set_attn_implementation('sdpa') or 'eager'"
+        )
+    return eager
 
 
-def refuse_packed(call: Call) -> None:
-    if call.others.get("cache") is not None:
-        raise NotImplementedError(
-            f"cache of {call.label}: got a paged cache, expected none: continuous batching can't run INT8 attention; "
-            'use model.set_attn_implementation("sdpa") for it'
-        )
-    lengths = call.others.get("cu_seq_lens_k", call.others.get("cu_seq_lens_q"))
-    if lengths is not None and call.mask is None and lengths.numel() > 2:
-        raise NotImplementedError(
-            f"cu_seq_lens of {call.label}: got {lengths.numel() - 1} packed sequences without a mask, expected a mask "
-            "that keeps them apart; pass position_ids that start at 0 in every sequence, and no attention_mask"
-        )
+@functools.cache
+def _eager_of(kind: type):
+    """The eager function that a module class's forward names, and all strings in that forward if it asks for names."""
+    for base in kind.__mro__:
+        forward = inspect.unwrap(vars(base).get("forward", base))
+        code = getattr(forward, "__code__", None)
+        for name in () if code is None else code.co_names:
+            if name.endswith("eager_attention_forward") and name in forward.__globals__:
+                strings = _strings(code.co_consts)
+                by_name = {"eager", "sdpa"} & strings
+                return inspect.unwrap(forward.__globals__[name]), strings if by_name else frozenset()
+    return getattr(sys.modules[kind.__module__], "eager_attention_forward", None), frozenset()
+
+
+def _strings(constants) -> frozenset[str]:
+    inner = (_strings(x) for x in constants if isinstance(x, tuple))
+    return frozenset(x for x in constants if isinstance(x, str)).union(*inner)
+
+
+def needs_gradient(call: Call, *tensors) -> bool:
+    """Whether PyTorch differentiates through this call, backward or forward: INT8 attention would drop that."""
+    others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)
+    given = (*tensors, *(x for x in others if isinstance(x, torch.Tensor)))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return True
+    if torch.compiler.is_compiling():  # a tangent can't be read there, and PyTorch traces none into a compiled call
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in given if not isinstance(x, BandMask))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import torch
@@ -19,6 +20,7 @@ EVENTS = (
     INT8_CACHE,
     *sage_kernels.REASONS,
     "training",
+    "gradient",
     "short",
     "output_attentions",
     "unknown_argument",
@@ -30,6 +32,8 @@ EVENTS = (
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
 REMEDIES = {
     "training": "the module is in training mode: call model.eval()",
+    "gradient": "INT8 attention has no backward: call the model under torch.no_grad()",
+    "no_attention": "none of its layers asks for an implementation, nothing can run in INT8",
     "dropout": "dropout belongs to training: call model.eval()",
     "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
 }
@@ -46,7 +50,12 @@ def _shared_counter(device: torch.device) -> torch.Tensor:
 
 
 def count(module, event: str, device: torch.device) -> None:
-    """Count a call of an attention module. device: where the call's tensors are."""
+    """Count a call of an attention module. device: where the call's tensors are.
+
+    Calls of an exported program are not counted: it runs without us, and would carry our counters along.
+    """
+    if torch.compiler.is_exporting():
+        return
     slot = _EVENT.get(event, _EVENT["other"])
     counter = getattr(module, "_sage_events", None)
     if counter is None:
@@ -67,17 +76,26 @@ def counted(module) -> dict[str, int]:
     return {event: number for event, number in zip(EVENTS, counter.numbers(), strict=True) if number}
 
 
-def _code_names(module) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+def _code_names(member) -> tuple[str, ...]:
+    """Names that the code of a class's member reads; none if it is no function."""
+    code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
     return () if code is None else code.co_names
 
 
-def _takes_implementations(module) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in _code_names(module)
+@functools.cache
+def _class_takes_implementations(kind: type) -> bool:
+    # PreTrainedModel names the table too, to check what is chosen
+    classes = (base for base in kind.__mro__ if base.__module__ != "transformers.modeling_utils")
+    return any("ALL_ATTENTION_FUNCTIONS" in _code_names(member) for base in classes for member in vars(base).values())
+
+
+def takes_implementations(module) -> bool:
+    """Whether the module's class asks transformers for its attention implementation, in forward or a helper of it."""
+    return _class_takes_implementations(type(module))
 
 
 def _attends_by_itself(module) -> bool:
-    names = _code_names(module)
+    names = _code_names(type(module).forward)
     return "Attention" in type(module).__name__ and ("softmax" in names or "scaled_dot_product_attention" in names)
 
 
@@ -143,7 +161,7 @@ def build_report(model, implementations: dict) -> AttentionReport:
     """
     rows, notes = [], []
     for name, module in model.named_modules():
-        if _takes_implementations(module):
+        if takes_implementations(module):
             if getattr(module, "_sage_events", None) is None:
                 parameter = next(module.parameters(), None)
                 where = "cpu" if parameter is None else parameter.device
@@ -156,6 +174,11 @@ def build_report(model, implementations: dict) -> AttentionReport:
                 | {"calls": 0, "cache_calls": 0, "fallbacks": {}}
                 | {"note": "attention in forward() that takes no implementation"}
             )
+    if not any(row["status"] != "not swappable" for row in rows):
+        notes.append(
+            f"Nothing of this {type(model).__name__} can run in INT8: no layer takes an attention implementation of "
+            "transformers."
+        )
     unnamed = sum((counter.cpu() for counter in _shared.values()), torch.zeros(len(EVENTS), dtype=torch.int64))
     if int(unnamed.sum()):
         by_event = {event: number for event, number in zip(EVENTS, unnamed.tolist(), strict=True) if number}

@@ -106,7 +106,7 @@ def sage_mask(
     Returns:
         None: nothing is hidden from a single row or in an encoder; else row i sees keys up to i, as everywhere in
             transformers.
-        BandMask: causal behind a cache, or a sliding window, without padding.
+        BandMask: causal with a cache that holds more keys than rows, or a sliding window, without padding.
         bool [B, 1, S_q, S_kv] otherwise; for padding alone a view of [B, 1, 1, S_kv], which the op takes as a mask
             of keys.
     """
@@ -159,8 +159,8 @@ def sage_mask(
             left = UNLIMITED
         if q_length == 1:
             return None if left == UNLIMITED and last == kv_length else written_out()
-        if left == UNLIMITED and first == 0:
-            return None
+        if left == UNLIMITED and first == 0 and q_length >= kv_length:
+            return None  # else a cache has room left: without a mask, rows that a model cuts off would be told wrongly
     return BandMask((batch_size, 1, q_length, kv_length), first, left, right, torch.empty(0, device=device))
 
 

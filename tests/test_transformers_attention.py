@@ -201,7 +201,7 @@ def test_an_empty_static_cache_is_cut_to_what_was_written(op_calls):
     with torch.no_grad():
         first = model(ids[:, :20], past_key_values=cache).logits
         rest = model(ids[:, 20:], past_key_values=cache).logits
-    assert op_calls[0]["shape"][1][1] == 64 and op_calls[0]["causal"] == "top_left"
+    assert op_calls[0]["shape"][1][1] == 20 and op_calls[0]["causal"] == "bottom_right"
     assert op_calls[2]["shape"][1][1] == 37 and op_calls[2]["causal"] == "bottom_right"
     assert relative_l2(torch.cat([first, rest], 1), stock) < 1e-5
 
@@ -260,15 +260,6 @@ def test_training_is_exact_counted_and_has_gradients():
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     report = sp.attention_report(model)
     assert report.calls == 0 and report.fallbacks == {"training": 2} and "model.eval()" in str(report)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt_oss", "t5"])
-def test_T01_gradients_in_eval_mode_are_refused(name):
-    model, inputs, stock = tiny(name)
-    model.requires_grad_(True)
-    with pytest.raises(NotImplementedError, match="requires_grad=True.*no_grad.*model.train"):
-        model(**inputs)
-    assert relative_l2(forward(model, inputs), stock) < 0.05  # under no_grad it runs
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5", "whisper"])

@@ -111,12 +111,13 @@ def test_nothing_long_is_written_out():
     million = 2**20
     window = {"mask_function": mu.sliding_window_causal_mask_function(4096), "local_size": 4096}
     assert sage_mask(1, million, million) is None
-    assert sage_mask(1, million, 2 * million) is None  # an empty static cache
+    empty = sage_mask(1, million, 2 * million)  # of a static cache
+    assert (empty.offset, empty.left, empty.right) == (0, UNLIMITED, 0)
     mask = sage_mask(1, million, million, attention_mask=torch.ones(1, million, dtype=torch.bool), **window)
     assert (mask.offset, mask.left, mask.right) == (0, 4095, 0)
     chunk = sage_mask(1, 4096, million, q_offset=million - 4096)
     assert (chunk.offset, chunk.left, chunk.right) == (million - 4096, UNLIMITED, 0)
-    assert all(isinstance(x, BandMask) for x in (mask, chunk))
+    assert all(isinstance(x, BandMask) for x in (mask, chunk, empty))
 
 
 def test_padding_of_an_encoder_is_a_mask_of_keys():
@@ -182,3 +183,108 @@ def test_a_band_goes_through_torch_compile():
         for seq_kv in (8, 9, 11):
             x = torch.randn(2, 1, 5, seq_kv)
             assert torch.equal(compiled(x, band(5, seq_kv)), function(x, band(5, seq_kv)))
+
+
+TRACED = [  # q_length, kv_length, q_offset, kv_offset, padding: square ones that are causal and ones that are not
+    (9, 9, 0, 0, "none"), (9, 9, 0, 0, "nothing"), (9, 9, 0, 0, "left"), (4, 4, 5, 0, "none"), (4, 4, 5, 5, "none"),
+    (4, 4, 0, 5, "none"), (4, 9, 0, 0, "none"), (1, 1, 0, 0, "none"), (1, 9, 8, 0, "none"),
+]  # fmt: skip
+
+
+ENCODERS = ["bidirectional", "bidirectional window5"]  # square, and no cache
+
+
+@pytest.mark.parametrize(
+    ("lengths", "name"),
+    [*itertools.product(TRACED, ["causal", "window5"])]
+    + [(lengths, name) for lengths, name in itertools.product(TRACED, ENCODERS) if lengths[0:2] == (9, 9)],
+)
+def test_a_traced_mask_reads_no_values_and_hides_the_same(lengths, name):
+    """What it holds is not known then: only a square causal mask without padding is left out."""
+    q_length, kv_length, q_offset, kv_offset, kind = lengths
+    two_sided = name in ENCODERS
+    function, local_size = FUNCTIONS.get(name, (mu.bidirectional_mask_function, None))
+    if name == "bidirectional window5":
+        function, local_size = mu.sliding_window_bidirectional_mask_function(5), 5
+    mask = padding(kind, max(q_offset, kv_offset) + max(q_length, kv_length))
+    arguments = {
+        "batch_size": 2, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
+        "mask_function": function, "local_size": local_size, "attention_mask": mask,
+        "allow_is_causal_skip": not two_sided, "allow_is_bidirectional_skip": two_sided,
+    }  # fmt: skip
+
+    def traced(x):
+        return x + 1, sage_mask(**arguments)
+
+    torch._dynamo.reset()
+    _, made = torch.compile(traced, backend="eager", fullgraph=True)(torch.zeros(1))
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    wanted = mu.sdpa_mask(**(arguments | skips))
+    seen = seen_by_the_op(made, q_length, kv_length, is_causal=not two_sided)
+    assert torch.equal(torch.broadcast_to(seen, wanted.shape), wanted)
+    left_out = kind == "none" and (name == "bidirectional" or (name == "causal" and lengths[:4] == (9, 9, 0, 0)))
+    assert (made is None) == (left_out or (name == "causal" and lengths[:4] == (1, 1, 0, 0)))
+
+
+@pytest.mark.parametrize(("left", "right"), [(UNLIMITED, UNLIMITED), (UNLIMITED, 2), (2, UNLIMITED), (0, 0)])
+def test_a_band_without_a_bound_has_none(left, right):
+    mask = BandMask((1, 1, 4, 6), 1, left, right, torch.empty(0)).plain()
+    bounds = (9 if left == UNLIMITED else left, 9 if right == UNLIMITED else right)
+    assert mask[0, 0].tolist() == [[-bounds[0] <= k - (q + 1) <= bounds[1] for k in range(6)] for q in range(4)]
+
+
+@pytest.mark.parametrize("window", [8, 9, 10])
+def test_a_window_that_hides_nothing_is_none(window):
+    causal = {"mask_function": mu.sliding_window_causal_mask_function(window), "local_size": window}
+    made = sage_mask(1, 9, 9, **causal)
+    assert (made is None) == (window >= 9) and (made is None or (made.left, made.right) == (7, 0))
+    behind = sage_mask(1, 4, 9, q_offset=5, **causal)
+    assert (behind.left, behind.right) == ((7, 0) if window == 8 else (UNLIMITED, 0))
+    both = sage_mask(1, 9, 9, mask_function=mu.sliding_window_bidirectional_mask_function(window), local_size=window,
+                     allow_is_causal_skip=False, allow_is_bidirectional_skip=True)  # fmt: skip
+    assert both is None
+    near = sage_mask(1, 9, 9, mask_function=mu.sliding_window_bidirectional_mask_function(7), local_size=7,
+                     allow_is_causal_skip=False, allow_is_bidirectional_skip=True)  # fmt: skip
+    assert (near.left, near.right) == (7, 7)
+
+
+def test_padding_that_a_window_has_left_behind_needs_no_mask():
+    window = {"mask_function": mu.sliding_window_causal_mask_function(4), "local_size": 4, "q_offset": 9}
+    for hidden, band in ((5, True), (6, False)):  # row 9 sees keys from 6 on
+        mask = torch.ones(2, 13, dtype=torch.bool)
+        mask[0, hidden] = False
+        assert isinstance(sage_mask(2, 4, 13, attention_mask=mask, **window), BandMask) == band
+
+
+def test_what_a_static_cache_has_not_filled_is_no_padding():
+    mask = sage_mask(2, 9, 16, attention_mask=torch.ones(2, 9, dtype=torch.bool))
+    assert isinstance(mask, BandMask) and (mask.offset, mask.left, mask.right) == (0, UNLIMITED, 0)
+
+
+def test_three_functions_are_no_band():
+    function = mu.and_masks(mu.sliding_window_overlay(3), mu.causal_mask_function, mu.causal_mask_function)
+    mask = sage_mask(1, 9, 9, mask_function=function, local_size=3)
+    assert torch.equal(mask, mu.sdpa_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_recorded_mask_is_not_the_one_of_its_example():
+    """torch.jit.trace: what is read while it records would be built in."""
+
+    def written(padding):
+        return sage_mask(2, 9, 9, attention_mask=padding).clone()
+
+    recorded = torch.jit.trace(written, torch.ones(2, 9, dtype=torch.bool), check_trace=False)
+    mask = padding("left", 9)
+    assert torch.equal(recorded(mask), mu.sdpa_mask(2, 9, 9, attention_mask=mask, allow_is_causal_skip=False))
+
+
+def test_a_traced_mask_reads_no_offset_either():
+    def traced(offset):
+        return sage_mask(2, 9, 9, q_offset=offset)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(traced, backend="eager", fullgraph=True)
+    for offset in (0, 3):
+        wanted = mu.sdpa_mask(2, 9, 9, q_offset=torch.tensor(offset), allow_is_causal_skip=False)
+        assert torch.equal(compiled(torch.tensor(offset)), wanted)
