@@ -72,6 +72,7 @@ _MODULES = (
     "transformers_call",
     "transformers_counts",
     "transformers_masks",
+    "whole_file",
     "windows",
 )
 __all__ = [

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from sage_kernels.recipe import DEFAULT_RECIPE
 
+from .whole_file import write_whole
+
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
@@ -72,7 +74,7 @@ def update(readme: str | Path, results: str | Path) -> bool:
     }
     changed = [path for path in texts if not path.is_file() or path.read_text(encoding="utf-8") != texts[path]]
     for path in changed:
-        path.write_text(texts[path], encoding="utf-8")
+        write_whole(path, texts[path])
     return bool(changed)
 
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 import csv
 import datetime
 import importlib.metadata
+import io
+import os
 import subprocess
 from pathlib import Path
+
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such lock: there, one process at a time
+    fcntl = None
 
 
 COLUMNS = (
@@ -44,7 +52,8 @@ def environment() -> dict[str, str]:
 def append_row(path: str | Path, **fields) -> None:
     """Append one row; unnamed columns stay empty, the environment's columns are filled in.
 
-    Raises: ValueError for an unknown or missing column, an unknown suite, or a file with other columns.
+    Several processes may append to one file. A write that fails (a full disk) leaves the file as it was.
+    Raises: ValueError for an unknown or missing column, an unknown suite, or a file with other columns; OSError.
     """
     unknown = sorted(set(fields) - set(COLUMNS))
     missing = sorted(name for name in REQUIRED if fields.get(name) is None)
@@ -52,15 +61,32 @@ def append_row(path: str | Path, **fields) -> None:
         raise ValueError(f"fields: got unknown {unknown} and missing {missing}, expected columns of {COLUMNS}")
     if fields["suite"] not in SUITES:
         raise ValueError(f"suite: got {fields['suite']!r}, expected one of {list(SUITES)}")
-    path = Path(path)
-    is_new = not path.exists() or path.stat().st_size == 0
-    if not is_new and read_header(path) != COLUMNS:
-        raise ValueError(f"{path}: got columns {read_header(path)}, expected {COLUMNS}")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
-        if is_new:
+    row, path = {**environment(), **fields}, Path(path)
+    with path.open("ab", buffering=0) as file:  # a buffer would be written once more when the file is closed
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed: one writes the header, and no rows mix
+        size = file.seek(0, os.SEEK_END)
+        check_columns(path)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, COLUMNS, restval="", lineterminator="\n")
+        if size == 0:
             writer.writeheader()
-        writer.writerow({**environment(), **fields})
+        writer.writerow(row)
+        left = text.getvalue().encode("utf-8")
+        try:
+            while left:
+                left = left[file.write(left) :]
+            os.fsync(file.fileno())
+        except OSError:
+            os.ftruncate(file.fileno(), size)
+            raise
+
+
+def check_columns(path: str | Path) -> None:
+    """Raise ValueError for a file that is there, not empty, and has other columns than results.csv."""
+    path = Path(path)
+    if path.exists() and path.stat().st_size and read_header(path) != COLUMNS:
+        raise ValueError(f"{path}: got columns {read_header(path)}, expected {COLUMNS}")
 
 
 def is_crossover_row(row: dict[str, str]) -> bool:
