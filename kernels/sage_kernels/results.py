@@ -1,9 +1,14 @@
-"""Append-only access to results.csv: one row per measured number, one place that knows the columns."""
+"""Append-only access to results.csv: one row per measured number, one place that knows the columns.
+
+And what a number or a test's outcome is of: the commit, whether it had been edited, and a hash of the kernels.
+"""
 
 from __future__ import annotations
 
 import csv
 import datetime
+import functools
+import hashlib
 import importlib.metadata
 import io
 import os
@@ -36,17 +41,60 @@ def environment() -> dict[str, str]:
         triton_version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         triton_version = ""
-    here = Path(__file__).resolve().parent
-    git = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": git.stdout.strip(),
+        "commit": commit(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
         "triton": triton_version,
     }
+
+
+UNKNOWN, DIRTY = "unknown", "+dirty"
+SOURCES = Path(__file__).resolve().parent
+
+
+@functools.cache  # of the sources that this process has loaded, whatever is edited later
+def commit(folder: Path = SOURCES) -> str:
+    """Short hash of the commit that these sources are of; with "+dirty" if a Python file of the checkout was edited.
+
+    The environment variable SAGE_COMMIT says it for a copy without a repository (on another machine). Else "unknown".
+    """
+    if passed := os.environ.get("SAGE_COMMIT", "").strip():
+        return passed
+    try:
+        _git(folder, "ls-files", "--error-unmatch", Path(__file__).name)  # not a repository that merely holds a venv
+        name = _git(folder, "rev-parse", "--short", "HEAD").strip()
+        edited = _git(folder, "status", "--porcelain", "--", ":(top,glob)**/*.py").strip()
+    except (OSError, subprocess.CalledProcessError):  # no git, no repository
+        return UNKNOWN
+    return name + DIRTY if edited else name
+
+
+def kernel_sources(folder: Path = SOURCES) -> str:
+    """sha256, hex, of every Python file below `folder`: its content and its path from there."""
+    found = hashlib.sha256()
+    for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")):
+        content = path.read_bytes()
+        found.update(f"{len(name.encode())} {name} {len(content)} ".encode() + content)
+    return found.hexdigest()
+
+
+def outcome_meta(begun_with: str) -> dict:
+    """What an outcome of tests says of its origin: `environment`, and
+
+    kernel_sources: `begun_with`, the hash when the run began; or that they were edited while it ran.
+    dirty: whether the commit had been edited; None where that is not known.
+    """
+    where = environment()
+    same = kernel_sources() == begun_with
+    dirty = None if where["commit"] == UNKNOWN else where["commit"].endswith(DIRTY)
+    return where | {"kernel_sources": begun_with if same else "edited during the run", "dirty": dirty}
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    command = ["git", "--no-optional-locks", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def append_row(path: str | Path, **fields) -> None:
