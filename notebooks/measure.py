@@ -35,11 +35,11 @@ import tiny_data  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
 from sage_kernels import RECIPES  # noqa: E402
-from sage_kernels.results import append_row, environment  # noqa: E402
+from sage_kernels.results import append_row, check_appendable, environment  # noqa: E402
 from sage_processors import hard_variants, pipelines, quality  # noqa: E402
 from sage_processors.feature_distance import features, load_classifier  # noqa: E402
 from sage_processors.picture_report import Pictures, Row, report  # noqa: E402
-from sage_processors.whole_file import whole_file, write_whole  # noqa: E402
+from sage_processors.whole_file import check_output, whole_file, write_whole  # noqa: E402
 
 
 COLUMNS = ("pipeline", "recipe", "scaling", "device", "steps", "images", "metric", "unit", "value", "low", "high")
@@ -76,7 +76,9 @@ def load(name: str, device: str):
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch_dtype: the only name in diffusers 0.36
-        pipe = DiffusionPipeline.from_pretrained(pipelines.path(name.removesuffix("_hard")), torch_dtype=dtype)
+        pipe = DiffusionPipeline.from_pretrained(
+            pipelines.path(name.removesuffix("_hard")), torch_dtype=dtype, use_safetensors=True
+        )
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
@@ -269,6 +271,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE / "data" / "quality.csv", help="the table")
     parser.add_argument("--csv", type=Path, help="results.csv to append the table to as well")
     arguments = parser.parse_args()
+    check_output(arguments.out, "--out")
+    if arguments.csv:
+        check_appendable(arguments.csv)
     deadline = time.monotonic() + 60 * arguments.minutes
     size = Size(arguments.images, arguments.steps, arguments.batch)
     unfinished, table = 0, []

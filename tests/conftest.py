@@ -105,6 +105,12 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # with xdist, the workers report to this process, which alone writes
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
+        from sage_processors.whole_file import check_output
+
+        try:
+            check_output(config.getoption("--outcomes"), "--outcomes")
+        except ValueError as error:  # before all tests, not behind them
+            raise pytest.UsageError(str(error)) from error
         config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
 
 

@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE, RECIPES
 from sage_kernels.crossover import is_short
-from sage_kernels.results import append_row
+from sage_kernels.results import append_row, check_appendable
 from sage_kernels.testing import relative_l2
 
 
@@ -318,6 +318,8 @@ def main(arguments=None) -> int:
         print("bench_end_to_end.py times models on a GPU: no CUDA GPU was found here.", file=sys.stderr)
         return 2
     csv = None if options.no_save else options.csv or (None if options.tiny else RESULTS)
+    if csv is not None:
+        check_appendable(csv)
     failures, model, built = [], None, None
     for case in chosen_cases(options):
         if built != (type(case), case.config):

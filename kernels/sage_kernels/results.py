@@ -137,6 +137,18 @@ def check_columns(path: str | Path) -> None:
         raise ValueError(f"{path}: got columns {read_header(path)}, expected {COLUMNS}")
 
 
+def check_appendable(path: str | Path) -> None:
+    """Raise ValueError unless rows can be appended to `path`: to be called before hours of work that end in them."""
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise ValueError(f"path: got {str(path)!r}, but folder {path.parent} does not exist; make it first")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"path: got {str(path)!r}, which is no regular file, expected a results.csv")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"path: got {str(path)!r}, which may not be written to; choose another one")
+    check_columns(path)
+
+
 def is_crossover_row(row: dict[str, str]) -> bool:
     """Whether a row is of few heads or short calls: evidence for crossover.py, too many rows for a page."""
     return row["suite"] == "attention_fwd" and "_BH" in row["case"]
