@@ -159,6 +159,17 @@ def is_scaling_row(row: dict[str, str]) -> bool:
     return row["case"].partition("/")[2] not in (*CALLS, *SOFTMAX)
 
 
+def is_without_int8(row: dict[str, str], int8_calls: str | None = None) -> bool:
+    """Whether no attention call of ours ran in INT8 where a whole model was timed: its ratio is not one of ours.
+
+    int8_calls: median of that metric in the same run. A run that did not record it was without where its output is
+    stock attention's to the last digit.
+    """
+    if int8_calls is not None:
+        return float(int8_calls) == 0
+    return row["rel_l2_error"] != "" and float(row["rel_l2_error"]) == 0
+
+
 def read_header(path: Path) -> list[str]:
     with path.open(newline="") as file:
         return next(csv.reader(file))
