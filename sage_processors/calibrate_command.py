@@ -230,6 +230,7 @@ def _record(pipe, label: str, results, csv: Path | None, baselines) -> None:
     from . import cli
 
     cli.console.print(cli._quality_table(label, results))
+    cli._refuse_idle(results)
     for baseline in baselines:
         if any(result.name == baseline for result in results) and len(results) > 1:
             for field in COMPARED:

@@ -33,7 +33,6 @@ from .whole_file import check_output
 
 
 logger = logging.getLogger("sage_processors")
-
 HELD_OUT = 2**24  # added to the seeds for every look at pictures that chose nothing
 MAX_LOOKS = 4
 MAX_STATE_BYTES = 16 * 2**20
@@ -78,7 +77,10 @@ class Calibration:
         for name in ("options", "attention time", "PSNR mean, dB", "95 % above", "PSNR worst, dB", "INT8 calls"):
             table.add_column(name, justify="left" if name == "options" else "right")
         for row in self.curve:
-            psnr = (f"{row[name]:.2f}" for name in ("psnr_db", "psnr_db_low", "psnr_db_worst"))
+            names = ("psnr_db", "psnr_db_low", "psnr_db_worst")
+            psnr = (
+                f"{row[name]:.2f}" if row["int8_share"] else "–" for name in names
+            )  # all exact: nothing to compare
             table.add_row(row["label"], f"{row['cost']:.3f}", *psnr, f"{row['int8_share']:.0%}")
         console.print(table)
         verdict = "met" if self.met else "NOT met, the best reachable is"

@@ -200,9 +200,7 @@ def bench_quality(
                 if half:
                     results.append(quality.floor(pipe, prompts, seeds, on_step=tick, **size))
             console.print(_quality_table(label, results))
-            idle = [result.name for result in results if result.recipe and not result.int8_calls]
-            if idle:
-                _fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
+            _refuse_idle(results)
             if csv is not None:
                 quality.append_results(csv, label, results, device=str(pipe.device))
     if csv is not None:
@@ -234,6 +232,13 @@ def bench_tables(
     except ValueError as error:
         raise typer.BadParameter(f"{readme}: {error}", param_hint="--readme") from error
     console.print(f"{readme}: {'updated' if changed else 'already up to date'}", markup=False, highlight=False)
+
+
+def _refuse_idle(results) -> None:
+    """End where a variant ran nothing in INT8: stock pictures compared with themselves are no measurement."""
+    idle = [result.name for result in results if result.recipe and not result.int8_calls]
+    if idle:
+        _fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
 
 
 def _fail(message: str) -> NoReturn:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 import sage_processors as sp
@@ -181,6 +182,24 @@ def test_what_did_not_run_in_int8_has_no_psnr_in_a_table():
     )
     cells = [list(column.cells) for column in cli._quality_table("x", [idle, ran, floor]).columns]
     assert cells[1:5] == [["–", "50.00", "60.00"]] * 2 + [["–", "0.900000", "0.950000"]] * 2
+
+
+def test_rules_record_nothing_when_nothing_ran(tmp_path, monkeypatch):
+    exact = quality.Variant("dynamic", sp.SageAttnProcessor(scaling="dynamic", min_tokens=100_000))
+    monkeypatch.setattr(quality, "study_variants", lambda: (exact,))
+    code, said = invoke("bench", "rules", *SMALL, "--hard", "plain", "--csv", tmp_path / "r.csv")
+    assert code == 1 and "no attention call of dynamic ran in INT8" in said and not (tmp_path / "r.csv").exists()
+
+
+def test_options_that_are_all_exact_have_no_psnr_in_a_curve(capsys):
+    psnr = {"psnr_db": 120.0, "psnr_db_low": 119.5, "psnr_db_worst": 119.0}
+    curve = [
+        {"label": "exact", "cost": 1.0, "int8_share": 0.0, **psnr},
+        {"label": "ran", "cost": 0.7, "int8_share": 0.5, **psnr},
+    ]
+    calibration.Calibration(sp.SageAttnProcessor(), True, {}, {}, curve, []).print(Console(width=200))
+    exact, ran = (line for line in capsys.readouterr().out.splitlines() if "1.000" in line or "0.700" in line)
+    assert "120.00" in ran and "119.50" in ran and "dB" not in exact and "12" not in exact and exact.count("–") == 3
 
 
 class Bomb:
