@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from diffusers import FluxPipeline
 from tiny_check import check_folder
+
+from sage_processors.whole_file import whole_file
 
 
 NAMES = ("tiny_sd", "tiny_flux")
@@ -96,8 +97,8 @@ class Trainer:
         self.state["optimizer"] = optimizer.state_dict() if optimizer else None
         config = {k: self.modules["vae"].config[k] for k in ("scaling_factor", "shift_factor")}
         weights = {k: m.state_dict() for k, m in self.modules.items()}
-        torch.save({**self.state, "modules": weights, "vae_config": config}, f"{self.checkpoint}.part")
-        os.replace(f"{self.checkpoint}.part", self.checkpoint)
+        with whole_file(self.checkpoint) as file:
+            torch.save({**self.state, "modules": weights, "vae_config": config}, file)
         self.saved_at = time.monotonic()
 
     def run_stage(self, stage: str, end_s: float, params: list, loss_of_step) -> bool:

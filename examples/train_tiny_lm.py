@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import platform
 import time
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sage_processors import language
+from sage_processors.whole_file import whole_file
 
 
 WARM_UP = 100  # steps
@@ -107,8 +107,8 @@ def shipped_text(documents: list[tiny_text.Document]) -> list[dict[str, str]]:
 
 def replace(content, path: Path) -> None:
     """torch.save, of which no reader ever sees half."""
-    torch.save(content, f"{path}.part")
-    os.replace(f"{path}.part", path)
+    with whole_file(path) as file:
+        torch.save(content, file)
 
 
 class Trainer:

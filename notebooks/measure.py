@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import sys
 import time
@@ -34,10 +35,11 @@ import tiny_data  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
 from sage_kernels import RECIPES  # noqa: E402
-from sage_kernels.results import append_row, environment  # noqa: E402
+from sage_kernels.results import append_row, check_appendable, environment  # noqa: E402
 from sage_processors import hard_variants, pipelines, quality  # noqa: E402
 from sage_processors.feature_distance import features, load_classifier  # noqa: E402
 from sage_processors.picture_report import Pictures, Row, report  # noqa: E402
+from sage_processors.whole_file import check_output, whole_file, write_whole  # noqa: E402
 
 
 COLUMNS = ("pipeline", "recipe", "scaling", "device", "steps", "images", "metric", "unit", "value", "low", "high")
@@ -74,7 +76,9 @@ def load(name: str, device: str):
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch_dtype: the only name in diffusers 0.36
-        pipe = DiffusionPipeline.from_pretrained(pipelines.path(name.removesuffix("_hard")), torch_dtype=dtype)
+        pipe = DiffusionPipeline.from_pretrained(
+            pipelines.path(name.removesuffix("_hard")), torch_dtype=dtype, use_safetensors=True
+        )
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
@@ -120,7 +124,7 @@ class Measurement:
             raise ValueError(
                 f"work: {path} was made with {path.read_text().strip()}, expected {options}; choose another folder"
             )
-        path.write_text(json.dumps(options))
+        write_whole(path, json.dumps(options))
 
     def planted(self):
         """Context in which the pipeline is the one that the name says."""
@@ -144,9 +148,9 @@ class Measurement:
     def _kept(self, variant: str, index: int, make) -> dict:
         path = self._chunk(variant, index)
         if not path.is_file():
-            part = path.with_suffix(".part")
-            torch.save(make(), part)
-            part.replace(path)  # a chunk is whole or not there
+            made = make()
+            with whole_file(path) as file:  # a chunk is whole or not there
+                torch.save(made, file)
         return torch.load(path, weights_only=True)
 
     def run(self, variant: quality.Variant, over=lambda: False) -> bool:
@@ -234,10 +238,11 @@ def write_table(path: Path, rows: list[dict]) -> None:
     """Put rows into the table: those of the same pipeline, recipe and device are replaced, others stay."""
     done = {(r["pipeline"], r["recipe"], r["device"]) for r in rows}
     kept = [r for r in read_table(path) if (r["pipeline"], r["recipe"], r["device"]) not in done]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept + rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(kept + rows)
+    write_whole(path, text.getvalue())
 
 
 def append_to_results(path: Path, rows: list[dict]) -> None:
@@ -266,6 +271,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=HERE / "data" / "quality.csv", help="the table")
     parser.add_argument("--csv", type=Path, help="results.csv to append the table to as well")
     arguments = parser.parse_args()
+    check_output(arguments.out, "--out")
+    if arguments.csv:
+        check_appendable(arguments.csv)
     deadline = time.monotonic() + 60 * arguments.minutes
     size = Size(arguments.images, arguments.steps, arguments.batch)
     unfinished, table = 0, []

@@ -44,6 +44,7 @@ _MODULES = (
     "calibration",
     "carry",
     "cli",
+    "command_checks",
     "config",
     "discovery",
     "doctor",
@@ -60,6 +61,7 @@ _MODULES = (
     "policy",
     "probe",
     "processors",
+    "progress_bar",
     "quality",
     "rebind",
     "report",
@@ -74,6 +76,7 @@ _MODULES = (
     "transformers_counts",
     "transformers_masks",
     "transformers_visible",
+    "whole_file",
     "windows",
 )
 __all__ = [

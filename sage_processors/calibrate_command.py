@@ -13,6 +13,7 @@ from rich.table import Table
 
 from . import hard_variants, metrics, pipelines, quality
 from .calibration import HELD_OUT, calibrate
+from .command_checks import check_csv, check_file, float32_settings_kept
 from .config import SageAttnProcessor
 
 
@@ -66,6 +67,7 @@ def case_label(name: str, pipe) -> str:
     return Path(name).name + dtype
 
 
+@float32_settings_kept()
 def calibrate_policy(
     pipeline: PipelineOption = "tiny_sd",
     target_psnr: Annotated[float | None, typer.Option(help="Mean PSNR against stock attention, dB.")] = None,
@@ -88,18 +90,22 @@ def calibrate_policy(
     from . import cli
 
     variants = _variants([hard or "plain"])
+    check_file(output, "--output", ".json")
+    check_file(state, "--state", ".json")
+    check_csv(csv)
     pipe = cli._load_pipeline(pipeline, device, dtype)
     prompts, seeds = cli._prompts(images), [seed + i for i in range(images)]
     with next(iter(variants.values()))(_denoiser(pipe)):
         try:
             found = calibrate(
                 pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
-                scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, path=output,
-                state_path=state, config=_options(pipeline),
+                scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, state_path=state,
+                config=_options(pipeline),
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
         found.print(cli.console)
+        found.save(output)
         cli.console.print(f"Policy: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
         if csv is not None:
             fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds that decided nothing
@@ -107,11 +113,13 @@ def calibrate_policy(
             variant = quality.Variant(quality.POLICY, found.config)
             drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)[quality.POLICY]
             label = case_label(pipeline, pipe) + (f"_{hard}" if hard else "")
+            cli.console.print(cli._quality_table(label, [drawn]))
             quality.append_results(csv, label, [drawn], device=str(pipe.device))
     if not found.met:
         raise typer.Exit(1)
 
 
+@float32_settings_kept()
 def rules(
     pipeline: PipelineOption = "tiny_sd",
     images: ImagesOption = 8,
@@ -137,6 +145,7 @@ def rules(
         raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {expected}", param_hint="--variant")
     chosen = [v for v in known if not variant or v.name in variant]
     settings = _variants(hard)
+    check_csv(csv)
     pipe = cli._load_pipeline(pipeline, device, dtype)
     prompts, seeds = cli._prompts(images), [seed + i for i in range(images)]
     for name, harder in settings.items():
@@ -149,6 +158,7 @@ def rules(
         _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))
 
 
+@float32_settings_kept()
 def transfer(
     pipeline: PipelineOption = "tiny_sd",
     source: Annotated[str, typer.Option(help="Scheduler to learn with, CLASS:STEPS or CLASS:STEPS:shift=S.")] = (
@@ -168,6 +178,7 @@ def transfer(
     """What a table of scales loses with another scheduler than it was learnt with: own table, and transferred."""
     from . import cli
 
+    check_csv(csv)
     pipe = cli._load_pipeline(pipeline, device, dtype)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
     config, prompts = _options(pipeline), cli._prompts(images)
@@ -219,6 +230,7 @@ def _record(pipe, label: str, results, csv: Path | None, baselines) -> None:
     from . import cli
 
     cli.console.print(cli._quality_table(label, results))
+    cli._refuse_idle(results)
     for baseline in baselines:
         if any(result.name == baseline for result in results) and len(results) > 1:
             for field in COMPARED:

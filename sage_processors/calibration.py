@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from contextlib import contextmanager
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,11 +25,14 @@ from .attention_cost import CostTable
 from .config import BY_CALL, SageAttnProcessor
 from .demotion import Choice, Demotion, Way
 from .ladders import label, ladders
+from .progress_bar import progress_bar
 from .scale_rules import NEED_RUNS
 from .strict_json import strict_json, strict_object
 from .timestep import can_track, noise_levels
+from .whole_file import check_output
 
 
+logger = logging.getLogger("sage_processors")
 HELD_OUT = 2**24  # added to the seeds for every look at pictures that chose nothing
 MAX_LOOKS = 4
 MAX_STATE_BYTES = 16 * 2**20
@@ -74,7 +77,10 @@ class Calibration:
         for name in ("options", "attention time", "PSNR mean, dB", "95 % above", "PSNR worst, dB", "INT8 calls"):
             table.add_column(name, justify="left" if name == "options" else "right")
         for row in self.curve:
-            psnr = (f"{row[name]:.2f}" for name in ("psnr_db", "psnr_db_low", "psnr_db_worst"))
+            names = ("psnr_db", "psnr_db_low", "psnr_db_worst")
+            psnr = (
+                f"{row[name]:.2f}" if row["int8_share"] else "–" for name in names
+            )  # all exact: nothing to compare
             table.add_row(row["label"], f"{row['cost']:.3f}", *psnr, f"{row['int8_share']:.0%}")
         console.print(table)
         verdict = "met" if self.met else "NOT met, the best reachable is"
@@ -116,7 +122,8 @@ def calibrate(
             the same inputs and model goes on from there.
         progress: show a progress bar (rich).
     Returns: Calibration; `met` says whether the budget was met.
-    Raises: TypeError, ValueError (arguments, or a state of another calibration).
+    Raises: TypeError, ValueError (arguments, files that can't be written, or a state of another calibration); OSError
+        where the disk is full at the end: what was found is in the log then.
     """
     config = SageAttnProcessor() if config is None else config
     seeds = list(range(len(inputs))) if seeds is None else list(seeds)
@@ -126,7 +133,7 @@ def calibrate(
     bases = [dataclasses.replace(config, recipe=r, scaling=s) for r in recipes for s in scalings]
     if not bases:
         raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")
-    with _bar(progress) as show:
+    with progress_bar(progress) as show:
         search = _Search(
             pipe, list(inputs), seeds, min_tokens=config.min_tokens, steps=steps, batch=batch, kind=kind,
             path=state_path, show=show,
@@ -136,7 +143,11 @@ def calibrate(
         else:
             found = _for_error(search, bases, float(max_attention_error))
     if path is not None:
-        found.save(path)
+        try:
+            found.save(path)
+        except OSError:  # a disk that has filled up since: what took so long to find is not lost with it
+            logger.error("path: %s can't be written; what was found: %s", path, found)
+            raise
     return found
 
 
@@ -152,28 +163,11 @@ def _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_pa
     if kind not in ("counted", "measured"):
         raise ValueError(f'cost: got {kind!r}, expected "auto", "counted" or "measured"')
     for name, value in (("path", path), ("state_path", state_path)):
-        if value is not None and Path(value).suffix != ".json":
+        if value is None:
+            continue
+        if Path(value).suffix != ".json":
             raise ValueError(f"{name}: got {Path(value).name!r}, expected a name that ends in .json")
-
-
-@contextmanager
-def _bar(enabled: bool):
-    """Yields show(label, steps) -> on_step."""
-    if not enabled:
-        yield lambda label, steps: None
-        return
-    try:
-        from rich.progress import Progress
-    except ImportError as error:
-        raise ImportError("the progress bar needs rich: pip install sage-processors, or progress=False") from error
-    with Progress() as bar:
-        task = bar.add_task("stock attention", total=None)
-
-        def show(label, steps):
-            bar.reset(task, description=label, total=steps)
-            return lambda: bar.advance(task)
-
-        yield show
+        check_output(value, name)
 
 
 class _Search:
@@ -239,14 +233,21 @@ class _Search:
         key = json.dumps([dataclasses.asdict(config), look, probe], sort_keys=True)
         if key not in self._outcomes:
             self._outcomes[key] = self._draw(config, look, probe)
-            if self._path is not None:
-                policy.write_json(self._path, {"fingerprint": self._fingerprint, "outcomes": self._outcomes})
+            self._keep()
         outcome = self._outcomes[key] | {"cost": round(self.cost(config), 6)}
         outcome["errors"] = {layer: demotion.relative_l2(sums.values()) for layer, sums in outcome["noise"].items()}
         if look == 0:
             row = {"label": label(config)} | _numbers(outcome)
             self.curve[_key(config)] = row
         return outcome
+
+    def _keep(self) -> None:
+        if self._path is None:
+            return
+        try:
+            policy.write_json(self._path, {"fingerprint": self._fingerprint, "outcomes": self._outcomes})
+        except OSError as error:  # the search goes on: only a later one would have gone faster
+            logger.warning("state_path: %s can't be written (%s); the search goes on without", self._path, error)
 
     def _draw(self, config, look: int, probe: bool) -> dict:
         seeds = [seed + look * HELD_OUT for seed in self._seeds]

@@ -24,6 +24,7 @@ except ImportError as missing:
 
 from . import pipelines
 from .calibrate_command import DTYPES, DtypeOption, calibrate_policy, case_label, own_dtype, rules, transfer
+from .command_checks import check_csv, check_picture, float32_settings_kept, save_picture
 from .config import SCALINGS, SageAttnProcessor
 from .language_command import bench_language
 
@@ -61,6 +62,7 @@ def main() -> None:
 
 
 @app.command()
+@float32_settings_kept()
 def demo(
     pipeline: PipelineOption = "tiny_sd",
     prompt: Annotated[list[str] | None, typer.Option(help="May be repeated; one picture each.")] = None,
@@ -74,8 +76,7 @@ def demo(
 ) -> None:
     """Draw the same seeds with stock and with INT8 attention, and show what differs."""
     config = _config(recipe, scaling)
-    if not output.parent.is_dir():
-        raise typer.BadParameter(f"folder {output.parent} does not exist", param_hint="--output")
+    check_picture(output)
     pipe = _load_pipeline(pipeline, device)
     from . import quality
     from .side_by_side import amplification, side_by_side
@@ -90,20 +91,22 @@ def demo(
             ours = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
         report = handle.report()
     result = quality.compare(scaling, recipe, ours, stock, (report.calls, sum(report.fallbacks.values())))
-    side_by_side(stock, ours, prompts, amplification(stock, ours)).save(output)
     report.print(console)
     per_picture = Table(title=f"{recipe}, {scaling}: against stock attention, same seeds", title_justify="left")
     for name, justify in (("prompt", "left"), ("seed", "right"), ("PSNR, dB", "right"), ("SSIM", "right")):
         per_picture.add_column(name, justify=justify)
     for text, number, psnr, ssim in zip(prompts, seeds, result.psnr_db, result.ssim, strict=True):
         per_picture.add_row(text, str(number), f"{psnr:.2f}", f"{ssim:.5f}")
-    console.print(per_picture)
     if result.int8_calls == 0:
         console.print(
-            "No attention call ran in INT8 (the table above says why): both pictures are stock.", style="yellow"
+            "No attention call ran in INT8 (the table above says why): both pictures are stock, nothing to compare.",
+            style="yellow",
         )
-    mean_psnr, mean_ssim = sum(result.psnr_db) / len(prompts), sum(result.ssim) / len(prompts)
-    console.print(f"PSNR {mean_psnr:.2f} dB, SSIM {mean_ssim:.5f} (means), worst PSNR {min(result.psnr_db):.2f} dB")
+    else:
+        console.print(per_picture)
+        means = sum(result.psnr_db) / len(prompts), sum(result.ssim) / len(prompts)
+        console.print(f"PSNR {means[0]:.2f} dB, SSIM {means[1]:.5f} (means), worst PSNR {min(result.psnr_db):.2f} dB")
+    save_picture(side_by_side(stock, ours, prompts, amplification(stock, ours)), output)
     console.print(f"Picture: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
 
 
@@ -152,6 +155,7 @@ def doctor(
 
 
 @bench.command("quality")
+@float32_settings_kept()
 def bench_quality(
     pipeline: Annotated[list[str], typer.Option(help="May be repeated; as for demo.")] = ["tiny_sd"],  # noqa: B006
     steps: Annotated[int, typer.Option(min=1, help="Denoising steps.")] = 25,
@@ -177,8 +181,7 @@ def bench_quality(
         raise typer.BadParameter(f"{', '.join(unknown)}: expected some of {', '.join(known)}", param_hint="--variant")
     if outlier < 1 or outlier & (outlier - 1):
         raise typer.BadParameter(f"{outlier} is not a power of two", param_hint="--outlier")
-    if csv is not None and not csv.parent.is_dir():
-        raise typer.BadParameter(f"folder {csv.parent} does not exist", param_hint="--csv")
+    check_csv(csv)
     for name in pipeline:
         pipe = _load_pipeline(name, device, dtype)
         variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
@@ -197,9 +200,7 @@ def bench_quality(
                 if half:
                     results.append(quality.floor(pipe, prompts, seeds, on_step=tick, **size))
             console.print(_quality_table(label, results))
-            idle = [result.name for result in results if result.recipe and not result.int8_calls]
-            if idle:
-                _fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
+            _refuse_idle(results)
             if csv is not None:
                 quality.append_results(csv, label, results, device=str(pipe.device))
     if csv is not None:
@@ -231,6 +232,13 @@ def bench_tables(
     except ValueError as error:
         raise typer.BadParameter(f"{readme}: {error}", param_hint="--readme") from error
     console.print(f"{readme}: {'updated' if changed else 'already up to date'}", markup=False, highlight=False)
+
+
+def _refuse_idle(results) -> None:
+    """End where a variant ran nothing in INT8: stock pictures compared with themselves are no measurement."""
+    idle = [result.name for result in results if result.recipe and not result.int8_calls]
+    if idle:
+        _fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
 
 
 def _fail(message: str) -> NoReturn:
@@ -316,7 +324,7 @@ def _load_pipeline(name: str, device: str, dtype: str | None = None):
         warnings.simplefilter(
             "ignore", FutureWarning
         )  # torch_dtype: renamed in diffusers 0.42, and the only name in 0.36
-        pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=chosen)
+        pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=chosen, use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(where)
 
@@ -376,6 +384,8 @@ def _quality_table(label: str, results) -> Table:
         n = len(result.psnr_db)
         psnr = (f"{sum(result.psnr_db) / n:.2f}", f"{min(result.psnr_db):.2f}")
         ssim = (f"{sum(result.ssim) / n:.6f}", f"{min(result.ssim):.6f}")
+        if result.recipe and not result.int8_calls:  # stock pictures, twice
+            psnr = ssim = ("–", "–")
         sqnr = result.attention_sqnr_db
         attention = (f"{sum(sqnr) / len(sqnr):.2f}", f"{min(sqnr):.2f}") if sqnr else ("–", "–")
         calls = (str(result.int8_calls), str(result.fallback_calls))

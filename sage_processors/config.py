@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from dataclasses import dataclass
 
 
@@ -56,17 +56,23 @@ def _number(config, name: str, expected: str) -> float:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name}: got {value}, expected {expected}, finite")
+    if not abs(value) <= sys.float_info.max:  # an int may be beyond it
+        raise ValueError(f"{name}: got {_short(value)}, expected {expected}, finite")
     return value
+
+
+def _short(number: int | float) -> str:
+    """A number for a message: not all the digits of an int that has thousands."""
+    is_long = isinstance(number, int) and number.bit_length() > 100
+    return f"an int of {number.bit_length()} bits" if is_long else str(number)
 
 
 def _whole(config, name: str, least: int) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= {least}")
-    if value < least:
-        raise ValueError(f"{name}: got {value}, expected at least {least}")
+    if not least <= value < 2**63:
+        raise ValueError(f"{name}: got {_short(value)}, expected at least {least}, and an int64")
 
 
 def _patterns(name: str, value) -> tuple[str, ...]:

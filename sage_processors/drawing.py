@@ -5,10 +5,12 @@ matplotlib is imported on first use, without pyplot: no window, no state shared 
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
 from .metrics import Interval, missing_package
+from .whole_file import write_whole
 
 
 # Okabe and Ito 2008, neighbours of different brightness; grey for their yellow, which thin lines lose on white
@@ -51,14 +53,17 @@ def save(made, path: str | Path) -> Path:
     metadata = {".png": {"Software": None}, ".svg": {"Date": None, "Creator": None}}.get(path.suffix)
     if metadata is None or not path.parent.is_dir():
         raise ValueError(f"path: got {str(path)!r}, expected a .png or .svg in a folder that exists")
+    drawn = io.BytesIO()
     with _style():
-        made.savefig(path, dpi=DPI, metadata=metadata)
+        made.savefig(drawn, dpi=DPI, metadata=metadata, format=path.suffix[1:])
     if path.suffix == ".png":
         from PIL import Image  # matplotlib needs it too
 
-        with Image.open(path) as image:
+        with Image.open(drawn) as image:
             small = image.convert("RGB").quantize(PNG_COLORS, dither=Image.Dither.NONE)
-        small.save(path, optimize=True)
+        drawn = io.BytesIO()
+        small.save(drawn, format="png", optimize=True)
+    write_whole(path, drawn.getvalue())
     return path
 
 

@@ -25,7 +25,8 @@ def load(model: str | Path = EMBEDDED_NAME, *, device: str | torch.device = "cpu
     """(model, tokenizer) of a causal language model, in evaluation mode.
 
     Args:
-        model: "tiny_lm", the embedded one; or a folder or a name on the Hub, for AutoModelForCausalLM.
+        model: "tiny_lm", the embedded one; or a folder or a name on the Hub, for AutoModelForCausalLM. Its weights
+            must be safetensors: a .bin is a pickle, which can run code.
         device: where the model goes. dtype: of its weights; None: fp32 on the CPU, bf16 elsewhere.
     Raises: ImportError without transformers; OSError or ValueError where it finds no such model.
     """
@@ -38,7 +39,8 @@ def load(model: str | Path = EMBEDDED_NAME, *, device: str | torch.device = "cpu
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     tokenizer = AutoTokenizer.from_pretrained(source)
-    return AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval(), tokenizer
+    found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+    return found.to(device).eval(), tokenizer
 
 
 def locate(model: str | Path) -> str | Path:

@@ -14,6 +14,7 @@ from rich.table import Table
 import sage_kernels
 
 from . import language
+from .command_checks import check_csv
 
 
 def bench_language(
@@ -31,8 +32,7 @@ def bench_language(
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU if there is one.")] = "auto",
 ) -> None:
     """Perplexity and greedy text of a language model: INT8 attention and INT8 cache against stock attention."""
-    if csv is not None and not csv.parent.is_dir():
-        raise typer.BadParameter(f"folder {csv.parent} does not exist", param_hint="--csv")
+    check_csv(csv)
     if recipe not in sage_kernels.RECIPES:
         raise typer.BadParameter(f"{recipe}: expected one of {sorted(sage_kernels.RECIPES)}", param_hint="--recipe")
     console = Console(width=None if sys.stdout.isatty() else 160)

@@ -15,6 +15,7 @@ from pathlib import Path
 from . import __version__
 from .scale_files import config_hash
 from .strict_json import strict_json, strict_object
+from .whole_file import write_whole
 
 
 FORMAT_VERSION = 2  # 2: recipes by layer, ranges of noise levels
@@ -65,12 +66,7 @@ def write_policy(path, config, models: list[dict], *, budget: dict, result: dict
 def write_json(path: Path, content: dict) -> None:
     """Sorted, indented JSON without NaN, in one step: whoever reads meanwhile sees the old file or the new one."""
     text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        unfinished.write_text(text, encoding="utf-8")
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(path, text)
 
 
 def read_policy(path, target=None) -> tuple[object, dict]:

@@ -10,7 +10,6 @@ into a name to import, and there is no fall-back to another format.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -32,6 +31,7 @@ from sage_kernels.state import (
 
 from . import __version__
 from .strict_json import some, strict_json, strict_object
+from .whole_file import write_whole
 
 
 logger = logging.getLogger("sage_processors")
@@ -81,14 +81,7 @@ def save_scales(handle, path: str | os.PathLike) -> None:
     content = _safetensors().save(tensors, metadata={_METADATA_KEY: json.dumps(metadata)})
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(f"handle: got scales of {len(content)} bytes, expected at most {MAX_FILE_BYTES}")
-    # whoever reads meanwhile sees the old file or the new one, never half of it
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        unfinished.write_bytes(content)
-        os.replace(unfinished, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            unfinished.unlink()
+    write_whole(path, content)
 
 
 class _MismatchError(ValueError):

@@ -6,10 +6,11 @@ In all of these: `what` names the thing for the message, `remedy` says what the 
 from __future__ import annotations
 
 import json
+import math
 
 
 def strict_json(text: bytes | str, what: str, remedy: str) -> dict:
-    """A JSON object, strictly: no repeated keys, no NaN."""
+    """A JSON object, strictly: no repeated keys, no NaN, no number beyond what a float or an int64 holds."""
 
     def unique(pairs):
         names = [name for name, _ in pairs]
@@ -20,10 +21,21 @@ def strict_json(text: bytes | str, what: str, remedy: str) -> dict:
     def refuse(constant):
         raise ValueError(f"the constant {constant}")
 
+    def finite(digits):
+        number = float(digits)
+        if math.isinf(number):
+            raise ValueError(f"the number {digits[:20]}, beyond a float's range,")
+        return number
+
+    def whole(digits):
+        number = int(digits)
+        if not -(2**63) <= number < 2**63:
+            raise ValueError(f"the number {digits[:20]}… of {len(digits)} digits, beyond an int64's range,")
+        return number
+
+    hooks = {"object_pairs_hook": unique, "parse_constant": refuse, "parse_float": finite, "parse_int": whole}
     try:
-        value = json.loads(
-            str(text, "utf-8") if isinstance(text, bytes) else text, object_pairs_hook=unique, parse_constant=refuse
-        )
+        value = json.loads(str(text, "utf-8") if isinstance(text, bytes) else text, **hooks)
     except (ValueError, RecursionError) as error:  # includes bytes that are no UTF-8
         raise ValueError(f"path: got {error} in {what}, expected JSON; {remedy}") from error
     return strict_object(value, None, what, remedy)

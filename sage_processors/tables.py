@@ -8,6 +8,8 @@ from pathlib import Path
 
 from sage_kernels.recipe import DEFAULT_RECIPE
 
+from .whole_file import write_whole
+
 
 BEGIN = "<!-- results:begin -->"
 END = "<!-- results:end -->"
@@ -21,6 +23,7 @@ LANGUAGE = {  # metric of a language model's row: heading
 }
 
 
+NO_INT8 = "none: no call ran in INT8"  # in place of a ratio
 PAGE = "RESULTS.md"  # beside results.csv
 PAGE_HEADER = """# Results
 
@@ -72,7 +75,7 @@ def update(readme: str | Path, results: str | Path) -> bool:
     }
     changed = [path for path in texts if not path.is_file() or path.read_text(encoding="utf-8") != texts[path]]
     for path in changed:
-        path.write_text(texts[path], encoding="utf-8")
+        write_whole(path, texts[path])
     return bool(changed)
 
 
@@ -309,6 +312,8 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
     timed = [row for row in rows if (row["provider"], row["metric"]) == ("sage_kernels", "time")]
     timed.sort(key=lambda row: "/" not in row["case"])  # stable: the usual ones last
     shown = {(row["case"].partition("/")[0], row["gpu"], row["recipe"]): row["case"] for row in timed}
+    from sage_kernels.results import is_without_int8
+
     lines = []
     for case, gpu, _, recipe, metric in by_key:
         row = by_key.get((case, gpu, "sage_kernels", recipe, metric))
@@ -330,7 +335,11 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
         stock = [value(name) for name in ("torch_sdpa_cudnn", "torch_sdpa_flash", "attention_removed")]
         peaks = [value("torch_sdpa_cudnn", "peak_memory"), value("sage_kernels", "peak_memory", recipe)]
         error = value("sage_kernels", "rel_l1", recipe)
-        lines.append([case, recipe, gpu, row["median"], *stock, row["ratio_vs_cudnn"] or "–", *peaks, error])
+        # only of the same run: another one may have run in INT8
+        calls = by_run.get((case, gpu, "sage_kernels", recipe, "int8_calls", row["commit"]))
+        without = is_without_int8(row, None if calls is None else calls["median"])
+        ratio = NO_INT8 if without else row["ratio_vs_cudnn"] or "–"
+        lines.append([case, recipe, gpu, row["median"], *stock, ratio, *peaks, error])
     header = ["model", "recipe", "on", "ours, ms", "cuDNN, ms", "flash, ms", "attention removed, ms"]
     header += ["cuDNN / ours, same run", "peak GiB, cuDNN", "peak GiB, ours", "relative L1"]
     return _table(header, lines)

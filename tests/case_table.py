@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 
@@ -17,6 +18,13 @@ TIERS = {"C": "CPU, eager", "I": "CPU, Triton's interpreter", "G": "one GPU", "2
 WORST_FIRST = ("failed", "skipped", "passed")
 # the column of the table, and the files that fill it, each for the cases that it has
 COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "two_gpus", "sanitizer")}
+RENEWED_BY = {
+    "cpu": 'make test ARGS="--outcomes tests/outcomes/cpu.json"',
+    "gpu": "make test-gpu",
+    "two_gpus": 'make test-gpu ARGS="-m two_gpus --outcomes tests/outcomes/two_gpus.json"',
+    "sanitizer": "make sanitize",
+}
+OTHER = "of other sources"  # an outcome of kernels that are not those of this checkout, or of none that is named
 GROUPS = {
     "V": "Values",
     "M": "Masks",
@@ -52,11 +60,15 @@ def cases() -> list[dict]:
     return json.loads((TESTS / "cases.json").read_text(encoding="utf-8"))
 
 
-def read_outcomes(folder: Path = TESTS / "outcomes") -> dict[str, dict]:
-    """{column: {"where": what ran there, "cases": {id: outcome}}} of the files in `folder`."""
+def read_outcomes(folder: Path = TESTS / "outcomes", sources: str | None = None) -> dict[str, dict]:
+    """{column: {"where": what ran there, "cases": {id: outcome}, "other": files of other sources}} of a folder.
+
+    sources: hash of the kernels that outcomes must be of; None: of this checkout's.
+    """
+    sources = _own_sources() if sources is None else sources
     found = {}
     for column, names in COLUMNS.items():
-        found[column] = {"where": [], "cases": {}}
+        found[column] = {"where": [], "cases": {}, "other": []}
         for path in (folder / f"{name}.json" for name in names):
             if path.is_file():
                 content = json.loads(path.read_text(encoding="utf-8"))
@@ -65,9 +77,20 @@ def read_outcomes(folder: Path = TESTS / "outcomes") -> dict[str, dict]:
                 about += f", {meta['date']}, on commit {meta['commit']} ({path.name})"
                 if not meta.get("finished", True):
                     about += ", stopped before its end"
+                tried = content["cases"]
+                if meta.get("kernel_sources") != sources:
+                    about += f", {OTHER}"
+                    tried = {case: f"{outcome}, {OTHER}" for case, outcome in tried.items()}
+                    found[column]["other"].append(path.name)
                 found[column]["where"].append(about)
-                found[column]["cases"] |= content["cases"]
+                found[column]["cases"] |= tried
     return found
+
+
+def _own_sources() -> str:
+    from sage_kernels.results import kernel_sources
+
+    return kernel_sources(TESTS.parent / "kernels" / "sage_kernels")
 
 
 def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
@@ -80,7 +103,8 @@ def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
         "that shows a case bears its name: `pytest -k V01`.",
         "",
         f"Tiers: {'; '.join(f'{tier}: {meaning}' for tier, meaning in TIERS.items())}. An outcome is the worst of a",
-        "case's tests; – is one that was not tried.",
+        f"case's tests; – is one that was not tried; one {OTHER} was found with kernels that are not these, or does",
+        "not say with which.",
         "",
     ]
     for column, found in outcomes.items():
@@ -95,6 +119,17 @@ def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
     return "\n".join(lines) + "\n"
 
 
-if __name__ == "__main__":
-    PAGE.write_text(page(cases(), read_outcomes()), encoding="utf-8")
+def main() -> None:
+    """Write the page, and say which outcomes are of other sources, and what renews them."""
+    from sage_processors.whole_file import write_whole
+
+    outcomes = read_outcomes()
+    write_whole(PAGE, page(cases(), outcomes))
     print(PAGE)
+    for name in (name for found in outcomes.values() for name in found["other"]):
+        print(f"tests/outcomes/{name}: {OTHER}; renew it with `{RENEWED_BY[Path(name).stem]}`")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(TESTS.parent), str(TESTS.parent / "kernels")]  # this checkout's, not an installed one
+    main()

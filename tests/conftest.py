@@ -105,6 +105,12 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # with xdist, the workers report to this process, which alone writes
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
+        from sage_processors.whole_file import check_output
+
+        try:
+            check_output(config.getoption("--outcomes"), "--outcomes")
+        except ValueError as error:  # before all tests, not behind them
+            raise pytest.UsageError(str(error)) from error
         config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
 
 
@@ -130,7 +136,10 @@ class Outcomes:
     WRITE_EVERY = 50
 
     def __init__(self, path: Path):
+        from sage_kernels.results import commit, kernel_sources
+
         self.path, self.tests = path, {}
+        self.sources, _ = kernel_sources(), commit()  # as they are now, when the tests import them
         self.failures = path.with_suffix(".failures.txt")
         self.failures.unlink(missing_ok=True)  # of the run before
 
@@ -148,14 +157,16 @@ class Outcomes:
         self.write(finished=exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
 
     def write(self, finished: bool):
-        from sage_kernels.results import environment
+        from sage_kernels.results import outcome_meta
+        from sage_processors.whole_file import write_whole
 
         outcomes = list(self.tests.values())
         counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
-        meta = {**environment(), **counts, "time": datetime.datetime.now().isoformat(timespec="seconds")}
+        time = datetime.datetime.now().isoformat(timespec="seconds")
+        meta = {**outcome_meta(self.sources), **counts, "time": time}
         meta["finished"] = finished
         content = {"meta": meta, "cases": worst_by_case(self.tests), "tests": dict(sorted(self.tests.items()))}
-        self.path.write_text(json.dumps(content, indent=1) + "\n")
+        write_whole(self.path, json.dumps(content, indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True)

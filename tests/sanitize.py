@@ -187,7 +187,10 @@ def disassemble(path: str) -> str:
 
 
 def run_tools() -> int:
-    from sage_kernels.results import environment
+    from sage_kernels.results import commit, kernel_sources, outcome_meta
+    from sage_processors.whole_file import write_whole
+
+    sources, _ = kernel_sources(), commit()
 
     sanitizer = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer")
     if not sanitizer:
@@ -227,10 +230,10 @@ def run_tools() -> int:
             reports[tool] = [line for line in report.splitlines() if line.startswith("=========")][:REPORTED_LINES]
     cases = {tool: "passed" if number == 0 else "failed" for tool, number in errors.items()}
     cases["E08"] = "passed" if set(cases.values()) == {"passed"} else "failed"
-    content = {"meta": environment() | {"launches": len(selection())}, "cases": cases, "errors": errors}
+    content = {"meta": outcome_meta(sources) | {"launches": len(selection())}, "cases": cases, "errors": errors}
     content["reported_but_ordered"] = {tool: number for tool, number in ordered.items() if errors[tool] == 0}
     content |= {"reports": reports} if reports else {}
-    (ROOT / "tests" / "outcomes" / "sanitizer.json").write_text(json.dumps(content, indent=1) + "\n")
+    write_whole(ROOT / "tests" / "outcomes" / "sanitizer.json", json.dumps(content, indent=1) + "\n")
     return cases["E08"] != "passed"
 
 

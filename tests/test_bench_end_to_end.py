@@ -109,6 +109,8 @@ def test_rows_of_a_case(name, bench, tmp_path, capsys):
         ratio = float(times[0]["median"]) / float(row["median"])
         assert float(row["ratio_vs_cudnn"]) == pytest.approx(ratio, abs=2e-3, rel=2e-3)
         assert (row["recipe"] != "") == (row["includes_quantization"] == "True") == (row["provider"] == "sage_kernels")
+    [calls] = [row for row in rows if row["metric"] == "int8_calls"]
+    assert calls["provider"] == "sage_kernels" and float(calls["median"]) > 0
     [error] = [row for row in rows if row["metric"] == "rel_l1"]
     assert error["provider"] == "sage_kernels" and 0 < float(error["median"]) <= bench.MAX_ERROR
     printed = capsys.readouterr().out
@@ -233,13 +235,16 @@ def test_nothing_is_written_for_layers_that_ran_exact_for_no_good_reason(small, 
     assert not [row for row in read_rows(path) if row["provider"] == "sage_kernels"]
 
 
-def test_short_calls_are_meant_to_be_exact(small, bench, tmp_path):
+def test_Q41_short_calls_are_meant_to_be_exact_and_have_no_ratio(small, bench, tmp_path, capsys):
     path = tmp_path / "rows.csv"
     for name in ("flux_1024", "llama8b_prefill_512"):
         with torch.no_grad():
             assert bench.run_case(small(name, min_tokens=10_000), path) == []
-    errors = [row["median"] for row in read_rows(path) if row["metric"] == "rel_l1"]
-    assert list(map(float, errors)) == [0, 0]
+    ours = [row for row in read_rows(path) if row["provider"] == "sage_kernels"]
+    of = {name: [row for row in ours if row["metric"] == name] for name in ("rel_l1", "int8_calls", "time")}
+    assert [float(row["median"]) for row in of["rel_l1"]] == [0, 0] == [float(x["median"]) for x in of["int8_calls"]]
+    assert [row["ratio_vs_cudnn"] for row in of["time"]] == ["", ""]
+    assert capsys.readouterr().out.count(" ms  no call ran in INT8") == 2
 
 
 def test_wrong_outputs_are_gated(small, bench):

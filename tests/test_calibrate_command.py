@@ -72,13 +72,20 @@ def test_differences_of_attention_are_those_of_batches_and_need_six():
 
 
 def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path, monkeypatch):
-    csv = tmp_path / "results.csv"
+    csv, tf32, evaluate = tmp_path / "results.csv", [], quality.evaluate
+
+    def watched(pipe, *arguments, **options):
+        tf32.append((pipe.dtype, torch.backends.cudnn.allow_tf32))
+        return evaluate(pipe, *arguments, **options)
+
+    monkeypatch.setattr(quality, "evaluate", watched)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 1, "--device", "cpu", "--csv", csv]
     one = ["--variant", "timestep"]
     for dtype in (["--dtype", "bfloat16"], ["--dtype", "float32"], []):  # the last two are the same on a CPU
         assert invoke("bench", "rules", *small, *one, *dtype, "--hard", "hard").exit_code == 0
-    assert not torch.backends.cudnn.allow_tf32  # float32 is what it says on a GPU too
+    float32 = (torch.float32, False)  # it is what it says on a GPU too
+    assert tf32 == [(torch.bfloat16, True), float32, float32]
     rows = {}
     for row in read_rows(csv):
         rows.setdefault((row["case"], row["metric"]), []).append(row["median"])

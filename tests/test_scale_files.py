@@ -118,12 +118,14 @@ def test_saving_replaces_in_one_step_and_changes_nothing(tmp_path):
     _, handle, _ = learnt("ddpm")
     before, path = values_of(handle), tmp_path / "scales.safetensors"
     path.write_bytes(b"old")
-    handle.save_scales(str(path))
+    with path.open("rb") as reader:  # who began to read the old file reads on in it
+        handle.save_scales(str(path))
+        assert reader.read() == b"old"
     assert same(before, values_of(handle)) and [f.name for f in tmp_path.iterdir()] == [path.name]
     first = path.read_bytes()
     handle.save_scales(path)
     assert path.read_bytes() == first
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match="nowhere/scales.safetensors"):
         handle.save_scales(tmp_path / "nowhere" / "scales.safetensors")
 
 

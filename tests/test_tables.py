@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sage_kernels.recipe import DEFAULT_RECIPE
-from sage_kernels.results import append_row, read_rows
+from sage_kernels.results import append_row, is_without_int8, read_rows
 from sage_processors.tables import (
     BEGIN,
     END,
@@ -207,6 +207,37 @@ def test_whole_models_sets_ours_beside_the_others(tmp_path):
     assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 | 1.144 | 30.5 | 31 | 0.02 |" in results_markdown(
         rows + later
     )
+
+
+def test_Q41_a_model_without_int8_calls_has_no_ratio_of_ours(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "end_to_end", "gpu": "H200", "metric": "time", "unit": "ms", "provider": "sage_kernels"}
+    timed |= {"recipe": "r", "median": 58.5, "ratio_vs_cudnn": 1.058}
+    calls = timed | {"metric": "int8_calls", "unit": "1", "ratio_vs_cudnn": ""}
+    append_row(path, **timed, case="unrecorded", rel_l2_error="0.00000")
+    append_row(path, **timed, case="recorded")
+    append_row(path, **calls | {"median": 0}, case="recorded")
+    append_row(path, **timed, case="ran", rel_l2_error="0.00000")
+    append_row(path, **calls | {"median": 57}, case="ran")
+    append_row(path, **timed, case="measured", rel_l2_error="0.01")
+    append_row(path, **timed | {"commit": "older"}, case="again", rel_l2_error="0.01")
+    append_row(path, **calls | {"median": 0, "commit": "older"}, case="again")
+    append_row(path, **timed | {"commit": "newer"}, case="again", rel_l2_error="0.01")
+    for text in (results_markdown(read_rows(path)), results_markdown(read_rows(path), summary=True)):
+        lines = [[x.strip() for x in line.strip("|").split("|")] for line in text.splitlines()]
+        ratios = {line[0]: line[7] for line in lines if len(line) == 11 and line[1] == "r"}
+        none = "none: no call ran in INT8"
+        assert ratios == {"unrecorded": none, "recorded": none, "ran": "1.058", "measured": "1.058", "again": "1.058"}
+
+
+def test_Q41_no_committed_ratio_is_of_a_model_without_int8_calls():
+    rows = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
+    assert [row["case"] for row in rows if row["suite"] == "end_to_end" and is_without_int8(row)] != []
+    for file in ("README.md", "kernels/benchmarks/RESULTS.md"):
+        (line,) = (
+            x for x in (ROOT / file).read_text(encoding="utf-8").splitlines() if x.startswith("| sdxl_1024 | qk")
+        )
+        assert "none: no call ran in INT8" in line and "1.058" not in line
 
 
 def test_update_rewrites_between_the_markers_only(tmp_path):

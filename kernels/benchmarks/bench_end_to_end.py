@@ -36,7 +36,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE, RECIPES
 from sage_kernels.crossover import is_short
-from sage_kernels.results import append_row
+from sage_kernels.results import append_row, check_appendable
 from sage_kernels.testing import relative_l2
 
 
@@ -128,6 +128,7 @@ class Bench:
     def __init__(self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager"):
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
+        self.int8_calls = None  # that ran, once ours has
         self.redone = None  # most of a layer's query tiles that were done again, once ours has run
 
     def providers(self):
@@ -208,6 +209,7 @@ class Bench:
         sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
         short = is_short(self.device, **sizes, recipe=self.recipe, min_tokens=self.min_tokens)
         wanted = 0 if short else forwards * self.case.int8_calls()
+        self.int8_calls = calls
         self.redone = max(row.get("redone_fraction", 0.0) for row in report.rows)
         print(
             f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards; "
@@ -248,9 +250,11 @@ def run_case(bench: Bench, csv: Path | None) -> list[str]:
     cudnn = results["torch_sdpa_cudnn"][0].times if "torch_sdpa_cudnn" in results else None
     for provider, (result, errors) in results.items():
         median = statistics.median(result.times)
-        ratio = None if cudnn is None else statistics.median(cudnn) / median
+        is_stock = provider == OURS and not bench.int8_calls  # a ratio of it would be one of noise
+        ratio = None if cudnn is None or is_stock else statistics.median(cudnn) / median
+        said = "no call ran in INT8" if is_stock else "" if ratio is None else f"{ratio:.3f}x"
         print(
-            f"{case.name:32} {provider:18} {median:10.2f} ms  {'' if ratio is None else f'{ratio:.3f}x'}"
+            f"{case.name:32} {provider:18} {median:10.2f} ms  {said}"
             f"  {'' if result.peak is None else f'{result.peak:.2f} GiB'}"
             f"  {'' if errors is None else f'relative L1 {errors[0]:.4f}'}",
             flush=True,
@@ -279,6 +283,7 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
         append_row(csv, **shared, metric="peak_memory", unit="GiB", median=f"{result.peak:.3f}")
     if provider == OURS:
         append_row(csv, **shared, metric="rel_l1", unit="1", median=f"{errors[0]:.5f}")
+        append_row(csv, **shared, metric="int8_calls", unit="1", median=bench.int8_calls)
         if bench.case.is_denoiser:  # of the layer that did most of them
             append_row(csv, **shared, metric="redone_share", unit="1", median=f"{bench.redone:.5f}")
 
@@ -318,6 +323,8 @@ def main(arguments=None) -> int:
         print("bench_end_to_end.py times models on a GPU: no CUDA GPU was found here.", file=sys.stderr)
         return 2
     csv = None if options.no_save else options.csv or (None if options.tiny else RESULTS)
+    if csv is not None:
+        check_appendable(csv)
     failures, model, built = [], None, None
     for case in chosen_cases(options):
         if built != (type(case), case.config):
