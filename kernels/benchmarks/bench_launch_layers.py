@@ -10,8 +10,9 @@ round PyTorch's dispatcher). They are switched off in this process alone, by wha
 
 Variants take turns, in another order in each round, and all give the same bits: a variant that does not gets no row.
 Decoding is single tokens on an INT8 cache of random keys with a sync after each, as generate() has one; the cache is
-cut back after each turn. Denoisers begin anew in each turn, and are timed from their third step on. Models are those
-of model_cases.py: true shapes, random weights. Short calls of SDXL run in INT8 too, none would otherwise.
+cut back after each turn. Denoisers begin anew in each turn, and are timed from their third step on. A turn counts as
+its median token or step, since a host with others on it has bad moments. Models are those of model_cases.py: true
+shapes, random weights. Short calls of SDXL run in INT8 too, none would otherwise.
 """
 
 from __future__ import annotations
@@ -227,17 +228,17 @@ class DecodeCase(NamedTuple):
         before = sp.attention_report(model).calls
 
         def turn() -> Turn:
-            outputs = []
+            outputs, times = [], []
             wait(device)
-            start = time.perf_counter()
             for i in range(self.tokens):
+                start = time.perf_counter()
                 output = model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
                 outputs.append(output.logits)
                 wait(device)
-            seconds = time.perf_counter() - start
+                times.append(time.perf_counter() - start)
             for layer in cache.layers:
                 layer.crop(-self.tokens)
-            return Turn(self.batch * self.tokens / seconds, torch.cat(outputs, 1))
+            return Turn(self.batch / statistics.median(times), torch.cat(outputs, 1))
 
         yield turn
         calls = sp.attention_report(model).calls - before
@@ -278,7 +279,7 @@ class DenoiserCase(NamedTuple):
                     output = model(**given, return_dict=True)[0]
                     wait(device)
                     times.append((time.perf_counter() - start) * 1e3)
-                return Turn(statistics.mean(times[WARM_UP:]), output)
+                return Turn(statistics.median(times[WARM_UP:]), output)
 
             yield turn
             report = handle.report()
@@ -305,9 +306,9 @@ def wait(device) -> None:
         torch.cuda.synchronize(device)
 
 
-def take_turns(turn: Callable[[], Turn], rounds: int, device) -> tuple[list[Variant], list[str]]:
+def take_turns(turn: Callable[[], Turn], rounds: int, device, names=VARIANTS) -> tuple[list[Variant], list[str]]:
     """Variants with the values of their turns, and which of them failed the gate or were not what they are called."""
-    variants = [Variant(name, off) for name, off in VARIANTS.items()]
+    variants = [Variant(name, VARIANTS[name]) for name in names]
     wanted, different = None, set()
     for number in range(-1, rounds):  # the first one warms up
         first = max(number, 0) % len(variants)
@@ -334,11 +335,11 @@ def take_turns(turn: Callable[[], Turn], rounds: int, device) -> tuple[list[Vari
     return variants, failures
 
 
-def run_case(benched, model, case, device, rounds: int, out: Path | None) -> list[str]:
+def run_case(benched, model, case, device, rounds: int, out: Path | None, names=VARIANTS) -> list[str]:
     """Measure all variants of one case and append their rows. Returns the failures."""
     begin = time.perf_counter()
     with benched.running(model, case, device) as turn:
-        variants, failures = take_turns(turn, rounds, device)
+        variants, failures = take_turns(turn, rounds, device, names)
     full = variants[0].values
     failed = {failure.partition(":")[0] for failure in failures}
     for variant in variants:
@@ -369,6 +370,9 @@ def run_case(benched, model, case, device, rounds: int, out: Path | None) -> lis
 def parse(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(BENCHED), help="may be repeated; all by default")
+    parser.add_argument(
+        "--variant", action="append", choices=list(VARIANTS)[1:], help="beside all layers; all by default"
+    )
     parser.add_argument("--rounds", type=int, default=6, help="turns of each variant, after one that warms up")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes")
     parser.add_argument("--device", default="cuda")
@@ -397,7 +401,8 @@ def main(arguments=None) -> int:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
             model, built = make_model(case, device, torch.bfloat16), (type(case), case.config)
-        failures += run_case(benched, model, case, device, options.rounds, options.out)
+        names = ["everything", *options.variant] if options.variant else VARIANTS
+        failures += run_case(benched, model, case, device, options.rounds, options.out, names)
     for failure in failures:
         print(f"FAILED {failure}", flush=True)
     return 1 if failures else 0
