@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 # tests/test_compat.py deletes each
 NAMES = (
+    "torch.Tensor._make_wrapper_subclass",
     "torch._C._dispatch_keys",
     "torch._C._dispatch_tls_local_include_set",
     "torch._C._len_torch_function_stack",
@@ -129,6 +130,10 @@ def tensor_guards(given):
         return made.check
     except (AttributeError, TypeError):  # another signature
         return None
+
+
+# A tensor without storage, of a class of one's own; None: masks are written out
+make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
 
 
 def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
