@@ -51,6 +51,10 @@ GLUON = (
     "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 )  # fmt: skip
 
+# Earlier names, which the kernel goes by as well: until 3.6
+EARLIER = {f"triton.experimental.gluon.language.{new}": f"triton.experimental.gluon.language.{old}"
+           for new, old in (("barrier", "thread_barrier"),)}  # fmt: skip
+
 
 def find(name: str):
     """What stands at "triton.…" in this Triton; None where there is no such name."""
@@ -89,7 +93,7 @@ TensorDescriptor = find("triton.tools.tensor_descriptor.TensorDescriptor")
 @functools.cache
 def has_gluon() -> bool:
     """Whether this Triton has all names of Gluon that the Hopper kernel is written with. Says so once if not."""
-    missing = [name for name in GLUON if find(name) is None]
+    missing = [name for name in GLUON if find(name) is None and (name not in EARLIER or find(EARLIER[name]) is None)]
     if missing:
         logger.warning(
             "triton %s: got no %s, expected it for the Hopper kernel; the kernel for any GPU runs instead, slower",
