@@ -258,6 +258,7 @@ def test_E20_a_derivative_is_refused_not_lost(qkv):
     cache = decode_cases.filled(k.transpose(1, 2), v.transpose(1, 2))
     with forward_ad.dual_level():
         dual = [forward_ad.make_dual(x, torch.ones_like(x)) for x in (q, k, v)]
+        assert not made_again.is_plain_call(dual[0])  # or a GPU would make the call again, unchecked
         for i in range(3):
             changed = [q, k, v]
             changed[i] = dual[i]
