@@ -63,6 +63,7 @@ _map_only = find("torch.utils._pytree.tree_map_only")
 _ORDINARY: frozenset[int] = frozenset()
 _QUIET = 0
 SEES_DISPATCH = None not in (_keys_of, _included, _key, _key_set, _raw, _function_modes, _is_profiling)
+SEES_DISPATCH = SEES_DISPATCH and hasattr(forward_ad, "_current_level")
 if SEES_DISPATCH:
     try:
         _ORDINARY = frozenset(
@@ -89,17 +90,17 @@ def nobody_looks_on() -> bool:
         and _included().raw_repr() | _QUIET == _QUIET
         and _function_modes() == 0
         and not _is_profiling()
-        and not differentiates_forward()
+        and forward_ad._current_level < 0
     )
 
 
 def are_ordinary(tensors) -> bool:
-    """Whether the dispatcher has nothing to do for any of these tensors of PyTorch's own types but to choose a device.
+    """Whether the dispatcher only chooses a device for these tensors of PyTorch's own types (or None).
 
     It resolves negative and conjugate bits, tensors of zeros without memory, wrappers of torch.func and sparse,
     quantised and nested layouts, all of which show in a tensor's dispatch keys.
     """
-    return SEES_DISPATCH and _ORDINARY.issuperset([_keys_of(x).raw_repr() for x in tensors])
+    return SEES_DISPATCH and _ORDINARY.issuperset([_keys_of(x).raw_repr() for x in tensors if x is not None])
 
 
 def differentiates_forward() -> bool:

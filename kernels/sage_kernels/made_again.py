@@ -27,11 +27,7 @@ def is_plain_call(*tensors) -> bool:
     It is needed where someone looks on (compiler, tracer, profiler, a mode, torch.func) and for tensors that it
     resolves first: subclasses, wrappers, negative bits, zeros without memory. What can't be told is not plain.
     """
-    return (
-        compat.nobody_looks_on()
-        and _PLAIN.issuperset(map(type, tensors))
-        and compat.are_ordinary(x for x in tensors if x is not None)
-    )
+    return compat.nobody_looks_on() and _PLAIN.issuperset(map(type, tensors)) and compat.are_ordinary(tensors)
 
 
 def layout_of(x: torch.Tensor | None) -> tuple | None:
