@@ -65,8 +65,8 @@ def _decode(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, sinks, ring,
     )  # fmt: skip
 
 
-def _append(*arguments):
-    *tensors, position, ring = arguments
+def _append(*tensors_position_ring):
+    *tensors, position, ring = tensors_position_ring
     sage_kernels.append_kv(*tensors, position=position, ring=ring)
 
 
@@ -85,9 +85,9 @@ def dispatched_decode(q, k_codes, k_scale, v_codes, v_scale, k_mean=None, *, len
     )
 
 
-def dispatched_append(k, v, k_mean, *buffers, position, ring=False):
+def dispatched_append(*tensors, position, ring=False):
     """append_kv through the dispatcher, with replay behind it."""
-    torch.ops.sage_benchmarks_layers.append(k, v, k_mean, *buffers, position, ring)
+    torch.ops.sage_benchmarks_layers.append(*tensors, position, ring)
 
 
 class NoDirectLaunch:
@@ -115,8 +115,7 @@ def plain_without_replay(q, *tensors) -> tuple:
 
 
 def _patches(off: frozenset) -> list:
-    change = mock.patch.object
-    patches = []
+    change, patches = mock.patch.object, []
     if "guards" in off:
         patches.append(change(made_again, "layouts_check", lambda given: None))
     if "direct" in off:
@@ -126,27 +125,20 @@ def _patches(off: frozenset) -> list:
     if "replay" in off:
         patches.append(change(attention, "_make_again", lambda *_: (None, None)))
         patches.append(change(decode, "make_and_remember", lambda key, call, given, numbers=None: call()))
-        for name, look_up in (
-            (
-                "_attend_again",
-                lambda q, cache, lengths, sinks, options: plain_without_replay(q, *cache, lengths, sinks),
-            ),
-            ("_append_again", lambda tensors, position, ring: plain_without_replay(*tensors)),
-        ):
-            patches.append(change(decode, name, (lambda *_: decode._ANEW) if "way_round" in off else look_up))
+        anew = (lambda *_: decode._ANEW) if "way_round" in off else None
+        attend = anew or (lambda q, cache, lengths, sinks, options: plain_without_replay(q, *cache, lengths, sinks))
+        append = anew or (lambda tensors, position, ring: plain_without_replay(*tensors))
+        patches += [change(decode, "_attend_again", attend), change(decode, "_append_again", append)]
     if "way_round" in off:
         patches.append(change(attention, "is_plain_call", lambda *_: False))
         if "replay" not in off:
             # the op's implementation looks up with the real is_plain_call; sage_attention before it does not
             inner = types.FunctionType(attention._make_again.__code__, dict(vars(attention)))
-            patches.append(
-                change(
-                    attention, "_make_again",
-                    lambda q, k, v, state, options: (
-                        inner(q, k, v, state, options) if options[0] == "op" else (None, None)
-                    ),
-                )
-            )  # fmt: skip
+
+            def behind_the_op(q, k, v, state, options):
+                return inner(q, k, v, state, options) if options[0] == "op" else (None, None)
+
+            patches.append(change(attention, "_make_again", behind_the_op))
             patches += replaced(sage_kernels.sage_decode_attention, dispatched_decode)
             patches += replaced(sage_kernels.append_kv, dispatched_append)
     return patches
@@ -157,8 +149,7 @@ class Variant:
 
     def __init__(self, name: str, off: frozenset):
         self.name, self.off = name, off
-        self.made, self.recent = {}, {}
-        self.values = []
+        self.made, self.recent, self.values = {}, {}, []
 
     @contextmanager
     def on(self):
@@ -169,19 +160,19 @@ class Variant:
                 stack.enter_context(patch)
             yield
 
+    def steps(self) -> list:
+        return [step for replay in self.made.values() for step in replay.launches]
+
     def describe(self) -> str:
-        steps = [step for replay in self.made.values() for step in replay.launches]
+        steps = self.steps()
         direct = sum(step.direct is not None for step in steps)
         return f"{len(self.made)} calls known, {direct} of {len(steps)} launches direct, {len(self.recent)} guarded"
 
     def check(self) -> None:
         """Raise unless the layers that it has, and only those, were used: on a GPU only."""
-        steps = [step for replay in self.made.values() for step in replay.launches]
-        wrong = bool(steps) == ("replay" in self.off)
-        wrong |= "direct" in self.off and any(step.direct is not None for step in steps)
-        wrong |= not self.off and not any(step.direct is not None for step in steps)
-        wrong |= "guards" in self.off and bool(self.recent)
-        if wrong:
+        direct = [step.direct is not None for step in self.steps()]
+        wrong = bool(direct) == ("replay" in self.off) or ("direct" in self.off and any(direct))
+        if wrong or (not self.off and not any(direct)) or ("guards" in self.off and self.recent):
             raise RuntimeError(f"{self.name}: got {self.describe()}, expected the layers off: {sorted(self.off)}")
 
 
@@ -213,6 +204,7 @@ class DecodeCase(NamedTuple):
     @contextmanager
     def running(self, model, case, device):
         """A function that makes a turn."""
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         config = model.config
         model.set_attn_implementation("sage_int8")
         cache = sp.Int8KVCache(config)
@@ -229,12 +221,12 @@ class DecodeCase(NamedTuple):
 
         def turn() -> Turn:
             outputs, times = [], []
-            wait(device)
+            wait()
             for i in range(self.tokens):
                 start = time.perf_counter()
                 output = model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
                 outputs.append(output.logits)
-                wait(device)
+                wait()
                 times.append(time.perf_counter() - start)
             for layer in cache.layers:
                 layer.crop(-self.tokens)
@@ -266,6 +258,7 @@ class DenoiserCase(NamedTuple):
     @contextmanager
     def running(self, model, case, device):
         """A function that makes a turn."""
+        wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         inputs = [make_inputs(case, step, device, torch.bfloat16) for step in range(WARM_UP + TIMED)]
         config = sp.SageAttnProcessor(scaling="timestep", min_tokens=self.min_tokens)
         with sp.apply(model, config) as handle, held_to("torch_sdpa_cudnn", device):
@@ -274,10 +267,10 @@ class DenoiserCase(NamedTuple):
                 handle.reset()
                 times = []
                 for given in inputs:
-                    wait(device)
+                    wait()
                     start = time.perf_counter()
                     output = model(**given, return_dict=True)[0]
-                    wait(device)
+                    wait()
                     times.append((time.perf_counter() - start) * 1e3)
                 return Turn(statistics.median(times[WARM_UP:]), output)
 
@@ -301,11 +294,6 @@ BENCHED = {
 }
 
 
-def wait(device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def take_turns(turn: Callable[[], Turn], rounds: int, device, names=VARIANTS) -> tuple[list[Variant], list[str]]:
     """Variants with the values of their turns, and which of them failed the gate or were not what they are called."""
     variants = [Variant(name, VARIANTS[name]) for name in names]
@@ -325,11 +313,11 @@ def take_turns(turn: Callable[[], Turn], rounds: int, device, names=VARIANTS) ->
     failures = [f"{name}: got other bits than the first turn had" for name in sorted(different)]
     for variant in variants:
         print(f"    {variant.name:18} {variant.describe()}", flush=True)
-        if device.type == "cuda":
-            try:
+        try:
+            if device.type == "cuda":
                 variant.check()
-            except RuntimeError as error:
-                failures.append(str(error))
+        except RuntimeError as error:
+            failures.append(str(error))
     if not wanted.isfinite().all():
         failures = [f"{variant.name}: got an output that is not finite" for variant in variants]
     return variants, failures
@@ -340,14 +328,14 @@ def run_case(benched, model, case, device, rounds: int, out: Path | None, names=
     begin = time.perf_counter()
     with benched.running(model, case, device) as turn:
         variants, failures = take_turns(turn, rounds, device, names)
-    full = variants[0].values
     failed = {failure.partition(":")[0] for failure in failures}
     for variant in variants:
         quantiles = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
         p20, median, p80 = torch.tensor(variant.values, dtype=torch.float64).quantile(quantiles).tolist()
         # how much slower it is without the layer, from pairs of the same round
         slower = statistics.median(
-            (b / a if benched.unit == "1/s" else a / b) for a, b in zip(variant.values, full, strict=True)
+            (b / a if benched.unit == "1/s" else a / b)
+            for a, b in zip(variant.values, variants[0].values, strict=True)
         )
         print(
             f"{benched.name:24} {variant.name:18} {median:10.3f} {benched.unit:4} ({p20:.3f} to {p80:.3f})  "
