@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu sanitize codegen cases notebooks quality style bench clean
+.PHONY: demo test test-gpu test-versions sanitize codegen cases notebooks quality style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -28,6 +28,11 @@ test: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu -q --outcomes tests/outcomes/gpu.json $(ARGS)
+
+# the lowest and the newest versions that pyproject.toml allows, each in an environment of its own; `--resolve` downloads
+# nothing, `--with torch==2.13.0` tries a build for CPUs
+test-versions:
+	$(PYTHON) tests/versions.py $(ARGS)
 
 # the kernels under compute-sanitizer's four tools, on a GPU; the result is committed as data
 sanitize: $(INSTALLED)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sage_kernels.compat import mark_static_address
+
 
 class EventCounter:
     """How often each of some events happened in one layer.
@@ -22,7 +24,7 @@ class EventCounter:
     def _keep(self, numbers: torch.Tensor, device) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be counted up outside of inference_mode
             self.traced = numbers.to(device, copy=True)
-        torch._dynamo.mark_static_address(self.traced, guard=False)  # CUDA graphs refuse to mutate other inputs
+        mark_static_address(self.traced, guard=False)  # CUDA graphs refuse to mutate other inputs
 
     def add(self, event: int) -> None:
         """Count one call."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from sage_kernels import RECIPES
+from sage_kernels.compat import mark_static_address
 
 from .carry import Parked
 from .config import LAYER_OPTIONS
@@ -150,7 +151,7 @@ class Part:
                         site.keeps_rows = True
                         keep_rows_of(site.state, self.state.row_maxima, index)
             for tensor in _tensors(layer.sage):
-                torch._dynamo.mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
+                mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
 
     def rotate(self, layer: Layer, on: bool) -> None:
         """Between two steps: run the calls of one of its layers rotated from now on, or no longer."""

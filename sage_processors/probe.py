@@ -11,6 +11,7 @@ import math
 import torch
 
 import sage_kernels
+from sage_kernels.compat import mark_static_address
 
 
 SLOTS = 256  # steps told apart; later ones share the last
@@ -52,7 +53,7 @@ class _Shared:
         if device not in self.slots:
             with torch.inference_mode(False):
                 self.slots[device] = torch.zeros(1, dtype=torch.int64, device=device)
-            torch._dynamo.mark_static_address(self.slots[device], guard=False)
+            mark_static_address(self.slots[device], guard=False)
         return self.slots[device]
 
 
@@ -74,7 +75,7 @@ class LayerProbe:
         self.sums, self.trial_sums = self.both
         self.slot = self.shared.slot(device)
         for sums in (self.sums, self.trial_sums):
-            torch._dynamo.mark_static_address(sums, guard=False)
+            mark_static_address(sums, guard=False)
 
     def compare(self, index, out, query, key, value, attn_mask, is_causal, scale, tried=None) -> None:
         """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call.

@@ -16,12 +16,11 @@ import types
 
 import torch
 import torch.nn.functional as F
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 import sage_kernels
 from sage_kernels import crossover
 from sage_kernels.checks import MAX_HEAD_DIM
+from sage_kernels.compat import function_modes
 
 from .autocast import autocast
 from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
@@ -107,7 +106,7 @@ def _foreign_function_mode() -> bool:
 
     torch.set_default_device is a function mode too, but has no business with attention.
     """
-    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    return bool(function_modes())
 
 
 def _is_short(processor, query, key, tokens: int, heads: int, is_causal) -> bool:

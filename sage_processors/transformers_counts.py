@@ -41,7 +41,7 @@ REMEDIES = {
 _shared: dict[torch.device, torch.Tensor] = {}
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _shared_counter(device: torch.device) -> torch.Tensor:
     """Counts compiled calls of layers that were never called eagerly: a traced call can't give a layer a counter."""
     if device not in _shared:

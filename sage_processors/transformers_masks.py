@@ -8,7 +8,8 @@ op can't express is transformers' own boolean mask.
 from __future__ import annotations
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from sage_kernels.compat import make_wrapper_subclass, map_only
 
 
 try:
@@ -40,7 +41,7 @@ class BandMask(torch.Tensor):
     @staticmethod
     def __new__(cls, shape, offset: int, left: int, right: int, anchor: torch.Tensor):
         """anchor: any tensor on the mask's device; it is what torch.compile holds on to."""
-        mask = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=anchor.device)
+        mask = make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=anchor.device)
         mask.offset, mask.left, mask.right, mask._anchor = offset, left, right, anchor
         return mask
 
@@ -65,7 +66,7 @@ class BandMask(torch.Tensor):
             anchor = mask._anchor.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False))
             return BandMask(mask.shape, mask.offset, mask.left, mask.right, anchor)
         # contiguous: code that asked for our strides got those of a contiguous tensor
-        args, kwargs = tree_map_only(BandMask, lambda mask: mask.plain().contiguous(), (args, kwargs))
+        args, kwargs = map_only(BandMask, lambda mask: mask.plain().contiguous(), (args, kwargs))
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self):
@@ -129,7 +130,7 @@ def sage_mask(
 
     tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
-    if not may_skip or (attention_mask is not None and attention_mask.dim() != 2):
+    if not may_skip or (attention_mask is not None and attention_mask.dim() != 2) or make_wrapper_subclass is None:
         return written_out()
     padding = prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if mask_function is bidirectional_mask_function:

@@ -204,7 +204,7 @@ def test_results_are_made_like_a_tensor_of_their_kind_only():
 @pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", "qk_int8_pv_fp8"])
 def test_calls_made_again_are_launched_by_the_driver(recipe):
     """And give the same bits from another thread, whose context nobody has set, with buffers at other addresses."""
-    from sage_kernels._triton.direct_launch import cuda_driver
+    from sage_kernels._triton.compat import cuda_driver
 
     if cuda_driver() is None:
         pytest.skip("the CUDA driver is too old")

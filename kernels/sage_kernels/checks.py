@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from .compat import differentiates_forward, has_tangent
 from .numerics import padded_head_dim
 from .recipe import RECIPES, ROTATIONS, SCALINGS
 from .state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
@@ -21,6 +22,7 @@ CAUSAL = ("top_left", "bottom_right")
 REASONS = (
     "dropout",
     "not_a_tensor",
+    "layout",
     "rank",
     "dtype",
     "mixed_dtype",
@@ -48,6 +50,8 @@ def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: b
         return "dropout"
     if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
         return "not_a_tensor"
+    if not (is_strided(q) and is_strided(k) and is_strided(v)):
+        return "layout"
     if not (q.dim() == k.dim() == v.dim() == 4):
         return "rank"
     if q.dtype not in DTYPES:
@@ -57,6 +61,8 @@ def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: b
     if not (q.device == k.device == v.device) or q.device.type not in ("cpu", "cuda"):
         return "device"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return "requires_grad"
+    if differentiates_forward() and (has_tangent(q) or has_tangent(k) or has_tangent(v)):
         return "requires_grad"
     # read once: every read of a shape makes a tuple anew
     batch, seq_q, heads, head_dim = q.shape
@@ -78,15 +84,43 @@ def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: b
         return None
     if is_causal:
         return "mask_and_causal"
-    if not isinstance(attn_mask, torch.Tensor) or attn_mask.device != q.device:
+    if not isinstance(attn_mask, torch.Tensor) or attn_mask.device != q.device or not is_strided(attn_mask):
         return "mask_type"
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
         return "mask_type"
     if not _broadcasts(attn_mask, q, k):
         return "mask_shape"
-    if torch.is_grad_enabled() and attn_mask.requires_grad:
+    if (torch.is_grad_enabled() and attn_mask.requires_grad) or has_tangent(attn_mask):
         return "requires_grad"
     return None
+
+
+def is_strided(x: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie in memory by strides: not sparse, nested or blocked for some library."""
+    return x.layout is torch.strided and not x.is_nested
+
+
+def check_strided(name: str, x: torch.Tensor) -> None:
+    if not is_strided(x):
+        got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
+        raise TypeError(f"{name}: got {got}, expected a strided tensor; pass {name}.to_dense(), or pad it")
+
+
+def check_writable(name: str, x: torch.Tensor) -> None:
+    """Raise for a view through which nothing can be written: PyTorch resolves it into a copy."""
+    if not torch.compiler.is_compiling() and x.is_neg():
+        raise ValueError(
+            f"{name}: got a view with its negative bit set, expected memory to write to; pass {name}.resolve_neg()"
+        )
+
+
+def check_no_tangent(name: str, x: torch.Tensor) -> None:
+    """Raise where forward-mode differentiation would take the result for a constant."""
+    if has_tangent(x):
+        raise NotImplementedError(
+            f"{name}: got a tangent (forward-mode differentiation), expected inference: there is no derivative; use "
+            "scaled_dot_product_attention for that"
+        )
 
 
 def _broadcasts(mask, q, k) -> bool:
@@ -128,10 +162,13 @@ def check_masking(q, k, attn_mask, causal, window, sinks) -> None:
             raise NotImplementedError(
                 "sinks: got requires_grad=True with grad enabled, expected inference: no backward"
             )
+        check_strided("sinks", sinks)
+        check_no_tangent("sinks", sinks)
     if attn_mask is None:
         return
     if not isinstance(attn_mask, torch.Tensor):
         raise TypeError(f"attn_mask: got {type(attn_mask).__name__}, expected a bool or floating point tensor or None")
+    check_strided("attn_mask", attn_mask)
     if causal:
         raise ValueError(
             f"attn_mask: got a mask and causal={causal!r}, expected one of them; fold causality into the mask"
@@ -153,6 +190,7 @@ def check_masking(q, k, attn_mask, causal, window, sinks) -> None:
         raise NotImplementedError(
             "attn_mask: got requires_grad=True with grad enabled, expected inference: there is no backward"
         )
+    check_no_tangent("attn_mask", attn_mask)
 
 
 def check_attention_inputs(q, k, v) -> None:
@@ -163,6 +201,7 @@ def check_attention_inputs(q, k, v) -> None:
     for name, x in named:
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor of shape [B, S, H, D]")
+        check_strided(name, x)
         if x.dim() != 4:
             raise ValueError(
                 f"{name}: got rank {x.dim()} (shape {tuple(x.shape)}), expected rank 4 [B, S, H, D]; "
@@ -207,6 +246,8 @@ def check_attention_inputs(q, k, v) -> None:
                     f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward; "
                     "wrap the call in torch.no_grad() or use scaled_dot_product_attention for training"
                 )
+    for name, x in named:
+        check_no_tangent(name, x)
 
 
 def check_options(recipe, scaling, scale, state, softcap=0.0, cu_seqlens=None, rotation="none") -> None:
@@ -269,3 +310,5 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
         raise ValueError(
             f"state: got {rows} rows of {width} channels, expected at least {kv_heads} rows of {channels} channels"
         )
+    for name in ("stats", "counts", "row_max", "row_max_next"):
+        check_writable(f"state.{name}", getattr(state, name))

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .checks import DTYPES, MAX_HEAD_DIM
+from .checks import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable
 
 
 def _is_number(x) -> bool:
@@ -18,6 +18,7 @@ def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean) -> None:
     for name, x in (("k_codes", k_codes), ("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+        check_strided(name, x)
     shape = k_codes.shape
     if k_codes.dim() != 4:
         raise ValueError(f"k_codes: got rank {k_codes.dim()}, expected rank 4 [B, H_kv, S, D]")
@@ -39,6 +40,7 @@ def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean) -> None:
         if not isinstance(k_mean, torch.Tensor) or k_mean.dtype != torch.float32:
             got = k_mean.dtype if isinstance(k_mean, torch.Tensor) else type(k_mean).__name__
             raise TypeError(f"k_mean: got {got}, expected a float32 tensor [B, H_kv, D] or None")
+        check_strided("k_mean", k_mean)
         if tuple(k_mean.shape) != (shape[0], shape[1], shape[3]):
             raise ValueError(
                 f"k_mean: got shape {tuple(k_mean.shape)}, expected [B, H_kv, D] = {[shape[0], shape[1], shape[3]]}"
@@ -55,10 +57,13 @@ def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean) -> None:
 def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, ring) -> None:
     """Raise unless k and v fit the cache and, where the host knows the position, its capacity."""
     check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean)
+    for name, x in (("k_codes", k_codes), ("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale)):
+        check_writable(name, x)
     batch, heads, capacity, head_dim = k_codes.shape
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor [B, H_kv, N, D]")
+        check_strided(name, x)
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: got dtype {x.dtype}, expected float16, bfloat16 or float32")
         if x.dim() != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (batch, heads, head_dim):
@@ -73,6 +78,7 @@ def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, rin
                 f"{name}: got requires_grad=True with grad enabled, expected inference: codes carry no gradient; "
                 "wrap the call in torch.no_grad()"
             )
+        check_no_tangent(name, x)
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(
             f"v: got {v.dtype} {tuple(v.shape)}, expected k's {k.dtype} {tuple(k.shape)}: one value for each key"
@@ -103,6 +109,7 @@ def check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths) 
     batch, kv_heads, _, head_dim = k_codes.shape
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: got {type(q).__name__}, expected a torch.Tensor of shape [B, S_q, H, D]")
+    check_strided("q", q)
     if q.dim() != 4:
         raise ValueError(f"q: got rank {q.dim()} (shape {tuple(q.shape)}), expected rank 4 [B, S_q, H, D]")
     if q.dtype not in DTYPES:
@@ -120,6 +127,7 @@ def check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths) 
             "q: got requires_grad=True with grad enabled, expected inference: there is no backward; wrap the call in "
             "torch.no_grad()"
         )
+    check_no_tangent("q", q)
     if lengths is not None:
         if not isinstance(lengths, torch.Tensor):
             raise TypeError(f"lengths: got {type(lengths).__name__}, expected an integer tensor [] or [B], or None")
@@ -156,12 +164,14 @@ def check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, 
             continue
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor or None")
+        check_strided(name, x)
         if x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, expected q's {q.device}")
         if torch.is_grad_enabled() and x.requires_grad:
             raise NotImplementedError(
                 f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward"
             )
+        check_no_tangent(name, x)
     if sinks is not None and (not sinks.is_floating_point() or tuple(sinks.shape) != (q.shape[2],)):
         raise ValueError(
             f"sinks: got {sinks.dtype} {tuple(sinks.shape)}, expected a floating point tensor [{q.shape[2]}], one "

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from . import compat
+
 
 TENSOR = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = {*TENSOR, type(None)}
@@ -22,39 +24,25 @@ def forget() -> None:
 def is_plain_call(*tensors) -> bool:
     """Whether the dispatcher would only hand this call on to its implementation: saves the host a third of the time.
 
-    It is needed where someone looks on (compiler, tracer, profiler, a mode) or the tensors are not what they seem
-    (subclasses such as FakeTensor, torch.func transforms).
+    It is needed where someone looks on (compiler, tracer, profiler, a mode, torch.func) and for tensors that it
+    resolves first: subclasses, wrappers, negative bits, zeros without memory. What can't be told is not plain.
     """
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-        and not torch.autograd._profiler_enabled()
-        and _PLAIN.issuperset(map(type, tensors))
-    )
+    return compat.nobody_looks_on() and _PLAIN.issuperset(map(type, tensors)) and compat.are_ordinary(tensors)
 
 
-def layout_of(x: torch.Tensor) -> tuple:
+def layout_of(x: torch.Tensor | None) -> tuple | None:
     """What a launch knows of a tensor but its address."""
+    if x is None:  # the checks have words for it
+        return None
     return x.dtype, x.get_device(), x.shape, x.stride()  # a GPU's number: calls elsewhere are not made again
 
 
 def layouts_check(given):
-    """A function that tells whether tensors are laid out as these, of the same types; None where there is none.
+    """A function that tells whether plain tensors are laid out as these, of the same types; None where there is none.
 
-    PyTorch's own, which its compiler guards its code with: a tenth of the time of making and finding a key.
+    A tenth of the time of making and finding a key. For plain tensors only: of nested ones it ends the process.
     """
-    try:
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *given,
-            dynamic_dims_sizes=[list(x.shape) for x in given],
-            dynamic_dims_strides=[list(x.stride()) for x in given],
-        )
-    except (AttributeError, TypeError):  # another PyTorch
-        return None
-    return guards.check
+    return compat.tensor_guards(given)
 
 
 def make_again(key: tuple, given, numbers=None):
@@ -85,10 +73,10 @@ def make_soon_again(options: tuple, given):
             if results is not None:
                 return None, results
     key, results = make_again((options, *map(layout_of, given)), given)
-    if results is not None and (check := layouts_check(given)) is not None:
+    if results is not None and (again := made.get(key)) is not None and (check := layouts_check(given)) is not None:
         if len(_recent) >= _LIMIT:
             _recent.clear()
-        _recent[kind] = [(check, made[key]), *(recent or ())][:_RECENT_LIMIT]
+        _recent[kind] = [(check, again), *(recent or ())][:_RECENT_LIMIT]
     return key, results
 
 

@@ -12,10 +12,10 @@ probability and value relative to the largest of its tile, whatever the scores a
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..masking import UNLIMITED, Masking
 from ..numerics import LOG2_E
+from .compat import PROGRAMMATIC, gdc_launch_dependents, gdc_wait
 from .decode_tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
 from .launch import buffer, launch
 from .mask_tiles import as_loadable, broadcast_strides, load_bias
@@ -436,7 +436,7 @@ def launch_decode_attention(
     if mask is not None:
         kind = "keys" if masking.by_key else "rows"
     capability = decode_capability(q.device)
-    overlap = splits > 1 and capability >= 90
+    overlap = splits > 1 and capability >= 90 and PROGRAMMATIC
     none = k_scale  # never read where a pointer does not apply
     tensors = (
         k_mean if k_mean is None else k_mean.contiguous(), lengths, None if mask is None else as_loadable(mask),

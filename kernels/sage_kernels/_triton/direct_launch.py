@@ -12,9 +12,10 @@ the driver is too old, there is no such launch, and Triton's is used.
 from __future__ import annotations
 
 import ctypes
-import functools
 import re
 from typing import NamedTuple
+
+from .compat import attribute, cuda_driver, descriptor_types
 
 
 _SUCCESS = 0
@@ -47,19 +48,6 @@ class _Config(ctypes.Structure):
     )  # fmt: skip
 
 
-@functools.cache
-def cuda_driver():
-    """The CUDA driver's library with the functions that are needed here, or None."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        launch, _ = driver.cuLaunchKernelEx, driver.cuTensorMapEncodeTiled
-        _ = driver.cuFuncGetParamInfo  # from CUDA 12.4 on
-    except (OSError, AttributeError):
-        return None
-    launch.argtypes = [ctypes.c_void_p] * 4
-    return driver
-
-
 class NotDirect(Exception):
     """Triton has to launch this one."""
 
@@ -89,14 +77,18 @@ def parameters_of(compiled) -> list[Parameter] | None:
     compiled: Triton's CompiledKernel. Its constants are no parameters; a described tensor is a descriptor, then its
     shape, then its strides; at the end there are two pointers to scratch memory that is not used.
     """
-    metadata = compiled.metadata
+    try:
+        metadata, signature = attribute(compiled, "metadata"), attribute(attribute(compiled, "src"), "signature")
+        target = attribute(metadata, "target")
+    except AttributeError:
+        return None
     plain = {"num_ctas": 1, "launch_cooperative_grid": False}
     plain |= {"global_scratch_size": 0, "profile_scratch_size": 0}
-    if metadata.target.backend != "cuda" or any(getattr(metadata, name, None) != x for name, x in plain.items()):
+    if target.backend != "cuda" or any(getattr(metadata, name, None) != x for name, x in plain.items()):
         return None
     described = iter(getattr(metadata, "tensordesc_meta", None) or ())
     found = []
-    for i, kind in enumerate(compiled.src.signature.values()):
+    for i, kind in enumerate(signature.values()):
         if not isinstance(kind, str):
             return None
         if kind.startswith("tensordesc"):
@@ -133,9 +125,13 @@ class DirectLaunch:
         if parameters is None or not self._is_what_was_loaded(compiled.function, parameters):
             raise NotDirect
         metadata = compiled.metadata
+        try:
+            threads, shared = 32 * attribute(metadata, "num_warps"), attribute(metadata, "shared")
+        except AttributeError:
+            raise NotDirect from None
         self.launch, self.function, self.stream = self.driver.cuLaunchKernelEx, compiled.function, None
-        self.config = _Config((programs, 1, 1), (32 * metadata.num_warps, 1, 1), metadata.shared)
-        if metadata.launch_pdl:
+        self.config = _Config((programs, 1, 1), (threads, 1, 1), shared)
+        if getattr(metadata, "launch_pdl", False):
             self.attribute = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, (1,))
             self.config.attributes, self.config.number = ctypes.pointer(self.attribute), 1
         self.config_address = ctypes.addressof(self.config)
@@ -204,15 +200,16 @@ class _Descriptions:
     """
 
     def __init__(self, driver, descriptor, metadata):
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-
+        types, known = descriptor_types(), ("elem_size", "elem_type", "block_size", "swizzle")
+        if any(name not in metadata for name in known) or metadata["elem_type"] not in types:
+            raise NotDirect
         if metadata.get("fp4_padded") or getattr(descriptor, "round_f32_to_tf32", False):
             raise NotDirect
         self.driver, self.found = driver, {}
         rank, nbytes = len(descriptor.shape), metadata["elem_size"]
         fill = _OOB_FILL_NAN if descriptor.padding == "nan" else _OOB_FILL_NONE
         self.encoding = (
-            TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]], rank,
+            types[metadata["elem_type"]], rank,
             (ctypes.c_uint64 * rank)(*reversed([int(x) for x in descriptor.shape])),
             (ctypes.c_uint64 * rank)(*reversed([nbytes * int(x) for x in descriptor.strides[:-1]])),
             (ctypes.c_uint32 * rank)(*reversed(metadata["block_size"])), (ctypes.c_uint32 * rank)(*[1] * rank),

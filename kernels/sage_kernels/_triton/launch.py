@@ -5,14 +5,12 @@ change. So the launches of a first call can be written down (`record`) and made 
 """
 
 import ctypes
-import functools
 import math
 import threading
 
 import torch
-import triton
-from triton import knobs
 
+from . import compat
 from .direct_launch import DirectLaunch, NotDirect
 
 
@@ -35,16 +33,16 @@ def launch(kernel, programs: int, *arguments, **constants):
     Returns: the compiled kernel; in the interpreter None.
     """
     tape = getattr(_recording, "tape", None)
-    if not isinstance(kernel, triton.JITFunction):
+    parameters = compat.parameters(kernel)
+    if parameters is None:
         if tape is not None:
             tape.complete = False
         return kernel[(programs,)](*arguments, **constants)
-    active = triton.runtime.driver.active
-    device = active.get_current_device()
+    device = compat.current_device()
     key = [id(kernel), device, *constants.items()]
     values = []  # addresses for tensors: the driver's own way to them is longer
     usual = True
-    for x, (is_specialized, is_aligned) in zip(arguments, _specialization(kernel), strict=False):
+    for x, (_, is_specialized, is_aligned) in zip(arguments, parameters, strict=False):
         kind = type(x)
         if kind is int:
             key.append(x if is_specialized else int)
@@ -68,48 +66,28 @@ def launch(kernel, programs: int, *arguments, **constants):
             if is_aligned and address & 15:
                 usual = False
     key = tuple(key)
-    found = _ready.get(key) if usual else None
+    found = _ready.get(key) if usual and not compat.someone_looks_on() else None
     if found is not None:
-        compiled, rest = found
-        if _someone_looks_on():
-            compiled[(programs, 1, 1)](*arguments, *rest)
-        else:
-            _start(compiled, programs, active.get_current_stream(device), values, rest)
+        compiled, start, rest = found
+        start(programs, compat.current_stream(device), values, rest)
     else:
         compiled = kernel[(programs,)](*arguments, **constants)
-        rest = tuple(constants[name] for name in kernel.arg_names[len(arguments) :]) if usual else ()
+        start = compat.starter(compiled) if usual else None
+        usual = start is not None
+        rest = tuple(constants[name] for name, *_ in parameters[len(arguments) :]) if usual else ()
         if usual:
             if len(_ready) >= _READY_LIMIT:
                 _ready.clear()
-            _ready[key] = compiled, rest
+            _ready[key] = compiled, start, rest
     if tape is not None:
         tape.complete = tape.complete and usual
-        tape.launches.append((kernel, compiled, programs, arguments, rest))
+        tape.launches.append((parameters, compiled, start, programs, arguments, rest))
     return compiled
 
 
 def processors_of(device: torch.device) -> int:
     """How many SMs it has; one where there are none, in Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _someone_looks_on() -> bool:
-    """Whether a profiler wants to be told of launches."""
-    hooks = knobs.runtime.launch_enter_hook
-    return hooks is not None and bool(hooks.calls)
-
-
-def _start(compiled, programs: int, stream, values, rest) -> None:
-    """compiled[(programs, 1, 1)](*values, *rest) on a stream, without its metadata for profilers."""
-    compiled.run(programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values, *rest)
-
-
-@functools.cache
-def _specialization(kernel) -> list[tuple[bool, bool]]:
-    """Of each parameter: whether the kernel is compiled anew for other integers, or for unaligned addresses."""
-    return [
-        (not x.do_not_specialize, not (x.do_not_specialize or x.do_not_specialize_on_alignment)) for x in kernel.params
-    ]
 
 
 def buffer(*shape: int, dtype: torch.dtype = torch.float32, device, returned: bool = False) -> torch.Tensor:
@@ -190,14 +168,14 @@ class _Step:
     """One launch of a recorded call.
 
     Args:
-        compiled, programs: the kernel, and its grid. values: its arguments, None for what `places` and `described` put
-        there. rest: its constants.
+        compiled, start, programs: the kernel, what launches it (compat.starter), and its grid. values: its arguments,
+        None for what `places` and `described` put there. rest: its constants.
         places: (argument, slot) of tensors. described: (argument, _Described, slot). named: (argument, number's name).
         table: see DirectLaunch.
     """
 
-    def __init__(self, compiled, programs: int, values: list, rest: tuple, places, described, named, table):
-        self.compiled, self.programs, self.values, self.rest = compiled, programs, values, rest
+    def __init__(self, compiled, start, programs: int, values: list, rest: tuple, places, described, named, table):
+        self.compiled, self.start, self.programs, self.values, self.rest = compiled, start, programs, values, rest
         self.places, self.described, self.named = places, described, named
         self.slots = [*places, *((i, slot) for i, _, slot in described)]
         try:
@@ -221,7 +199,7 @@ class _Step:
             values[i] = addresses[slot]
         for i, descriptor, slot in self.described:
             values[i] = descriptor.at(addresses[slot])
-        _start(self.compiled, self.programs, stream, values, self.rest)
+        self.start(self.programs, stream, values, self.rest)
 
 
 _SCRATCH_ALIGNMENT = 256  # bytes; descriptors want 16, whole lines are 128
@@ -254,12 +232,9 @@ class Replay:
         self.launches = []
         self.table = (ctypes.c_uint64 * len(slots))()
         self.lock = threading.Lock()  # between putting addresses in the table and the last launch that reads them
-        for kernel, compiled, programs, arguments, rest in tape.launches:
+        for parameters, compiled, start, programs, arguments, rest in tape.launches:
             values, places, described, named = [*arguments], [], [], []
-            for i, (x, (is_specialized, is_aligned)) in enumerate(
-                zip(arguments, _specialization(kernel), strict=False)
-            ):
-                name = kernel.arg_names[i]
+            for i, (x, (name, is_specialized, is_aligned)) in enumerate(zip(arguments, parameters, strict=False)):
                 if name in numbers:
                     if is_specialized or x != numbers[name]:
                         raise KeyError(name)
@@ -275,21 +250,20 @@ class Replay:
                 else:
                     described.append((i, _Described({**vars(x), "base": None}), slot))
                 values[i] = None
-            self.launches.append(_Step(compiled, programs, values, rest, places, described, named, self.table))
+            self.launches.append(_Step(compiled, start, programs, values, rest, places, described, named, self.table))
         self.aligned = [slot for slot in aligned if slot < len(given)]  # what is allocated here always is
 
     def __call__(self, given, numbers=None):
         """The results for other tensors and numbers; None if these must be launched by Triton: unaligned, another
         current device, or a profiler's hooks. A call that returns nothing: ()."""
-        active = triton.runtime.driver.active
-        device = active.get_current_device()
-        if device != self.device.index or _someone_looks_on():
+        device = compat.current_device()
+        if device != self.device.index or compat.someone_looks_on():
             return None
         addresses = [x.data_ptr() for x in given]
         for slot in self.aligned:
             if addresses[slot] & 15:
                 return None
-        stream = active.get_current_stream(device)
+        stream = compat.current_stream(device)
         if self.offsets:
             scratch = torch.empty(self.scratch_bytes, dtype=torch.uint8, device=self.device)
             start = scratch.data_ptr()

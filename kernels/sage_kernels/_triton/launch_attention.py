@@ -1,12 +1,12 @@
 """How attention is launched: tile, prologues, the kernel that the tile names, on q's device and current stream."""
 
 import torch
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..masking import NO_MASKING, UNLIMITED, Masking
 from ..numerics import LOG2_E, padded_head_dim, pv_dtype
 from ..recipe import DEFAULT_RECIPE, RECIPES
 from ..state import HeadState, keeps_row_max, reads_row_max
+from . import compat
 from .attention_fwd import _attention_fwd_kernel
 from .launch import buffer, launch, processors_of
 from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
@@ -38,7 +38,7 @@ def device_tile(
     Args: as `tiles.choose_tile`; pv: of the recipe; lagged: rows keep their maxima for the next call.
     """
     if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
-        return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma")
+        return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma" if compat.TensorDescriptor else "pointers")
     major, minor = torch.cuda.get_device_capability(device)
     capability = 0 if torch.version.hip else major * 10 + minor
     if capability and capability < 80:
@@ -51,7 +51,13 @@ def device_tile(
             f"recipe: got P and V in FP8 on {name} (compute capability {major}.{minor}), expected an NVIDIA GPU of "
             f"8.9 or newer; use recipe={DEFAULT_RECIPE!r}"
         )
-    return choose_tile(capability, width, scaling, masking.by_row, pv, not lagged)
+    by_row = masking.by_row
+    tile = choose_tile(capability, width, scaling, by_row, pv, not lagged)
+    if tile.kernel == "hopper" and not compat.has_gluon():
+        tile = choose_tile(capability, width, scaling, True, pv, not lagged)
+    if tile.kernel == "tma" and compat.TensorDescriptor is None:  # a tile of the newest GPUs without a copy engine
+        tile = choose_tile(80 if pv == "16bit" else 89, width, scaling, by_row, pv, not lagged)
+    return tile
 
 
 def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
@@ -166,8 +172,8 @@ def launch_attention_fwd(
             return out, lse
         use_tma = tile.kernel == "tma"
         if use_tma:
-            codes = TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tile.block_n, width])
-        values = TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
+            codes = compat.TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tile.block_n, width])
+        values = compat.TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
         value_strides = v.stride()[:3] if pv == "16bit" else (0, 0, 0)  # where 8-bit values lie is known
         launch(
             _attention_fwd_kernel, tiles,

@@ -1,0 +1,176 @@
+"""Names of Triton, Gluon and the CUDA driver that are private or came with a version, and what is done without each.
+
+What is left without them is Triton's public way: kernel[grid](...), Triton's own kernels instead of Gluon's, pointers
+instead of the copy engine, launches that wait for the one before. Slower, the same results. Those of PyTorch are in
+sage_kernels/compat.py.
+"""
+
+import ctypes
+import functools
+import importlib
+import logging
+
+import torch
+import triton
+
+
+logger = logging.getLogger("sage_kernels")
+# tests/test_compat.py deletes each
+NAMES = (
+    "triton.runtime.driver",
+    "triton.knobs.runtime",
+    "triton.language.extra.cuda.gdc_launch_dependents",
+    "triton.language.extra.cuda.gdc_wait",
+    "triton.tools.tensor_descriptor.TensorDescriptor",
+    "triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST",
+)
+# of Triton's kernels and compiled kernels
+ATTRIBUTES = (
+    "params", "do_not_specialize", "do_not_specialize_on_alignment", "arg_names",
+    "run", "function", "packed_metadata", "metadata", "src", "signature", "target", "num_warps", "shared",
+)  # fmt: skip
+DRIVER = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo")  # the last one from CUDA 12.4 on
+GLUON = (
+    "triton.experimental.gluon.jit",
+    *(
+        f"triton.experimental.gluon.language.{name}"
+        for name in (
+            "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout.get_default_for",
+            "SliceLayout", "SwizzledSharedLayout", "abs", "allocate_shared_memory", "arange", "atomic_add",
+            "atomic_max", "barrier", "bfloat16", "constexpr", "convert_layout", "div_rn", "exp2", "float16", "float32",
+            "float8e4nv", "fma", "full", "full_like", "inline_asm_elementwise", "int1", "int32", "int64", "int8",
+            "join", "load", "log2", "max", "maximum", "min", "minimum", "permute", "pointer_type", "program_id",
+            "reshape", "shared_memory_descriptor", "split", "static_range", "store", "sum", "tensor", "to_tensor",
+            "uint32", "uint8", "warp_specialize", "where", "zeros", "zeros_like",
+        )
+    ),
+    *(
+        f"triton.experimental.gluon.language.nvidia.hopper.{name}"
+        for name in ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+    ),
+    "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
+)  # fmt: skip
+
+# Earlier names, which the kernel goes by as well: until 3.6
+EARLIER = {f"triton.experimental.gluon.language.{new}": f"triton.experimental.gluon.language.{old}"
+           for new, old in (("barrier", "thread_barrier"),)}  # fmt: skip
+
+
+def find(name: str):
+    """What stands at "triton.…" in this Triton; None where there is no such name."""
+    found, path = triton, "triton"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+        except ImportError:
+            return None
+    return found
+
+
+def attribute(x, name: str):
+    """x.name, of an object that Triton made. Raises AttributeError."""
+    return getattr(x, name)
+
+
+# kernels
+
+
+@triton.jit
+def _nothing():
+    pass
+
+
+gdc_launch_dependents = find("triton.language.extra.cuda.gdc_launch_dependents")
+gdc_wait = find("triton.language.extra.cuda.gdc_wait")
+# Whether a launch may begin before the one before it ends: both ends have to say so
+PROGRAMMATIC = gdc_launch_dependents is not None and gdc_wait is not None
+if not PROGRAMMATIC:
+    gdc_launch_dependents = gdc_wait = _nothing
+TensorDescriptor = find("triton.tools.tensor_descriptor.TensorDescriptor")
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether this Triton has all names of Gluon that the Hopper kernel is written with. Says so once if not."""
+    missing = [name for name in GLUON if find(name) is None and (name not in EARLIER or find(EARLIER[name]) is None)]
+    if missing:
+        logger.warning(
+            "triton %s: got no %s, expected it for the Hopper kernel; the kernel for any GPU runs instead, slower",
+            triton.__version__, " and ".join(missing),
+        )  # fmt: skip
+    return not missing
+
+
+# launches
+
+_driver, _knobs = find("triton.runtime.driver"), find("triton.knobs.runtime")
+if not hasattr(type(_driver), "active"):  # the module of that name, where the object is not
+    _driver = None
+
+
+def current_device() -> int:
+    return torch.cuda.current_device() if _driver is None else _driver.active.get_current_device()
+
+
+def current_stream(device: int) -> int:
+    if _driver is None:
+        return torch.cuda.current_stream(device).cuda_stream
+    return _driver.active.get_current_stream(device)
+
+
+def someone_looks_on() -> bool:
+    """Whether a profiler wants to be told of launches; without the name to tell, someone does."""
+    return bool(getattr(getattr(_knobs, "launch_enter_hook", None), "calls", True))
+
+
+@functools.cache
+def parameters(kernel) -> list[tuple[str, bool, bool]] | None:
+    """Of each parameter of a kernel: name, whether the kernel is compiled anew for other integers, and for unaligned
+    addresses. None where that can't be told, as of kernels in Triton's interpreter: only Triton can launch them.
+    """
+    if not isinstance(kernel, triton.JITFunction):
+        return None
+    try:
+        names, found = attribute(kernel, "arg_names"), []
+        for name, x in zip(names, attribute(kernel, "params"), strict=True):
+            kept = attribute(x, "do_not_specialize")
+            found.append((name, not kept, not (kept or attribute(x, "do_not_specialize_on_alignment"))))
+    except AttributeError:
+        return None
+    return found
+
+
+def starter(compiled):
+    """start(programs, stream, values, rest) of a compiled kernel that was launched once: another launch, without its
+    metadata for profilers. None where there is no such way.
+    """
+    try:
+        run, function, packed = (attribute(compiled, name) for name in ("run", "function", "packed_metadata"))
+    except AttributeError:
+        return None
+
+    def start(programs: int, stream: int, values, rest) -> None:
+        run(programs, 1, 1, stream, function, packed, None, None, None, *values, *rest)
+
+    return start
+
+
+# launches through the CUDA driver
+
+
+@functools.cache
+def cuda_driver():
+    """The CUDA driver's library with the functions that are needed here, or None."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        launch, *_ = (getattr(driver, name) for name in DRIVER)
+    except (OSError, AttributeError):
+        return None
+    launch.argtypes = [ctypes.c_void_p] * 4
+    return driver
+
+
+def descriptor_types() -> dict:
+    """{Triton's number of a descriptor's type: the CUDA driver's}; empty where Triton does not say."""
+    return find("triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST") or {}

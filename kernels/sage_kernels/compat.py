@@ -1,0 +1,167 @@
+"""Names of PyTorch that are private, or that some versions lack, and what is done without each: the public way.
+
+Nothing here decides what comes out, only how soon: without a name calls go through PyTorch's dispatcher, are compared
+in another way, or are not found again. Those of Triton and of the CUDA driver are in _triton/compat.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch.autograd import forward_ad
+
+
+# tests/test_compat.py deletes each
+NAMES = (
+    "torch.Tensor._make_wrapper_subclass",
+    "torch._C._dispatch_keys",
+    "torch._C._dispatch_tls_local_include_set",
+    "torch._C._len_torch_function_stack",
+    "torch._C.DispatchKey",
+    "torch._C.DispatchKeySet",
+    "torch._C.DispatchKeySet.raw_repr",
+    "torch._C._dynamo.guards.TensorGuards",
+    "torch._dynamo.mark_static_address",
+    "torch.autograd._profiler_enabled",
+    "torch.autograd.forward_ad._current_level",
+    "torch.overrides._get_current_function_mode_stack",
+    "torch.utils._device.DeviceContext",
+    "torch.utils._pytree.tree_map_only",
+)
+
+
+def find(name: str):
+    """What stands at "torch.…" in this PyTorch; None where there is no such name."""
+    found, path = torch, "torch"
+    for part in name.split(".")[1:]:
+        path = f"{path}.{part}"
+        try:
+            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+        except ImportError:
+            return None
+    return found
+
+
+def _bits(*keys: str) -> int:
+    """The dispatch keys of these names as one number. Raises AttributeError where PyTorch lacks one."""
+    first, *rest = (getattr(_key, name) for name in keys)
+    key_set = _key_set(first)
+    for key in rest:
+        key_set = key_set.add(key)
+    return key_set.raw_repr()
+
+
+_keys_of, _included = find("torch._C._dispatch_keys"), find("torch._C._dispatch_tls_local_include_set")
+_key, _key_set = find("torch._C.DispatchKey"), find("torch._C.DispatchKeySet")
+_raw = find("torch._C.DispatchKeySet.raw_repr")
+_function_modes, _is_profiling = find("torch._C._len_torch_function_stack"), find("torch.autograd._profiler_enabled")
+_mode_stack = find("torch.overrides._get_current_function_mode_stack")
+_device_context = find("torch.utils._device.DeviceContext")
+_map_only = find("torch.utils._pytree.tree_map_only")
+# Dispatch keys of an ordinary tensor, and of one made under inference_mode; what a thread includes by itself
+_ORDINARY: frozenset[int] = frozenset()
+_QUIET = 0
+SEES_DISPATCH = None not in (_keys_of, _included, _key, _key_set, _raw, _function_modes, _is_profiling)
+SEES_DISPATCH = SEES_DISPATCH and hasattr(forward_ad, "_current_level")
+if SEES_DISPATCH:
+    try:
+        _ORDINARY = frozenset(
+            _bits(*names)
+            for device in ("CPU", "CUDA")
+            for names in (
+                (device, "ADInplaceOrView", f"Autograd{device}", f"Autocast{device}"),
+                (device, f"Autocast{device}"),
+            )
+        )
+        _QUIET = _bits("BackendSelect", "ADInplaceOrView")
+    except (AttributeError, TypeError):  # keys of other names: no call is known to be plain
+        SEES_DISPATCH = False
+
+
+def nobody_looks_on() -> bool:
+    """Whether nothing in this thread changes what a call of an op means, or wants to be told of it.
+
+    A compiler, tracer, profiler, mode or transform of torch.func does; without the names to tell, someone does.
+    """
+    return (
+        SEES_DISPATCH
+        and not torch.compiler.is_compiling()
+        and _included().raw_repr() | _QUIET == _QUIET
+        and _function_modes() == 0
+        and not _is_profiling()
+        and forward_ad._current_level < 0
+    )
+
+
+def are_ordinary(tensors) -> bool:
+    """Whether the dispatcher only chooses a device for these tensors of PyTorch's own types (or None).
+
+    It resolves negative and conjugate bits, tensors of zeros without memory, wrappers of torch.func and sparse,
+    quantised and nested layouts, all of which show in a tensor's dispatch keys.
+    """
+    return SEES_DISPATCH and _ORDINARY.issuperset([_keys_of(x).raw_repr() for x in tensors if x is not None])
+
+
+def differentiates_forward() -> bool:
+    """Whether tensors may have tangents here (torch.func.jvp, forward_ad.dual_level)."""
+    level = getattr(forward_ad, "_current_level", None)
+    return level is None or level >= 0
+
+
+def has_tangent(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation is under way for x."""
+    return differentiates_forward() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def tensor_guards(given):
+    """A function that tells whether tensors are of the same types, dispatch keys, dtypes, devices, shapes and strides.
+
+    PyTorch's own, which its compiler guards its code with; None where there is none.
+    """
+    guards = find("torch._C._dynamo.guards.TensorGuards")
+    if guards is None:
+        return None
+    try:
+        made = guards(
+            *given,
+            dynamic_dims_sizes=[list(x.shape) for x in given],
+            dynamic_dims_strides=[list(x.stride()) for x in given],
+        )
+        return made.check
+    except (AttributeError, TypeError):  # another signature
+        return None
+
+
+# A tensor without storage, of a class of one's own; None: masks are written out
+make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
+
+
+def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
+    """Tell the compiler that x stays where it is: CUDA graphs refuse to mutate other inputs, and are then not made."""
+    mark = find("torch._dynamo.mark_static_address")
+    if mark is not None:
+        mark(x, guard=guard)
+
+
+def function_modes() -> list:
+    """The torch_function modes that are on, but for what torch.set_default_device puts there.
+
+    Without the name to look them up: [None] where there may be one.
+    """
+    if _mode_stack is None:
+        return [] if _function_modes is not None and _function_modes() == 0 else [None]
+    return [mode for mode in _mode_stack() if _device_context is None or not isinstance(mode, _device_context)]
+
+
+def map_only(kind: type, change, tree):
+    """`tree` of tuples, lists and dicts with `change(x)` for every x of that type."""
+    if _map_only is not None:
+        return _map_only(kind, change, tree)
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_only(kind, change, x) for key, x in tree.items()}
+    if type(tree) in (tuple, list):
+        return type(tree)(map_only(kind, change, x) for x in tree)
+    return tree
