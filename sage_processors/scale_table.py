@@ -45,10 +45,14 @@ def key_reach(plan: torch.Tensor, stats: torch.Tensor, is_channel: torch.Tensor)
 
 
 def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor:
-    """Heads bool [R] whose step is of the size of the one that its plan was made from, within OUTLIER_LIMIT."""
+    """Heads bool [R] whose step is of the size of the one that its plan was made from, within OUTLIER_LIMIT.
+
+    Of K the range counts, not its middle, which a bias may move further from step to step than the range is wide.
+    """
     full = full_reach(margin)
     lowest, highest = full / OUTLIER_LIMIT, full * OUTLIER_LIMIT
-    k = key_reach(plan, stats, is_channel)
+    half = stats[:, STAT_K_MAX] * 0.5 - stats[:, STAT_K_MIN] * 0.5
+    k = torch.where(is_channel, half * plan[:, PLAN_K_WEIGHT], 0.0).amax(-1)
     q = torch.where(is_channel, stats[:, STAT_Q_AMAX] * plan[:, PLAN_Q_WEIGHT], 0.0).amax(-1)
     # a channel of V that shrank costs nothing; 0 is no plan of V
     v_scale = plan[:, PLAN_V_SCALE]

@@ -150,9 +150,10 @@ def _plan_step_kernel(
     v_scale = tl.load(plan + _V_SCALE * width, mask=inside, other=0.0)
     planned = old_scale > 0
     k_reach = tl.max(tl.where(is_channel, tl.maximum(high - center, center - low) * weight, 0.0), 0)
+    k_range = tl.max(tl.where(is_channel, (high * 0.5 - low * 0.5) * weight, 0.0), 0)
     q_reach = tl.max(tl.where(is_channel, q * q_weight, 0.0), 0)
     v_grown = tl.max((is_channel & (v_scale > 0) & (v > v_scale * v_highest)).to(tl.int32), 0) != 0
-    agrees = planned & (k_reach >= lowest) & (k_reach <= highest)
+    agrees = planned & (k_range >= lowest) & (k_range <= highest)
     agrees = agrees & (q_reach >= old_scale * lowest) & (q_reach <= old_scale * highest) & (v_grown == 0)
 
     # what of it enters the table: scale_table.record
