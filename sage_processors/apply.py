@@ -136,8 +136,9 @@ class Handle:
         """For a model without a pipeline: the next call of the model is the first of a denoising run.
 
         Otherwise the model's `timestep` argument tells, where it turns back or is the run's first one again. That is
-        not seen where a run begins below the timestep at which another was broken off. And it is known on the device
-        alone, so that 8-bit P has no softmax reference from the step before. Once called, call it before every run.
+        not seen where a run goes on below the timestep at which another was broken off, or follows one of a single
+        call. And it is known on the device alone, so that 8-bit P has no softmax reference from the step before. Once
+        called, call it before every run.
         Raises: ValueError for a pipeline with a scheduler, which tells.
         """
         if self._scheduler is not None:

@@ -26,9 +26,9 @@ class RowMaxima:
     """Row maxima of the call sites of one ScaleState, by shape and by place among the calls of a step.
 
     The n-th call of a site in a step meets what the n-th call of the step before left: guidance that calls a model
-    twice a step keeps both apart, up to MOST_CALLS of them. Compiled calls ask through `keeping_op`; where what follows
-    the steps is compiled too, nobody could tell them apart, and nothing is kept. A CUDA graph writes where the call
-    that it was captured from did, for as long as it lives: what it was given stays, whatever is forgotten here.
+    twice a step keeps both apart, up to MOST_CALLS of them. Compiled calls ask through `keeping_op`; where what
+    follows the steps is compiled too, nobody could tell them apart, and nothing is kept. A CUDA graph writes where the
+    call that it was captured from did, for as long as it lives: what it was given stays, whatever is forgotten here.
 
     Args: limit: bytes that may be kept in all, but for those of graphs.
     """

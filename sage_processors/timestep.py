@@ -215,7 +215,8 @@ class TimestepReader:
 
     Models are given t in 0..1000, t/1000 or 1 - t/1000. The largest value seen tells the first from the others; a
     reversed axis is as good an index as a straight one. A run walks along it one way: a timestep that turns back, or
-    the very first one again, begins another run. A run that goes on where one was broken off looks like its next step.
+    the very first one again, begins another run. A run that goes on where one was broken off, or that follows one of
+    a single call, looks like its next step.
 
     Attributes: level: noise level of the latest call, fp32 []. begins: whether it began a run, int32 [].
     """
