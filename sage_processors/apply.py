@@ -108,6 +108,12 @@ class Handle:
         """What is to be swapped now, by component name."""
         return denoisers(self._pipe()) if self._pipe else {"": self._model}
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether a run has left anything that `freeze_scales` could freeze. Syncs."""
+        states = [part.state for part in self._parts if part.state is not None]
+        return self._rotation.decided or any(state.has_learnt for state in states)
+
     def freeze_scales(self) -> None:
         """Start all later runs from what was learnt so far, until `reset`: no run changes it any more.
 
@@ -120,13 +126,12 @@ class Handle:
         """
         if not self._active:
             raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
-        scaling, states = self.config.scaling, [part.state for part in self._parts if part.state is not None]
-        if not self._rotation.decided and not (states and scaling in FROM_TABLE):
+        if not self._rotation.decided and self.config.scaling not in FROM_TABLE:
             raise ValueError(
-                f"handle: got scaling={scaling!r}, which plans nothing from other runs, expected one of "
+                f"handle: got scaling={self.config.scaling!r}, which plans nothing from other runs, expected one of "
                 f"{list(FROM_TABLE)}; there is nothing to freeze"
             )
-        if not self._rotation.decided and not any(state.has_learnt for state in states):
+        if not self.has_learnt:
             raise ValueError("handle: got no scales yet, expected a run before they are frozen; or call load_scales")
         for part in self._parts:
             part.freeze()

@@ -13,6 +13,7 @@ import math
 
 from .config import ROTATE_BELOW_DB, ROTATION_GAIN_DB
 from .probe import Probe
+from .scale_rules import ADAPTIVE
 
 
 logger = logging.getLogger("sage_processors")
@@ -57,7 +58,7 @@ class AutoRotation:
 
     def begin_run(self) -> None:
         """A run starts: what another one decided holds no longer, but where it is kept on purpose."""
-        if self._handle.config.scaling == "timestep_adaptive":
+        if self._handle.config.scaling == ADAPTIVE:
             return
         for part in self._handle._parts:
             for layer in part.layers if not part.frozen else ():

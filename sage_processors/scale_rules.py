@@ -225,7 +225,8 @@ RULES = {
     "sigma_power": lambda config: SigmaPower(None if config.gamma == "fit" else float(config.gamma)),
 }
 NEED_RUNS = ("static", "sigma_power")  # planned from whole runs: something must say where one ends
-FROM_TABLE = ("timestep", "timestep_adaptive", *NEED_RUNS)  # those that a frozen table means something to
+ADAPTIVE = "timestep_adaptive"
+FROM_TABLE = ("timestep", ADAPTIVE, *NEED_RUNS)  # those that a frozen table means something to
 
 
 def rule_for(config) -> Timestep:
