@@ -44,6 +44,12 @@ def key_reach(plan: torch.Tensor, stats: torch.Tensor, is_channel: torch.Tensor)
     return torch.where(is_channel, furthest * weight, 0.0).amax(-1)
 
 
+def key_range(plan: torch.Tensor, stats: torch.Tensor, is_channel: torch.Tensor) -> torch.Tensor:
+    """As `key_reach`, had the plan the middle of this step's keys, fp32 [R]."""
+    half = stats[:, STAT_K_MAX] * 0.5 - stats[:, STAT_K_MIN] * 0.5
+    return torch.where(is_channel, half * plan[:, PLAN_K_WEIGHT], 0.0).amax(-1)
+
+
 def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor:
     """Heads bool [R] whose step is of the size of the one that its plan was made from, within OUTLIER_LIMIT.
 
@@ -51,14 +57,13 @@ def agreeing(plan, plan_scale, stats, is_channel, margin: float) -> torch.Tensor
     """
     full = full_reach(margin)
     lowest, highest = full / OUTLIER_LIMIT, full * OUTLIER_LIMIT
-    half = stats[:, STAT_K_MAX] * 0.5 - stats[:, STAT_K_MIN] * 0.5
-    k = torch.where(is_channel, half * plan[:, PLAN_K_WEIGHT], 0.0).amax(-1)
+    k = key_range(plan, stats, is_channel)
     q = torch.where(is_channel, stats[:, STAT_Q_AMAX] * plan[:, PLAN_Q_WEIGHT], 0.0).amax(-1)
-    # a channel of V that shrank costs nothing; 0 is no plan of V
-    v_scale = plan[:, PLAN_V_SCALE]
-    v_grown = (is_channel & (v_scale > 0) & (stats[:, STAT_V_AMAX] > v_scale * (V_CODE * OUTLIER_LIMIT))).any(-1)
+    v = torch.where(is_channel, stats[:, STAT_V_AMAX], 0.0).amax(-1)
+    v_scale = plan[:, PLAN_V_SCALE].amax(-1)  # 0: no plan of V
+    v_fits = (v >= v_scale * (V_CODE / OUTLIER_LIMIT)) & (v <= v_scale * (V_CODE * OUTLIER_LIMIT))
     fits = (k >= lowest) & (k <= highest) & (q >= plan_scale * lowest) & (q <= plan_scale * highest)
-    return (plan_scale > 0) & fits & ~v_grown
+    return (plan_scale > 0) & fits & (v_fits | (v_scale == 0))
 
 
 def widest(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

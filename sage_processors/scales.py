@@ -53,7 +53,7 @@ from sage_kernels.state import (
 
 from .row_maxima import RowMaxima
 from .scale_rules import Source, Timestep, ranges
-from .scale_table import MOVE_LIMIT, OUTLIER_LIMIT, agreeing, full_reach, key_reach, record
+from .scale_table import MOVE_LIMIT, OUTLIER_LIMIT, agreeing, full_reach, key_range, key_reach, record
 
 
 # A head whose keys reached this much further than its plan had seen no longer trusts the table.
@@ -424,8 +424,9 @@ class ScaleState:
 
         Or less far, by OUTLIER_LIMIT: what the table says of the next step is as wrong then.
         """
-        reach, full = key_reach(self._shared.plan, self._shared.stats, self._is_channel), full_reach(self.margin)
-        return (self._shared.plan_scale > 0) & ((reach > full * GROWTH_LIMIT) | (reach < full / OUTLIER_LIMIT))
+        step, full = (self._shared.plan, self._shared.stats, self._is_channel), full_reach(self.margin)
+        strayed = (key_reach(*step) > full * GROWTH_LIMIT) | (key_range(*step) < full / OUTLIER_LIMIT)
+        return (self._shared.plan_scale > 0) & strayed
 
     def _drain(self) -> None:
         """Add the step's counts to the totals and ready the recording tensors for the next step."""

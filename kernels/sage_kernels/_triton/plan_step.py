@@ -120,7 +120,7 @@ def _moved(q_o, high_o, low_o, v_o, q, high, low, v, is_channel, move):
 def _plan_step_kernel(
     plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, table_ptr, table_run_ptr, run_ptr, totals_ptr, is_channel_ptr,
     finished_ptr, next_ptr, frozen_ptr, frozen_keys_ptr, begins_ptr, rows, width, bins,
-    margin, grown, lowest, highest, v_highest, move, v_floor,
+    margin, grown, lowest, highest, v_lowest, v_highest, move, v_floor,
     ADAPTS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -152,9 +152,11 @@ def _plan_step_kernel(
     k_reach = tl.max(tl.where(is_channel, tl.maximum(high - center, center - low) * weight, 0.0), 0)
     k_range = tl.max(tl.where(is_channel, (high * 0.5 - low * 0.5) * weight, 0.0), 0)
     q_reach = tl.max(tl.where(is_channel, q * q_weight, 0.0), 0)
-    v_grown = tl.max((is_channel & (v_scale > 0) & (v > v_scale * v_highest)).to(tl.int32), 0) != 0
+    v_reach = tl.max(tl.where(is_channel, v, 0.0), 0)
+    v_full = tl.max(v_scale, 0)
+    v_fits = (v_full == 0) | ((v_reach >= v_full * v_lowest) & (v_reach <= v_full * v_highest))
     agrees = planned & (k_range >= lowest) & (k_range <= highest)
-    agrees = agrees & (q_reach >= old_scale * lowest) & (q_reach <= old_scale * highest) & (v_grown == 0)
+    agrees = agrees & (q_reach >= old_scale * lowest) & (q_reach <= old_scale * highest) & v_fits
 
     # what of it enters the table: scale_table.record
     frozen = tl.load(frozen_ptr) > 0
@@ -195,7 +197,7 @@ def _plan_step_kernel(
     usable = frozen
     if ADAPTS:
         usable = usable | (tl.abs(next_by) < run + begins)
-    strayed = planned & ((k_reach > grown) | (k_reach < lowest)) & seen & (begins == 0)
+    strayed = planned & ((k_reach > grown) | (k_range < lowest)) & seen & (begins == 0)
     earlier = (next_by != 0) & usable & (strayed == 0)
     takes_step = seen & (begins == 0)
     known = earlier | takes_step
@@ -266,8 +268,8 @@ def launch_plan_step(
             _plan_step_kernel, rows,
             *state[:4], table, table_run, run, totals, is_channel.view(torch.uint8), finished, following,
             frozen, frozen_keys, begins, rows, width, bins,
-            float(margin), full * growth, full / outlier, full * outlier, V_CODE * outlier, float(move),
-            float(v_floor),
+            float(margin), full * growth, full / outlier, full * outlier, V_CODE / outlier,
+            V_CODE * outlier, float(move), float(v_floor),
             ADAPTS=bool(adapts), WIDTH=triton.next_power_of_2(width), FIELDS=16, BINS=triton.next_power_of_2(bins),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
