@@ -7,7 +7,6 @@ import torch
 import torch._dynamo
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-import sage_kernels
 import sage_processors as sp
 from sage_processors import processors
 from sage_processors.scale_rules import FROM_TABLE
@@ -384,4 +383,3 @@ def test_Q19_layers_that_come_after_freezing_are_frozen_too():
         handle.refresh()
         drawing.b()
         assert torch.equal(drawing.a(), expected)
-    assert sage_kernels.RECIPES.keys() == set(RECIPES)
