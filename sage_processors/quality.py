@@ -117,7 +117,7 @@ def default_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
 
 
 def study_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
-    """Every rule that plans scales, next to dynamic ones. "static" and "sigma_power" need a frozen table.
+    """Every rule that plans scales repeatably, next to dynamic ones. "static" and "sigma_power" need a frozen table.
 
     timestep_warm is "timestep" with one.
     """

@@ -10,6 +10,7 @@ from sage_kernels import HeadState, new_head_state, sage_attention
 from sage_processors.config import UnsupportedAttentionError
 from sage_processors.row_maxima import MOST_CALLS
 from sage_processors.scales import ScaleState, Site
+from tests.test_attention import run_kernel
 from tests.test_checks import check_raises, no_launch, qkv
 from tests.test_compile import Pipe
 from tests.test_same_seed import Drawing, options
@@ -90,15 +91,24 @@ def test_a_negative_softmax_scale_stays_exact(policy, monkeypatch):
             assert handle.report().fallbacks == {"softmax_scale": 2} and not handle.report().calls
 
 
-def test_outside_is_counted_of_planned_heads_only():
-    """A call that plans nothing is beyond nothing."""
-    state = ScaleState([Site("a", 2, 16)], device="cpu", margin=0.25)
-    inputs = qkv()
-    sage_attention(**inputs, state=state.head_state(0))
-    assert state.summary()[0]["outside"] == 0.0 and state.summary()[0]["dynamic_calls"] == 1
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_outside_is_counted_of_planned_heads_only(by_kernel, kernel_device):
+    """A call that plans nothing is beyond nothing, however large its keys are."""
+    device = kernel_device if by_kernel else "cpu"
+    state = ScaleState([Site("a", 2, 16)], device=device, margin=0.25)
+    q, k, v = qkv().values()
+
+    def call():
+        if by_kernel:
+            run_kernel(q.half(), k.half() * 1000, v.half(), device, state=state.head_state(0))
+        else:
+            sage_attention(q, k * 1000, v, state=state.head_state(0))
+        return state.summary()[0]["outside"], state.summary()[0]["dynamic_calls"]
+
+    assert call() == (0.0, 1)
     state.advance(1.0, 0.9)
-    sage_attention(**inputs, state=state.head_state(0))
-    assert state.summary()[0]["outside"] > 0.0 and state.summary()[0]["dynamic_calls"] == 1
+    outside, dynamic = call()
+    assert outside > 0.0 and dynamic == 1
 
 
 def test_Q26_a_model_called_outside_of_steps_keeps_few_row_maxima():
