@@ -93,16 +93,16 @@ def test_a_negative_softmax_scale_stays_exact(policy, monkeypatch):
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_outside_is_counted_of_planned_heads_only(by_kernel, kernel_device):
-    """A call that plans nothing is beyond nothing, however large its keys are."""
+    """A call that plans nothing is beyond nothing, however large its keys and queries are."""
     device = kernel_device if by_kernel else "cpu"
     state = ScaleState([Site("a", 2, 16)], device=device, margin=0.25)
-    q, k, v = qkv().values()
+    q, k, v = (x * size for x, size in zip(qkv().values(), (1000, 1000, 1), strict=True))
 
     def call():
         if by_kernel:
-            run_kernel(q.half(), k.half() * 1000, v.half(), device, state=state.head_state(0))
+            run_kernel(q.half(), k.half(), v.half(), device, state=state.head_state(0))
         else:
-            sage_attention(q, k * 1000, v, state=state.head_state(0))
+            sage_attention(q, k, v, state=state.head_state(0))
         return state.summary()[0]["outside"], state.summary()[0]["dynamic_calls"]
 
     assert call() == (0.0, 1)
