@@ -29,7 +29,7 @@ import torch
 from sage_kernels import HeadState, new_head_state
 from sage_kernels.numerics import padded_head_dim
 from sage_kernels.plan_step import plan_step
-from sage_kernels.recipe import INT8_MAX, V_AMAX_FLOOR, V_CODE
+from sage_kernels.recipe import INT8_MAX
 from sage_kernels.state import (
     COUNT_CALLS,
     COUNT_CLIPPED,
@@ -42,25 +42,18 @@ from sage_kernels.state import (
     COUNT_PLAN_KEY_B,
     COUNT_REDONE,
     COUNT_TRIED,
-    PLAN_CENTER,
-    PLAN_K_WEIGHT,
-    PLAN_Q_WEIGHT,
-    PLAN_V_SCALE,
     STAT_FIELDS,
-    STAT_V_AMAX,
     clear_step,
 )
 
 from .row_maxima import RowMaxima
+from .scale_plan import V_CHANNEL_FLOOR, write_plan
 from .scale_rules import Source, Timestep, ranges
 from .scale_table import MOVE_LIMIT, OUTLIER_LIMIT, agreeing, full_reach, key_range, key_reach, record
 
 
 # A head whose keys reached this much further than its plan had seen no longer trusts the table.
 GROWTH_LIMIT = 1.25
-# A channel of V that is this much smaller than the head's largest gets room to grow to it: e4m3 has 12 binades below
-# the planned amax before it loses bits, so 6 of them may be given away.
-V_CHANNEL_FLOOR = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -434,34 +427,5 @@ class ScaleState:
         clear_step(self._shared.stats, self._shared.counts)
 
     def _plan(self, source: Source, kept: torch.Tensor | None = None) -> None:
-        """Write the plan of every known head of `source`.
-
-        Of the other heads, those in `kept` bool [R] (None: none) keep the plan they have; the rest run dynamic.
-        """
-        kept = torch.zeros_like(source.known) if kept is None else kept
-        channel = self._is_channel
-        q_amax, center, k_amax = ranges(source.stats, channel)
-        balance = (q_amax / k_amax).sqrt()
-        reach = q_amax.sqrt() * k_amax.sqrt()  # what both |q / b| and |(k - c)·b| reach
-        scale = self.margin * reach.amax(-1, keepdim=True) / INT8_MAX
-        if source.gain is not None:
-            scale = scale * source.gain[:, None]
-        k_weight, q_weight = balance / scale, 1.0 / balance
-        # a head of zeros or of extreme range has no usable balance: it stays unknown and runs dynamic
-        good = (
-            source.known
-            & torch.isfinite(k_weight).all(-1)
-            & torch.isfinite(q_weight).all(-1)
-            & torch.isfinite(center).all(-1)
-        )
-        good &= (scale[:, 0] > 0) & torch.isfinite(scale[:, 0])
-        v_amax = torch.where(channel, source.stats[:, STAT_V_AMAX], 0.0)
-        v_largest = v_amax.amax(-1, keepdim=True)
-        v_scale = v_amax.maximum(v_largest * V_CHANNEL_FLOOR).clamp_min(V_AMAX_FLOOR) / V_CODE
-        v_scale = torch.where(v_largest > 0, v_scale, 0.0)  # not recorded, or all zeros: no plan for V
-        plan, plan_scale = self._shared.plan, self._shared.plan_scale
-        fields = (PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCALE)
-        for field, value in zip(fields, (center, k_weight, q_weight, v_scale), strict=True):
-            planned = torch.where(good[:, None] & channel, value, 0.0)
-            plan[:, field] = torch.where(kept[:, None], plan[:, field], planned)
-        plan_scale.copy_(torch.where(kept, plan_scale, torch.where(good, scale[:, 0], 0.0)))
+        """`write_plan` for all heads."""
+        write_plan(self._shared, self._is_channel, source, self.margin, kept)

@@ -206,7 +206,7 @@ def _plan_step_kernel(
     low_s = tl.where(earlier, low_e, low) * 0.5
     v_s = tl.where(is_channel, tl.where(earlier, v_e, v), 0.0)
 
-    # the plan: scales._plan
+    # the plan: scale_plan.write_plan
     center = tl.where(is_channel, high_s + low_s, 0.0)
     q_amax = _floored(q_s)
     k_amax = _floored(tl.where(is_channel, high_s - low_s, 0.0))
