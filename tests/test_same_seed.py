@@ -266,8 +266,9 @@ def test_Q16_a_model_without_a_pipeline_tells_runs_by_its_timesteps(scaling, rec
         for times, other in ((DOWN, SHORT), (UP, UP), ([0.5], [0.5]), (DOWN, DOWN[:2])):
             walk(drawing, 5, [0.95, 0.99] if times is UP else [0.05, 0.04])  # the end of a run before
             first = run(1, times)
-            run(2, other, size=8.0, batch=2)
-            assert torch.equal(run(1, times), first), times
+            for batch in (2, 1):  # of another shape, whose plan would not be used; and of this one
+                run(2, other, size=8.0, batch=batch)
+                assert torch.equal(run(1, times), first), times
         rows = handle.report().rows
         assert all(0 < row["dynamic_calls"] < row["calls"] for row in rows)
         # rows are kept only where the host knows of the runs
