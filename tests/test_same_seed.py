@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 import sage_processors as sp
 from sage_processors import processors
-from sage_processors.scale_rules import FROM_TABLE
+from sage_processors.scale_rules import FROM_TABLE, NEED_RUNS
 from tests.test_compile import Pipe, compiled
 from tests.tiny_models import MODELS
 
@@ -94,7 +94,9 @@ def test_Q11_frozen_scales_are_what_every_run_starts_from(scaling, recipe):
     with sp.apply(drawing.pipe, options(scaling=scaling, recipe=recipe)) as handle:
         cold = drawing.a()
         drawing.draw(3)
+        assert ("are not frozen" in str(handle.report())) == (scaling in NEED_RUNS)
         handle.freeze_scales()
+        assert "are frozen" in str(handle.report())
         before = handle._parts[0].state.snapshot()
         assert is_same_again(drawing.a, drawing.b)
         after = handle._parts[0].state.snapshot()
