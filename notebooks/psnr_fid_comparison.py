@@ -50,7 +50,7 @@ torch.set_num_threads(1)
 #
 # Intervals are 95 %: of means by the bootstrap over pictures, of feature-FD by the jackknife over 16 groups of them.
 # `feature-FD above stock's` pairs the groups, so it knows a difference far better than either distance. A name with
-# `_warm`, `static` and the `sigma` ones start each batch from what one earlier run learnt; the others start fresh.
+# `_warm`, `static` and the `sigma` ones start each batch from one earlier run's frozen table; the others start fresh.
 
 # %%
 table = measure.read_table(Path("data/quality.csv"))

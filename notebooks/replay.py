@@ -107,7 +107,8 @@ def replay(config, recording: Recording, first: Recording | None = None) -> tupl
     """Run recorded calls with the options `config`, and compare each with exact attention.
 
     Args:
-        config: SageAttnProcessor. recording: what is measured. first: an earlier run that planned scales learn from.
+        config: SageAttnProcessor. recording: what is measured. first: an earlier run that planned scales learn from;
+            what it leaves is frozen, but for "timestep_adaptive".
     Returns: one Step per step, and the scale state afterwards (None for scales computed from each call).
     """
     sites = recording.sites()
@@ -123,6 +124,8 @@ def replay(config, recording: Recording, first: Recording | None = None) -> tupl
             found.append(_step(config, step, run.levels[place], sites, state, measured=run is recording))
             if state is not None:
                 state.advance(run.levels[place], run.levels[min(place + 1, len(run.levels) - 1)])
+        if run is first and not state.rule.adapts:
+            state.freeze()
     return found, state
 
 

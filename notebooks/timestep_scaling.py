@@ -9,7 +9,7 @@
 # %% [markdown]
 # # What the scales of Q and K do along the denoising trajectory
 #
-# Timestep scaling plans the INT8 scale of a head from the step before, or from an earlier run at the same noise level
+# Timestep scaling plans the INT8 scale of a head from the step before, or from a frozen table at the same noise level
 # u = σ/√(α² + σ²). This notebook shows, for both embedded pipelines, how far the inputs of attention really reach at
 # each noise level, how well each plan fits, and what each mode costs in accuracy at each step.
 #

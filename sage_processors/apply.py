@@ -11,7 +11,7 @@ from .config import LAYER_OPTIONS, SageAttnProcessor
 from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .part import Part, RootHook
 from .report import Report, build_report
-from .scale_rules import NEED_RUNS
+from .scale_rules import FROM_TABLE, NEED_RUNS
 from .timestep import can_track, noise_levels, run_of, track, untrack
 from .windows import Steps, check_patterns
 
@@ -108,8 +108,51 @@ class Handle:
         """What is to be swapped now, by component name."""
         return denoisers(self._pipe()) if self._pipe else {"": self._model}
 
+    @property
+    def has_learnt(self) -> bool:
+        """Whether a run has left anything that `freeze_scales` could freeze. Syncs."""
+        states = [part.state for part in self._parts if part.state is not None]
+        return self._rotation.decided or any(state.has_learnt for state in states)
+
+    def freeze_scales(self) -> None:
+        """Start all later runs from what was learnt so far, until `reset`: no run changes it any more.
+
+        What a run draws depends on its inputs and options alone: without this, scales are planned within the run, and
+        its first step computes its own. Frozen scales are an option like others: they change a picture's last bits,
+        all runs after the call are repeatable again, and none starts without a plan. Layers whose rotation is "auto"
+        keep what was decided for them. `load_scales` freezes what it has read. Syncs.
+        Raises: ValueError for a scaling that plans nothing from other runs, or before a first run; RuntimeError for
+            a removed handle.
+        """
+        if not self._active:
+            raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
+        if not self._rotation.decided and self.config.scaling not in FROM_TABLE:
+            raise ValueError(
+                f"handle: got scaling={self.config.scaling!r}, which plans nothing from other runs, expected one of "
+                f"{list(FROM_TABLE)}; there is nothing to freeze"
+            )
+        if not self.has_learnt:
+            raise ValueError("handle: got no scales yet, expected a run before they are frozen; or call load_scales")
+        for part in self._parts:
+            part.freeze()
+        self._rotation.watch()
+
+    def new_run(self) -> None:
+        """For a model without a pipeline: the next call of the model is the first of a denoising run.
+
+        Otherwise the model's `timestep` argument tells, where it turns back or is the run's first one again. That is
+        not seen where a run goes on below the timestep at which another was broken off, or follows one of a single
+        call. And it is known on the device alone, so that 8-bit P has no softmax reference from the step before. Once
+        called, call it before every run.
+        Raises: ValueError for a pipeline with a scheduler, which tells.
+        """
+        if self._scheduler is not None:
+            raise ValueError("handle: got one of a pipeline, whose scheduler says where a run begins; leave it out")
+        for part in self._parts:
+            part.new_run()
+
     def reset(self) -> None:
-        """Forget all scales and counts: the next run behaves as the first one after `apply`."""
+        """Forget all scales and counts: the next run behaves as the first one after `apply`. Ends `freeze_scales`."""
         for part in self._parts:
             part.reset()
         self._rotation.reset()
@@ -132,7 +175,10 @@ class Handle:
         save_scales(self, path)
 
     def load_scales(self, path, on_mismatch: str = "error") -> bool:
-        """Go on from a file of `save_scales` of the same model; unchanged if it raises: see scale_files.py."""
+        """Start all runs from a file of `save_scales` of the same model, as `freeze_scales` does: see scale_files.py.
+
+        The handle is unchanged if it raises.
+        """
         from .scale_files import load_scales
 
         return load_scales(self, path, on_mismatch)
@@ -152,6 +198,7 @@ class Handle:
     def begin_run(self, u) -> None:
         """Called by the scheduler's run: denoising starts at noise level u."""
         self.steps.begin(noise_levels(self._scheduler), getattr(self._scheduler, "begin_index", None) or 0)
+        self._rotation.begin_run()
         for part in self._parts:
             if part.state is not None and part.follows_scheduler:
                 part.state.begin_run(u)

@@ -1,4 +1,4 @@
-"""rotation="auto": the first INT8 step is compared with exact attention, and layers that need it are rotated after it.
+"""rotation="auto": a run's first INT8 step is compared with exact attention; layers that need it are rotated after it.
 
 A layer needs it if a sampled head is below ROTATE_BELOW_DB and the rotation does better on the same inputs: outliers
 that stay in their channels are what planned scales balance away, and a rotation would only spread them. The choice is
@@ -13,6 +13,7 @@ import math
 
 from .config import ROTATE_BELOW_DB, ROTATION_GAIN_DB
 from .probe import Probe
+from .scale_rules import ADAPTIVE
 
 
 logger = logging.getLogger("sage_processors")
@@ -21,21 +22,30 @@ SAMPLED_HEADS, SAMPLED_ROWS = 8, 32
 
 
 class AutoRotation:
-    """The layers of a handle whose rotation is "auto": measured once, decided once, until `reset`.
+    """The layers of a handle whose rotation is "auto": measured and decided once a run, by what that run draws.
 
+    Once scales are frozen what was decided stays, for they are of rotated channels or not. With "timestep_adaptive",
+    which goes on from run to run anyway, the first run decides, until `reset`.
     A probe of the user's that runs meanwhile does the measuring too. Each denoiser is decided after the first step in
     which INT8 attention ran in it: the second of two experts may come late.
     """
 
     def __init__(self, handle):
         self._handle, self._probe = handle, None
+        self._resting: Probe | None = None  # ours of the run before: another one would be compiled anew
         self._pending = False  # so that a step with nothing to decide costs nothing
         # label: SQNR of the worst head without and with rotation, step, rotated
         self._decided: dict[str, tuple[float, float, int, bool]] = {}
 
-    def is_open(self, layer, label: str) -> bool:
+    @property
+    def decided(self) -> bool:
+        """Whether anything was decided in this run, or is kept from another."""
+        return bool(self._decided)
+
+    def is_open(self, part, layer) -> bool:
         """Whether a layer is to be decided yet."""
-        return layer.sage._sage_config.rotation == "auto" and label not in self._decided
+        is_auto = layer.sage._sage_config.rotation == "auto"
+        return is_auto and not part.frozen and part._label(layer.name) not in self._decided
 
     def _open(self) -> list:
         """(part, layer, label) of the layers that are not decided yet."""
@@ -43,19 +53,44 @@ class AutoRotation:
             (part, layer, part._label(layer.name))
             for part in self._handle._parts
             for layer in part.layers
-            if self.is_open(layer, part._label(layer.name))
+            if self.is_open(part, layer)
         ]
+
+    def begin_run(self) -> None:
+        """A run starts: what another one decided holds no longer, but where it is kept on purpose."""
+        if self._handle.config.scaling == ADAPTIVE:
+            return
+        for part in self._handle._parts:
+            for layer in part.layers if not part.frozen else ():
+                if layer.sage._sage_config.rotation == "auto":
+                    part.rotate(layer, False)
+                    self._decided.pop(part._label(layer.name), None)
+        if self._open() and self._handle._probe is not None:
+            self._handle._probe.reset_trials()  # of a run that was broken off, or in a probe of the user's
+        self.watch()
 
     def watch(self) -> None:
         """Start measuring, if there is something to decide and no other probe does it."""
         names = [label for *_, label in self._open()]
         self._pending = bool(names)
-        if names and self._handle._probe is None:
-            self._probe = self._handle._probe = Probe(
-                self._handle, every=1, heads=SAMPLED_HEADS, rows=SAMPLED_ROWS, only=names
-            )
-        elif names and self._handle._probe is self._probe:
+        if not names:
+            self._rest()
+        elif self._handle._probe is None:
+            if self._resting is None:
+                self._probe = Probe(self._handle, every=1, heads=SAMPLED_HEADS, rows=SAMPLED_ROWS, only=names)
+            else:
+                self._probe, self._resting = self._resting, None
+                self._probe.reset()
+                self._probe.go_on(only=names)
+            self._handle._probe = self._probe
+        elif self._handle._probe is self._probe:
             self._probe.attach(only=names)
+
+    def _rest(self) -> None:
+        """Measure no more for now."""
+        if self._probe is not None:
+            self._probe.stop()
+            self._probe, self._resting = None, self._probe
 
     def step_done(self) -> None:
         """Between two steps, with all statistics taken up: decide what was measured."""
@@ -63,15 +98,14 @@ class AutoRotation:
             return
         layers, probe = self._open(), self._handle._probe
         if probe is not None:
-            ran = [part for part in self._handle._parts if probe.has_seen(part)]  # known without waiting
+            ran = [part for part in self._handle._parts if probe.has_tried(part)]  # known without waiting
             # a layer whose own noise levels kept it in 16 bit in this step is decided after one that does not
             layers = [row for row in layers if row[0] in ran and not row[1].sage._sage_window.was_exact]
             if not layers:
                 return
-            self._decide(layers, probe.data(), probe.trials())
+            self._decide(layers, *probe.trials())
             if probe is self._probe:
-                probe.stop()
-                self._probe = None
+                self._rest()
         self.watch()  # what is still open
 
     def _decide(self, layers, data: list[dict], trials: list[dict]) -> None:

@@ -154,7 +154,7 @@ def rules(
         with cli._steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
             size = {"steps": steps, "batch": batch}
             results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
-        # timestep runs the first step of each batch dynamic; rules that a first run froze never do, nor timestep_warm
+        # timestep runs the first step of each batch dynamic; rules with a frozen table never do, nor timestep_warm
         _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))
 
 

@@ -111,9 +111,10 @@ def calibrate(
         inputs: prompts, one picture each. seeds: one for each, 0, 1, … by default; fresh ones are made from them.
         target_psnr: mean PSNR, dB, against stock attention on the same seeds. max_attention_error: relative L2 error
             of every layer's attention output, on sampled heads, rows and steps. Exactly one of the two.
-        recipes, scalings: what to try; recipes default to config's. With max_attention_error the first of both is
-            tried for every layer, and the per-call ones among the other scalings; where these fail a layer, all of
-            them with P·V in 16 bit, if the recipe has it in 8; where these fail too, with the Hadamard rotation.
+        recipes, scalings: what to try; recipes default to config's. "static" and "sigma_power" start from a table
+            frozen after a first run (`handle.freeze_scales`). With max_attention_error the first of both is tried for
+            every layer, and the per-call ones among the other scalings; where these fail a layer, all of them with
+            P·V in 16 bit, if the recipe has it in 8; where these fail too, with the Hadamard rotation.
         config: options that are not searched.
         steps: denoising steps. batch: pictures per pipeline call.
         cost: "counted" (operations and bytes; the same everywhere, so the same calibration writes the same file),

@@ -51,6 +51,7 @@ def _copy_site(source: ScaleState, source_index: int, target: ScaleState, target
     for name in ("plan_scale", "counts"):
         getattr(shared, name)[new] = getattr(earlier, name)[old]
     target._table_run[:, new] = source._table_run[:, old]
+    target._frozen_keys[new] = source._frozen_keys[old]
     target._totals[new] = source._totals[old]
     # the numbers of runs only grow, so the latest state's is the largest
     target._run.copy_(target._run.maximum(source._run))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 # What a user may write, and the `scaling=` the op then gets; those with a rule in scale_rules.py also get a state.
 SCALINGS = {
     "timestep": "per_token",
+    "timestep_adaptive": "per_token",
     "delayed": "per_token",
     "static": "per_token",
     "sigma_power": "per_token",
@@ -118,10 +119,15 @@ class SageAttnProcessor:
     Args:
         recipe: number formats of the two matmuls, a key of `sage_kernels.RECIPES`.
         scaling: where the INT8 scales of Q and K come from.
-            "timestep": per head, planned from the previous denoising step and earlier runs at the same noise level.
+            "timestep": per head, planned from the previous denoising step; the first step of a run computes its own.
+            What a run draws depends on its inputs and options alone. After `handle.freeze_scales()` or
+            `load_scales` every step, the first one too, is planned from the frozen table at its noise level.
+            "timestep_adaptive": also from what earlier runs of this handle left at the same noise level, without
+            being frozen: the second run of a seed is another picture than the first.
             "per_token", "per_block", "per_head": computed from the inputs of each call. "dynamic" means "per_token".
             "delayed": per head, planned for the widest of the last `history` steps of the same run.
-            "static": per head, one plan for all steps, frozen after a first run (which plans from the previous step).
+            "static": per head, one plan for all steps, of a frozen table: runs before `handle.freeze_scales()` or
+            `load_scales` are those of "timestep".
             "sigma_power": as "static" with the scale times (σ/σ_ref)^gamma, σ the noise level. For study: the inputs
             of attention are normalised at every step, so their range rarely follows σ.
             In all planned ones ("timestep" to "sigma_power") a tile of keys beyond its plan takes its own larger
@@ -131,7 +137,7 @@ class SageAttnProcessor:
             finer steps and those with the largest values their own larger scale: nothing is clipped at any margin.
             Only for planned scales.
         history: steps that "delayed" looks back, >= 1.
-        gamma: exponent of "sigma_power". "fit": fitted per head to the first run, and 0 (static) where no power law
+        gamma: exponent of "sigma_power". "fit": fitted per head to the frozen table, and 0 (static) where no power law
             fits. A number serves all heads: 1 is s ∝ σ, -1 is s ∝ 1/σ.
         keep_first_steps, keep_last_steps: so many steps at the start and at the end of a run stay in 16 bit (reason
             "window"). A step is one step of the scheduler.
@@ -149,11 +155,12 @@ class SageAttnProcessor:
             model gets a version for every combination of precisions that a run meets, five at most.
         rotation: "hadamard": Q and K are rotated along their channels before they are quantised, which spreads
             outliers that vary from token to token; exact but for rounding, at the cost of one more launch that reads
-            and writes Q and K. "auto": the first step that runs in INT8 is compared with exact attention on sampled
-            heads and rows (as handle.probe does), with and without rotation. Layers with a head below 32 dB that the
-            rotation improves by 1 dB or more are rotated from the next step on, until handle.reset(). Reading the
-            comparison waits for the device once. Needs a pipeline, as windows do; a compiled model gets a second
-            version.
+            and writes Q and K. "auto": the first step of a run that is in INT8 is compared with exact attention on
+            sampled heads and rows (as handle.probe does), with and without rotation. Layers with a head below 32 dB
+            that the rotation improves by 1 dB or more are rotated from the next step on, to the end of the run. Frozen
+            scales keep the last decision, and so does "timestep_adaptive" the first one, until handle.reset().
+            Reading the comparison waits for the device once a run. Needs a pipeline, as windows do; a compiled model
+            gets a second version.
         layer_rotation: (pattern, rotation) pairs, or a dict, as layer_scaling.
         min_tokens: calls with fewer queries or keys than this run the exact attention (reason "short"): there INT8
             saves nothing. None: as measured for the running GPU, head_dim and recipe (sage_kernels/crossover.py), on

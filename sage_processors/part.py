@@ -65,7 +65,8 @@ class RootHook:
 class Part:
     """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
 
-    Attributes: name ("" for a raw model), model, layers, state (None without planned scales), follows_scheduler.
+    Attributes: name ("" for a raw model), model, layers, state (None without planned scales), follows_scheduler,
+        frozen (what it has learnt stays), is_told (without a scheduler: the user says where a run begins).
     """
 
     def __init__(self, name, model, config, handle):
@@ -74,7 +75,7 @@ class Part:
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state = None
         self._parked = Parked()
-        self.follows_scheduler = False
+        self.follows_scheduler = self.frozen = self.is_told = False
         self.device = self._home = device_of(model)
         self._reader = TimestepReader(type(model).forward, self.device)
         self._hook = model.register_forward_pre_hook(RootHook(handle, self), with_kwargs=True, prepend=True)
@@ -138,6 +139,8 @@ class Part:
                     rule.refit(self.state)
                 else:
                     self.state.begin_run(1.0)
+                if self.frozen:
+                    self.state.freeze()
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -183,8 +186,23 @@ class Part:
         if self._home not in (home, self.device):
             self.move(self._home)
 
+    def freeze(self) -> None:
+        """What it has learnt is what all later runs start from, and stays as it is until `reset`."""
+        self.frozen = True
+        if self.state is not None:
+            with torch.inference_mode(False):
+                self.state.freeze()
+
+    def new_run(self) -> None:
+        """Without a scheduler: the next call is the first of a run. From now on the user says so every time."""
+        self.is_told = True
+        self._reader.begin_run()
+        if self.state is not None:
+            self.state.begin_run(1.0)
+
     def reset(self) -> None:
         """Forget all scales and counts."""
+        self.frozen = self.is_told = False
         self._parked.clear()
         self._reader.to(self.device)
         if self.state is not None:
@@ -203,7 +221,10 @@ class Part:
         """Without a scheduler: the timestep that the model is called with says which step runs."""
         timestep = self._reader.timestep_of(args, kwargs)
         if timestep is not None:
-            self.state.advance(*self._reader.read(timestep))
+            levels = self._reader.read(timestep, self.state.frozen)
+            if not self.is_told:
+                self.state.row_maxima.stop()  # where a run begins is known on the device alone
+            self.state.advance(*levels, self._reader.begins)
 
     def uninstall(self) -> None:
         """The original processor objects, where one of ours is in place. Processors that others put there stay."""

@@ -64,18 +64,23 @@ class LayerProbe:
     """
 
     def __init__(self, shared: _Shared, calls: int, heads: int, device):
-        self.shared, self.seen_heads, self.trial = shared, {}, False
-        with torch.inference_mode(False):  # of what ran, and of the trial
-            self.both = torch.zeros(2, calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
+        self.shared, self.seen_heads, self.tried_heads, self.trial = shared, {}, {}, False
+        with torch.inference_mode(False):  # of what ran; in this run alone, beside a trial; of the trial
+            self.all = torch.zeros(3, calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
         self.to(device)
 
     def to(self, device) -> None:
         """Follow the model."""
-        self.both = self.both.to(device)
-        self.sums, self.trial_sums = self.both
+        self.all = self.all.to(device)
+        self.sums, self.plain_sums, self.trial_sums = self.all
         self.slot = self.shared.slot(device)
-        for sums in (self.sums, self.trial_sums):
+        for sums in (self.sums, self.plain_sums, self.trial_sums):
             mark_static_address(sums, guard=False)
+
+    def reset_trial(self) -> None:
+        """Forget what was tried."""
+        self.all[1:].zero_()
+        self.tried_heads.update(dict.fromkeys(self.tried_heads, 0))  # other keys would compile anew
 
     def compare(self, index, out, query, key, value, attn_mask, is_causal, scale, tried=None) -> None:
         """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call.
@@ -91,6 +96,8 @@ class LayerProbe:
         exact = exact_rows(query, key, value, rows, heads, attn_mask, is_causal, scale)
         self._add(self.sums[index], out, exact, rows, heads)
         if self.trial and tried is not None:
+            self.tried_heads[index] = heads_in_all
+            self._add(self.plain_sums[index], out, exact, rows, heads)
             mask = {"attn_mask": attn_mask, "causal": "top_left" if is_causal else False, "scale": scale}
             out = sage_kernels.sage_attention(query, key, value, rotation="hadamard", **tried, **mask)
             self._add(self.trial_sums[index], out, exact, rows, heads)
@@ -148,8 +155,14 @@ class Probe:
                 known = self._layers.get(label)
                 if known is None or known.sums.shape[0] != calls:
                     self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device)
-                self._layers[label].trial = self._handle._rotation.is_open(layer, label)
+                self._layers[label].trial = self._handle._rotation.is_open(part, layer)
                 object.__setattr__(layer.sage, "_sage_probe", self._layers[label])
+
+    def go_on(self, only) -> None:
+        """Watch the layers with these names from now on, after `stop`."""
+        self._handle.steps.listeners.append(self)
+        self.attach(only)
+        self.step_starts(self._handle.steps.place)
 
     def step_starts(self, place: int) -> None:
         """Called between steps: the step at this index of the scheduler's timesteps runs next."""
@@ -169,14 +182,21 @@ class Probe:
         if self._handle._probe is self:
             self._handle._probe = None
 
-    def has_seen(self, part) -> bool:
-        """Whether any call of this denoiser was compared since the probe began, known on the host."""
-        return any(any(self._layers[name].seen_heads.values()) for name in part.layer_names() if name in self._layers)
+    def has_tried(self, part) -> bool:
+        """Whether any call of this denoiser was tried with rotation since `reset_trials`, known on the host."""
+        return any(any(self._layers[name].tried_heads.values()) for name in part.layer_names() if name in self._layers)
+
+    def reset_trials(self) -> None:
+        """Forget what was tried with rotation, and no more. Which layers are to be tried may be others now."""
+        for layer in self._layers.values():
+            layer.reset_trial()
+        self.attach()
 
     def reset(self) -> None:
         """Forget all sums."""
         for layer in self._layers.values():
-            layer.both.zero_()
+            layer.all.zero_()
+            layer.reset_trial()
             layer.seen_heads.update(dict.fromkeys(layer.seen_heads, 0))  # other keys would compile anew
 
     def data(self) -> list[dict]:
@@ -188,14 +208,17 @@ class Probe:
         """
         return self._rows(0)
 
-    def trials(self) -> list[dict]:
-        """As `data`, of the rotated trials of layers whose rotation is not decided yet (rotation="auto"). Syncs."""
-        return self._rows(1)
+    def trials(self) -> tuple[list[dict], list[dict]]:
+        """As `data`, without and with rotation, of layers whose rotation is not decided yet (rotation="auto"). Syncs.
+
+        Of the calls since `reset_trials`.
+        """
+        return self._rows(1), self._rows(2)
 
     def _rows(self, kind: int) -> list[dict]:
         found = []
         for name, layer in self._layers.items():
-            sums = layer.both[kind].cpu()
+            sums = layer.all[kind].cpu()
             for call, step, i in sums[..., ROWS].nonzero().tolist():
                 signal, noise, rows = sums[call, step, i].tolist()
                 count = min(sums.shape[2], layer.seen_heads[call])

@@ -11,6 +11,7 @@ import torch
 
 from . import metrics
 from .config import SageAttnProcessor
+from .scale_rules import ADAPTIVE, FROM_TABLE
 from .windows import CHOSEN
 
 
@@ -29,8 +30,8 @@ class Variant:
     Attributes:
         name: second half of the results' case, `{pipeline}/{name}`.
         config: the options under test.
-        warm: keep the state from batch to batch and run once unmeasured before; otherwise every batch starts with a
-            fresh state.
+        warm: run once unmeasured before, and start every batch from the table that this leaves, frozen;
+            "timestep_adaptive" keeps its state from batch to batch. Otherwise every batch starts with a fresh state.
         scales: a file of `handle.save_scales` that every batch starts from, e.g. of a run with another scheduler.
     """
 
@@ -105,7 +106,7 @@ def _options(recipe: str, scaling: str, **options) -> SageAttnProcessor:
 
 
 def default_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
-    """Every scaling, and timestep scaling also in the run after a first one."""
+    """Every scaling, and timestep scaling also with the frozen table of a first run."""
     return (
         Variant("dynamic", _options(recipe, "dynamic")),
         Variant("timestep", _options(recipe, "timestep")),
@@ -116,7 +117,10 @@ def default_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
 
 
 def study_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
-    """Every rule that plans scales, next to dynamic ones. Frozen rules need a first run; so does timestep_warm."""
+    """Every rule that plans scales repeatably, next to dynamic ones. "static" and "sigma_power" need a frozen table.
+
+    timestep_warm is "timestep" with one.
+    """
 
     def planned(name, scaling, *, warm=True, **options):
         return Variant(name, _options(recipe, scaling, **options), warm)
@@ -244,6 +248,9 @@ def evaluate(
             if variant.warm:
                 others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
                 generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step)
+                # where nothing ran in INT8 there is nothing to start from, and the results say so
+                if variant.config.scaling in FROM_TABLE and variant.config.scaling != ADAPTIVE and handle.has_learnt:
+                    handle.freeze_scales()
             # every step: of one in k, the first step, which has no plan, would count k times
             watching = handle.probe(every=1) if probe else None
             for part in batches:

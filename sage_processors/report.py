@@ -7,7 +7,7 @@ from .discovery import attention_modules
 from .layer_report import LayerReport, empty_table, reasons
 from .processors import CALLS, EVENTS, is_sage
 from .rebind import attention_calls
-from .scale_rules import RULES
+from .scale_rules import NEED_RUNS, RULES
 
 
 ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
@@ -212,6 +212,18 @@ def _part_rows(part, rotation) -> list[dict]:
     return rows
 
 
+def _table_notes(part) -> list[str]:
+    name, scaling = part.name or type(part.model).__name__, part.config.scaling
+    if part.frozen:
+        return [f"Scales of {name} are frozen: runs start from one table, until handle.reset()."]
+    if scaling in NEED_RUNS:
+        return [
+            f'Scales of {name} are not frozen: "{scaling}" plans from the step before, as "timestep" does, until '
+            "handle.freeze_scales() or load_scales()."
+        ]
+    return []
+
+
 def build_report(handle) -> Report:
     """Read the counters of a handle (syncs once per layer and state)."""
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
@@ -221,6 +233,7 @@ def build_report(handle) -> Report:
         if part.state is not None:
             follows = "the pipeline's scheduler" if part.follows_scheduler else "the timestep argument of the model"
             notes.append(f"Noise level of {part.name or type(part.model).__name__} follows {follows}.")
+            notes += _table_notes(part)
     swapped = [part.model for part in handle._parts]
     for name, model in (handle._models() if handle._active else {}).items():
         if not any(model is known for known in swapped):

@@ -13,6 +13,9 @@ import torch
 # 4 bytes a row: a video model of 40 layers, 40 heads and 76 000 tokens needs 490 MB. What does not fit runs with a
 # running max.
 LIMIT_BYTES = 512 * 2**20
+# Calls of one site and shape in a step that are told apart: guidance makes up to four. More come from a model that is
+# called outside of steps, where each would seem one more of the same step.
+MOST_CALLS = 16
 # Steps at the beginning of a run that tell the next one little. Tiles of 64 rows that the next step had to do again,
 # in trained small pipelines with 4, 10 and 25 steps: up to 44, 22 and 12 % after the first step, 42, 29 and 0.5 %
 # after the second, 33, 15 and 1 % after the third. A running max takes as long as doing 6 % again.
@@ -23,9 +26,9 @@ class RowMaxima:
     """Row maxima of the call sites of one ScaleState, by shape and by place among the calls of a step.
 
     The n-th call of a site in a step meets what the n-th call of the step before left: guidance that calls a model
-    twice a step keeps both apart. Compiled calls ask through `keeping_op`; where what follows the steps is compiled
-    too, nobody could tell them apart, and nothing is kept. A CUDA graph writes where the call that it was captured
-    from did, for as long as it lives: what it was given stays, whatever is forgotten here.
+    twice a step keeps both apart, up to MOST_CALLS of them. Compiled calls ask through `keeping_op`; where what
+    follows the steps is compiled too, nobody could tell them apart, and nothing is kept. A CUDA graph writes where the
+    call that it was captured from did, for as long as it lives: what it was given stays, whatever is forgotten here.
 
     Args: limit: bytes that may be kept in all, but for those of graphs.
     """
@@ -48,6 +51,8 @@ class RowMaxima:
             return None
         place = (site, shape)
         call = self._calls[place] = self._calls.get(place, -1) + 1
+        if call >= MOST_CALLS:
+            return None
         found = self._kept.get((place, call))
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if found is not None and found.device == device:
@@ -73,6 +78,14 @@ class RowMaxima:
         self._kept, self._calls = used, {}
         self.nbytes = sum(rows.nbytes for rows in used.values())
 
+    def stop(self) -> None:
+        """Keep nothing until `clear`: nobody says where a run begins."""
+        self._is_blind = True
+        if not torch.compiler.is_compiling():
+            self._kept, self._calls, self.nbytes = {}, {}, 0
+
     def clear(self) -> None:
-        """Forget everything: another run begins."""
+        """Forget everything: another run begins. Graphs find nothing in what they were given, either."""
         self._kept, self._calls, self.nbytes, self._steps, self._is_blind = {}, {}, 0, 0, False
+        for rows in self._of_graphs:
+            rows.fill_(-torch.inf)

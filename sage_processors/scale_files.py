@@ -89,8 +89,9 @@ class _MismatchError(ValueError):
 
 
 def load_scales(handle, path: str | os.PathLike, on_mismatch: str = "error") -> bool:
-    """Go on from what a handle of the same model saved: the next run is, bit for bit, the one that it would have done.
+    """Start from what a handle of the same model saved, frozen: each run is, bit for bit, the one that it would do.
 
+    After `freeze_scales`, that is. With "timestep_adaptive" the runs go on learning where the saved ones stopped.
     Counts in the report go on. The model should be on the device that it runs on. The handle is unchanged if this
     raises, or returns False.
     Args: on_mismatch: what to do with a sound file of another model, config, dtype, adapters, layers or margin.
@@ -120,6 +121,9 @@ def load_scales(handle, path: str | os.PathLike, on_mismatch: str = "error") -> 
         with torch.inference_mode(False):
             part._reader.restore(own.pop("timestep"))
             part.state.restore(own)
+            if not part.state.rule.adapts:
+                part.freeze()
+    handle._rotation.watch()
     return True
 
 

@@ -1,9 +1,12 @@
 """Scaling rules: which statistics plan the next step. One state object (scales.py) serves all of them.
 
-A rule sees three sources: the step just finished, the table that earlier runs left per noise level, and what it keeps
-itself. It returns one `Source` per step; turning that into c, b and s, and the kernels' guard (a tile of keys beyond
+A rule sees three sources: the step just finished, the table of statistics per noise level, and what it keeps of this
+run. It returns one `Source` per step; turning that into c, b and s, and the kernels' guard (a tile of keys beyond
 its plan takes its own larger scale, counted), are the same for every rule, so none of them can clip. Everything is
 tensor operations on the device of the state: nothing waits for it, nothing recompiles.
+
+What a run draws depends on its inputs and options alone. So the table, which every run records into, is planned from
+only once the user has frozen it; from then on no run changes it. `TimestepAdaptive` is the exception, by name.
 """
 
 from __future__ import annotations
@@ -66,17 +69,21 @@ def prefer(first: torch.Tensor, has_first: torch.Tensor, second: torch.Tensor, h
 
 
 class Timestep:
-    """An earlier run's statistics at this noise level, else the previous step's."""
+    """The previous step's statistics; those of a frozen table at this noise level where there are any.
+
+    Attributes: adapts: whether a run plans from what earlier runs recorded, frozen or not.
+    """
+
+    adapts = False
 
     def refit(self, state) -> None:
-        """The table, or the run's number, has changed. Called at the start of a run and after a restore."""
+        """The table, or what may be planned from it, has changed. Called when a run starts, and after a restore."""
 
     def forget(self, state, rows: slice) -> None:
         """What was learnt of these heads no longer holds; their entries of the table are gone already."""
 
-    def learns(self, state, seen: torch.Tensor) -> torch.Tensor:
-        """Heads bool [R] of those `seen` in the finished step whose statistics enter the table."""
-        return seen
+    def restart(self, begins: torch.Tensor) -> None:
+        """Where `begins` bool [] holds, another run starts: what this one left says nothing of it."""
 
     def first(self, state, bin_: torch.Tensor) -> Source:
         """For the first step of a run, in noise bin `bin_` int64 [1]."""
@@ -85,8 +92,14 @@ class Timestep:
     def following(self, state, bin_: torch.Tensor, seen: torch.Tensor) -> Source:
         """For the step after the one whose statistics the state holds; `seen` bool [R]: heads that have them."""
         earlier, known = state.from_table(bin_)
-        # a head that outgrew its plan no longer trusts what an earlier run left
-        return prefer(earlier, known & ~(state.outgrown() & seen), state.step_stats, seen)
+        # a head that left the range of its plan no longer trusts what an earlier run left
+        return prefer(earlier, known & ~(state.strayed() & seen), state.step_stats, seen)
+
+
+class TimestepAdaptive(Timestep):
+    """An earlier run's statistics at this noise level, else the previous step's: runs depend on those before them."""
+
+    adapts = True
 
 
 class Delayed(Timestep):
@@ -111,6 +124,9 @@ class Delayed(Timestep):
     def forget(self, state, rows):
         self._valid[:, rows] = False
 
+    def restart(self, begins):
+        self._valid.logical_and_(~begins)
+
     def first(self, state, bin_):
         return Source(state.step_stats, torch.zeros_like(self._valid[0]))
 
@@ -122,20 +138,17 @@ class Delayed(Timestep):
 
 
 class Static(Timestep):
-    """One plan per head for every step, of the widest statistics of its first run (or of a loaded table).
+    """One plan per head for every step, of the widest statistics in a frozen table.
 
-    That first run itself plans from the previous step. Later ones learn nothing: the plan is frozen.
+    Before there is one, runs plan from the previous step, and record.
     """
 
     def refit(self, state) -> None:
-        self._learnt = state.earlier_bins()
+        self._learnt = state.usable(state.table_run)
         self._stats = merge(state.table, self._learnt)
 
     def forget(self, state, rows):
         self.refit(state)
-
-    def learns(self, state, seen):
-        return seen & ~self._learnt.any(0)
 
     def first(self, state, bin_):
         return self._frozen(bin_, state, torch.zeros_like(self._learnt[0]))
@@ -150,8 +163,8 @@ class Static(Timestep):
 class SigmaPower(Static):
     """Static vectors with the scale s = s_ref·(σ/σ_ref)^γ, σ the noise level at the middle of its bin.
 
-    (σ_ref, s_ref) is the centre of the first run's points (log σ, log s). With gamma=None each head has the γ of the
-    least-squares line, and stays static where that is no good fit (R² < 0.9, |γ| <= 0.15 or fewer than three noise
+    (σ_ref, s_ref) is the centre of the frozen table's points (log σ, log s). With gamma=None each head has the γ of
+    the least-squares line, and stays static where that is no good fit (R² < 0.9, |γ| <= 0.15 or fewer than three noise
     levels). A number is used for every head: 1 is the formula s ∝ σ, -1 is s ∝ 1/σ.
     """
 
@@ -206,11 +219,14 @@ def fit_power(log_levels: torch.Tensor, scales: torch.Tensor, valid: torch.Tenso
 # By the name that a user writes; config.py says what each is good for.
 RULES = {
     "timestep": lambda config: Timestep(),
+    "timestep_adaptive": lambda config: TimestepAdaptive(),
     "delayed": lambda config: Delayed(config.history),
     "static": lambda config: Static(),
     "sigma_power": lambda config: SigmaPower(None if config.gamma == "fit" else float(config.gamma)),
 }
-NEED_RUNS = ("static", "sigma_power")  # frozen after a run: something must say where it ends
+NEED_RUNS = ("static", "sigma_power")  # planned from whole runs: something must say where one ends
+ADAPTIVE = "timestep_adaptive"
+FROM_TABLE = ("timestep", ADAPTIVE, *NEED_RUNS)  # those that a frozen table means something to
 
 
 def rule_for(config) -> Timestep:

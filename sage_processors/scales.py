@@ -13,8 +13,8 @@ planned scale: a row of Q lies in the attention kernel's registers, where its ow
 Q's error; Q_int = round((q/b) / s_row).
 Where V is quantised too (recipe "qk_int8_pv_fp8"), its scale per channel is planned from the same step's amax, with
 room for growth by 7 times: a floating-point format is as precise there. What grew further is clipped, and counted.
-Which step's statistics these are is the rule's business (scale_rules.py). Derivation and measurements:
-kernels/README.md.
+Which step's statistics these are is the rule's business (scale_rules.py), what of them is kept for later runs that of
+scale_table.py. Derivation and measurements: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 from sage_kernels import HeadState, new_head_state
 from sage_kernels.numerics import padded_head_dim
 from sage_kernels.plan_step import plan_step
-from sage_kernels.recipe import INT8_MAX, V_AMAX_FLOOR, V_CODE
+from sage_kernels.recipe import INT8_MAX
 from sage_kernels.state import (
     COUNT_BELOW,
     COUNT_CALLS,
@@ -44,26 +44,18 @@ from sage_kernels.state import (
     COUNT_PLAN_KEY_B,
     COUNT_REDONE,
     COUNT_TRIED,
-    PLAN_CENTER,
-    PLAN_K_WEIGHT,
-    PLAN_Q_WEIGHT,
-    PLAN_V_SCALE,
     STAT_FIELDS,
-    STAT_K_MAX,
-    STAT_K_MIN,
-    STAT_V_AMAX,
     clear_step,
 )
 
 from .row_maxima import RowMaxima
+from .scale_plan import V_CHANNEL_FLOOR, write_plan
 from .scale_rules import Source, Timestep, ranges
+from .scale_table import MOVE_LIMIT, OUTLIER_LIMIT, agreeing, full_reach, key_range, key_reach, record
 
 
-# A head whose keys reached this much further than its plan had seen no longer trusts the earlier run's table.
+# A head whose keys reached this much further than its plan had seen no longer trusts the table.
 GROWTH_LIMIT = 1.25
-# A channel of V that is this much smaller than the head's largest gets room to grow to it: e4m3 has 12 binades below
-# the planned amax before it loses bits, so 6 of them may be given away.
-V_CHANNEL_FLOOR = 2.0**-6
 
 
 @dataclass(frozen=True)
@@ -134,8 +126,12 @@ class ScaleState:
         dims = torch.tensor([s.channels for s in self.sites for _ in range(s.kv_heads)])
         self._is_channel = (torch.arange(width) < dims[:, None]).to(device)
         self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, device=device)
-        self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # 0: never seen
+        self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # see scale_table.record
         self._run = torch.zeros((), dtype=torch.int32, device=device)
+        # tensors: a flag on the host would be a guard of compiled code, and nothing to a CUDA graph
+        self._frozen = torch.zeros((), dtype=torch.int32, device=device)
+        self._frozen_keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self._goes_on = torch.zeros((), dtype=torch.int32, device=device)  # no run begins
         # uniform in asin(u), as fp32: a level is in one bin however it is given
         edges = (torch.arange(1, self.bins, dtype=torch.float64) * (math.pi / 2 / self.bins)).sin().float()
         self._bin_edges, self._edges = edges.to(device), edges.tolist()
@@ -153,47 +149,98 @@ class ScaleState:
         self._run.add_(1)
         self.row_maxima.clear()  # the last step of a run says nothing of the first of the next
         self.rule.refit(self)
-        self._drain()
+        self._drain()  # what a run that was broken off left of its last step is no step
+        self._take_frozen_keys(self._frozen > 0)
         self._plan(self.rule.first(self, self._enter(u)))
 
     @torch.no_grad()
-    def advance(self, u_finished: float | torch.Tensor, u_next: float | torch.Tensor) -> None:
+    def advance(
+        self, u_finished: float | torch.Tensor, u_next: float | torch.Tensor, begins: torch.Tensor | None = None
+    ) -> None:
         """The step at noise level `u_finished` is done and the next runs at `u_next` (0-d tensors stay on the device).
 
         Keeps the step's statistics under its noise level, then plans the next step from what the rule chooses.
+        begins: int32 [] on the device, 1 where the next step is the first of another run; None: it is not.
         """
         self.row_maxima.next_step()
         finished, following = self._bin_of(u_finished), self._enter(u_next)
-        if type(self.rule) is Timestep and self.device.type == "cuda":
-            self._advance_in_one_launch(finished, following)
+        if type(self.rule).following is Timestep.following and self.device.type == "cuda":
+            self._advance_in_one_launch(finished, following, begins)
         else:
-            self._advance(finished, following)
+            self._advance(finished, following, begins)
 
-    def _advance_in_one_launch(self, finished: torch.Tensor, following: torch.Tensor) -> None:
-        """As `_advance` with the rule Timestep(). On a GPU, for these take longer to launch than to run."""
-        plan_step(
+    def _advance_in_one_launch(self, finished, following, begins=None) -> None:
+        """As `_advance` with a rule that follows as Timestep() does. On a GPU, where these take long to launch."""
+        plan_step(*self._launch_tensors(finished, following, begins), **self._launch_numbers())
+        if begins is not None:
+            self._run.add_(begins)
+
+    def _launch_tensors(self, finished, following, begins=None) -> tuple:
+        """What `launch_plan_step` takes."""
+        return (
             self._shared, self._table, self._table_run, self._run, self._totals, self._is_channel, finished, following,
-            margin=self.margin, growth=self._growth(), v_floor=V_CHANNEL_FLOOR,
+            self._frozen, self._frozen_keys, self._goes_on if begins is None else begins,
         )  # fmt: skip
 
-    def _advance(self, finished: torch.Tensor, following: torch.Tensor) -> None:
+    def _launch_numbers(self) -> dict:
+        full = full_reach(self.margin)
+        return {
+            "margin": self.margin, "full": full, "growth": GROWTH_LIMIT, "outlier": OUTLIER_LIMIT, "move": MOVE_LIMIT,
+            "v_floor": V_CHANNEL_FLOOR, "adapts": self.rule.adapts,
+        }  # fmt: skip
+
+    def _advance(self, finished, following, begins=None) -> None:
         """Close the step in noise bin `finished` and plan the one in `following`, int64 [1] each."""
-        counts = self._shared.counts
-        seen = self._seen()
-        self._remember(finished, self.rule.learns(self, seen))
+        shared, seen = self._shared, self._seen()
+        record(
+            self._table, self._table_run, self._run, finished, shared.stats, self._is_channel,
+            seen=seen & (self._frozen == 0), planned=shared.plan_scale > 0,
+            agrees=agreeing(shared.plan, shared.plan_scale, shared.stats, self._is_channel, self.margin),
+        )  # fmt: skip
         source = self.rule.following(self, following, seen)
+        kept = ~source.known
         # the shapes of this step's calls: a plan holds for those only (conditional and unconditional calls may differ)
-        keys = counts[:, COUNT_KEY_MAX : COUNT_KEY_MIN + 1]
-        counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1] = torch.where(
-            seen[:, None], keys, counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
-        )
+        keys = shared.counts[:, COUNT_KEY_MAX : COUNT_KEY_MIN + 1]
+        plan_keys = shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
+        plan_keys.copy_(torch.where(seen[:, None], keys, plan_keys))
+        if begins is not None:
+            self._run.add_(begins)
+            starts = begins > 0
+            self.rule.restart(starts)
+            self._take_frozen_keys(starts & (self._frozen > 0))
+            first = self.rule.first(self, following)
+            stats = torch.where(starts, first.stats, source.stats)
+            source = source._replace(stats=stats, known=torch.where(starts, first.known, source.known))
+            kept = kept & ~starts
         self._drain()
         # a layer that was skipped (attention caches, layer-skip guidance) keeps its plan: it is merely a step older
-        self._plan(source, kept=~source.known)
+        self._plan(source, kept=kept)
+
+    def _take_frozen_keys(self, where: torch.Tensor) -> None:
+        """A run that starts from the frozen table: for calls of the shapes that it was frozen with."""
+        plan_keys = self._shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
+        plan_keys.copy_(torch.where(where, self._frozen_keys, plan_keys))
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """From now on plans may come from the table as it is, which no run changes any more, until `reset`."""
+        self._frozen.fill_(1)
+        self._frozen_keys.copy_(self._shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1])
+        self.rule.refit(self)
+
+    @property
+    def frozen(self) -> torch.Tensor:
+        """int32 [] on the device, 1 since `freeze`."""
+        return self._frozen
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether the table has any entry. Syncs."""
+        return bool(self._table_run.any())
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget every scale, table entry and count, in place."""
+        """Forget every scale, table entry and count, in place; the table is frozen no longer."""
         shared = self._shared
         self.row_maxima.clear()
         for tensor in (
@@ -203,6 +250,8 @@ class ScaleState:
             self._table,
             self._table_run,
             self._run,
+            self._frozen,
+            self._frozen_keys,
             self._totals,
         ):
             tensor.zero_()
@@ -229,10 +278,13 @@ class ScaleState:
     def to(self, device: torch.device | str) -> None:
         """Move to `device`: what was learnt moves along, the counts start anew. Syncs."""
         if torch.device(device) != self.device:
-            learnt = self.snapshot()
+            learnt, frozen, keys = self.snapshot(), self._frozen, self._frozen_keys
             self.row_maxima.clear()
             self._allocate(torch.device(device))
             self.restore(learnt)
+            self._frozen.copy_(frozen)
+            self._frozen_keys.copy_(keys)
+            self.rule.refit(self)
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, torch.Tensor]:
@@ -245,8 +297,8 @@ class ScaleState:
         """
         shared, channel, pending = self._shared, self._is_channel, self._seen()
         tensors = {
-            "table": torch.where((self._table_run > 0)[..., None, None] & channel[:, None], self._table, 0.0),
-            "table_run": self._table_run,
+            "table": torch.where((self._table_run != 0)[..., None, None] & channel[:, None], self._table, 0.0),
+            "table_run": self._table_run.abs(),
             "run": self._run,
             "plan": shared.plan,
             "plan_scale": shared.plan_scale,
@@ -333,22 +385,28 @@ class ScaleState:
 
     @property
     def table(self) -> torch.Tensor:
-        """Statistics by noise level, fp32 [bins, R, 4, D]; only what `earlier_bins` marks is an earlier run's."""
+        """Statistics by noise level, fp32 [bins, R, 4, D]; only what `usable` marks may be planned from."""
         return self._table
+
+    @property
+    def table_run(self) -> torch.Tensor:
+        """The run that left each entry of the table, int32 [bins, R]: see scale_table.record."""
+        return self._table_run
 
     @property
     def step_stats(self) -> torch.Tensor:
         """Statistics of the step that `advance` closes, fp32 [R, 4, D]."""
         return self._shared.stats
 
-    def earlier_bins(self) -> torch.Tensor:
-        """Entries of the table that an EARLIER run left, bool [bins, R]."""
-        return (self._table_run > 0) & (self._table_run < self._run)
+    def usable(self, by: torch.Tensor) -> torch.Tensor:
+        """Entries that may be planned from, bool as `by`, runs that left some: frozen, or an EARLIER run's."""
+        if self.rule.adapts:
+            return (by != 0) & ((self._frozen > 0) | (by.abs() < self._run))
+        return (by != 0) & (self._frozen > 0)
 
     def from_table(self, bin_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Statistics that an EARLIER run left at this noise level [R, 4, D], and where there are any [R]."""
-        run = self._table_run.index_select(0, bin_)[0]
-        return self._table.index_select(0, bin_)[0], (run > 0) & (run < self._run)
+        """Statistics that the table has to plan a step at this noise level from [R, 4, D], and where there are any."""
+        return self._table.index_select(0, bin_)[0], self.usable(self._table_run.index_select(0, bin_)[0])
 
     def bin_levels(self) -> torch.Tensor:
         """Noise level u at the middle of every bin, fp32 [bins]."""
@@ -360,30 +418,14 @@ class ScaleState:
         q_amax, _, k_amax = ranges(stats, self._is_channel)
         return (q_amax.sqrt() * k_amax.sqrt()).amax(-1) / INT8_MAX
 
-    def _remember(self, bin_: torch.Tensor, seen: torch.Tensor) -> None:
-        """Merge this step's statistics into its bin; a run's first step in a bin replaces what an earlier run left."""
-        stats = self._shared.stats
-        old, run = self._table.index_select(0, bin_)[0], self._table_run.index_select(0, bin_)[0]
-        same_run = (run == self._run)[:, None]
-        merged = torch.empty_like(stats)
-        for field in range(STAT_FIELDS):
-            widest = torch.minimum if field == STAT_K_MIN else torch.maximum
-            merged[:, field] = torch.where(same_run, widest(old[:, field], stats[:, field]), stats[:, field])
-        self._table.index_copy_(0, bin_, torch.where(seen[:, None, None], merged, old)[None])
-        self._table_run.index_copy_(0, bin_, torch.where(seen, self._run, run)[None])
+    def strayed(self) -> torch.Tensor:
+        """Heads [R] whose keys of this step reached further than GROWTH_LIMIT times what their plan was made from.
 
-    def outgrown(self) -> torch.Tensor:
-        """Heads [R] whose keys of this step reached beyond GROWTH_LIMIT times the range their plan was made from."""
-        center, weight = self._shared.plan[:, PLAN_CENTER], self._shared.plan[:, PLAN_K_WEIGHT]
-        furthest = torch.maximum(
-            self._shared.stats[:, STAT_K_MAX] - center, center - self._shared.stats[:, STAT_K_MIN]
-        )
-        reach = torch.where(self._is_channel, furthest * weight, 0.0).amax(-1)
-        return (self._shared.plan_scale > 0) & (reach > self._growth())
-
-    def _growth(self) -> float:
-        """Codes that a head's keys may reach before it distrusts the table."""
-        return GROWTH_LIMIT * INT8_MAX / self.margin
+        Or less far, by OUTLIER_LIMIT: what the table says of the next step is as wrong then.
+        """
+        step, full = (self._shared.plan, self._shared.stats, self._is_channel), full_reach(self.margin)
+        strayed = (key_reach(*step) > full * GROWTH_LIMIT) | (key_range(*step) < full / OUTLIER_LIMIT)
+        return (self._shared.plan_scale > 0) & strayed
 
     def _drain(self) -> None:
         """Add the step's counts to the totals and ready the recording tensors for the next step."""
@@ -391,34 +433,5 @@ class ScaleState:
         clear_step(self._shared.stats, self._shared.counts)
 
     def _plan(self, source: Source, kept: torch.Tensor | None = None) -> None:
-        """Write the plan of every known head of `source`.
-
-        Of the other heads, those in `kept` bool [R] (None: none) keep the plan they have; the rest run dynamic.
-        """
-        kept = torch.zeros_like(source.known) if kept is None else kept
-        channel = self._is_channel
-        q_amax, center, k_amax = ranges(source.stats, channel)
-        balance = (q_amax / k_amax).sqrt()
-        reach = q_amax.sqrt() * k_amax.sqrt()  # what both |q / b| and |(k - c)·b| reach
-        scale = self.margin * reach.amax(-1, keepdim=True) / INT8_MAX
-        if source.gain is not None:
-            scale = scale * source.gain[:, None]
-        k_weight, q_weight = balance / scale, 1.0 / balance
-        # a head of zeros or of extreme range has no usable balance: it stays unknown and runs dynamic
-        good = (
-            source.known
-            & torch.isfinite(k_weight).all(-1)
-            & torch.isfinite(q_weight).all(-1)
-            & torch.isfinite(center).all(-1)
-        )
-        good &= (scale[:, 0] > 0) & torch.isfinite(scale[:, 0])
-        v_amax = torch.where(channel, source.stats[:, STAT_V_AMAX], 0.0)
-        v_largest = v_amax.amax(-1, keepdim=True)
-        v_scale = v_amax.maximum(v_largest * V_CHANNEL_FLOOR).clamp_min(V_AMAX_FLOOR) / V_CODE
-        v_scale = torch.where(v_largest > 0, v_scale, 0.0)  # not recorded, or all zeros: no plan for V
-        plan, plan_scale = self._shared.plan, self._shared.plan_scale
-        fields = (PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCALE)
-        for field, value in zip(fields, (center, k_weight, q_weight, v_scale), strict=True):
-            planned = torch.where(good[:, None] & channel, value, 0.0)
-            plan[:, field] = torch.where(kept[:, None], plan[:, field], planned)
-        plan_scale.copy_(torch.where(kept, plan_scale, torch.where(good, scale[:, 0], 0.0)))
+        """`write_plan` for all heads."""
+        write_plan(self._shared, self._is_channel, source, self.margin, kept)

@@ -214,7 +214,11 @@ class TimestepReader:
     """Noise level from the `timestep` that a model is called with. Device operations only: traceable, no host sync.
 
     Models are given t in 0..1000, t/1000 or 1 - t/1000. The largest value seen tells the first from the others; a
-    reversed axis is as good an index as a straight one.
+    reversed axis is as good an index as a straight one. A run walks along it one way: a timestep that turns back, or
+    the very first one again, begins another run. A run that goes on where one was broken off, or that follows one of
+    a single call, looks like its next step.
+
+    Attributes: level: noise level of the latest call, fp32 []. begins: whether it began a run, int32 [].
     """
 
     def __init__(self, forward, device):
@@ -228,6 +232,13 @@ class TimestepReader:
         with torch.inference_mode(False):
             self._largest = torch.zeros((), device=device)
             self.level = torch.ones((), device=device)
+            self.begins = torch.ones((), dtype=torch.int32, device=device)
+            # of the running run: its first timestep (NaN: none yet), the latest one, and which way it goes
+            self._walk = torch.full((3,), torch.nan, device=device)
+
+    def begin_run(self) -> None:
+        """The next call begins a run, whatever its timestep."""
+        self._walk.fill_(torch.nan)
 
     def snapshot(self) -> torch.Tensor:
         """(largest timestep seen, level of the latest call), fp32 [2], a copy on the CPU. Syncs."""
@@ -238,6 +249,7 @@ class TimestepReader:
         largest, level = snapshot.to(self.level.device)
         self._largest.copy_(largest)
         self.level.copy_(level)
+        self.begin_run()
 
     def timestep_of(self, args, kwargs):
         """The timestep argument of a call of the model, or None."""
@@ -245,12 +257,27 @@ class TimestepReader:
             return None
         return kwargs.get(self._name) if self._index >= len(args) else args[self._index]
 
-    def read(self, timestep) -> tuple[torch.Tensor, torch.Tensor]:
-        """(previous level, level of this call), fp32 0-d."""
+    def read(self, timestep, held: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(previous level, level of this call), fp32 0-d.
+
+        held: int32 [], 1: what decides how timesteps are numbered stays as it is.
+        """
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.full((), float(timestep), device=self.level.device)
         t = timestep.detach().to(self.level.device, torch.float32).abs().amax()
-        self._largest.copy_(torch.maximum(self._largest, t))
+        largest = torch.maximum(self._largest, t)
+        if held is not None:
+            largest = torch.where(held > 0, self._largest, largest)
+        self._largest.copy_(largest)
         previous = self.level.clone()
+        self._follow(t)
         self.level.copy_(torch.where(self._largest > 1.5, t / 1000.0, t).clamp(0.0, 1.0))
         return previous, self.level
+
+    def _follow(self, t: torch.Tensor) -> None:
+        first, latest, way = self._walk.unbind()
+        step = (t - latest).sign()
+        begins = first.isnan() | (t == first) | (step * way < 0)
+        way = torch.where(begins, 0.0, torch.where(way == 0, step, way))
+        self._walk.copy_(torch.stack([torch.where(begins, t, first), t, way]))
+        self.begins.copy_(begins)

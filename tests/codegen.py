@@ -243,10 +243,11 @@ def combine(name: str, width: int) -> dict:
 
 
 def plan_step(name: str, width: int) -> dict:
-    types = dict.fromkeys(("counts_ptr", "table_run_ptr", "run_ptr"), "*i32") | {"totals_ptr": "*i64"}
+    integers = ("counts_ptr", "table_run_ptr", "run_ptr", "frozen_ptr", "frozen_keys_ptr", "begins_ptr")
+    numbers = ("margin", "grown", "lowest", "highest", "v_lowest", "v_highest", "move", "v_floor")
+    types = dict.fromkeys(integers, "*i32") | dict.fromkeys(numbers, "fp32") | {"totals_ptr": "*i64"}
     types |= {"is_channel_ptr": "*u8", "finished_ptr": "*i64", "next_ptr": "*i64"}
-    types |= dict.fromkeys(("margin", "growth", "v_floor"), "fp32")
-    constants = {"WIDTH": width, "FIELDS": 16}
+    constants = {"ADAPTS": False, "WIDTH": width, "FIELDS": 16, "BINS": 16}
     return {"kernel": "plan_step", **read(build(_plan_step_kernel, constants, types, TARGETS[name], num_warps=1))}
 
 

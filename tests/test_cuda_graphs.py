@@ -104,6 +104,7 @@ def walk(config, from_graph: bool):
     noise = torch.randn(inputs["hidden_states"].shape, generator=torch.Generator().manual_seed(1)).cuda().bfloat16()
     first, outputs, graph = inputs["hidden_states"].clone(), [], None
     with torch.no_grad(), sp.apply(model, config) as handle:
+        handle.new_run()
         for step in range(STEPS):
             inputs["timestep"].fill_(1 - step / 50)
             inputs["hidden_states"].copy_(first + step / 50 * noise)

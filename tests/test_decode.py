@@ -334,6 +334,7 @@ def arguments(**changes):
         ({"softcap": -1.0}, ValueError, "softcap"),
         ({"softcap": torch.tensor(1.0)}, TypeError, "softcap"),
         ({"scale": float("nan")}, ValueError, "scale"),
+        ({"scale": -0.5}, ValueError, "scale: got -0.5"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks"),
     ],
 )

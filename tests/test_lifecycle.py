@@ -210,7 +210,7 @@ def test_P09_after_an_exception_the_next_run_is_right(config):
         assert [row["calls"] for row in handle.report().rows] == [3, 2] and handle.report().fallbacks == {}
         after = run()
         assert sqnr_db(after, stock) > 25
-        assert torch.equal(after, fresh) == (config is DYNAMIC)  # planned scales have learnt from the broken run
+        assert torch.equal(after, fresh)  # planned scales have kept nothing of the broken run
         handle.reset()
         assert torch.equal(run(), fresh) and torch.equal(run(), warm)
 
@@ -337,14 +337,16 @@ def group_offload(kind, **options):
 )
 def test_P07_offloading_hooks_change_no_bit(name, offload):
     model, inputs = MODELS[name]()
+    key = next(key for key in ("timestep", "timesteps", "t") if key in inputs)
+    steps = [inputs | {key: inputs[key] * factor} for factor in (1.0, 0.8, 0.6)]
     with sp.apply(model, EVERYTHING):
-        expected = [forward(model, inputs) for _ in range(3)]
+        expected = [forward(model, step) for step in steps]
     with sp.apply(model, EVERYTHING) as handle:
-        assert torch.equal(forward(model, inputs), expected[0])
+        assert torch.equal(forward(model, steps[0]), expected[0])
         offload(model, "cpu")
-        assert torch.equal(forward(model, inputs), expected[1])
+        assert torch.equal(forward(model, steps[1]), expected[1])
         handle.refresh()  # must not take the place where the weights rest for the place where they run
-        assert torch.equal(forward(model, inputs), expected[2])
+        assert torch.equal(forward(model, steps[2]), expected[2])
         assert all((row["calls"], row["dynamic_calls"]) == (3, 1) for row in handle.report().rows)
 
 

@@ -11,7 +11,8 @@ import sage_kernels
 from sage_kernels.plan_step import plan_step
 from sage_kernels.state import COUNT_KEY_MAX, KEY_NONE, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
 from sage_kernels.testing import make_qkv
-from sage_processors.scales import V_CHANNEL_FLOOR, ScaleState, Site
+from sage_processors.scale_rules import Timestep, TimestepAdaptive
+from sage_processors.scales import ScaleState, Site
 
 
 SITES = [Site("a", 3, 40), Site("b", 2, 128), Site("c", 1, 8)]
@@ -19,17 +20,16 @@ BY_CPU = {"interpreter": "cpu"}
 devices = pytest.mark.parametrize("device", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-def in_one_launch(state, finished, following):
+def in_one_launch(state, finished, following, begins=None):
     """`_advance_in_one_launch`, on a CPU in Triton's interpreter."""
     if state.device.type == "cuda":
-        state._advance_in_one_launch(finished, following)
+        state._advance_in_one_launch(finished, following, begins)
         return
     from sage_kernels._triton.plan_step import launch_plan_step
 
-    launch_plan_step(
-        state._shared, state._table, state._table_run, state._run, state._totals, state._is_channel, finished,
-        following, margin=state.margin, growth=state._growth(), v_floor=V_CHANNEL_FLOOR,
-    )  # fmt: skip
+    launch_plan_step(*state._launch_tensors(finished, following, begins), **state._launch_numbers())
+    if begins is not None:
+        state._run.add_(begins)
 
 
 def record(state, generator, *, growth=1.0):
@@ -58,37 +58,51 @@ def tensors_of(state):
     shared = state._shared
     return {
         "plan": shared.plan, "plan_scale": shared.plan_scale, "stats": shared.stats, "counts": shared.counts,
-        "table": state._table, "table_run": state._table_run, "totals": state._totals,
+        "table": state._table, "table_run": state._table_run, "totals": state._totals, "run": state._run,
     }  # fmt: skip
+
+
+# levels that share a bin, that come back and that no run before has seen; 9: another run begins within the walk
+WALKS = [[0, 0, 1, 3, 4], [0, 2, 1, 9, 1, 4, 0], [0, 2, 1, 1, 4], [3, 9, 0, 9, 2]]
+RUN = 9
 
 
 @devices
 @pytest.mark.parametrize("margin", [0.9, 1.25])
-def test_one_launch_does_what_the_tensor_operations_do(device, margin):
-    state = ScaleState(SITES, device=BY_CPU.get(device, device), margin=margin, bins=5)
+@pytest.mark.parametrize("rule", [Timestep, TimestepAdaptive])
+def test_one_launch_does_what_the_tensor_operations_do(device, margin, rule):
+    state = ScaleState(SITES, device=BY_CPU.get(device, device), margin=margin, bins=5, rule=rule())
     generator = torch.Generator().manual_seed(7)
-    planned, kept, outgrown = 0, 0, 0
-    for run in range(3):
+    planned, kept, strayed, refuted, held = 0, 0, 0, 0, 0
+    for run, walk in enumerate(WALKS):
+        if run == 2:
+            state.freeze()
         state.begin_run(1.0)
-        # levels that share a bin, that come back and that no run before has seen
-        levels = [0, 0, 1, 3, 4] if run < 2 else [0, 2, 1, 1, 4]
-        for step, (finished, following) in enumerate(zip(levels, levels[1:], strict=False)):
-            record(state, generator, growth=1.0 + 3.0 * (run == 1 and step == 1))
+        begins = torch.zeros((), dtype=torch.int32, device=state.device)
+        for step, (finished, following) in enumerate(zip(walk, walk[1:], strict=False)):
+            if finished == RUN:
+                continue
+            begins.fill_(int(following == RUN))
+            following = walk[step + 2] if following == RUN else following
+            # now and then a step of another size, as one odd token makes it
+            record(state, generator, growth=(1.0, 3.0, 300.0, 1.0)[(run + step) % 4])
             other = copy.deepcopy(state)
             bins = [torch.tensor([x], device=state.device) for x in (finished, following)]
-            seen, before = state._seen(), state._shared.plan_scale.clone()
-            outgrown += int((state.outgrown() & seen & (state._table_run[following] > 0)).sum())
+            seen, before, marks = state._seen(), state._shared.plan_scale.clone(), state._table_run[finished].clone()
+            strayed += int((state.strayed() & seen & state.usable(state._table_run[following])).sum())
             kept += int((~seen & (before > 0)).sum())
-            state._advance(*bins)
-            in_one_launch(other, *bins)
+            state._advance(*bins, begins)
+            in_one_launch(other, *bins, begins)
             planned += int((state._shared.plan_scale > 0).sum())
+            refuted += int((seen & (state._table_run[finished] == marks) & (before > 0)).sum())
+            held += int((seen & (marks != 0) & (before == 0)).sum())
             for (name, a), b in zip(tensors_of(state).items(), tensors_of(other).values(), strict=True):
                 if name in ("plan", "plan_scale"):  # torch's own sqrt and division are an ulp off, by device
                     assert torch.allclose(a, b, rtol=1e-6, atol=0.0), (run, step, name)
                     assert torch.equal(a == 0.0, b == 0.0), (run, step, name)
                 else:
                     assert torch.equal(a, b), (run, step, name)
-    assert planned and kept and outgrown  # else half of it was not tried
+    assert planned and kept and strayed and refuted and held  # else half of it was not tried
 
 
 @devices
@@ -120,10 +134,10 @@ def test_a_state_on_a_gpu_advances_in_few_launches():
 def test_plan_step_is_opaque_to_compile():
     state = ScaleState(SITES, device="cuda")
     bins = torch.zeros(1, dtype=torch.int64, device="cuda")
-    tensors = (state._table, state._table_run, state._run, state._totals, state._is_channel, bins, bins + 1)
+    tensors, numbers = state._launch_tensors(bins, bins + 1), state._launch_numbers()
 
     def advance():
-        plan_step(state._shared, *tensors, margin=1.0, growth=100.0, v_floor=V_CHANNEL_FLOOR)
+        plan_step(*tensors, **numbers)
 
     record(state, torch.Generator().manual_seed(1))
     state._run.add_(1)

@@ -40,6 +40,7 @@ def refused():
 def test_P02_saved_and_loaded_scales_restore_the_run_bit_for_bit(name, tmp_path):
     pipe, handle, run = learnt(name)
     handle.save_scales(tmp_path / "scales.safetensors")
+    handle.freeze_scales()
     expected = run(seed=5)
 
     other, rerun = PIPES[name]()
@@ -52,14 +53,16 @@ def test_P02_saved_and_loaded_scales_restore_the_run_bit_for_bit(name, tmp_path)
         assert torch.equal(rerun(seed=5), expected)
         report = fresh.report()
     warm = {row["layer"]: row for row in report.rows}
-    for row in handle.report().rows:  # the first step, without a plan, was the only dynamic one
-        assert warm[row["layer"]]["dynamic_calls"] == row["dynamic_calls"], row["layer"]
+    for row in handle.report().rows:  # only the first steps of the runs before were without a plan
+        if row["calls"]:
+            assert (row["dynamic_calls"], warm[row["layer"]]["dynamic_calls"]) == (2, 1), row["layer"]
     assert other.components.keys() == cold.components.keys()
 
 
 def test_P02_a_new_process_goes_on_where_the_old_one_stopped(tmp_path):
     _, handle, run = learnt("ddpm")
     handle.save_scales(tmp_path / "scales.safetensors")
+    handle.freeze_scales()
     program = f"""
         import sys
         sys.path[:0] = {[str(ROOT), str(ROOT / "kernels")]!r}
@@ -86,18 +89,19 @@ def test_P02_a_model_without_a_pipeline_goes_on_at_its_timestep(name, tmp_path):
 
     model, inputs = MODELS[name]()
     handle = sp.apply(model, EVERYTHING)
-    steps(model, inputs, [900, 600])
+    steps(model, inputs, [900, 600, 300])
     handle.save_scales(tmp_path / "scales.safetensors")
     at_save = values_of(handle)
-    expected = steps(model, inputs, [300, 100])
+    handle.freeze_scales()
+    expected = steps(model, inputs, [900, 600])  # the timestep turned back: another run
 
     model, inputs = MODELS[name]()
     with sp.apply(model, EVERYTHING) as fresh:
-        assert not torch.equal(steps(model, inputs, [300, 100])[0], expected[0])
+        assert not torch.equal(steps(model, inputs, [900, 600])[0], expected[0])
         calls = fresh.report().calls
         fresh.load_scales(tmp_path / "scales.safetensors")
         assert fresh.report().calls == calls > 0 and same(at_save, values_of(fresh))
-        assert all(torch.equal(a, b) for a, b in zip(steps(model, inputs, [300, 100]), expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(steps(model, inputs, [900, 600]), expected, strict=True))
 
 
 def test_P02_a_step_with_nan_can_be_saved_and_is_not_learnt(tmp_path):
@@ -107,6 +111,7 @@ def test_P02_a_step_with_nan_can_be_saved_and_is_not_learnt(tmp_path):
         model(**inputs)
         model(**inputs | {"hidden_states": inputs["hidden_states"] * float("nan")})
         handle.save_scales(tmp_path / "scales.safetensors")
+        handle.freeze_scales()
         expected = [model(**inputs)[0] for _ in range(2)]
         model, inputs = MODELS["flux"]()
         sp.apply(model, EVERYTHING).load_scales(tmp_path / "scales.safetensors")

@@ -8,6 +8,7 @@ import torch
 import sage_kernels
 from sage_kernels.state import PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT
 from sage_kernels.testing import make_qkv
+from sage_processors.scale_rules import Timestep, TimestepAdaptive
 from sage_processors.scales import ScaleState, Site
 
 
@@ -36,13 +37,17 @@ def test_plan_is_the_documented_formula():
     assert torch.allclose(plan[:, PLAN_Q_WEIGHT], 1 / balance, rtol=1e-5)
 
 
-def test_second_run_starts_from_the_first_runs_table():
-    state = two_head_state()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_second_run_starts_from_the_first_runs_table(frozen):
+    """Frozen, or adaptive by name."""
+    state = two_head_state(rule=Timestep() if frozen else TimestepAdaptive())
     state.begin_run(1.0)
     step(state, 0, u=1.0, u_next=0.5)
     first_plan = state.head_state(0).plan.clone()
-    step(state, 1, u=0.5, u_next=0.0, factor=3.0)
+    step(state, 1, u=0.5, u_next=0.0, factor=2.0)
     second_plan = state.head_state(0).plan.clone()  # u = 0.0 was never seen: this is the plan of the step just done
+    if frozen:
+        state.freeze()
     state.begin_run(1.0)
     assert torch.equal(state.head_state(0).plan, first_plan)  # the table of u = 1.0, not the last step
     assert state.summary()[0]["known"]
@@ -60,7 +65,7 @@ def test_first_run_and_unseen_levels_are_unknown():
 
 
 def test_a_head_far_outside_its_table_follows_the_running_steps_instead():
-    state = two_head_state()
+    state = two_head_state(rule=TimestepAdaptive())
     for factor in (1.0, 1.0):
         state.begin_run(1.0)
         for i, (u, after) in enumerate(((1.0, 0.5), (0.5, 0.2))):
@@ -106,7 +111,7 @@ def test_a_step_with_nan_leaves_no_plan_behind(value):
 
 
 def test_reset_gives_the_first_run_again_bit_for_bit():
-    state = two_head_state()
+    state = two_head_state(rule=TimestepAdaptive())
 
     def run():
         state.begin_run(1.0)

@@ -153,6 +153,7 @@ class Bench:
     def ours_denoiser(self) -> Measured:
         options = sp.SageAttnProcessor(recipe=self.recipe, scaling="timestep", min_tokens=self.min_tokens)
         with sp.apply(self.model, options) as handle, held_to("torch_sdpa_cudnn", self.device):
+            handle.new_run()
             result = self.measure(WARM_UP)
             self.check_report(handle.report(), WARM_UP + self.reps)
         return result

@@ -285,7 +285,13 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
     That row + kv_heads stays inside is the owner's duty (row lives on the device; reading it would sync).
     """
     batch, seq_q, heads, head_dim = q_shape
-    rows = state.plan.shape[0]
+    for name, x in zip(HeadState._fields, state, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(
+                f"state.{name}: got {type(x).__name__}, expected a torch.Tensor, empty where there is nothing; make "
+                "states with sage_kernels.new_head_state"
+            )
+    rows = state.plan.shape[0] if state.plan.dim() else -1
     width = state.plan.shape[2] if state.plan.dim() == 3 else -1
     wanted = {
         "plan": (torch.float32, (rows, PLAN_FIELDS, width)),

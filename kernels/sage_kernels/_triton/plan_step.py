@@ -1,7 +1,8 @@
 """One launch that closes a denoising step for all call sites: its statistics are kept and plan the next step.
 
-What sage_processors/scales.py does in some hundred tensor operations, for the rule "timestep": each of them is a
-launch that the host takes longer for than the GPU, and the next step waits for all.
+What sage_processors/scales.py does in some two hundred tensor operations, for the rules "timestep" and
+"timestep_adaptive": each of them is a launch that the host takes longer for than the GPU, and the next step waits for
+all. What enters the table is scale_table.record's business there, and has its words.
 """
 
 import torch
@@ -87,11 +88,40 @@ def _floored(amax):
     return tl.maximum(amax, tl.max(amax, 0) * _CHANNEL_FLOOR)
 
 
-@triton.jit(do_not_specialize=["rows", "width"])
+@triton.jit
+def _clamped(new, limit, move):
+    """new, at most `move` times larger or smaller than limit; as it is where that is 0."""
+    held = tl.minimum(tl.maximum(new, limit * (1.0 / move)), limit * move)
+    return tl.where(limit > 0, held, new)
+
+
+@triton.jit
+def _moved(q_o, high_o, low_o, v_o, q, high, low, v, is_channel, move):
+    """Statistics as near to the new ones as an entry of the old ones may come in one step: scale_table.moved."""
+    old_high, old_low = high_o * 0.5, low_o * 0.5
+    old_center = old_high + old_low
+    room = _floored(tl.where(is_channel, old_high - old_low, 0.0))
+    half_high, half_low = high * 0.5, low * 0.5
+    center = half_high + half_low
+    half = half_high - half_low
+    held_half = _clamped(half, room, move)
+    held_center = tl.minimum(tl.maximum(center, old_center - room), old_center + room)
+    held_center = tl.where(room > 0, held_center, center)
+    same = (held_half == half) & (held_center == center)
+    return (
+        tl.where(is_channel, _clamped(q, _floored(tl.where(is_channel, q_o, 0.0)), move), q),
+        tl.where(same | (is_channel == 0), high, held_center + held_half),
+        tl.where(same | (is_channel == 0), low, held_center - held_half),
+        tl.where(is_channel, _clamped(v, _floored(tl.where(is_channel, v_o, 0.0)), move), v),
+    )
+
+
+@triton.jit(do_not_specialize=["rows", "width", "bins"])
 def _plan_step_kernel(
     plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, table_ptr, table_run_ptr, run_ptr, totals_ptr, is_channel_ptr,
-    finished_ptr, next_ptr, rows, width, margin, growth, v_floor,
-    WIDTH: tl.constexpr, FIELDS: tl.constexpr,
+    finished_ptr, next_ptr, frozen_ptr, frozen_keys_ptr, begins_ptr, rows, width, bins,
+    margin, grown, lowest, highest, v_lowest, v_highest, move, v_floor,
+    ADAPTS: tl.constexpr, WIDTH: tl.constexpr, FIELDS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     channels = tl.arange(0, WIDTH)
@@ -113,36 +143,70 @@ def _plan_step_kernel(
     reached = tl.where(is_channel, q + tl.abs(high) + tl.abs(low) + v * 0.0, 0.0)
     seen = (calls > 0) & _all_finite(reached)
 
-    # keep it under its noise level; a run's first step in a bin replaces what an earlier run left
-    entry_run = tl.load(table_run_ptr + finished * rows + row)
-    entry = table_ptr + (finished * rows + row) * (_STATS * width)
-    next_run = tl.load(table_run_ptr + following * rows + row)
-    q_e, high_e, low_e, v_e = _load_stats(table_ptr + (following * rows + row) * (_STATS * width), channels, width)
-    if seen:
-        q_b, high_b, low_b, v_b = _load_stats(entry, channels, width)
-        same = entry_run == run
-        _store_stats(
-            entry, channels, width,
-            tl.where(same, tl.maximum(q_b, q), q), tl.where(same, tl.maximum(high_b, high), high),
-            tl.where(same, tl.minimum(low_b, low), low), tl.where(same, tl.maximum(v_b, v), v),
-        )  # fmt: skip
-        tl.store(table_run_ptr + finished * rows + row, run)
-        if finished == following:
-            next_run = run
-
-    # an earlier run's statistics at the next noise level, unless the head outgrew its plan; else this step's
+    # whether it is of the size of the step that its plan was made from: scale_table.agreeing
     center = tl.load(plan + _CENTER * width, mask=inside, other=0.0)
     weight = tl.load(plan + _K_WEIGHT * width, mask=inside, other=0.0)
-    furthest = tl.where(is_channel, tl.maximum(high - center, center - low) * weight, 0.0)
-    outgrown = (old_scale > 0) & (tl.max(furthest, 0) > growth) & seen
-    earlier = (next_run > 0) & (next_run < run) & (outgrown == 0)
-    known = earlier | seen
+    q_weight = tl.load(plan + _Q_WEIGHT * width, mask=inside, other=0.0)
+    v_scale = tl.load(plan + _V_SCALE * width, mask=inside, other=0.0)
+    planned = old_scale > 0
+    k_reach = tl.max(tl.where(is_channel, tl.maximum(high - center, center - low) * weight, 0.0), 0)
+    k_range = tl.max(tl.where(is_channel, (high * 0.5 - low * 0.5) * weight, 0.0), 0)
+    q_reach = tl.max(tl.where(is_channel, q * q_weight, 0.0), 0)
+    v_reach = tl.max(tl.where(is_channel, v, 0.0), 0)
+    v_full = tl.max(v_scale, 0)
+    v_fits = (v_full == 0) | ((v_reach >= v_full * v_lowest) & (v_reach <= v_full * v_highest))
+    agrees = planned & (k_range >= lowest) & (k_range <= highest)
+    agrees = agrees & (q_reach >= old_scale * lowest) & (q_reach <= old_scale * highest) & v_fits
+
+    # what of it enters the table: scale_table.record
+    frozen = tl.load(frozen_ptr) > 0
+    takes = seen & (frozen == 0)
+    places = tl.arange(0, BINS)
+    column = table_run_ptr + places.to(tl.int64) * rows + row
+    marks = tl.load(column, mask=places < bins, other=0)
+    by = tl.sum(tl.where(places == finished, marks, 0), 0)
+    known = by != 0
+    same_run = tl.abs(by) == run
+    enters = takes & (((planned & (agrees == 0)) & (same_run | (known == 0))) == 0)
+    entry = table_ptr + (finished * rows + row) * (_STATS * width)
+    q_e, high_e, low_e, v_e = _load_stats(table_ptr + (following * rows + row) * (_STATS * width), channels, width)
+    if enters:
+        q_o, high_o, low_o, v_o = _load_stats(entry, channels, width)
+        merges = known & same_run
+        q_n = tl.where(merges, tl.maximum(q_o, q), q)
+        high_n = tl.where(merges, tl.maximum(high_o, high), high)
+        low_n = tl.where(merges, tl.minimum(low_o, low), low)
+        v_n = tl.where(merges, tl.maximum(v_o, v), v)
+        is_held = known & (same_run | (agrees == 0))
+        q_m, high_m, low_m, v_m = _moved(q_o, high_o, low_o, v_o, q_n, high_n, low_n, v_n, is_channel, move)
+        q_n, high_n = tl.where(is_held, q_m, q_n), tl.where(is_held, high_m, high_n)
+        low_n, v_n = tl.where(is_held, low_m, low_n), tl.where(is_held, v_m, v_n)
+        _store_stats(entry, channels, width, q_n, high_n, low_n, v_n)
+        if finished == following:
+            q_e, high_e, low_e, v_e = q_n, high_n, low_n, v_n
+        confirmed = agrees | (known & (same_run == 0))
+        mark = tl.where(confirmed, run, tl.where(known, by, -run))
+        marks = tl.where(places == finished, mark, marks)
+    marks = tl.where((marks == -run) & (takes & planned), tl.where(agrees, run, 0), marks)
+    tl.store(column, marks, mask=places < bins)
+
+    # the table's statistics at the next noise level where they may be used, unless the head left the range of its
+    # plan; else this step's
+    begins = tl.load(begins_ptr)
+    next_by = tl.sum(tl.where(places == following, marks, 0), 0)
+    usable = frozen
+    if ADAPTS:
+        usable = usable | (tl.abs(next_by) < run + begins)
+    strayed = planned & ((k_reach > grown) | (k_range < lowest)) & seen & (begins == 0)
+    earlier = (next_by != 0) & usable & (strayed == 0)
+    takes_step = seen & (begins == 0)
+    known = earlier | takes_step
     q_s = tl.where(is_channel, tl.where(earlier, q_e, q), 0.0)
     high_s = tl.where(earlier, high_e, high) * 0.5
     low_s = tl.where(earlier, low_e, low) * 0.5
     v_s = tl.where(is_channel, tl.where(earlier, v_e, v), 0.0)
 
-    # the plan: scales._plan
+    # the plan: scale_plan.write_plan
     center = tl.where(is_channel, high_s + low_s, 0.0)
     q_amax = _floored(q_s)
     k_amax = _floored(tl.where(is_channel, high_s - low_s, 0.0))
@@ -156,7 +220,7 @@ def _plan_step_kernel(
     v_largest = tl.max(v_s, 0)
     v_scale = tl.maximum(tl.maximum(v_s, v_largest * v_floor), _V_AMAX_FLOOR) * (1.0 / _V_CODE)  # a power of two
     v_scale = tl.where(v_largest > 0, v_scale, 0.0)
-    if known:  # a layer that was skipped keeps its plan: it is merely a step older
+    if known | (begins != 0):  # a layer that was skipped keeps its plan: it is merely a step older
         written = good & is_channel
         tl.store(plan + _CENTER * width, tl.where(written, center, 0.0), mask=inside)
         tl.store(plan + _K_WEIGHT * width, tl.where(written, k_weight, 0.0), mask=inside)
@@ -166,6 +230,9 @@ def _plan_step_kernel(
     if seen:  # the shapes of this step's calls: the plan holds for those only
         tl.store(count + _PLAN_KEY_A, tl.load(count + _KEY_MAX))
         tl.store(count + _PLAN_KEY_B, tl.load(count + _KEY_MIN))
+    if frozen & (begins != 0):  # a run starts from the table, for calls of the shapes that it was frozen with
+        tl.store(count + _PLAN_KEY_A, tl.load(frozen_keys_ptr + row * 2))
+        tl.store(count + _PLAN_KEY_B, tl.load(frozen_keys_ptr + row * 2 + 1))
 
     # ready for the next step: state.clear_step
     total = totals_ptr + row * _KEY_MAX + fields
@@ -177,23 +244,32 @@ def _plan_step_kernel(
 
 
 def launch_plan_step(
-    state: HeadState, table, table_run, run, totals, is_channel, finished, following, *, margin, growth, v_floor
-) -> None:
+    state: HeadState, table, table_run, run, totals, is_channel, finished, following, frozen, frozen_keys, begins,
+    *, margin, full, growth, outlier, move, v_floor, adapts,
+) -> None:  # fmt: skip
     """On the state's device and its current stream; in place. With R heads in all, D channels of the widest:
 
     Args:
         table: fp32 [bins, R, 4, D], statistics by noise level. table_run: int32 [bins, R], the run that left them.
-        run: int32 [], the number of the running one. totals: int64 [R, 7], counts of all steps.
+        run: int32 [], the number of the running one. totals: int64 [R, n], counts of all steps.
         is_channel: bool [R, D], channels that heads have.
         finished, following: int64 [1], noise level of the step that is done and of the next.
-        margin: of the planned scale. growth: codes that a head may reach before it distrusts the table.
+        frozen: int32 [], 1: the table is planned from, and stays. frozen_keys: int32 [R, 2], shapes it holds for.
+        begins: int32 [], 1: the next step is the first of another run. The caller adds it to `run` afterwards.
+        margin: of the planned scale. full: codes that the keys reached in the step that a plan was made from.
+        growth: times that, and a head distrusts the table. outlier: times that, or less far by it, and the step tells
+            nothing of others. move: how far it may then move an entry.
         v_floor: least amax of a channel of V over the head's largest.
+        adapts: whether entries of earlier runs are planned from, frozen or not.
     """
-    rows, _, width = state.plan.shape
+    (rows, _, width), bins = state.plan.shape, table.shape[0]
     with torch.cuda.device_of(table):
         launch(
             _plan_step_kernel, rows,
             *state[:4], table, table_run, run, totals, is_channel.view(torch.uint8), finished, following,
-            rows, width, float(margin), float(growth), float(v_floor),
-            WIDTH=triton.next_power_of_2(width), FIELDS=16, num_warps=1, enable_fp_fusion=False,
+            frozen, frozen_keys, begins, rows, width, bins,
+            float(margin), full * growth, full / outlier, full * outlier, V_CODE / outlier,
+            V_CODE * outlier, float(move), float(v_floor),
+            ADAPTS=bool(adapts), WIDTH=triton.next_power_of_2(width), FIELDS=16, BINS=triton.next_power_of_2(bins),
+            num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
