@@ -17,8 +17,8 @@ CHANNEL_FLOOR = 2.0**-24
 
 # A tile of keys whose largest code under the planned scale is below this share of 127 takes its own, smaller scale.
 SHRINK_LIMIT = 0.875
-# A plan's center and balance serve a call while the error they leave is below sqrt(2.6) times that of the best ones, as
-# a sample of so many tokens has it. There the sampled ones of a call without a plan are as good: kernels/README.md, 3.
+# A plan's center and balance serve a call while the error they leave is below sqrt(2.6) times that of the best ones,
+# as a sample of so many tokens has it. Beyond, the sampled ones of a call without a plan are as good or better.
 FIT_SAMPLES, FIT_LIMIT = 32, 2.6
 
 # e4m3: 4 significant bits from 2^-6 on, steps of 2^-9 below, nothing above 448 but NaN.

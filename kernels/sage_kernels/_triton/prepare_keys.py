@@ -29,12 +29,6 @@ from ..state import (
     STAT_K_MIN,
 )
 from .primitives import (
-    AMAX_FLOOR,
-    CENTER_SAMPLES,
-    CENTER_STEPS,
-    CHANNEL_FLOOR,
-    FIT_LIMIT,
-    FIT_SAMPLES,
     INT8_MAX,
     RELAXED,
     SHRINK_LIMIT,
@@ -42,9 +36,9 @@ from .primitives import (
     load_tokens,
     nan_unless_finite,
     planned_scale,
-    round_to_int,
     round_to_int8,
 )
+from .sample_heads import load_fit_sample, plan_fits, sampled_balance, sampled_center
 
 
 _CALLS = tl.constexpr(COUNT_CALLS)
@@ -66,139 +60,6 @@ _STATS = tl.constexpr(STAT_FIELDS)
 _STAT_K_MAX = tl.constexpr(STAT_K_MAX)
 _STAT_K_MIN = tl.constexpr(STAT_K_MIN)
 _FAINT = tl.constexpr(FAINT)
-
-
-@triton.jit
-def _sample_steps(extent, ROWS: tl.constexpr):
-    """CENTER_SAMPLES // ROWS, which the compiler does not know: the loops of the rare branch, unrolled, would
-    take the registers that programs in flight need."""
-    return tl.minimum(CENTER_SAMPLES // ROWS, tl.maximum(extent, 0) + CENTER_SAMPLES)
-
-
-@triton.jit
-def _load_sample(base, stride_token, seq, i, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Those of the tokens that numerics.sample_tokens names with these numbers [ROWS], in fp32, and the tokens."""
-    whole = seq // CENTER_SAMPLES  # i · seq could overflow
-    tokens = i * whole + i * (seq % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)
-    return load_tokens(base, tokens, stride_token, seq, HEAD_DIM, WIDTH, False).to(tl.float32), tokens
-
-
-@triton.jit
-def _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                     HAS_MASK: tl.constexpr):  # fmt: skip
-    """As `_load_sample` for keys; also 1 for each that takes part in scales. The others are zero."""
-    k, tokens = _load_sample(k_base, stride_ks, extent, i, HEAD_DIM, WIDTH)
-    counted = tokens * 0 + 1
-    if HAS_MASK:
-        counted = (tl.load(reach_ptr + tokens) > _FAINT).to(tl.int32)
-        k = tl.where(counted[:, None] != 0, k, 0.0)
-    return k, counted
-
-
-@triton.jit
-def _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                    ROWS: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """numerics.sampled_center of one head: [WIDTH]. Its sum is one of integers, so its order does not matter."""
-    top = tl.zeros([ROWS, WIDTH], tl.float32)
-    number = tl.zeros([ROWS], tl.int32)
-    for step in range(_sample_steps(extent, ROWS)):
-        i = step * ROWS + tl.arange(0, ROWS)
-        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-        top = tl.maximum(top, tl.abs(k))
-        number += counted
-    amax = tl.maximum(tl.max(tl.max(top, 1), 0), AMAX_FLOOR)
-    inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS, amax)
-    total = tl.zeros([ROWS, WIDTH], tl.int32)
-    for step in range(_sample_steps(extent, ROWS)):
-        i = step * ROWS + tl.arange(0, ROWS)
-        k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-        total += round_to_int(k * inverse)
-    steps = CENTER_STEPS * tl.maximum(tl.sum(number, 0), 1).to(tl.float32)
-    return tl.sum(total, 0).to(tl.float32) * tl.div_rn(amax, steps)
-
-
-@triton.jit
-def _bounded_amax(amax):
-    """Per-channel amax [WIDTH] of a slice-wise one, bounded away from 0 relative to the largest channel."""
-    amax = tl.max(amax, 0)
-    return tl.maximum(tl.maximum(amax, tl.max(amax, 0) * CHANNEL_FLOOR), AMAX_FLOOR)
-
-
-@triton.jit
-def _sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
-                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-                     HAS_MASK: tl.constexpr):  # fmt: skip
-    """numerics.sampled_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
-    q_amax = tl.zeros([ROWS, WIDTH], tl.float32)
-    k_amax = tl.zeros([ROWS, WIDTH], tl.float32)
-    is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
-    for step in range(_sample_steps(extent, ROWS)):
-        i = step * ROWS + tl.arange(0, ROWS)
-        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-        smoothed = tl.where(is_channel & (counted != 0)[:, None], k - center[None, :], 0.0)
-        k_amax = tl.maximum(k_amax, tl.abs(smoothed))
-        for g in range(group):
-            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
-            q_amax = tl.maximum(q_amax, tl.abs(q))
-    balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
-    return tl.where((balance * 0.0 == 0.0) & (balance > 0), balance, 1.0)
-
-
-@triton.jit
-def _fit_tokens(seq):
-    """numerics.fit_tokens: no division, as every program does this."""
-    return tl.minimum(tl.arange(0, FIT_SAMPLES) * (seq // FIT_SAMPLES + 1), tl.maximum(seq, 1) - 1)
-
-
-@triton.jit
-def _load_by_channel(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """`load_tokens` in fp32, with one channel a lane: maxima over tokens then need few exchanges between threads.
-
-    The compiler gives a lane eight channels where it knows that they lie side by side: here it does not.
-    """
-    step = tl.minimum(tl.maximum(seq, 1), 1)  # 1
-    channels = tl.arange(0, WIDTH)[None, :]
-    rows = base + tokens.to(tl.int64)[:, None] * stride_token
-    return tl.load(rows + channels * step, mask=channels < HEAD_DIM, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _load_fit_sample(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr,
-                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """The tokens that `_plan_fits` looks at, all at once: keys, whether they count, and queries of the group's heads
-    one after the other, [FIT_SAMPLES, WIDTH]."""
-    tokens = _fit_tokens(extent)
-    k = _load_by_channel(k_base, tokens, stride_ks, extent, HEAD_DIM, WIDTH)
-    counted = tokens >= 0
-    if HAS_MASK:
-        counted = tl.load(reach_ptr + tokens) > _FAINT
-    heads = tl.arange(0, FIT_SAMPLES) * group // FIT_SAMPLES
-    q_rows = q_base + heads.to(tl.int64)[:, None] * stride_qh
-    return k, counted, _load_by_channel(q_rows, _fit_tokens(seq_q), stride_qs, seq_q, HEAD_DIM, WIDTH)
-
-
-@triton.jit
-def _plan_fits(k, counted, q, center, k_weight, q_weight):
-    """reference._plan_fits of one head. Every program of the head has the same sample, so all decide alike.
-
-    Joined, as each reduction on its own makes all warps wait for each other a few times.
-    """
-    high = tl.where(counted[:, None], k, float("-inf"))
-    low = tl.where(counted[:, None], -k, float("-inf"))
-    high, low = tl.split(tl.max(tl.join(tl.join(high, tl.abs(q)), tl.join(low, tl.abs(q))), 0))
-    high, q_range = tl.split(high)
-    low, _ = tl.split(low)
-    q_range *= q_weight
-    seen = high >= -low
-    k_range = tl.where(seen, tl.maximum(tl.abs(high - center), tl.abs(low + center)), 0.0) * k_weight
-    best = tl.where(seen, high * 0.5 + low * 0.5, 0.0) * k_weight * q_range
-    tops, best_top = tl.split(tl.max(tl.join(tl.join(k_range, q_range), tl.join(best, best)), 0))
-    k_top, q_top = tl.split(tops)
-    best_top, _ = tl.split(best_top)
-    k_range *= q_top
-    q_range *= k_top
-    excess = tl.sum(q_range * q_range + k_range * k_range - best * (best_top * 2.0 * FIT_LIMIT), 0)
-    return (excess > 0) == 0
 
 
 @triton.jit
@@ -344,7 +205,7 @@ def prepare_keys(
     row = 0
     if SCALING == "planned":
         # before anything that waits: this has to hide behind the loads of the plan
-        k_sample, counted, q_sample = _load_fit_sample(
+        k_sample, counted, q_sample = load_fit_sample(
             q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK
         )
         row = tl.load(row_ptr) + h
@@ -356,14 +217,14 @@ def prepare_keys(
         q_weight = tl.load(plan + _Q_WEIGHT * state_width, mask=is_channel, other=0.0)
         fits = (tl.load(count + _PLAN_KEY_A) == shape_key) | (tl.load(count + _PLAN_KEY_B) == shape_key)
         fits = fits & (planned > 0)
-        misfit = fits & (_plan_fits(k_sample, counted, q_sample, center, weight, q_weight) == 0)
+        misfit = fits & (plan_fits(k_sample, counted, q_sample, center, weight, q_weight) == 0)
         planned = tl.where(fits & (misfit == 0), planned, 0.0)
     if planned == 0:  # no plan: what was read with it does not count
         if SMOOTH:
-            center = _sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, SAMPLED, HAS_MASK)
+            center = sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, SAMPLED, HAS_MASK)
         else:
             center = tl.zeros([WIDTH], tl.float32)
-        weight = _sampled_balance(
+        weight = sampled_balance(
             q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
             HEAD_DIM, WIDTH, SAMPLED, HAS_MASK,
         )  # fmt: skip

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from ..masking import FAINT
 from ..numerics import divide, sampled_balance, sampled_center
 from ..state import HeadState, shape_key
+from .compat import gdc_launch_dependents
 from .launch import buffer, launch, processors_of
 from .mask_tiles import MaskTiles
 from .prepare_keys import prepare_keys
