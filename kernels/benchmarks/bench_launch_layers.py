@@ -5,8 +5,8 @@
     python kernels/benchmarks/bench_launch_layers.py --tiny --device cpu --out rows.csv
 
 Layers: `replay` (made_again.py: a call like an earlier one is only launched; the two below go with it), `direct`
-(direct_launch.py: through the CUDA driver itself), `guards` (made_again.layouts_check), `way_round` (calls that go
-round PyTorch's dispatcher). They are switched off in this process alone, by what stands in their place here.
+(direct_launch.py: through the CUDA driver itself), `way_round` (calls that go round PyTorch's dispatcher). They are
+switched off in this process alone, by what stands in their place here.
 
 Variants take turns, in another order in each round, and all give the same bits: a variant that does not gets no row.
 Decoding is single tokens on an INT8 cache of random keys with a sync after each, as generate() has one; the cache is
@@ -41,7 +41,7 @@ from sage_kernels import DEFAULT_RECIPE, attention, decode, made_again
 from sage_kernels.results import append_row
 
 
-ALL = frozenset(("replay", "direct", "guards", "way_round"))
+ALL = frozenset(("replay", "direct", "way_round"))
 VARIANTS = {"everything": frozenset()} | {f"without_{name}": frozenset((name,)) for name in sorted(ALL)}
 VARIANTS["without_any"] = ALL
 WARM_UP, TIMED = 2, 4  # steps of a denoiser in one turn
@@ -116,8 +116,6 @@ def plain_without_replay(q, *tensors) -> tuple:
 
 def _patches(off: frozenset) -> list:
     change, patches = mock.patch.object, []
-    if "guards" in off:
-        patches.append(change(made_again, "layouts_check", lambda given: None))
     if "direct" in off:
         from sage_kernels._triton import launch
 
@@ -149,13 +147,12 @@ class Variant:
 
     def __init__(self, name: str, off: frozenset):
         self.name, self.off = name, off
-        self.made, self.recent, self.values = {}, {}, []
+        self.made, self.values = {}, []
 
     @contextmanager
     def on(self):
         with ExitStack() as stack:
             patches = [mock.patch.object(made_again, "made", self.made)]
-            patches.append(mock.patch.object(made_again, "_recent", self.recent))
             for patch in patches + _patches(self.off):
                 stack.enter_context(patch)
             yield
@@ -166,13 +163,13 @@ class Variant:
     def describe(self) -> str:
         steps = self.steps()
         direct = sum(step.direct is not None for step in steps)
-        return f"{len(self.made)} calls known, {direct} of {len(steps)} launches direct, {len(self.recent)} guarded"
+        return f"{len(self.made)} calls known, {direct} of {len(steps)} launches direct"
 
     def check(self) -> None:
         """Raise unless the layers that it has, and only those, were used: on a GPU only."""
         direct = [step.direct is not None for step in self.steps()]
         wrong = bool(direct) == ("replay" in self.off) or ("direct" in self.off and any(direct))
-        if wrong or (not self.off and not any(direct)) or ("guards" in self.off and self.recent):
+        if wrong or (not self.off and not any(direct)):
             raise RuntimeError(f"{self.name}: got {self.describe()}, expected the layers off: {sorted(self.off)}")
 
 

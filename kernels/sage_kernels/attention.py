@@ -6,7 +6,7 @@ import torch
 
 from . import reference
 from .checks import check_attention_inputs, check_masking, check_options, check_state
-from .made_again import TENSOR, is_plain_call, make_and_remember, make_soon_again
+from .made_again import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
 from .masking import make_masking
 from .recipe import DEFAULT_RECIPE
 from .state import HeadState
@@ -126,7 +126,7 @@ def _make_again(q, k, v, state, options):
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None, None
     # 1, 1.0 and True are one key of a dictionary
-    return make_soon_again((options, *map(type, options)), tensors)
+    return make_again((options, *map(type, options), *map(layout_of, tensors)), tensors)
 
 
 def _run_and_remember(key, q, k, v, *arguments, state, **options):

@@ -21,7 +21,6 @@ NAMES = (
     "torch._C.DispatchKey",
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKeySet.raw_repr",
-    "torch._C._dynamo.guards.TensorGuards",
     "torch._dynamo.mark_static_address",
     "torch.autograd._profiler_enabled",
     "torch.autograd.forward_ad._current_level",
@@ -112,25 +111,6 @@ def differentiates_forward() -> bool:
 def has_tangent(x: torch.Tensor) -> bool:
     """Whether forward-mode differentiation is under way for x."""
     return differentiates_forward() and forward_ad.unpack_dual(x).tangent is not None
-
-
-def tensor_guards(given):
-    """A function that tells whether tensors are of the same types, dispatch keys, dtypes, devices, shapes and strides.
-
-    PyTorch's own, which its compiler guards its code with; None where there is none.
-    """
-    guards = find("torch._C._dynamo.guards.TensorGuards")
-    if guards is None:
-        return None
-    try:
-        made = guards(
-            *given,
-            dynamic_dims_sizes=[list(x.shape) for x in given],
-            dynamic_dims_strides=[list(x.stride()) for x in given],
-        )
-        return made.check
-    except (AttributeError, TypeError):  # another signature
-        return None
 
 
 # A tensor without storage, of a class of one's own; None: masks are written out

@@ -10,15 +10,12 @@ from . import compat
 TENSOR = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = {*TENSOR, type(None)}
 _LIMIT = 4096  # kinds of calls that are remembered
-_RECENT_LIMIT = 4  # of one kind of options and shapes
 made = {}  # key → Replay
-_recent = {}  # options, number of tensors, two shapes → [(layouts_check, Replay)]
 
 
 def forget() -> None:
     """All calls have to be made anew."""
     made.clear()
-    _recent.clear()
 
 
 def is_plain_call(*tensors) -> bool:
@@ -37,14 +34,6 @@ def layout_of(x: torch.Tensor | None) -> tuple | None:
     return x.dtype, x.get_device(), x.shape, x.stride()  # a GPU's number: calls elsewhere are not made again
 
 
-def layouts_check(given):
-    """A function that tells whether plain tensors are laid out as these, of the same types; None where there is none.
-
-    A tenth of the time of making and finding a key. For plain tensors only: of nested ones it ends the process.
-    """
-    return compat.tensor_guards(given)
-
-
 def make_again(key: tuple, given, numbers=None):
     """The key, and the results of a call whose like was made before, of these tensors and numbers.
 
@@ -55,29 +44,6 @@ def make_again(key: tuple, given, numbers=None):
     except TypeError:
         return None, None
     return key, None if again is None else again(given, numbers)
-
-
-def make_soon_again(options: tuple, given):
-    """As `make_again`, of a call that follows from its options and the layouts of the given tensors.
-
-    options: all that decides beside the tensors; the first two tensors are those whose shapes differ most.
-    """
-    kind = (options, len(given), given[0].shape, given[1].shape)
-    try:
-        recent = _recent.get(kind)
-    except TypeError:
-        return None, None
-    for check, again in recent or ():
-        if check(*given):
-            results = again(given)
-            if results is not None:
-                return None, results
-    key, results = make_again((options, *map(layout_of, given)), given)
-    if results is not None and (again := made.get(key)) is not None and (check := layouts_check(given)) is not None:
-        if len(_recent) >= _LIMIT:
-            _recent.clear()
-        _recent[kind] = [(check, again), *(recent or ())][:_RECENT_LIMIT]
-    return key, results
 
 
 def make_and_remember(key: tuple, call, given, numbers=None):
