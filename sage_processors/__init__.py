@@ -50,6 +50,8 @@ _MODULES = (
     "drawing",
     "event_counter",
     "feature_distance",
+    "following",
+    "forwards",
     "hard_variants",
     "kv_cache",
     "language",

@@ -9,10 +9,10 @@ from torch import nn
 from .auto_rotation import AutoRotation
 from .config import LAYER_OPTIONS, SageAttnProcessor
 from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
+from .following import Following
 from .part import Part, RootHook
 from .report import Report, build_report
 from .scale_rules import NEED_RUNS
-from .timestep import can_track, noise_levels, run_of, track, untrack
 from .windows import Steps, check_patterns
 
 
@@ -32,9 +32,9 @@ class Handle:
         self._parts: list[Part] = []
         self._pipe = weakref.ref(target) if is_pipeline(target) else None
         self._model = None if self._pipe else target
-        self._scheduler = None
         self._active = True
         self.steps = Steps(config)
+        self.following = Following(self, self.steps.windowed)
         self._probe = None
         self._rotation = AutoRotation(self)
         try:
@@ -55,7 +55,7 @@ class Handle:
         check_patterns("only_layers", self.config.only_layers, names)
         for option in LAYER_OPTIONS:
             check_patterns(f"layer_{option}", [p for p, _ in getattr(self.config, f"layer_{option}")], names)
-        if self._scheduler is not None:
+        if self.following.followed:
             return
         without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"
         expected = "expected a pipeline, whose scheduler says where a run is"
@@ -69,7 +69,8 @@ class Handle:
 
     def report(self) -> Report:
         """What really ran: per layer recipe, scaling, calls, exact calls with reasons, clipped fraction. Syncs."""
-        self._follow_scheduler()
+        if self._active:
+            self._follow_schedulers()
         return build_report(self)
 
     def refresh(self) -> None:
@@ -99,7 +100,7 @@ class Handle:
                 self._parts.append(part)
             part.follow_home()
             part.install()
-        self._follow_scheduler()
+        self._follow_schedulers()
         if self._probe is not None:
             self._probe.attach()
         self._rotation.watch()
@@ -138,55 +139,49 @@ class Handle:
         return load_scales(self, path, on_mismatch)
 
     def remove(self) -> None:
-        """Put the original processor objects back and stop following the scheduler. Harmless when repeated."""
+        """Put the original processor objects back and stop following schedulers. Harmless when repeated."""
         self._active = False
         if self._probe is not None:
             self._probe.stop()
-        if self._scheduler is not None:
-            untrack(self._scheduler, self)
-            self._scheduler = None
+        self.following.stop()
         for part in self._parts:
             part.uninstall()
         self._parts = []
 
     def begin_run(self, u) -> None:
-        """Called by the scheduler's run: denoising starts at noise level u."""
-        self.steps.begin(noise_levels(self._scheduler), getattr(self._scheduler, "begin_index", None) or 0)
+        """Called by `following`: denoising starts at noise level u, or goes on there after something else ran."""
         for part in self._parts:
             if part.state is not None and part.follows_scheduler:
                 part.state.begin_run(u)
 
     def advance(self, u_finished, u_next) -> None:
-        """Called by the scheduler's run: a step is done."""
-        self.steps.finish(u_finished)
+        """Called by `following`: a step is done."""
         for part in self._parts:
             if part.state is not None and part.follows_scheduler:
                 part.state.advance(u_finished, u_next)
         self._rotation.step_done()
 
     def _before_forward(self, part: Part, args, kwargs) -> None:
-        """Eager only: notice that processors were replaced, the model moved, or the pipeline has a new scheduler."""
+        """Eager only: notice that processors were replaced, the model moved, or another scheduler steps."""
         part.watch()
         device = input_device((*args, *kwargs.values()))
         if device is not None and device != part.device:
             part.move(device)
-            run = run_of(self._scheduler) if self._scheduler is not None else None
+            level = None if self.following.active is None else self.following.active.level
             if part.state is not None:
-                part.state.begin_run(1.0 if run is None or run.level is None else run.level)
-        self._follow_scheduler()
+                part.state.begin_run(1.0 if level is None else level)
+        self._follow_schedulers(thoroughly=False)
+        self.following.place(part, part.timestep_of(args, kwargs))
 
-    def _follow_scheduler(self) -> None:
-        pipe = self._pipe() if self._pipe and self._active else None
-        scheduler = getattr(pipe, "scheduler", None)
-        if pipe is None or scheduler is self._scheduler:
-            return
-        if self._scheduler is not None:
-            untrack(self._scheduler, self)
-        self._scheduler = scheduler if can_track(scheduler) else None
+    def _follow_schedulers(self, *, thoroughly: bool = True) -> None:
+        self.following.look(thoroughly=thoroughly)
         for part in self._parts:
-            part.follows_scheduler = self._scheduler is not None
-        if self._scheduler is not None:
-            track(self._scheduler, self)
+            part.follows_scheduler = bool(self.following.followed)
+
+    @property
+    def _scheduler(self):
+        """The scheduler that stepped last; None where nothing tells of steps."""
+        return None if self.following.active is None else self.following.active.scheduler
 
     def __enter__(self):
         return self
@@ -236,6 +231,13 @@ def handle_of(target) -> Handle | None:
             if isinstance(hook, RootHook) and hook.handle is not None:
                 return hook.handle
     return None
+
+
+def tell_handles(pipe) -> None:
+    """Called when a pipeline was given a model or a scheduler: the handles of its models may have more to follow."""
+    handles = [handle_of(x) for x in list(vars(pipe).values()) if isinstance(unwrap(x), nn.Module)]
+    for handle in {id(handle): handle for handle in handles if handle is not None}.values():
+        handle._follow_schedulers()
 
 
 def processors_for(model, config: SageAttnProcessor | None = None) -> dict:

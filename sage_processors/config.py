@@ -34,6 +34,7 @@ ROTATION_GAIN_DB = 1.0
 REMEDIES = {
     "training": "the module is in training mode: call model.eval()",
     "replaced": "another processor was put there: call handle.refresh()",
+    "unfollowed": "nobody knows which step it is: let the pipeline have the scheduler, pipe.scheduler = scheduler",
     "backend": "set_attention_backend came after the swap: call handle.refresh()",
     "short": "16-bit attention is the faster one there: min_tokens=0 runs it in INT8 all the same",
 }

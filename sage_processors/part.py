@@ -13,6 +13,7 @@ from sage_kernels import RECIPES
 from .carry import Parked
 from .config import LAYER_OPTIONS
 from .discovery import attention_modules, device_of, discover_sites, put_processor
+from .forwards import Forwards
 from .keeping_op import keep_rows_of
 from .processors import is_sage, sage_class, swap
 from .scale_rules import RULES, rule_for
@@ -43,7 +44,11 @@ class Layer:
 
 
 class RootHook:
-    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing."""
+    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing.
+
+    The hooks of a compiled model are frames of their own, and this one is left as it is: it runs on the host at every
+    forward. Only where code around the model is compiled, the hook is compiled with it.
+    """
 
     def __init__(self, handle=None, part=None):
         self.handle, self.part = handle, part
@@ -53,12 +58,25 @@ class RootHook:
         if handle is None:
             return
         if not torch.compiler.is_compiling():
-            handle._before_forward(part, args, kwargs)
+            _before_forward(handle, part, args, kwargs)
+        elif part.follows_scheduler and part.hangs_on_steps:
+            part.forwards.count_compiled(part.timestep_of(args, kwargs))
         if part.state is not None and not part.follows_scheduler:
             part.follow_timestep(args, kwargs)
 
     def __reduce__(self):
         return RootHook, ()
+
+
+@torch.compiler.disable
+def _before_forward(handle, part, args, kwargs):
+    handle._before_forward(part, args, kwargs)
+
+
+# a private name of torch: without it the hook is compiled everywhere, and forwards are compared on the device
+_skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+if _skip_code is not None:
+    _skip_code(RootHook.__call__.__code__)
 
 
 class Part:
@@ -76,6 +94,7 @@ class Part:
         self.follows_scheduler = False
         self.device = self._home = device_of(model)
         self._reader = TimestepReader(type(model).forward, self.device)
+        self.forwards = Forwards(self.device)
         self._hook = model.register_forward_pre_hook(RootHook(handle, self), with_kwargs=True, prepend=True)
 
     def install(self) -> None:
@@ -167,6 +186,7 @@ class Part:
         """Follow the model to another device. The counts of planned calls start anew."""
         self.device = device
         self._reader.to(device)
+        self.forwards.to(device)
         with torch.inference_mode(False):
             if self.state is not None:
                 self.state.to(device)
@@ -186,11 +206,21 @@ class Part:
         """Forget all scales and counts."""
         self._parked.clear()
         self._reader.to(self.device)
+        self.forwards.zero()
         if self.state is not None:
             self.state.reset()
             self.state.begin_run(1.0)
         for layer in self.layers:
             layer.sage._sage_events.zero()
+
+    @property
+    def hangs_on_steps(self) -> bool:
+        """Whether anything here depends on which step of a run a forward belongs to."""
+        return self.state is not None or self._steps.windowed
+
+    def timestep_of(self, args, kwargs):
+        """The timestep argument of a call of the model, or None."""
+        return self._reader.timestep_of(args, kwargs)
 
     def watch(self) -> None:
         """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back."""
@@ -200,7 +230,7 @@ class Part:
 
     def follow_timestep(self, args, kwargs) -> None:
         """Without a scheduler: the timestep that the model is called with says which step runs."""
-        timestep = self._reader.timestep_of(args, kwargs)
+        timestep = self.timestep_of(args, kwargs)
         if timestep is not None:
             self.state.advance(*self._reader.read(timestep))
 

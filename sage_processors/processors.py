@@ -50,6 +50,7 @@ EVENTS = (
     "softmax_scale",
     "window",
     "kept",
+    "unfollowed",
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
@@ -141,7 +142,7 @@ def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causa
     if reason is None and processor._sage_kept:
         return "kept"
     if reason is None and window is not None and window.exact:
-        return "window"
+        return "unfollowed" if window.is_lost else "window"
     return reason
 
 

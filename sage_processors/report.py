@@ -28,8 +28,9 @@ class Report(LayerReport):
             keep_noise: (low, high), the noise levels at which this layer stays in 16 bit, or (); None unless active.
             calls: INT8 calls.
             dynamic_calls: those of them, per head on average, whose scales came from the call itself.
-            fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "replaced" counts forwards of the
-                model in which another processor was in place, whatever that did.
+            fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "unfollowed": the options hang on
+                steps or noise levels, and the forward belongs to no step of a scheduler that is followed; "replaced"
+                counts forwards of the model in which another processor was in place, whatever that did.
             clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
                 table); their tiles got a larger scale of their own, so none was.
             v_clipped_fraction: fraction of V's elements that a recipe with V in FP8 did clip, at 7 times the largest
@@ -199,15 +200,28 @@ def _part_rows(part, rotation) -> list[dict]:
     return rows
 
 
+def _follows(handle, part) -> str:
+    if not part.follows_scheduler:
+        return "the timestep argument of the model"
+    several = len(handle.following.followed) > 1
+    return f"whichever steps of {handle.following.names()}" if several else "the pipeline's scheduler"
+
+
 def build_report(handle) -> Report:
     """Read the counters of a handle (syncs once per layer and state)."""
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
     rows = []
     for part in handle._parts:
         rows += _part_rows(part, handle._rotation)
+        name = part.name or type(part.model).__name__
         if part.state is not None:
-            follows = "the pipeline's scheduler" if part.follows_scheduler else "the timestep argument of the model"
-            notes.append(f"Noise level of {part.name or type(part.model).__name__} follows {follows}.")
+            notes.append(f"Noise level of {name} follows {_follows(handle, part)}.")
+        strays = part.forwards.strays if part.follows_scheduler else 0
+        if strays:
+            notes.append(
+                f"{strays} forwards of {name} belong to no step of {handle.following.names()} (unfollowed): "
+                f"{REMEDIES['unfollowed']}."
+            )
     swapped = [part.model for part in handle._parts]
     for name, model in (handle._models() if handle._active else {}).items():
         if not any(model is known for known in swapped):

@@ -57,7 +57,7 @@ def test_the_worst_outcome_of_a_cases_tests_counts():
 def test_the_list_of_cases_is_well_formed():
     rows = cases()
     ids = [row["id"] for row in rows]
-    assert len(ids) == len(set(ids)) == 88
+    assert len(ids) == len(set(ids)) >= 88
     for row in rows:
         assert set(row) == {"id", "case", "expected", "tiers", "reason"}
         assert case_ids(f"test_{row['id']}") == [row["id"]] and row["id"][0] in GROUPS
