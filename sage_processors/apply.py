@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 
 from torch import nn
 
 from .auto_rotation import AutoRotation
-from .config import LAYER_OPTIONS, SageAttnProcessor
+from .config import LAYER_OPTIONS, REMEDIES, SageAttnProcessor
 from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .following import Following
 from .part import Part, RootHook
 from .report import Report, build_report
 from .scale_rules import NEED_RUNS
 from .windows import Steps, check_patterns
+
+
+logger = logging.getLogger("sage_processors")
 
 
 class Handle:
@@ -45,6 +49,7 @@ class Handle:
                     "expected a diffusers model with at least one"
                 )
             self._check_options()
+            self._warn_of_idle_layers()
         except Exception:
             self.remove()  # leave nothing half swapped behind
             raise
@@ -66,6 +71,17 @@ class Handle:
         for option in ("keep_first_steps", "keep_last_steps", "keep_below_noise", "keep_noise", "layer_keep_noise"):
             if getattr(self.config, option):
                 raise ValueError(f"{option}: got {getattr(self.config, option)} for {without}, {expected}")
+
+    def _warn_of_idle_layers(self) -> None:
+        """Say at once what a report would say after a run: layers of which it is known that nothing runs in INT8."""
+        for part in self._parts:
+            name = part.name or type(part.model).__name__
+            against = part.reasons_against()
+            if against and all(against.values()):
+                found = ", ".join(dict.fromkeys(against.values()))
+                logger.warning("%s: got a model in which no attention layer can run in INT8 (%s)", name, found)
+            elif any(layer.module.training for layer in part.layers):
+                logger.warning("%s: got a model in which some layers run exact: %s", name, REMEDIES["training"])
 
     def report(self) -> Report:
         """What really ran: per layer recipe, scaling, calls, exact calls with reasons, clipped fraction. Syncs."""

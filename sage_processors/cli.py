@@ -26,6 +26,7 @@ from . import pipelines
 from .calibrate_command import DTYPES, DtypeOption, calibrate_policy, case_label, own_dtype, rules, transfer
 from .config import SCALINGS, SageAttnProcessor
 from .language_command import bench_language
+from .layer_report import NOTHING_RAN
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
@@ -90,20 +91,19 @@ def demo(
             ours = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
         report = handle.report()
     result = quality.compare(scaling, recipe, ours, stock, (report.calls, sum(report.fallbacks.values())))
-    side_by_side(stock, ours, prompts, amplification(stock, ours)).save(output)
+    sheet = side_by_side(stock, ours, prompts, amplification(stock, ours), ran=result.is_ours)
+    sheet.save(output)
     report.print(console)
     per_picture = Table(title=f"{recipe}, {scaling}: against stock attention, same seeds", title_justify="left")
     for name, justify in (("prompt", "left"), ("seed", "right"), ("PSNR, dB", "right"), ("SSIM", "right")):
         per_picture.add_column(name, justify=justify)
     for text, number, psnr, ssim in zip(prompts, seeds, result.psnr_db, result.ssim, strict=True):
         per_picture.add_row(text, str(number), f"{psnr:.2f}", f"{ssim:.5f}")
-    console.print(per_picture)
-    if result.int8_calls == 0:
-        console.print(
-            "No attention call ran in INT8 (the table above says why): both pictures are stock.", style="yellow"
-        )
-    mean_psnr, mean_ssim = sum(result.psnr_db) / len(prompts), sum(result.ssim) / len(prompts)
-    console.print(f"PSNR {mean_psnr:.2f} dB, SSIM {mean_ssim:.5f} (means), worst PSNR {min(result.psnr_db):.2f} dB")
+    if result.is_ours:
+        console.print(per_picture)
+    else:
+        console.print("No attention call ran in INT8: the table above says why.", style="yellow")
+    console.print(quality.in_words(result))
     console.print(f"Picture: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
 
 
@@ -378,6 +378,8 @@ def _quality_table(label: str, results) -> Table:
         ssim = (f"{sum(result.ssim) / n:.6f}", f"{min(result.ssim):.6f}")
         sqnr = result.attention_sqnr_db
         attention = (f"{sum(sqnr) / len(sqnr):.2f}", f"{min(sqnr):.2f}") if sqnr else ("–", "–")
+        if not result.is_ours:
+            psnr, ssim = (NOTHING_RAN, "–"), ("–", "–")
         calls = (str(result.int8_calls), str(result.fallback_calls))
         table.add_row(result.name, *psnr, *ssim, *attention, *calls)
     return table

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from sage_kernels import RECIPES
+from sage_kernels.checks import MAX_HEAD_DIM
 
 from .carry import Parked
-from .config import LAYER_OPTIONS
+from .config import LAYER_OPTIONS, REMEDIES
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .forwards import Forwards
 from .keeping_op import keep_rows_of
@@ -181,6 +182,25 @@ class Part:
     def layer_names(self) -> list[str]:
         """Names of the swapped layers, as in the report."""
         return [self._label(layer.name) for layer in self.layers]
+
+    def reasons_against(self) -> dict[str, str]:
+        """{layer: why none of its calls can run in INT8}, "" where nothing is known against it."""
+        return {self._label(layer.name): self._reason_against(layer) for layer in self.layers}
+
+    def _reason_against(self, layer: Layer) -> str:
+        if layer.module.training:
+            return REMEDIES["training"]
+        if layer.sage._sage_kept:
+            return "kept in 16 bit by the options"
+        weight = next((p for p in layer.module.parameters() if p.is_floating_point()), None)
+        if weight is not None and weight.dtype == torch.float64:
+            return f"{weight.dtype}: cast the model to float16, bfloat16 or float32"
+        if weight is not None and weight.device.type not in ("cpu", "cuda", "meta"):
+            return f"no kernel for the device {weight.device.type}"
+        shapes = [shape for shape in discover_sites(layer.module, layer.sage) if shape]
+        if shapes and all(head_dim > MAX_HEAD_DIM for _, head_dim in shapes):
+            return f"heads of {shapes[0][1]} channels, at most {MAX_HEAD_DIM} are possible"
+        return ""
 
     def move(self, device: torch.device) -> None:
         """Follow the model to another device. The counts of planned calls start anew."""
