@@ -101,6 +101,11 @@ class Handle:
                 "handle: got a handle that was removed, expected a live one; call sage_processors.apply again"
             )
         models = self._models()
+        if self._pipe and self._pipe() is None:
+            raise RuntimeError(
+                "pipe: got a handle whose pipeline was garbage-collected, expected a living one: keep a reference to the "
+                "pipeline, or give the one in use to set_attn_processor again"
+            )
         if not models:
             raise ValueError(
                 "pipe: got a pipeline without a unet, transformer or controlnet, expected at least one of them"

@@ -222,6 +222,8 @@ def build_report(handle) -> Report:
                 f"{strays} forwards of {name} belong to no step of {handle.following.names()} (unfollowed): "
                 f"{REMEDIES['unfollowed']}."
             )
+    if handle._active and handle._pipe and handle._pipe() is None:
+        notes.append("The pipeline of this handle was garbage-collected: the models that others keep stay swapped.")
     swapped = [part.model for part in handle._parts]
     for name, model in (handle._models() if handle._active else {}).items():
         if not any(model is known for known in swapped):
