@@ -43,6 +43,7 @@ _MODULES = (
     "calibrate_command",
     "calibration",
     "carry",
+    "class_lists",
     "cli",
     "config",
     "discovery",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 
 from torch import nn
@@ -37,6 +38,7 @@ class Handle:
         self._pipe = weakref.ref(target) if is_pipeline(target) else None
         self._model = None if self._pipe else target
         self._active = True
+        self.lock = threading.RLock()
         self.steps = Steps(config)
         self.following = Following(self, self.steps.windowed)
         self._probe = None
@@ -44,9 +46,10 @@ class Handle:
         try:
             self.refresh()
             if not any(part.layers for part in self._parts):
+                found = ", ".join(f"{p.name or 'the model'} ({type(p.model).__name__})" for p in self._parts)
                 raise ValueError(
-                    "model: got no attention processor that calls scaled_dot_product_attention, "
-                    "expected a diffusers model with at least one"
+                    f"{'pipe' if self._pipe else 'model'}: got no attention processor that calls "
+                    f"scaled_dot_product_attention in {found}, expected a diffusers model with at least one"
                 )
             self._check_options()
             self._warn_of_idle_layers()
@@ -87,7 +90,8 @@ class Handle:
         """What really ran: per layer recipe, scaling, calls, exact calls with reasons, clipped fraction. Syncs."""
         if self._active:
             self._follow_schedulers()
-        return build_report(self)
+        with self.lock:
+            return build_report(self)
 
     def refresh(self) -> None:
         """Swap again what was replaced: by IP-Adapters, fuse_qkv_projections, a new pipe.transformer or scheduler.
@@ -103,8 +107,8 @@ class Handle:
         models = self._models()
         if self._pipe and self._pipe() is None:
             raise RuntimeError(
-                "pipe: got a handle whose pipeline was garbage-collected, expected a living one: keep a reference to the "
-                "pipeline, or give the one in use to set_attn_processor again"
+                "pipe: got a handle whose pipeline was garbage-collected, expected a living one: keep a reference to "
+                "the pipeline, or call set_attn_processor of the one in use"
             )
         if not models:
             raise ValueError(
@@ -132,9 +136,10 @@ class Handle:
 
     def reset(self) -> None:
         """Forget all scales and counts: the next run behaves as the first one after `apply`."""
-        for part in self._parts:
-            part.reset()
-        self._rotation.reset()
+        with self.lock:
+            for part in self._parts:
+                part.reset()
+            self._rotation.reset()
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32):
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
@@ -171,16 +176,18 @@ class Handle:
 
     def begin_run(self, u) -> None:
         """Called by `following`: denoising starts at noise level u, or goes on there after something else ran."""
-        for part in self._parts:
-            if part.state is not None and part.follows_scheduler:
-                part.state.begin_run(u)
+        with self.lock:
+            for part in self._parts:
+                if part.state is not None and part.follows_scheduler:
+                    part.state.begin_run(u)
 
     def advance(self, u_finished, u_next) -> None:
         """Called by `following`: a step is done."""
-        for part in self._parts:
-            if part.state is not None and part.follows_scheduler:
-                part.state.advance(u_finished, u_next)
-        self._rotation.step_done()
+        with self.lock:
+            for part in self._parts:
+                if part.state is not None and part.follows_scheduler:
+                    part.state.advance(u_finished, u_next)
+            self._rotation.step_done()
 
     def _before_forward(self, part: Part, args, kwargs) -> None:
         """Eager only: notice that processors were replaced, the model moved, or another scheduler steps."""

@@ -163,7 +163,7 @@ class Following:
 
     def place(self, part, timestep) -> None:
         """Before an eager forward of a part: set this thread's windows for the step that it belongs to."""
-        if not self.followed or not part.hangs_on_steps or _is_capturing():
+        if not (self.followed or self.windowed) or not part.hangs_on_steps or _is_capturing():
             return
         active = self.active
         if active is not None and part.forwards.belongs(active.progress, timestep):
@@ -199,7 +199,7 @@ class Following:
 
     def names(self) -> str:
         """The followed schedulers, for people."""
-        return ", ".join(dict.fromkeys(x.name for x in self.followed))
+        return ", ".join(dict.fromkeys(x.name for x in self.followed)) or "a scheduler (it is gone)"
 
 
 def _schedulers(pipe) -> list:

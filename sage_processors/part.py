@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,7 @@ from .config import LAYER_OPTIONS, REMEDIES
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .forwards import Forwards
 from .keeping_op import keep_rows_of
-from .processors import is_sage, sage_class, swap
+from .processors import is_pag, is_sage, sage_class, swap
 from .scale_rules import RULES, rule_for
 from .scales import ScaleState, Site
 from .timestep import TimestepReader
@@ -88,10 +89,13 @@ class Part:
 
     def __init__(self, name, model, config, handle):
         self.name, self.model, self.config, self._steps = name, model, config, handle.steps
+        self._lock = handle.lock
         self.layers: list[Layer] = []
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state = None
         self._parked = Parked()
+        self.guests: dict[int, object] = {}  # Sage processors that a pipeline puts there within its steps
+        self.perturbed = False  # by others than those
         self.follows_scheduler = False
         self.device = self._home = device_of(model)
         self._reader = TimestepReader(type(model).forward, self.device)
@@ -122,7 +126,8 @@ class Part:
         own = {option: option_of(self.config, option, label) for option in LAYER_OPTIONS}
         config = dataclasses.replace(self.config, **own, **{f"layer_{option}": () for option in LAYER_OPTIONS})
         window = self._steps.window_of(config.keep_noise)
-        return swap(original, config, label, device=self.device, kept=is_kept(self.config, label), window=window)
+        kept, lock = is_kept(self.config, label), self._lock
+        return swap(original, config, label, device=self.device, kept=kept, window=window, lock=lock)
 
     def _count_on(self, module, sage) -> None:
         """The counts of the layer so far, and whether it turned out to need a rotation."""
@@ -230,8 +235,9 @@ class Part:
         if self.state is not None:
             self.state.reset()
             self.state.begin_run(1.0)
-        for layer in self.layers:
-            layer.sage._sage_events.zero()
+        self.perturbed = False
+        for processor in (*(layer.sage for layer in self.layers), *self.guests.values()):
+            processor._sage_events.zero()
 
     @property
     def hangs_on_steps(self) -> bool:
@@ -245,13 +251,21 @@ class Part:
     def watch(self) -> None:
         """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back."""
         for layer in self.layers:
-            if layer.module.processor is not layer.sage:
-                layer.sage._sage_bypassed()
+            processor = layer.module.processor
+            if processor is layer.sage:
+                continue
+            if is_sage(processor) and is_pag(processor) and processor._sage_config is not None:
+                self.guests[id(processor)] = processor
+            else:
+                layer.sage._sage_bypassed(processor)
+                self.perturbed |= is_pag(processor)
 
     def follow_timestep(self, args, kwargs) -> None:
         """Without a scheduler: the timestep that the model is called with says which step runs."""
         timestep = self.timestep_of(args, kwargs)
-        if timestep is not None:
+        if timestep is None:
+            return
+        with nullcontext() if torch.compiler.is_compiling() else self._lock:
             self.state.advance(*self._reader.read(timestep))
 
     def uninstall(self) -> None:

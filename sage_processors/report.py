@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import REMEDIES
+from .config import PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
 from .layer_report import LayerReport, empty_table, reasons
 from .processors import CALLS, EVENTS, is_sage
@@ -200,6 +200,19 @@ def _part_rows(part, rotation) -> list[dict]:
     return rows
 
 
+def _guest_rows(part) -> list[dict]:
+    """Sage processors of which each serves several layers, one after the other."""
+    rows = []
+    for processor in part.guests.values():
+        events = dict(zip(EVENTS, processor._sage_events.numbers(), strict=True))
+        own, name = processor._sage_config, type(processor).__name__
+        counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
+        counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
+        kind = {"recipe": own.recipe, "scaling": own.call_scaling, "rotation": "none", "keep_noise": ()}
+        rows.append(_row(part._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
+    return rows
+
+
 def _follows(handle, part) -> str:
     if not part.follows_scheduler:
         return "the timestep argument of the model"
@@ -212,7 +225,9 @@ def build_report(handle) -> Report:
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
     rows = []
     for part in handle._parts:
-        rows += _part_rows(part, handle._rotation)
+        rows += [*_part_rows(part, handle._rotation), *_guest_rows(part)]
+        if part.perturbed:
+            notes.append(f'"replaced" in {part.name or type(part.model).__name__}: {PAG_REMEDY}.')
         name = part.name or type(part.model).__name__
         if part.state is not None:
             notes.append(f"Noise level of {name} follows {_follows(handle, part)}.")

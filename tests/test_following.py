@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
+import time
 
 import diffusers
 import pytest
 import torch
 
 import sage_processors as sp
+from sage_processors import scales
+from sage_processors.event_counter import EventCounter
 from sage_processors.forwards import Forwards
 from sage_processors.timestep import noise_levels
 from sage_processors.windows import Progress
@@ -275,6 +279,23 @@ def test_P22_a_solver_that_never_steps_the_scheduler_is_noticed():
         assert seen.take() == ["window"] + ["unfollowed"] * 4
 
 
+def test_P21_a_scheduler_that_is_gone_steps_nothing():
+    model, inputs = MODELS["unet_sd15"]()
+    pipe = Pipe(model, ddim())
+    with torch.no_grad(), sp.apply(pipe, options(keep_first_steps=2)) as handle:
+        own_loop(model, inputs, pipe.scheduler, steps=4)
+        pipe.scheduler.set_timesteps(4)
+        for t in pipe.scheduler.timesteps[:3]:
+            noise = model(**inputs | {"timestep": t}).sample
+            pipe.scheduler.step(noise, t, inputs["sample"])
+        calls = handle.report().calls
+        del pipe
+        gc.collect()
+        model(**inputs)
+        report = handle.report()
+        assert report.calls == calls and report.fallbacks["unfollowed"] == len(report.rows)
+
+
 # --- second passes ---
 
 
@@ -419,3 +440,46 @@ def test_P27_threads_with_pipelines_of_their_own_keep_their_windows():
     assert not errors
     rows = handle.report().rows
     assert all((row["calls"], row["fallbacks"]) == (10, {"window": 6}) for row in rows), rows
+
+
+def test_P37_a_call_beside_the_end_of_a_step_is_counted(monkeypatch):
+    """The counts of a step are added up and cleared: a call of another thread waits, or its count would be lost."""
+    model, inputs = MODELS["flux"]()
+    pipe = Pipe(model, diffusers.FlowMatchEulerDiscreteScheduler())
+    clearing, clear, counts = threading.Event(), scales.clear_step, []
+
+    def clear_slowly(*tensors):
+        clearing.set()
+        time.sleep(0.5)
+        clear(*tensors)
+
+    def call():
+        clearing.wait(60)
+        with torch.no_grad():
+            model(**inputs)
+
+    with sp.apply(pipe, options(scaling="timestep")) as handle:
+        denoise(pipe, model, inputs, steps=3)
+        counts.append(handle.report().calls)
+        monkeypatch.setattr(scales, "clear_step", clear_slowly)
+        thread = threading.Thread(target=call)
+        thread.start()
+        pipe.scheduler.set_timesteps(3)
+        thread.join(60)
+        monkeypatch.undo()
+        assert handle.report().calls == counts[0] + 2
+
+
+def test_P37_eager_counts_of_many_threads_add_up():
+    counter = EventCounter(2)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [counter.add(1) for _ in range(5000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert counter.numbers() == [0, 20_000]

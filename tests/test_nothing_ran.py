@@ -1,4 +1,4 @@
-"""Models in which nothing can run in INT8 are told of at once, and no comparison of a picture with itself is a figure."""
+"""Models in which nothing can run in INT8 are told of at once, and no picture is compared with itself."""
 
 from __future__ import annotations
 
