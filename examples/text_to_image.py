@@ -33,7 +33,7 @@ def main() -> None:
     handle = pipe.set_attn_processor(sp.SageAttnProcessor(recipe=args.recipe, scaling=args.scaling))  # the one line
     options = {"steps": args.steps, **sp.pipelines.call_arguments(args.model)}
     image = sp.quality.generate(pipe, [args.prompt], [args.seed], **options)
-    handle.report().print()
+    (report := handle.report()).print()
     handle.remove()  # stock attention again
 
     pipe.image_processor.postprocess(image * 2 - 1)[0].save(args.output)
@@ -41,9 +41,10 @@ def main() -> None:
     if args.compare:
         stock = sp.quality.generate(pipe, [args.prompt], [args.seed], **options)
         psnr, ssim = sp.metrics.psnr(image, stock).item(), sp.metrics.ssim(image, stock).item()
-        print(f"PSNR {psnr:.2f} dB, SSIM {ssim:.5f} against stock attention")
+        numbers = f"PSNR {psnr:.2f} dB, SSIM {ssim:.5f}" if report.calls else "no call ran in INT8: no difference"
+        print(f"{numbers} against stock attention")
         comparison = args.output.with_stem(args.output.stem + "_compare")
-        side_by_side(stock, image, [args.prompt], amplification(stock, image)).save(comparison)
+        side_by_side(stock, image, [args.prompt], amplification(stock, image), ran=report.calls > 0).save(comparison)
         print(f"Side by side: {comparison}")
 
 

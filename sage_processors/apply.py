@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 
 from torch import nn
 
 from .auto_rotation import AutoRotation
-from .config import LAYER_OPTIONS, SageAttnProcessor
+from .config import LAYER_OPTIONS, REMEDIES, SageAttnProcessor
 from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
+from .following import Following
 from .part import Part, RootHook
 from .report import Report, build_report
 from .scale_rules import FROM_TABLE, NEED_RUNS
-from .timestep import can_track, noise_levels, run_of, track, untrack
 from .windows import Steps, check_patterns
+
+
+logger = logging.getLogger("sage_processors")
 
 
 class Handle:
@@ -32,19 +37,22 @@ class Handle:
         self._parts: list[Part] = []
         self._pipe = weakref.ref(target) if is_pipeline(target) else None
         self._model = None if self._pipe else target
-        self._scheduler = None
         self._active = True
+        self.lock = threading.RLock()
         self.steps = Steps(config)
+        self.following = Following(self, self.steps.windowed)
         self._probe = None
         self._rotation = AutoRotation(self)
         try:
             self.refresh()
             if not any(part.layers for part in self._parts):
+                found = ", ".join(f"{p.name or 'the model'} ({type(p.model).__name__})" for p in self._parts)
                 raise ValueError(
-                    "model: got no attention processor that calls scaled_dot_product_attention, "
-                    "expected a diffusers model with at least one"
+                    f"{'pipe' if self._pipe else 'model'}: got no attention processor that calls "
+                    f"scaled_dot_product_attention in {found}, expected a diffusers model with at least one"
                 )
             self._check_options()
+            self._warn_of_idle_layers()
         except Exception:
             self.remove()  # leave nothing half swapped behind
             raise
@@ -55,7 +63,7 @@ class Handle:
         check_patterns("only_layers", self.config.only_layers, names)
         for option in LAYER_OPTIONS:
             check_patterns(f"layer_{option}", [p for p, _ in getattr(self.config, f"layer_{option}")], names)
-        if self._scheduler is not None:
+        if self.following.followed:
             return
         without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"
         expected = "expected a pipeline, whose scheduler says where a run is"
@@ -67,10 +75,23 @@ class Handle:
             if getattr(self.config, option):
                 raise ValueError(f"{option}: got {getattr(self.config, option)} for {without}, {expected}")
 
+    def _warn_of_idle_layers(self) -> None:
+        """Say at once what a report would say after a run: layers of which it is known that nothing runs in INT8."""
+        for part in self._parts:
+            name = part.name or type(part.model).__name__
+            against = part.reasons_against()
+            if against and all(against.values()):
+                found = ", ".join(dict.fromkeys(against.values()))
+                logger.warning("%s: got a model in which no attention layer can run in INT8 (%s)", name, found)
+            elif any(layer.module.training for layer in part.layers):
+                logger.warning("%s: got a model in which some layers run exact: %s", name, REMEDIES["training"])
+
     def report(self) -> Report:
         """What really ran: per layer recipe, scaling, calls, exact calls with reasons, clipped fraction. Syncs."""
-        self._follow_scheduler()
-        return build_report(self)
+        if self._active:
+            self._follow_schedulers()
+        with self.lock:
+            return build_report(self)
 
     def refresh(self) -> None:
         """Swap again what was replaced: by IP-Adapters, fuse_qkv_projections, a new pipe.transformer or scheduler.
@@ -84,6 +105,11 @@ class Handle:
                 "handle: got a handle that was removed, expected a live one; call sage_processors.apply again"
             )
         models = self._models()
+        if self._pipe and self._pipe() is None:
+            raise RuntimeError(
+                "pipe: got a handle whose pipeline was garbage-collected, expected a living one: keep a reference to "
+                "the pipeline, or call set_attn_processor of the one in use"
+            )
         if not models:
             raise ValueError(
                 "pipe: got a pipeline without a unet, transformer or controlnet, expected at least one of them"
@@ -99,7 +125,7 @@ class Handle:
                 self._parts.append(part)
             part.follow_home()
             part.install()
-        self._follow_scheduler()
+        self._follow_schedulers()
         if self._probe is not None:
             self._probe.attach()
         self._rotation.watch()
@@ -153,9 +179,10 @@ class Handle:
 
     def reset(self) -> None:
         """Forget all scales and counts: the next run behaves as the first one after `apply`. Ends `freeze_scales`."""
-        for part in self._parts:
-            part.reset()
-        self._rotation.reset()
+        with self.lock:
+            for part in self._parts:
+                part.reset()
+            self._rotation.reset()
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32):
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
@@ -184,56 +211,52 @@ class Handle:
         return load_scales(self, path, on_mismatch)
 
     def remove(self) -> None:
-        """Put the original processor objects back and stop following the scheduler. Harmless when repeated."""
+        """Put the original processor objects back and stop following schedulers. Harmless when repeated."""
         self._active = False
         if self._probe is not None:
             self._probe.stop()
-        if self._scheduler is not None:
-            untrack(self._scheduler, self)
-            self._scheduler = None
+        self.following.stop()
         for part in self._parts:
             part.uninstall()
         self._parts = []
 
     def begin_run(self, u) -> None:
-        """Called by the scheduler's run: denoising starts at noise level u."""
-        self.steps.begin(noise_levels(self._scheduler), getattr(self._scheduler, "begin_index", None) or 0)
-        self._rotation.begin_run()
-        for part in self._parts:
-            if part.state is not None and part.follows_scheduler:
-                part.state.begin_run(u)
+        """Called by `following`: denoising starts at noise level u, or goes on there after something else ran."""
+        with self.lock:
+            self._rotation.begin_run()
+            for part in self._parts:
+                if part.state is not None and part.follows_scheduler:
+                    part.state.begin_run(u)
 
     def advance(self, u_finished, u_next) -> None:
-        """Called by the scheduler's run: a step is done."""
-        self.steps.finish(u_finished)
-        for part in self._parts:
-            if part.state is not None and part.follows_scheduler:
-                part.state.advance(u_finished, u_next)
-        self._rotation.step_done()
+        """Called by `following`: a step is done."""
+        with self.lock:
+            for part in self._parts:
+                if part.state is not None and part.follows_scheduler:
+                    part.state.advance(u_finished, u_next)
+            self._rotation.step_done()
 
     def _before_forward(self, part: Part, args, kwargs) -> None:
-        """Eager only: notice that processors were replaced, the model moved, or the pipeline has a new scheduler."""
+        """Eager only: notice that processors were replaced, the model moved, or another scheduler steps."""
         part.watch()
         device = input_device((*args, *kwargs.values()))
         if device is not None and device != part.device:
             part.move(device)
-            run = run_of(self._scheduler) if self._scheduler is not None else None
+            level = None if self.following.active is None else self.following.active.level
             if part.state is not None:
-                part.state.begin_run(1.0 if run is None or run.level is None else run.level)
-        self._follow_scheduler()
+                part.state.begin_run(1.0 if level is None else level)
+        self._follow_schedulers(thoroughly=False)
+        self.following.place(part, part.timestep_of(args, kwargs))
 
-    def _follow_scheduler(self) -> None:
-        pipe = self._pipe() if self._pipe and self._active else None
-        scheduler = getattr(pipe, "scheduler", None)
-        if pipe is None or scheduler is self._scheduler:
-            return
-        if self._scheduler is not None:
-            untrack(self._scheduler, self)
-        self._scheduler = scheduler if can_track(scheduler) else None
+    def _follow_schedulers(self, *, thoroughly: bool = True) -> None:
+        self.following.look(thoroughly=thoroughly)
         for part in self._parts:
-            part.follows_scheduler = self._scheduler is not None
-        if self._scheduler is not None:
-            track(self._scheduler, self)
+            part.follows_scheduler = bool(self.following.followed)
+
+    @property
+    def _scheduler(self):
+        """The scheduler that stepped last; None where nothing tells of steps."""
+        return None if self.following.active is None else self.following.active.scheduler
 
     def __enter__(self):
         return self
@@ -283,6 +306,13 @@ def handle_of(target) -> Handle | None:
             if isinstance(hook, RootHook) and hook.handle is not None:
                 return hook.handle
     return None
+
+
+def tell_handles(pipe) -> None:
+    """Called when a pipeline was given a model or a scheduler: the handles of its models may have more to follow."""
+    handles = [handle_of(x) for x in list(vars(pipe).values()) if isinstance(unwrap(x), nn.Module)]
+    for handle in {id(handle): handle for handle in handles if handle is not None}.values():
+        handle._follow_schedulers()
 
 
 def processors_for(model, config: SageAttnProcessor | None = None) -> dict:

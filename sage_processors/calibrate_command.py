@@ -235,6 +235,8 @@ def _record(pipe, label: str, results, csv: Path | None, baselines) -> None:
         if any(result.name == baseline for result in results) and len(results) > 1:
             for field in COMPARED:
                 cli.console.print(_differences(results, baseline, field))
+    if idle := [result.name for result in results if not result.is_ours]:
+        cli._fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
     if csv is not None:
         quality.append_results(csv, label, results, device=str(pipe.device))
 
@@ -248,8 +250,8 @@ def _differences(results, baseline: str, field: str) -> Table:
         table.add_column(name, justify="right" if name.endswith(("dB", "interval", "largest")) else "left")
     for result in results:
         values = getattr(result, field)
-        if result.name == baseline or not (values and base):  # nothing ran in INT8: nothing was measured
-            continue
+        if result.name == baseline or not (values and base and result.is_ours):
+            continue  # nothing ran in INT8: nothing was measured
         found = metrics.paired_interval(values, base)
         largest = max((a - b for a, b in zip(values, base, strict=True)), key=abs)
         interval = f"{found.low:+.2f} to {found.high:+.2f}"

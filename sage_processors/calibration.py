@@ -72,19 +72,16 @@ class Calibration:
         from rich.console import Console
         from rich.table import Table
 
-        console = console or Console()
-        table = Table(title="tried on the search's seeds", title_justify="left")
+        table, console = Table(title="tried on the search's seeds", title_justify="left"), console or Console()
         for name in ("options", "attention time", "PSNR mean, dB", "95 % above", "PSNR worst, dB", "INT8 calls"):
             table.add_column(name, justify="left" if name == "options" else "right")
         for row in self.curve:
-            names = ("psnr_db", "psnr_db_low", "psnr_db_worst")
-            psnr = (
-                f"{row[name]:.2f}" if row["int8_share"] else "–" for name in names
-            )  # all exact: nothing to compare
+            psnr = [f"{row[x]:.2f}" if row["int8_share"] else "–" for x in ("psnr_db", "psnr_db_low", "psnr_db_worst")]
             table.add_row(row["label"], f"{row['cost']:.3f}", *psnr, f"{row['int8_share']:.0%}")
         console.print(table)
-        verdict = "met" if self.met else "NOT met, the best reachable is"
-        console.print(f"budget {self.budget} on fresh seeds {verdict}: {self.result}", highlight=False)
+        verdict = "met: " if self.met else "NOT met, the best reachable is: "
+        verdict += str(self.result) if self.result["int8_share"] else quality.NOTHING_RAN
+        console.print(f"budget {self.budget} on fresh seeds {verdict}", highlight=False)
 
 
 def calibrate(

@@ -27,6 +27,7 @@ from .calibrate_command import DTYPES, DtypeOption, calibrate_policy, case_label
 from .command_checks import check_csv, check_picture, float32_settings_kept, save_picture
 from .config import SCALINGS, SageAttnProcessor
 from .language_command import bench_language
+from .layer_report import NOTHING_RAN
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
@@ -97,16 +98,12 @@ def demo(
         per_picture.add_column(name, justify=justify)
     for text, number, psnr, ssim in zip(prompts, seeds, result.psnr_db, result.ssim, strict=True):
         per_picture.add_row(text, str(number), f"{psnr:.2f}", f"{ssim:.5f}")
-    if result.int8_calls == 0:
-        console.print(
-            "No attention call ran in INT8 (the table above says why): both pictures are stock, nothing to compare.",
-            style="yellow",
-        )
-    else:
+    if result.is_ours:
         console.print(per_picture)
-        means = sum(result.psnr_db) / len(prompts), sum(result.ssim) / len(prompts)
-        console.print(f"PSNR {means[0]:.2f} dB, SSIM {means[1]:.5f} (means), worst PSNR {min(result.psnr_db):.2f} dB")
-    save_picture(side_by_side(stock, ours, prompts, amplification(stock, ours)), output)
+    else:
+        console.print("No attention call ran in INT8: the table above says why.", style="yellow")
+    console.print(quality.in_words(result))
+    save_picture(side_by_side(stock, ours, prompts, amplification(stock, ours), ran=result.is_ours), output)
     console.print(f"Picture: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
 
 
@@ -384,10 +381,10 @@ def _quality_table(label: str, results) -> Table:
         n = len(result.psnr_db)
         psnr = (f"{sum(result.psnr_db) / n:.2f}", f"{min(result.psnr_db):.2f}")
         ssim = (f"{sum(result.ssim) / n:.6f}", f"{min(result.ssim):.6f}")
-        if result.recipe and not result.int8_calls:  # stock pictures, twice
-            psnr = ssim = ("–", "–")
         sqnr = result.attention_sqnr_db
         attention = (f"{sum(sqnr) / len(sqnr):.2f}", f"{min(sqnr):.2f}") if sqnr else ("–", "–")
+        if not result.is_ours:
+            psnr, ssim = (NOTHING_RAN, "–"), ("–", "–")
         calls = (str(result.int8_calls), str(result.fallback_calls))
         table.add_row(result.name, *psnr, *ssim, *attention, *calls)
     return table

@@ -35,20 +35,30 @@ ROTATION_GAIN_DB = 1.0
 REMEDIES = {
     "training": "the module is in training mode: call model.eval()",
     "replaced": "another processor was put there: call handle.refresh()",
+    "unfollowed": "nobody knows which step it is: let the pipeline have the scheduler, pipe.scheduler = scheduler",
     "backend": "set_attention_backend came after the swap: call handle.refresh()",
     "short": "16-bit attention is the faster one there: min_tokens=0 runs it in INT8 all the same",
 }
 
 
+# Instead of that of "replaced", where the pipeline itself replaces processors within each step.
+PAG_REMEDY = (
+    "perturbed-attention guidance puts its own there in every step, and refresh() can't reach them: "
+    "pipe.set_pag_applied_layers(layers, (sage_processors.SagePAGCFGIdentitySelfAttnProcessor2_0(), "
+    "sage_processors.SagePAGIdentitySelfAttnProcessor2_0())) runs them in INT8"
+)
+
+
 class UnsupportedAttentionError(NotImplementedError):
     """Raised with policy="strict" where an attention call can't run in INT8. Attributes: layer, reason."""
 
-    def __init__(self, layer: str, reason: str):
+    def __init__(self, layer: str, reason: str, remedy: str = ""):
         self.layer = layer
         self.reason = reason
+        remedy = remedy or REMEDIES.get(reason, "")
         super().__init__(
             f"attention of layer {layer!r}: got a call that INT8 attention can't do (reason {reason!r}), expected a "
-            f'supported one because of policy="strict"; {REMEDIES[reason] + ", or: " if reason in REMEDIES else ""}'
+            f'supported one because of policy="strict"; {remedy + ", or: " if remedy else ""}'
             'SageAttnProcessor(policy="fallback") runs such calls exactly'
         )
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from sage_kernels.compat import mark_static_address
+
+
+_counting = threading.Lock()  # of all: counters are copied along with what they count
 
 
 class EventCounter:
@@ -31,7 +36,8 @@ class EventCounter:
         if torch.compiler.is_compiling() or (self.traced.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.traced[event].add_(1)
         else:
-            self.eager[event] += 1
+            with _counting:
+                self.eager[event] += 1
 
     def numbers(self) -> list[int]:
         """Both counts together, one number an event. Syncs."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+# What a comparison says instead of numbers: pictures that stock attention drew twice are the same.
+NOTHING_RAN = "no call ran in INT8"
+
+
 @dataclass
 class LayerReport:
     """What really ran in a model.

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from sage_kernels import RECIPES
+from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import mark_static_address
 
 from .carry import Parked
-from .config import LAYER_OPTIONS
+from .config import LAYER_OPTIONS, REMEDIES
 from .discovery import attention_modules, device_of, discover_sites, put_processor
+from .forwards import Forwards
 from .keeping_op import keep_rows_of
-from .processors import is_sage, sage_class, swap
+from .processors import is_pag, is_sage, sage_class, swap
 from .scale_rules import RULES, rule_for
 from .scales import ScaleState, Site
 from .timestep import TimestepReader
@@ -44,7 +47,11 @@ class Layer:
 
 
 class RootHook:
-    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing."""
+    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing.
+
+    The hooks of a compiled model are frames of their own, and this one is left as it is: it runs on the host at every
+    forward. Only where code around the model is compiled, the hook is compiled with it.
+    """
 
     def __init__(self, handle=None, part=None):
         self.handle, self.part = handle, part
@@ -54,12 +61,25 @@ class RootHook:
         if handle is None:
             return
         if not torch.compiler.is_compiling():
-            handle._before_forward(part, args, kwargs)
+            _before_forward(handle, part, args, kwargs)
+        elif part.follows_scheduler and part.hangs_on_steps:
+            part.forwards.count_compiled(part.timestep_of(args, kwargs))
         if part.state is not None and not part.follows_scheduler:
             part.follow_timestep(args, kwargs)
 
     def __reduce__(self):
         return RootHook, ()
+
+
+@torch.compiler.disable
+def _before_forward(handle, part, args, kwargs):
+    handle._before_forward(part, args, kwargs)
+
+
+# a private name of torch: without it the hook is compiled everywhere, and forwards are compared on the device
+_skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
+if _skip_code is not None:
+    _skip_code(RootHook.__call__.__code__)
 
 
 class Part:
@@ -71,13 +91,17 @@ class Part:
 
     def __init__(self, name, model, config, handle):
         self.name, self.model, self.config, self._steps = name, model, config, handle.steps
+        self._lock = handle.lock
         self.layers: list[Layer] = []
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state = None
         self._parked = Parked()
+        self.guests: dict[int, object] = {}  # Sage processors that a pipeline puts there within its steps
+        self.perturbed = False  # by others than those
         self.follows_scheduler = self.frozen = self.is_told = False
         self.device = self._home = device_of(model)
         self._reader = TimestepReader(type(model).forward, self.device)
+        self.forwards = Forwards(self.device)
         self._hook = model.register_forward_pre_hook(RootHook(handle, self), with_kwargs=True, prepend=True)
 
     def install(self) -> None:
@@ -104,7 +128,8 @@ class Part:
         own = {option: option_of(self.config, option, label) for option in LAYER_OPTIONS}
         config = dataclasses.replace(self.config, **own, **{f"layer_{option}": () for option in LAYER_OPTIONS})
         window = self._steps.window_of(config.keep_noise)
-        return swap(original, config, label, device=self.device, kept=is_kept(self.config, label), window=window)
+        kept, lock = is_kept(self.config, label), self._lock
+        return swap(original, config, label, device=self.device, kept=kept, window=window, lock=lock)
 
     def _count_on(self, module, sage) -> None:
         """The counts of the layer so far, and whether it turned out to need a rotation."""
@@ -167,10 +192,30 @@ class Part:
         """Names of the swapped layers, as in the report."""
         return [self._label(layer.name) for layer in self.layers]
 
+    def reasons_against(self) -> dict[str, str]:
+        """{layer: why none of its calls can run in INT8}, "" where nothing is known against it."""
+        return {self._label(layer.name): self._reason_against(layer) for layer in self.layers}
+
+    def _reason_against(self, layer: Layer) -> str:
+        if layer.module.training:
+            return REMEDIES["training"]
+        if layer.sage._sage_kept:
+            return "kept in 16 bit by the options"
+        weight = next((p for p in layer.module.parameters() if p.is_floating_point()), None)
+        if weight is not None and weight.dtype == torch.float64:
+            return f"{weight.dtype}: cast the model to float16, bfloat16 or float32"
+        if weight is not None and weight.device.type not in ("cpu", "cuda", "meta"):
+            return f"no kernel for the device {weight.device.type}"
+        shapes = [shape for shape in discover_sites(layer.module, layer.sage) if shape]
+        if shapes and all(head_dim > MAX_HEAD_DIM for _, head_dim in shapes):
+            return f"heads of {shapes[0][1]} channels, at most {MAX_HEAD_DIM} are possible"
+        return ""
+
     def move(self, device: torch.device) -> None:
         """Follow the model to another device. The counts of planned calls start anew."""
         self.device = device
         self._reader.to(device)
+        self.forwards.to(device)
         with torch.inference_mode(False):
             if self.state is not None:
                 self.state.to(device)
@@ -205,22 +250,41 @@ class Part:
         self.frozen = self.is_told = False
         self._parked.clear()
         self._reader.to(self.device)
+        self.forwards.zero()
         if self.state is not None:
             self.state.reset()
             self.state.begin_run(1.0)
-        for layer in self.layers:
-            layer.sage._sage_events.zero()
+        self.perturbed = False
+        for processor in (*(layer.sage for layer in self.layers), *self.guests.values()):
+            processor._sage_events.zero()
+
+    @property
+    def hangs_on_steps(self) -> bool:
+        """Whether anything here depends on which step of a run a forward belongs to."""
+        return self.state is not None or self._steps.windowed
+
+    def timestep_of(self, args, kwargs):
+        """The timestep argument of a call of the model, or None."""
+        return self._reader.timestep_of(args, kwargs)
 
     def watch(self) -> None:
         """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back."""
         for layer in self.layers:
-            if layer.module.processor is not layer.sage:
-                layer.sage._sage_bypassed()
+            processor = layer.module.processor
+            if processor is layer.sage:
+                continue
+            if is_sage(processor) and is_pag(processor) and processor._sage_config is not None:
+                self.guests[id(processor)] = processor
+            else:
+                layer.sage._sage_bypassed(processor)
+                self.perturbed |= is_pag(processor)
 
     def follow_timestep(self, args, kwargs) -> None:
         """Without a scheduler: the timestep that the model is called with says which step runs."""
-        timestep = self._reader.timestep_of(args, kwargs)
-        if timestep is not None:
+        timestep = self.timestep_of(args, kwargs)
+        if timestep is None:
+            return
+        with nullcontext() if torch.compiler.is_compiling() else self._lock:
             levels = self._reader.read(timestep, self.state.frozen)
             if not self.is_told:
                 self.state.row_maxima.stop()  # where a run begins is known on the device alone

@@ -13,6 +13,8 @@ import torch
 import sage_kernels
 from sage_kernels.compat import mark_static_address
 
+from .layer_report import NOTHING_RAN
+
 
 SLOTS = 256  # steps told apart; later ones share the last
 SIGNAL, NOISE, ROWS = range(3)
@@ -262,7 +264,7 @@ class Probe:
         """Print the table with rich, to `console` or the terminal."""
         from rich.console import Console
 
-        (console or Console()).print(self.table())
+        (console or Console()).print(self.table() if self.data() else f"{NOTHING_RAN}: nothing was compared")
 
     def __enter__(self):
         return self

@@ -13,6 +13,7 @@ import inspect
 import logging
 import threading
 import types
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
 from .autocast import autocast
-from .config import REMEDIES, SageAttnProcessor, UnsupportedAttentionError
+from .class_lists import list_beside
+from .config import PAG_REMEDY, REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from .event_counter import EventCounter
 from .keeping_op import attention_keeping
 from .rebind import dispatch_attention_fn, rebind, stand_ins
@@ -49,9 +51,13 @@ EVENTS = (
     "softmax_scale",
     "window",
     "kept",
+    "unfollowed",
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
+
+# modules of the function modes of torch.export
+EXPORTING = ("torch.export.", "torch._export.", "torch.fx.experimental.proxy_tensor")
 
 _logged: set[tuple[str, str]] = set()
 
@@ -86,7 +92,7 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def _log_once(layer: str, reason: str) -> None:
+def _log_once(layer: str, reason: str, remedy: str) -> None:
     key = (layer, reason)
     if key not in _logged:
         first_of_reason = all(seen != reason for _, seen in _logged)
@@ -97,16 +103,16 @@ def _log_once(layer: str, reason: str) -> None:
             "layer %s runs exact attention (reason: %s%s); handle.report() lists all layers",
             layer,
             reason,
-            f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
+            f"; {remedy or REMEDIES[reason]}" if remedy or reason in REMEDIES else "",
         )
 
 
 def _foreign_function_mode() -> bool:
     """Whether a TorchFunctionMode is active that may want to see scaled_dot_product_attention (PAG, SEG, profilers).
 
-    torch.set_default_device is a function mode too, but has no business with attention.
+    torch.set_default_device and torch.export are function modes too, but have no business with attention.
     """
-    return bool(function_modes())
+    return any(not type(mode).__module__.startswith(EXPORTING) for mode in function_modes())
 
 
 def _is_short(processor, query, key, tokens: int, heads: int, is_causal) -> bool:
@@ -140,17 +146,17 @@ def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causa
     if reason is None and processor._sage_kept:
         return "kept"
     if reason is None and window is not None and window.exact:
-        return "window"
+        return "unfollowed" if window.is_lost else "window"
     return reason
 
 
-def _stay_exact(processor, reason: str) -> None:
-    """Count a call that runs the model's own attention; raise under policy="strict"."""
+def _stay_exact(processor, reason: str, remedy: str = "") -> None:
+    """Count a call that runs the model's own attention; raise under policy="strict". remedy: another than usual."""
     if processor._sage_config.policy == "strict" and reason not in CHOSEN:
-        raise UnsupportedAttentionError(processor._sage_layer, reason)
+        raise UnsupportedAttentionError(processor._sage_layer, reason, remedy)
     processor._sage_events.add(_EVENT.get(reason, _EVENT["other"]))
     if not torch.compiler.is_compiling() and reason not in CHOSEN:
-        _log_once(processor._sage_layer, reason)
+        _log_once(processor._sage_layer, reason, remedy)
 
 
 def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
@@ -173,10 +179,12 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
     if processor._sage_rotated:
         processor._sage_events.add(_EVENT["rotated"])
         rotation = "hadamard"
-    out = attend(
-        query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
-        recipe=config.recipe, scaling=config.call_scaling, rotation=rotation, scale=scale, state=state,
-    )  # fmt: skip
+    # a state counts in its own tensors, which the steps of another thread's run read and clear
+    with nullcontext() if state is None or torch.compiler.is_compiling() else processor._sage_lock:
+        out = attend(
+            query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
+            recipe=config.recipe, scaling=config.call_scaling, rotation=rotation, scale=scale, state=state,
+        )  # fmt: skip
     probe = processor._sage_probe
     if probe is not None and probe.shared.on:
         tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.call_scaling}
@@ -285,9 +293,10 @@ class _SageMethods:
     _sage_window = None  # windows.Window of the handle, shared with the layers of the same range
     _sage_kept = False  # stays in 16 bit at all steps
     _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
+    _sage_lock = None  # of the handle, held while a call counts in a state
     _sage_probe = None  # probe.LayerProbe while a probe is on
 
-    def _sage_arm(self, config, layer, *, device="cpu", kept=False, window=None):
+    def _sage_arm(self, config, layer, *, device="cpu", kept=False, window=None, lock=None):
         """Swap under `config` (None: behave as the base class), counting from zero, without planned scales."""
         set_ = functools.partial(object.__setattr__, self)  # nn.Module processors intercept plain assignment
         set_("_sage_config", config)
@@ -295,6 +304,7 @@ class _SageMethods:
         set_("_sage_kept", kept)
         set_("_sage_rotated", config is not None and config.rotation == "hadamard")
         set_("_sage_window", window)
+        set_("_sage_lock", lock)
         set_("_sage_events", EventCounter(len(EVENTS), device))
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
         self._sage_accept_backend()
@@ -303,9 +313,9 @@ class _SageMethods:
         """Run in INT8 although the processor has this attention backend; exact calls go to it."""
         object.__setattr__(self, "_sage_backend", getattr(self, "_attention_backend", None))
 
-    def _sage_bypassed(self):
-        """Count a forward of the model in which another processor was in this one's place."""
-        _stay_exact(self, "replaced")
+    def _sage_bypassed(self, other):
+        """Count a forward of the model in which the processor `other` was in this one's place."""
+        _stay_exact(self, "replaced", PAG_REMEDY if is_pag(other) else "")
 
     def __reduce__(self):
         state = {k: v for k, v in self.__dict__.items() if not k.startswith("_sage_")}
@@ -352,24 +362,8 @@ def sage_class(base: type) -> type:
         "__doc__": base.__doc__,
     }
     cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": __name__})
-    _register_for_layer_skip(cls, base)
+    list_beside(cls, base)
     return cls
-
-
-def _register_for_layer_skip(cls, base) -> None:
-    """diffusers' layer-skip and PAG hooks look processors up by exact class."""
-    try:
-        from diffusers.hooks._helpers import AttentionProcessorRegistry
-    except ImportError:
-        logger.debug(
-            "this diffusers has no AttentionProcessorRegistry: its layer-skip hooks can't meet Sage processors"
-        )
-        return
-    try:
-        metadata = AttentionProcessorRegistry.get(base)
-    except ValueError:
-        return  # the hooks don't know the base class either
-    AttentionProcessorRegistry.register(cls, metadata)
 
 
 def swap(processor, config: SageAttnProcessor, layer: str, **options):
@@ -378,6 +372,11 @@ def swap(processor, config: SageAttnProcessor, layer: str, **options):
     twin.__dict__.update(processor.__dict__)
     twin._sage_arm(config, layer, **options)
     return twin
+
+
+def is_pag(processor) -> bool:
+    """Whether a processor perturbs attention for guidance: pipelines put these there and away within each step."""
+    return getattr(type(processor), "_sage_base", type(processor)).__name__.startswith("PAG")
 
 
 def is_sage(processor) -> bool:

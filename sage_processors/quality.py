@@ -11,6 +11,7 @@ import torch
 
 from . import metrics
 from .config import SageAttnProcessor
+from .layer_report import NOTHING_RAN
 from .scale_rules import ADAPTIVE, FROM_TABLE
 from .windows import CHOSEN
 
@@ -66,6 +67,11 @@ class Quality:
     attention_sqnr_db: tuple[float, ...] = ()
 
     @property
+    def is_ours(self) -> bool:
+        """Whether there is anything of ours to compare. Not so where calls were counted and none ran in INT8."""
+        return self.int8_calls > 0 or self.fallback_calls == 0
+
+    @property
     def int8_share(self) -> float:
         """INT8 calls over those that INT8 can do; 0 where there are none."""
         possible = self.int8_calls + self.chosen_calls
@@ -76,7 +82,10 @@ class Quality:
 
         Samples are pictures, and for attention_sqnr_db the batches of them. The column batch counts pictures.
         Options that keep calls in 16 bit also tell the share that is left in INT8.
+        Raises: ValueError where no call ran in INT8.
         """
+        if not self.is_ours:
+            raise ValueError(f"results: got {self.name!r} of {pipeline}, in which {NOTHING_RAN}: nothing to record")
         common = {
             "suite": "quality",
             "case": f"{pipeline}/{self.name}",
@@ -315,11 +324,22 @@ def floor(pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Cal
     return compare(name, "", half, full)
 
 
+def in_words(result: Quality) -> str:
+    """One line on a comparison, its means and its worst picture."""
+    if not result.is_ours:
+        return f"{NOTHING_RAN}: both pictures are stock"
+    count = len(result.psnr_db)
+    mean_psnr, mean_ssim = sum(result.psnr_db) / count, sum(result.ssim) / count
+    return f"PSNR {mean_psnr:.2f} dB, SSIM {mean_ssim:.5f} (means), worst PSNR {min(result.psnr_db):.2f} dB"
+
+
 def append_results(path: str | Path, pipeline: str, results: Sequence[Quality], *, device: str) -> None:
-    """Append every result to results.csv, as cases of `pipeline`; device "cpu" says so even where there is a GPU."""
+    """Append every result to results.csv, as cases of `pipeline`; device "cpu" says so even where there is a GPU.
+
+    Raises: ValueError, before anything is written, for a result in which no call ran in INT8.
+    """
     from sage_kernels.results import append_row
 
     where = {"gpu": "cpu"} if torch.device(device).type == "cpu" else {}
-    for result in results:
-        for row in result.rows(pipeline):
-            append_row(path, **row, **where)
+    for row in [row for result in results for row in result.rows(pipeline)]:
+        append_row(path, **row, **where)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .config import REMEDIES
+from .config import PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
 from .layer_report import LayerReport, empty_table, reasons
 from .processors import CALLS, EVENTS, is_sage
@@ -28,8 +28,9 @@ class Report(LayerReport):
             keep_noise: (low, high), the noise levels at which this layer stays in 16 bit, or (); None unless active.
             calls: INT8 calls.
             dynamic_calls: those of them, per head on average, whose scales came from the call itself.
-            fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "replaced" counts forwards of the
-                model in which another processor was in place, whatever that did.
+            fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "unfollowed": the options hang on
+                steps or noise levels, and the forward belongs to no step of a scheduler that is followed; "replaced"
+                counts forwards of the model in which another processor was in place, whatever that did.
             clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
                 table); their tiles got a larger scale of their own, so none was.
             below_fraction: fraction of K's elements in tiles that took a smaller scale than planned: more exact, and a
@@ -224,16 +225,46 @@ def _table_notes(part) -> list[str]:
     return []
 
 
+def _guest_rows(part) -> list[dict]:
+    """Sage processors of which each serves several layers, one after the other."""
+    rows = []
+    for processor in part.guests.values():
+        events = dict(zip(EVENTS, processor._sage_events.numbers(), strict=True))
+        own, name = processor._sage_config, type(processor).__name__
+        counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
+        counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
+        kind = {"recipe": own.recipe, "scaling": own.call_scaling, "rotation": "none", "keep_noise": ()}
+        rows.append(_row(part._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
+    return rows
+
+
+def _follows(handle, part) -> str:
+    if not part.follows_scheduler:
+        return "the timestep argument of the model"
+    several = len(handle.following.followed) > 1
+    return f"whichever steps of {handle.following.names()}" if several else "the pipeline's scheduler"
+
+
 def build_report(handle) -> Report:
     """Read the counters of a handle (syncs once per layer and state)."""
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
     rows = []
     for part in handle._parts:
-        rows += _part_rows(part, handle._rotation)
+        rows += [*_part_rows(part, handle._rotation), *_guest_rows(part)]
+        if part.perturbed:
+            notes.append(f'"replaced" in {part.name or type(part.model).__name__}: {PAG_REMEDY}.')
+        name = part.name or type(part.model).__name__
         if part.state is not None:
-            follows = "the pipeline's scheduler" if part.follows_scheduler else "the timestep argument of the model"
-            notes.append(f"Noise level of {part.name or type(part.model).__name__} follows {follows}.")
+            notes.append(f"Noise level of {name} follows {_follows(handle, part)}.")
             notes += _table_notes(part)
+        strays = part.forwards.strays if part.follows_scheduler else 0
+        if strays:
+            notes.append(
+                f"{strays} forwards of {name} belong to no step of {handle.following.names()} (unfollowed): "
+                f"{REMEDIES['unfollowed']}."
+            )
+    if handle._active and handle._pipe and handle._pipe() is None:
+        notes.append("The pipeline of this handle was garbage-collected: the models that others keep stay swapped.")
     swapped = [part.model for part in handle._parts]
     for name, model in (handle._models() if handle._active else {}).items():
         if not any(model is known for known in swapped):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .layer_report import NOTHING_RAN
+
 
 MARGIN = 8  # pixels between cells
 LABEL = 34  # pixels of text above a row of cells: two lines
@@ -19,13 +21,16 @@ def amplification(stock: torch.Tensor, ours: torch.Tensor) -> int:
     return gain
 
 
-def side_by_side(stock: torch.Tensor, ours: torch.Tensor, titles: list[str], gain: int, *, cell: int = 256):
+def side_by_side(
+    stock: torch.Tensor, ours: torch.Tensor, titles: list[str], gain: int, *, cell: int = 256, ran: bool = True
+):
     """Three rows (stock, INT8, |difference| x gain), one column per picture.
 
     Args:
         stock, ours: [N, 3, H, W] floating point in [0, 1].
         titles: N lines of text above the first row, cut to the cell's width.
         gain: what the difference is multiplied by; values above 1 are shown white.
+        ran: whether any call of `ours` ran in INT8; if not, the picture says so.
         cell: side of the shown pictures in pixels, nearest neighbour, so that pixels stay pixels.
     Returns: PIL.Image.Image, RGB.
     Raises: ValueError where shapes or the number of titles differ.
@@ -39,7 +44,7 @@ def side_by_side(stock: torch.Tensor, ours: torch.Tensor, titles: list[str], gai
         )
     rows = (
         ("stock attention", stock),
-        ("INT8 attention", ours),
+        ("INT8 attention" if ran else NOTHING_RAN, ours),
         (f"difference x {gain}", (ours - stock).abs() * gain),
     )
     height = round(cell * stock.shape[2] / stock.shape[3])

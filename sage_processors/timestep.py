@@ -59,7 +59,10 @@ def noise_levels(scheduler) -> torch.Tensor:
     elif alphas is not None:
         levels = (1.0 - torch.as_tensor(alphas).to(device, torch.float32)).sqrt()
         place = timesteps.to(torch.float32).clamp(0, levels.numel() - 1)
+        known = ~place.isnan()
+        place = torch.where(known, place, 0.0)
         levels = torch.lerp(levels[place.floor().long()], levels[place.ceil().long()], place.frac())
+        levels = torch.where(known, levels, 1.0)
     else:
         levels = 1.0 - torch.arange(count, device=device, dtype=torch.float32) / max(count, 1)
     return levels.nan_to_num(1.0, 1.0, 0.0).clamp(0.0, 1.0)
@@ -108,7 +111,8 @@ class Run:
                 # bring the table to the timestep: the other way round would wait for the device
                 for name in ("_timesteps", "_levels", "_places", "_place"):
                     setattr(self, name, getattr(self, name).to(timestep.device))
-        distance = (self._timesteps - timestep).abs()
+        # a timestep that is none (NaN) is as near to all: the run goes on where it is
+        distance = (self._timesteps - timestep).abs().nan_to_num(torch.inf, torch.inf)
         # second-order samplers visit a timestep twice: of equal matches, the one nearest to where the run should be
         detour = torch.where(distance == distance.min(), (self._places - self._place).abs(), self._places.numel())
         found = detour.argmin(keepdim=True)
@@ -265,6 +269,7 @@ class TimestepReader:
         if not isinstance(timestep, torch.Tensor):
             timestep = torch.full((), float(timestep), device=self.level.device)
         t = timestep.detach().to(self.level.device, torch.float32).abs().amax()
+        t = torch.where(t.isfinite(), t, self._largest)  # NaN would stay the largest for ever
         largest = torch.maximum(self._largest, t)
         if held is not None:
             largest = torch.where(held > 0, self._largest, largest)

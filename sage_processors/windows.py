@@ -5,12 +5,14 @@ the scheduler's step sets a flag that all layers with the same range of noise le
 layers of a handle. Inside of torch.compile a flag is a guard. Each combination of flags is compiled once, when it is
 first needed, and a step that changes precision picks another version: two versions without ranges of some layers, and
 five at most with them (config.MAX_RANGES), whatever the number of steps, and with CUDA graphs a recording for each.
+One more is for forwards that belong to no step of a scheduler that is followed: these run in 16 bit.
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import threading
 
 import torch
 
@@ -35,21 +37,74 @@ def inside(span, level: float) -> bool:
     return bool(span) and span[0] <= level and (level < span[1] or span[1] == 1.0)
 
 
-class Window:
+class Window(threading.local):
     """What the layers with one `keep_noise` share: whether the running step stays in 16 bit.
 
-    Attributes: exact: read by every attention call. was_exact: of the step before.
+    Each thread has its own: pipelines with schedulers of their own may share a model, a thread each.
+
+    Attributes:
+        exact: read by every attention call. was_exact: of the step before.
+        is_lost: exact because nobody knows which step runs, and not because the options say so.
     """
 
-    def __init__(self, span):
-        self.span, self.exact, self.was_exact = span, False, False
+    def __init__(self, span, windowed: bool):
+        self.span = span
+        self.exact = self.was_exact = self.is_lost = windowed  # until a run begins
+
+
+class Progress:
+    """How far one scheduler is in its run, counted on the host.
+
+    Args: windowed: whether precision hangs on it. Then noise levels are read on the host, which waits for the device
+        when a run begins.
+    Attributes:
+        place: index of the running step in the scheduler's timesteps. total: their number; 0 before a first run.
+        taken: steps of the run so far. is_over: no step is running.
+        levels, timesteps: lists of floats where they can be read; else empty.
+        is_told: the run was seen to begin or to step; otherwise the scheduler was merely found with timesteps.
+        token: an object of the running step's own.
+    """
+
+    def __init__(self, windowed: bool):
+        self.windowed = windowed
+        self.place = self.total = self.taken = 0
+        self.levels: list[float] = []
+        self.timesteps: list[float] = []
+        self.is_told, self.is_over, self.token = False, True, object()
+
+    def begin(self, levels: torch.Tensor, place: int, timesteps=None, *, is_told: bool = True) -> None:
+        """A run starts at timesteps[place] of a scheduler with these noise levels fp32 [N]."""
+        self.total, self.place, self.taken = len(levels), min(max(place, 0), len(levels) - 1), 0
+        self.levels = levels.tolist() if self.windowed else []
+        timesteps = None if timesteps is None else torch.as_tensor(timesteps)
+        readable = timesteps is not None and (self.windowed or timesteps.device.type == "cpu")
+        self.timesteps = [float(t) for t in timesteps.tolist()] if readable else []
+        self.is_told, self.is_over, self.token = is_told, False, object()
+
+    def move(self, place: int) -> None:
+        """The run started at another place than the scheduler was told: image to image with DDIM does so."""
+        self.place, self.is_told = place, True
+
+    def finish(self, u_finished: torch.Tensor) -> None:
+        """A step, at noise level u_finished (0-d), is done.
+
+        Pipelines may start late in the timesteps without telling the scheduler (image to image with DDIM): after the
+        first step of a run, and with windows only, the place is looked up by its noise level, which waits once.
+        """
+        if self.levels and self.taken == 0:
+            u = float(u_finished)
+            if abs(self.levels[self.place] - u) > 1e-6:
+                self.place = min(range(self.total), key=lambda i: abs(self.levels[i] - u))
+        self.taken += 1
+        self.is_over = self.place + 1 >= self.total
+        self.place = min(self.place + 1, max(self.total - 1, 0))
+        self.is_told, self.token = True, object()
 
 
 class Steps:
-    """Counts the steps of a run on the host and says which of them stay in 16 bit.
+    """Which steps stay in 16 bit: sets the windows between steps, and tells listeners.
 
-    Attributes:
-        place: index of the running step in the scheduler's timesteps. total: their number; 0 before a first run.
+    Attributes: windowed: whether any step does. progress: of the scheduler that stepped last, in any thread.
     """
 
     def __init__(self, config):
@@ -57,10 +112,19 @@ class Steps:
         spans = (config.keep_noise, *(span for _, span in config.layer_keep_noise))
         self.windowed = bool(config.keep_first_steps or config.keep_last_steps or config.keep_below_noise)
         self.windowed = self.windowed or any(spans)
-        self._windows = {span: Window(span) for span in spans}
+        self._windows = {span: Window(span, self.windowed) for span in spans}
         self.listeners = []
-        self.place, self.total = 0, 0
-        self._levels, self._taken = [], 0
+        self.progress = Progress(self.windowed)
+
+    @property
+    def place(self) -> int:
+        """Index of the running step in the scheduler's timesteps."""
+        return self.progress.place
+
+    @property
+    def total(self) -> int:
+        """Number of the scheduler's timesteps; 0 before a first run."""
+        return self.progress.total
 
     def window_of(self, span) -> Window:
         """The window of the layers whose `keep_noise` is `span`, one of the options."""
@@ -71,36 +135,23 @@ class Steps:
         """Whether the running step stays in 16 bit for layers without a range of their own."""
         return self._windows[self._config.keep_noise].exact
 
-    def begin(self, levels: torch.Tensor, place: int) -> None:
-        """A run starts at timesteps[place] of a scheduler with these noise levels fp32 [N].
-
-        With windows, waits for the device once: noise levels are compared on the host.
-        """
-        self.total, self.place, self._taken = len(levels), min(max(place, 0), len(levels) - 1), 0
-        self._levels = levels.tolist() if self.windowed else []
-        self._decide()
-
-    def finish(self, u_finished: torch.Tensor) -> None:
-        """A step, at noise level u_finished (0-d), is done.
-
-        Pipelines may start late in the timesteps without telling the scheduler (image to image with DDIM): after the
-        first step of a run, and with windows only, the place is looked up by its noise level, which waits once.
-        """
-        if self._levels and self._taken == 0:
-            u = float(u_finished)
-            if abs(self._levels[self.place] - u) > 1e-6:
-                self.place = min(range(self.total), key=lambda i: abs(self._levels[i] - u))
-        self._taken += 1
-        self.place = min(self.place + 1, max(self.total - 1, 0))
-        self._decide()
-
-    def _decide(self) -> None:
+    def enter(self, progress: Progress) -> None:
+        """A step of this run runs next in this thread."""
+        self.progress = progress
         for window in self._windows.values() if self.windowed else ():
-            level, left = self._levels[self.place], self.total - self.place
             window.was_exact = window.exact
-            window.exact = stays_exact(self._config, window.span, level, self._taken, left)
+        self.decide(progress)
         for listener in self.listeners:
-            listener.step_starts(self.place)
+            listener.step_starts(progress.place)
+
+    def decide(self, progress: Progress | None) -> None:
+        """Set this thread's windows for the running step of `progress`; None: nobody knows which step runs."""
+        for window in self._windows.values() if self.windowed else ():
+            window.is_lost = progress is None or progress.is_over or not progress.is_told
+            window.exact = window.is_lost or stays_exact(
+                self._config, window.span, progress.levels[progress.place], progress.taken,
+                progress.total - progress.place,
+            )  # fmt: skip
 
 
 def check_patterns(option: str, patterns, names: list[str]) -> None:

@@ -186,6 +186,17 @@ def test_apply_bad_target(arguments, error, match):
         sp.apply(*arguments)
 
 
+def test_P35_a_target_without_attention_names_its_components():
+    model = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"model: got no attention processor .* in the model \(Linear\)"):
+        sp.apply(model)
+    model, _ = MODELS["unet_sd15"]()
+    model.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())
+    pipe = type("P", (), {"components": {"unet": model}, "scheduler": None})()
+    with pytest.raises(ValueError, match=r"pipe: got no attention processor .* in unet \(UNet2DConditionModel\)"):
+        sp.apply(pipe)
+
+
 def test_apply_bad_options():
     from diffusers.models.attention_processor import AttnProcessor2_0
 

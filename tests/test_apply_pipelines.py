@@ -262,6 +262,19 @@ def test_handle_lives_as_long_as_the_pipeline():
     assert gone() is None
 
 
+def test_P31_a_handle_whose_pipeline_is_gone_says_so():
+    pipe, run = flux_pipe()
+    handle, model = pipe.set_attn_processor(EVERYTHING), pipe.transformer
+    del pipe, run
+    gc.collect()
+    assert "was garbage-collected" in str(handle.report())
+    with pytest.raises(RuntimeError, match="pipeline was garbage-collected.*keep a reference"):
+        handle.refresh()
+    assert handle.report().rows and sp.handle_of(model) is handle
+    handle.remove()
+    assert not any(processors.is_sage(p) for p in processors_of(model).values())
+
+
 IMPORTS = """
 import sys
 {first}

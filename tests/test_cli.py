@@ -68,11 +68,12 @@ def test_demo_draws_prints_and_saves(name, tmp_path):
     assert np.abs(shown.astype(int) - expected).max() <= 1
 
 
-def test_demo_says_when_nothing_ran_in_int8(tmp_path, monkeypatch):
+def test_P29_demo_says_when_nothing_ran_in_int8(tmp_path, monkeypatch):
     config = sp.SageAttnProcessor(min_tokens=100_000)
     monkeypatch.setattr(cli, "_config", lambda recipe, scaling: config)
     output, _ = demo(tmp_path, "tiny_flux", "--images", 1, "--device", "cpu")
-    assert "No attention call ran in INT8" in output and "dB" not in output
+    assert "No attention call ran in INT8" in output and "no call ran in INT8: both pictures are stock" in output
+    assert not re.search(r"PSNR|\d dB|inf", output)
 
 
 @pytest.mark.gpu

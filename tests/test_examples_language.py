@@ -15,6 +15,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+import sage_processors as sp
 from sage_processors import language
 
 
@@ -34,6 +35,19 @@ def run(monkeypatch, capsys):
     return run
 
 
+@pytest.fixture
+def loaded(monkeypatch):
+    """Models that an example loaded."""
+    models, load = [], language.load
+
+    def remember(*args, **kwargs):
+        models.append(load(*args, **kwargs))
+        return models[-1]
+
+    monkeypatch.setattr(language, "load", remember)
+    return models
+
+
 @pytest.fixture(scope="module")
 def int8_share():
     config = language.load()[0].config
@@ -45,11 +59,14 @@ def test_examples_are_short(example):
     assert len((EXAMPLES / example).read_text().splitlines()) < 60
 
 
-def test_chat_answers_and_weighs_the_cache(run, int8_share):
+def test_chat_answers_and_weighs_the_cache(run, int8_share, loaded):
     output = run("chat.py", "Which day comes after Monday?", "--new-tokens", 20)
     assert "<|" not in output and output.count("comes after") == 1  # streamed without the prompt or special tokens
     speed = re.search(r"\[(\d+) tokens, ([\d.]+) tokens/s .*; KV cache \d+ bytes a token, ([\d.]+) of bf16\]", output)
     assert 1 <= int(speed[1]) <= 20 and float(speed[2]) > 0 and speed[3] == int8_share
+    ((model, _),) = loaded
+    report = sp.attention_report(model)
+    assert report.calls > 0 and report.fallbacks == {}, str(report)
 
 
 def test_chat_stock_says_the_same_with_a_larger_cache(run):
@@ -76,6 +93,7 @@ def test_long_prefill_times_both_and_reports_what_ran(run, int8_share):
     stock, ours = re.findall(r"130 tokens: [\d.]+ ms; KV cache (\d+) bytes a token, ([\d.]+) of bf16", output)
     assert stock[1] == "2.000" and ours[1] == int8_share and int(ours[0]) < int(stock[0])
     assert "active" in output and "short" not in output
+    assert int(re.search(r"total\W+(\d+)", output)[1]) > 0
 
 
 def test_long_prefill_says_that_short_prompts_stay_exact(run):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import sage_processors as sp
 from sage_processors.timestep import TimestepReader, noise_levels, track, untrack
 from tests.tiny_models import MODELS
 
@@ -306,3 +307,47 @@ def test_timestep_reader_finds_the_argument(name):
     assert reader.timestep_of([inputs.get(key) for key in order], {}) is wanted
     assert reader.timestep_of((), {}) is None
     reader.read(wanted)
+
+
+# --- P32: timesteps and sigmas that are no numbers ---
+
+
+def test_P32_noise_levels_of_timesteps_and_sigmas_that_are_no_numbers_are_pure_noise():
+    scheduler = make("ddim")
+    scheduler.set_timesteps(5)
+    good = noise_levels(scheduler)
+    scheduler.timesteps = scheduler.timesteps.float()
+    scheduler.timesteps[1] = torch.nan
+    assert torch.equal(noise_levels(scheduler), torch.where(torch.arange(5) == 1, 1.0, good))
+    for name in ("euler", "flow_euler"):
+        scheduler = make(name)
+        scheduler.set_timesteps(5)
+        good = noise_levels(scheduler)
+        scheduler.sigmas[0], scheduler.sigmas[2] = torch.inf, torch.nan
+        changed = (torch.arange(5) == 0) | (torch.arange(5) == 2)
+        assert torch.equal(noise_levels(scheduler), torch.where(changed, 1.0, good))
+
+
+@pytest.mark.parametrize("name", ["flow_euler", "ddim"])
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+def test_P32_a_step_from_a_timestep_that_is_none_goes_on_where_the_run_is(name, kind):
+    scheduler, listener = make(name), Listener()
+    run = track(scheduler, listener)
+    scheduler.set_timesteps(5)
+    levels = noise_levels(scheduler).tolist()
+    listener.events.clear()
+    for i, t in enumerate(scheduler.timesteps):
+        t = torch.full_like(t, torch.nan, dtype=torch.float32) if i in (1, 2) else t
+        run.finish_step(t.item() if kind == "number" else t)
+    assert events_close(listener.events, list(zip(levels, levels[1:] + levels[-1:], strict=True)))
+
+
+def test_P32_a_reader_forgets_timesteps_that_are_no_numbers():
+    model, inputs = MODELS["flux"]()
+    reader = TimestepReader(type(model).forward, "cpu")
+    read = [float(reader.read(torch.tensor([t]))[1]) for t in (1.0, 0.5, torch.nan, -torch.inf, 0.25)]
+    assert read == [1.0, 0.5, 1.0, 1.0, 0.25]
+    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=1)) as handle:
+        for t in (1.0, torch.nan, 0.5):
+            assert model(**inputs | {"timestep": torch.tensor([t])}).sample.isnan().any() == (t != t)
+        assert handle.report().calls == 3 * len(handle.report().rows)

@@ -106,8 +106,9 @@ def test_steps_without_windows_never_read_a_level():
             raise AssertionError("read on the host")
 
     steps = Steps(options())
-    steps.begin(torch.ones(4).as_subclass(Unreadable), 0)
-    steps.finish(torch.ones(()).as_subclass(Unreadable))
+    steps.progress.begin(torch.ones(4).as_subclass(Unreadable), 0)
+    steps.progress.finish(torch.ones(()).as_subclass(Unreadable))
+    steps.enter(steps.progress)
     assert steps.place == 1 and not steps.exact
 
 

@@ -139,5 +139,8 @@ def random_video(family: str, *, device: str | torch.device = "cpu"):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipe, arguments = FAMILIES[family]()
+    for model in pipe.components.values():
+        if isinstance(model, torch.nn.Module):
+            model.eval()  # as from_pretrained leaves it: in training mode attention stays exact
     arguments = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
     return pipe.to(device), arguments
