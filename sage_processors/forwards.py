@@ -15,6 +15,8 @@ import threading
 
 import torch
 
+from sage_kernels.compat import mark_static_address
+
 from .event_counter import EventCounter
 from .windows import Progress
 
@@ -76,7 +78,7 @@ class Forwards:
             self._since = torch.full((), -1, dtype=torch.int64, device=device)
             self._latest = torch.zeros((), device=device)
         for tensor in (self._since, self._latest):
-            torch._dynamo.mark_static_address(tensor, guard=False)
+            mark_static_address(tensor, guard=False)
 
     @property
     def strays(self) -> int:

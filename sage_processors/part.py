@@ -11,7 +11,7 @@ from torch import nn
 
 from sage_kernels import RECIPES
 from sage_kernels.checks import MAX_HEAD_DIM
-from sage_kernels.compat import mark_static_address
+from sage_kernels.compat import keep_out_of_dynamo, mark_static_address
 
 from .carry import Parked
 from .config import LAYER_OPTIONS, REMEDIES
@@ -76,10 +76,7 @@ def _before_forward(handle, part, args, kwargs):
     handle._before_forward(part, args, kwargs)
 
 
-# a private name of torch: without it the hook is compiled everywhere, and forwards are compared on the device
-_skip_code = getattr(torch._dynamo.eval_frame, "skip_code", None)
-if _skip_code is not None:
-    _skip_code(RootHook.__call__.__code__)
+keep_out_of_dynamo(RootHook.__call__)
 
 
 class Part:

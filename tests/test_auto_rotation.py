@@ -21,7 +21,7 @@ from tests.test_windows import flux_pipe, options
 
 
 JOINT, SINGLE = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0.attn"
-HARD = 24.0
+HARD = 16.0
 
 
 @pytest.fixture
@@ -249,6 +249,7 @@ def test_auto_on_the_family_of_outliers_that_vary_by_token(scaling):
         rows = {row["layer"].rpartition(".")[2]: row for row in handle.report().rows}
         after = {name.rpartition(".")[2]: value for name, value in worst(probe, 2).items()}
     before = {name.rpartition(".")[2]: value for name, value in before.items()}
+    print("FOUND", scaling, before, after, rows["varying_outliers"]["rotated_calls"])
     assert rows["normal"]["rotated_calls"] == 0 and before["normal"] > 34 and after["normal"] > 34
     found, row = (before["varying_outliers"], after["varying_outliers"]), rows["varying_outliers"]
     assert row["calls"] == 5 and row["rotated_calls"] == (0 if scaling == "timestep" else 3)  # but the first of a run

@@ -312,7 +312,7 @@ def test_Q17_rotation_is_decided_by_the_run_itself(scaling, probed, monkeypatch)
 
     def harder(query, key, *rest):
         factor = torch.ones(key.shape[3])
-        factor[[1, key.shape[3] // 2]] = 24.0 if hard else 1.0
+        factor[[1, key.shape[3] // 2]] = 16.0 if hard else 1.0
         return attend(query * factor, key * factor, *rest)
 
     monkeypatch.setattr(processors, "_attend", harder)

@@ -21,6 +21,7 @@ NAMES = (
     "torch._C.DispatchKey",
     "torch._C.DispatchKeySet",
     "torch._C.DispatchKeySet.raw_repr",
+    "torch._dynamo.eval_frame.skip_code",
     "torch._dynamo.mark_static_address",
     "torch.autograd._profiler_enabled",
     "torch.autograd.forward_ad._current_level",
@@ -115,6 +116,13 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 # A tensor without storage, of a class of one's own; None: masks are written out
 make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
+
+
+def keep_out_of_dynamo(function) -> None:
+    """Run a function as it is beside compiled code. Without the name it is compiled, which it has to bear."""
+    skip = find("torch._dynamo.eval_frame.skip_code")
+    if skip is not None:
+        skip(function.__code__)
 
 
 def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
