@@ -21,18 +21,19 @@ from tests.test_windows import flux_pipe, options
 
 
 JOINT, SINGLE = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0.attn"
-HARD = 16.0
+HARD = 24.0
 
 
 @pytest.fixture
 def outliers(monkeypatch):
-    """Q and K of the layers in this set get two channels that are many times larger, in every INT8 call."""
+    """Six channels of both Q and K of the layers in this set become many times larger, in every INT8 call: no balance
+    between the two takes that away."""
     chosen, attend = set(), processors._attend
 
     def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
         if processor._sage_layer in chosen:
             factor = torch.ones(key.shape[3])
-            factor[[1, key.shape[3] // 2]] = HARD
+            factor[:6] = HARD
             query, key = query * factor, key * factor
         return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
 
@@ -143,7 +144,8 @@ def test_auto_keeps_what_was_decided_where_the_scales_are_kept(outliers, scaling
         denoise(pipe, model, inputs, steps=4)
         assert rotations(handle) == {JOINT: ("hadamard", 7, 8), SINGLE: ("none", 0, 8)}
         if scaling == "timestep":  # all steps but the first run's first one, and the first one in the other channels
-            assert {row["layer"]: row["dynamic_calls"] for row in handle.report().rows} == {JOINT: 3, SINGLE: 1}
+            dynamic = {row["layer"]: row["dynamic_calls"] for row in handle.report().rows}
+            assert dynamic[SINGLE] == 1 and dynamic[JOINT] >= 3  # plans of outliers that are gone do not fit
         handle.reset()
         denoise(pipe, model, inputs, steps=4)
         assert rotations(handle) == {JOINT: ("none", 0, 4), SINGLE: ("none", 0, 4)}
@@ -238,7 +240,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("scaling", ["per_token", "per_block", "timestep"])
 def test_auto_on_the_family_of_outliers_that_vary_by_token(scaling):
-    """Scales of the call itself gain 10 dB; planned ones balance K's channels against Q's, without rotation."""
+    """Every scaling balances K's channels against Q's: what is left to a rotation is small, and none is worse for it."""
     model = Model().eval()
     pipe, inputs = Pipe(model, FlowMatchEulerDiscreteScheduler()), {"hidden_states": torch.zeros(1, 4)}
     with sp.apply(pipe, options(scaling=scaling, rotation="auto")) as handle:
@@ -249,8 +251,6 @@ def test_auto_on_the_family_of_outliers_that_vary_by_token(scaling):
         rows = {row["layer"].rpartition(".")[2]: row for row in handle.report().rows}
         after = {name.rpartition(".")[2]: value for name, value in worst(probe, 2).items()}
     before = {name.rpartition(".")[2]: value for name, value in before.items()}
-    print("FOUND", scaling, before, after, rows["varying_outliers"]["rotated_calls"])
     assert rows["normal"]["rotated_calls"] == 0 and before["normal"] > 34 and after["normal"] > 34
     found, row = (before["varying_outliers"], after["varying_outliers"]), rows["varying_outliers"]
-    assert row["calls"] == 5 and row["rotated_calls"] == (0 if scaling == "timestep" else 3)  # but the first of a run
-    assert min(found) >= 29 if scaling == "timestep" else found[0] < 24 and found[1] >= 30, found
+    assert row["calls"] == 5 and min(found) >= 28, found
