@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 
 
@@ -91,7 +93,48 @@ class Int8KVCache(Cache):
             # older versions of transformers (5.17) do not: the layer's copy to the CPU, and the last read of memory
             # that is about to be used again, may still be under way
             self.prefetch_stream.wait_stream(torch.cuda.default_stream(key_states.device))
+            stored = self._together("update", key_states, value_states, layer_idx, *args, only=layer_idx, **kwargs)
+            for x in stored:
+                if isinstance(x, StoredKV):
+                    x.owner = self.layers[layer_idx]
+            return stored
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    # Of all layers or of none: what an operation makes of a layer is held beside the layer until all are made. That
+    # takes room for a second cache, which still is no more than a 16-bit one takes by itself.
+
+    def reorder_cache(self, *args, **kwargs):
+        self._together("reorder_cache", *args, **kwargs)
+
+    def crop(self, *args, **kwargs):
+        self._together("crop", *args, **kwargs)
+
+    def batch_repeat_interleave(self, *args, **kwargs):
+        self._together("batch_repeat_interleave", *args, **kwargs)
+
+    def batch_select_indices(self, *args, **kwargs):
+        self._together("batch_select_indices", *args, **kwargs)
+
+    def early_initialization(self, *args, **kwargs):
+        self._together("early_initialization", *args, **kwargs)
+
+    def _together(self, name: str, *args, only: int | None = None, **kwargs):
+        """transformers' method on a copy of the cache, whose layers' fields are then taken over.
+
+        only: the one layer that may not stay half changed; the others are merely moved between devices.
+        """
+        trial = copy.copy(self)
+        chosen = range(len(self.layers)) if only is None else (only,)
+        trial.layers = list(self.layers)
+        for i in chosen:
+            trial.layers[i] = _trial_of(self.layers[i])
+        result = getattr(Cache, name)(trial, *args, **kwargs)
+        for i in chosen:
+            if isinstance(self.layers[i], Int8Layer):
+                self.layers[i]._take(trial.layers[i])
+            else:
+                self.layers[i].__dict__.update(trial.layers[i].__dict__)
+        return result
 
     def nbytes(self) -> int:
         """Bytes that the cache holds now, room for tokens to come included."""
@@ -122,6 +165,16 @@ def _layers(decoder, max_cache_len: int | None) -> list:
         else:
             layers.append(Int8StaticSlidingLayer(max_cache_len, window, heads, dims))
     return layers
+
+
+def _trial_of(layer):
+    """A layer with the same fields, to be changed in this one's place. None of transformers' layers that can be here
+    writes into its tensors in what `_together` runs."""
+    if isinstance(layer, Int8Layer):
+        return layer._trial()
+    trial = copy.copy(layer)
+    trial.__dict__.update({name: dict(x) for name, x in vars(layer).items() if isinstance(x, dict)})
+    return trial
 
 
 def _known_sizes(decoder) -> tuple[frozenset, frozenset]:

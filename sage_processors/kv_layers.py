@@ -32,9 +32,13 @@ class Int8Layer(CacheLayerMixin):
 
     Buffers [B, H_kv, capacity, D] grow by a 64th of what they hold, so a token costs a fixed number of copies and
     little room is spare. Tokens begin … end of the buffers are kept.
+
+    Whatever changes a layer works on a copy of its fields and never writes to a token that is kept: where memory runs
+    out on the way, the layer is as it was.
     """
 
     is_croppable = True
+    _is_trial = False  # a copy whose fields another layer will take over
 
     def __init__(self, heads: frozenset = frozenset(), dims: frozenset = frozenset(), sliding_window=None):
         super().__init__()
@@ -49,7 +53,7 @@ class Int8Layer(CacheLayerMixin):
 
     @property
     def keys(self) -> StoredKV | None:
-        return self._stored(self.begin) if self.is_initialized and self.cumulative_length else None
+        return self._stored(self.begin, self) if self.is_initialized and self.cumulative_length else None
 
     @keys.setter
     def keys(self, value) -> None:
@@ -89,6 +93,9 @@ class Int8Layer(CacheLayerMixin):
     # writing
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._whole(lambda trial: trial._initialize(key_states, value_states))
+
+    def _initialize(self, key_states, value_states) -> None:
         self._check_model(key_states, value_states)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads, _, self.head_dim = key_states.shape
@@ -100,8 +107,11 @@ class Int8Layer(CacheLayerMixin):
         """Store new tokens [B, H_kv, N, D]. Returns what attention is to use for key and value.
 
         The first tokens come back as they are, so that a prompt is attended to before it is rounded; later calls
-        return one StoredKV twice. Raises before anything is stored.
+        return one StoredKV twice. Where it raises, nothing is stored.
         """
+        return self._whole(lambda trial: trial._append(key_states, value_states, self))
+
+    def _append(self, key_states, value_states, owner):
         self._prepare(key_states, value_states)
         number = key_states.shape[2]
         first = self.cumulative_length == 0
@@ -115,7 +125,7 @@ class Int8Layer(CacheLayerMixin):
             self._store(key_states, value_states)
         shown = self.get_mask_sizes(number)[0]
         self.cumulative_length += number
-        result = (key_states, value_states) if first else (self._stored(self.end - shown),) * 2
+        result = (key_states, value_states) if first else (self._stored(self.end - shown, owner),) * 2
         if replaced and not first:  # nothing old is left: choose the smoothing vector anew, in buffers of their own
             self.begin = self.end
             self._allocate(0)
@@ -147,13 +157,13 @@ class Int8Layer(CacheLayerMixin):
     # moving
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        self._map_batch(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._map_batch(lambda x: x.repeat_interleave(repeats, 0))
+        self._map(lambda x: x.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        self._map_batch(lambda x: x[indices.to(x.device)])
+        self._map(lambda x: x[indices.to(x.device)])
 
     def offload(self) -> None:
         self._map(lambda x: x.to("cpu", non_blocking=True))
@@ -168,14 +178,30 @@ class Int8Layer(CacheLayerMixin):
         return {name: getattr(self, name) for name in (*BUFFERS, "k_mean")}
 
     def _map(self, change) -> None:
+        """Replace all tensors by change(tensor), or none."""
         if self.is_initialized:
-            for name, x in self._tensors().items():
-                setattr(self, name, change(x))
+            changed = {name: change(x) for name, x in self._tensors().items()}
+            self._whole(lambda trial: trial.__dict__.update(changed, batch_size=changed["k_codes"].shape[0]))
 
-    def _map_batch(self, change) -> None:
-        self._map(change)
-        if self.is_initialized:
-            self.batch_size = self.k_codes.shape[0]
+    def _whole(self, change):
+        """change(trial) on a copy of the fields, which are then taken over. Raises what it raises, unchanged."""
+        trial = self._trial()
+        result = change(trial)
+        self._take(trial)
+        return result
+
+    def _trial(self):
+        """A layer with the same fields, to be changed in this one's place."""
+        if torch.compiler.is_compiling():  # Dynamo sets fields when the graph has run
+            return self
+        trial = object.__new__(type(self))
+        trial.__dict__.update(self.__dict__, _is_trial=True)
+        return trial
+
+    def _take(self, trial) -> None:
+        """Be as `trial` is. Allocates nothing."""
+        if trial is not self:
+            self.__dict__.update(trial.__dict__, _is_trial=self._is_trial)
 
     def _first_capacity(self) -> int:
         return 0
@@ -265,9 +291,9 @@ class Int8Layer(CacheLayerMixin):
             raise ValueError(f"crop: got {tokens_to_remove}, expected at least {-held}: {held} tokens were seen")
         return -tokens_to_remove
 
-    def _stored(self, begin: int) -> StoredKV:
+    def _stored(self, begin: int, owner) -> StoredKV:
         buffers = (getattr(self, name)[:, :, begin : self.end] for name in BUFFERS)
-        return StoredKV(*buffers, self.k_mean, None, False, self.dtype, self)
+        return StoredKV(*buffers, self.k_mean, None, False, self.dtype, owner)
 
 
 def _is_sharded(heads: int, known) -> bool:

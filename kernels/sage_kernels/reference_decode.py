@@ -47,10 +47,10 @@ def ref_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position:
     k = k.detach()[:, :, kept].float()
     if k_mean is not None:
         k = k - k_mean[:, :, None]
-    for x, codes, scale in ((k, k_codes, k_scale), (v.detach()[:, :, kept].float(), v_codes, v_scale)):
-        new_codes, new_scale = ref_quantize_tokens(x)
-        codes.index_copy_(2, slots, new_codes)
-        scale.index_copy_(2, slots, new_scale)
+    # both before the first is written: a ring's slots hold tokens, which an error must leave as they were
+    new = (*ref_quantize_tokens(k), *ref_quantize_tokens(v.detach()[:, :, kept].float()))
+    for buffer, x in zip((k_codes, k_scale, v_codes, v_scale), new, strict=True):
+        buffer.index_copy_(2, slots, x)
 
 
 def ref_quantize_queries(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
