@@ -38,6 +38,7 @@ class Int8Layer(CacheLayerMixin):
     """
 
     is_croppable = True
+    _anew = "call reset()"  # how the layer becomes fit for another batch, device or model
     _is_trial = False  # a copy whose fields another layer will take over
 
     def __init__(self, heads: frozenset = frozenset(), dims: frozenset = frozenset(), sliding_window=None):
@@ -246,12 +247,12 @@ class Int8Layer(CacheLayerMixin):
             if (x.shape[0], x.shape[1], x.shape[3]) != wanted:
                 raise ValueError(
                     f"{name}: got shape {tuple(x.shape)}, expected [{wanted[0]}, {wanted[1]}, N, {wanted[2]}] as what "
-                    "the cache holds; for another batch or model call reset(), or reorder or repeat the cache first"
+                    f"the cache holds; reorder or repeat the cache first, or for another batch or model {self._anew}"
                 )
             if x.device != self.device:
                 raise ValueError(
                     f"{name}: got device {x.device}, expected {self.device}, where the layer's tokens are; keep each "
-                    "layer of the model on one device, or call reset()"
+                    f"layer of the model on one device, or {self._anew}"
                 )
 
     def _last(self, *states):

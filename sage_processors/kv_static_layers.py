@@ -17,6 +17,7 @@ class Int8StaticLayer(Int8Layer):
     """Room for max_cache_len tokens, allocated at the first update (or by Cache.early_initialization)."""
 
     is_compileable = True
+    _anew = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
 
     def __init__(self, max_cache_len: int, heads: frozenset = frozenset(), dims: frozenset = frozenset()):
         super().__init__(heads, dims)
