@@ -1,6 +1,7 @@
 """The layers of an Int8KVCache: growing, sliding, preallocated, and a preallocated ring for sliding windows.
 
-Each holds INT8 codes, bf16 scales and the vector that keys are smoothed with; whatever is done to one is done to all.
+Each holds INT8 codes, bf16 scales and the two vectors that keys are smoothed and balanced with; what is done to one is
+done to all.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from sage_kernels import append_kv
+from sage_kernels.numerics import sample_tokens
 
 from .stored_kv import StoredKV
 
 
 MIN_SLACK = 64  # tokens that a growing layer makes room for at a time, at least
 BUFFERS = ("k_codes", "k_scale", "v_codes", "v_scale")
+VECTORS = ("k_mean", "k_balance")
+OUTLIER = 2.0  # channels up to so many times as large or small as the median one share a scale with it as they are
+BALANCE_LIMIT = 2.0**12
 
 
 def smoothing_vector(keys: torch.Tensor) -> torch.Tensor:
@@ -25,6 +30,30 @@ def smoothing_vector(keys: torch.Tensor) -> torch.Tensor:
     """
     total = keys.detach().sum(2, dtype=torch.float32) / (keys.shape[2] + 1)
     return torch.where(total.isfinite(), total, 0.0)
+
+
+def channel_balance(keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """What a head's keys minus `mean` are multiplied with, fp32 [B, H_kv, D], powers of two: no channel stands out.
+
+    A token has one scale, and a channel far larger than the others takes it for itself. Queries are divided by the
+    same, so any positive number leaves the scores exact. A channel's size is its mean distance from `mean` over a
+    sample of the keys [B, H_kv, S, D]: their scale is each token's own, so what a single token has does not matter.
+
+    Numbers above 1 are for channels that stay small. One that rotary embedding turns grows with the position, as far
+    as the mean of its pair: so it counts as large as the means of both, whatever it was in these tokens.
+    """
+    if keys.shape[2] == 0:
+        return torch.ones_like(mean)
+    sample = keys.detach()[:, :, sample_tokens(keys.shape[2], keys.device)].float()
+    size = (sample - mean[:, :, None]).abs().mean(2)
+    half = mean.shape[-1] // 2
+    usual = size.sort(-1).values[..., half, None]
+    known = size.isfinite() & (size > 0) & usual.isfinite() & (usual > 0)
+    size = torch.maximum(size, torch.maximum(mean.abs(), mean.roll(half, -1).abs()).minimum(usual))
+    ratio = size / usual
+    ratio = torch.where(ratio > 1, (ratio / OUTLIER).clamp_min(1), (ratio * OUTLIER).clamp_max(1))
+    balance = torch.exp2(-torch.round(torch.log2(ratio))).clamp(1 / BALANCE_LIMIT, BALANCE_LIMIT)
+    return torch.where(known, balance, 1.0)
 
 
 class Int8Layer(CacheLayerMixin):
@@ -43,7 +72,7 @@ class Int8Layer(CacheLayerMixin):
 
     def __init__(self, heads: frozenset = frozenset(), dims: frozenset = frozenset(), sliding_window=None):
         super().__init__()
-        self.k_codes = self.k_scale = self.v_codes = self.v_scale = self.k_mean = None
+        self.k_codes = self.k_scale = self.v_codes = self.v_scale = self.k_mean = self.k_balance = None
         self.heads, self.dims = heads, dims
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
@@ -102,6 +131,7 @@ class Int8Layer(CacheLayerMixin):
         self.batch_size, self.num_heads, _, self.head_dim = key_states.shape
         self._allocate(self._first_capacity())
         self.k_mean = torch.zeros(self.batch_size, self.num_heads, self.head_dim, device=self.device)
+        self.k_balance = torch.ones_like(self.k_mean)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
@@ -119,7 +149,7 @@ class Int8Layer(CacheLayerMixin):
         replaced = self.is_sliding and not self.record_past and number >= self.sliding_window
         if first:
             self.begin = self.end = 0
-            self.k_mean = smoothing_vector(key_states)
+            self._choose_vectors(key_states)
         if first and replaced:
             self._store(*self._last(key_states, value_states))
         else:
@@ -127,10 +157,10 @@ class Int8Layer(CacheLayerMixin):
         shown = self.get_mask_sizes(number)[0]
         self.cumulative_length += number
         result = (key_states, value_states) if first else (self._stored(self.end - shown, owner),) * 2
-        if replaced and not first:  # nothing old is left: choose the smoothing vector anew, in buffers of their own
+        if replaced and not first:  # nothing old is left: choose the vectors anew, in buffers of their own
             self.begin = self.end
             self._allocate(0)
-            self.k_mean = smoothing_vector(key_states)
+            self._choose_vectors(key_states)
             self._store(*self._last(key_states, value_states))
         if not self.record_past:
             self._forget()
@@ -151,7 +181,7 @@ class Int8Layer(CacheLayerMixin):
         self._forget()  # what was recorded for this crop, too
 
     def reset(self) -> None:
-        self.k_codes = self.k_scale = self.v_codes = self.v_scale = self.k_mean = None
+        self.k_codes = self.k_scale = self.v_codes = self.v_scale = self.k_mean = self.k_balance = None
         self.is_initialized = False
         self.begin = self.end = self.cumulative_length = 0
 
@@ -176,7 +206,7 @@ class Int8Layer(CacheLayerMixin):
     # inside
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) for name in (*BUFFERS, "k_mean")}
+        return {name: getattr(self, name) for name in (*BUFFERS, *VECTORS)}
 
     def _map(self, change) -> None:
         """Replace all tensors by change(tensor), or none."""
@@ -255,6 +285,10 @@ class Int8Layer(CacheLayerMixin):
                     f"layer of the model on one device, or {self._anew}"
                 )
 
+    def _choose_vectors(self, keys) -> None:
+        self.k_mean = smoothing_vector(keys)
+        self.k_balance = channel_balance(keys, self.k_mean)
+
     def _last(self, *states):
         """The tokens of a prompt that the next token's window reaches."""
         return (x[:, :, x.shape[2] - self.sliding_window + 1 :] for x in states)
@@ -263,7 +297,7 @@ class Int8Layer(CacheLayerMixin):
         number = key_states.shape[2]
         self._reserve(number)
         buffers = (getattr(self, name) for name in BUFFERS)
-        append_kv(key_states, value_states, self.k_mean, *buffers, position=self.end)
+        append_kv(key_states, value_states, self.k_mean, *buffers, position=self.end, k_balance=self.k_balance)
         self.end += number
 
     def _reserve(self, number: int) -> None:
@@ -294,7 +328,7 @@ class Int8Layer(CacheLayerMixin):
 
     def _stored(self, begin: int, owner) -> StoredKV:
         buffers = (getattr(self, name)[:, :, begin : self.end] for name in BUFFERS)
-        return StoredKV(*buffers, self.k_mean, None, False, self.dtype, owner)
+        return StoredKV(*buffers, self.k_mean, self.k_balance, None, False, self.dtype, owner)
 
 
 def _is_sharded(heads: int, known) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from sage_kernels import append_kv
 
-from .kv_layers import BUFFERS, Int8Layer, smoothing_vector
+from .kv_layers import BUFFERS, VECTORS, Int8Layer, channel_balance, smoothing_vector
 from .stored_kv import StoredKV
 
 
@@ -48,19 +48,26 @@ class Int8StaticLayer(Int8Layer):
         if not torch.compiler.is_compiling():
             trial._check_room(number)
         first = self.is_empty
-        mean = smoothing_vector(key_states) if first else trial.k_mean
-        trial._write(key_states, value_states, mean)  # into slots that hold nothing
+        if first:
+            trial._choose_vectors(key_states)
+        trial._write(key_states, value_states)  # into slots that hold nothing
         self._take(trial)
-        self._count(number, mean)
+        self._count(number)
         return (key_states, value_states) if first else (self._stored(0, self),) * 2
 
-    def _count(self, number: int, mean: torch.Tensor) -> None:
-        """`number` tokens have been written, smoothed with `mean`. Allocates nothing, but in a trial."""
-        if self._is_trial:
-            self.k_mean, self.cumulative_length = mean, self.cumulative_length + number
+    def _choose_vectors(self, keys) -> None:
+        if torch.compiler.is_compiling():  # without a trial, so in place here
+            mean = smoothing_vector(keys)
+            self.k_balance.copy_(channel_balance(keys, mean))
+            self.k_mean.copy_(mean)
         else:
-            if mean is not self.k_mean:
-                self.k_mean.copy_(mean)
+            super()._choose_vectors(keys)
+
+    def _count(self, number: int) -> None:
+        """`number` tokens have been written. Allocates nothing, but in a trial."""
+        if self._is_trial:
+            self.cumulative_length = self.cumulative_length + number
+        else:
             self.cumulative_length.add_(number)
         if torch.compiler.is_compiling() and not self.is_sliding:
             self._host_length = None
@@ -120,20 +127,23 @@ class Int8StaticLayer(Int8Layer):
                 "all: make the cache with a larger max_cache_len, or call reset()"
             )
 
-    def _write(self, key_states, value_states, mean) -> None:
+    def _write(self, key_states, value_states) -> None:
         buffers = (getattr(self, name) for name in BUFFERS)
-        append_kv(key_states, value_states, mean, *buffers, position=self.cumulative_length)
+        append_kv(
+            key_states, value_states, self.k_mean, *buffers, position=self.cumulative_length, k_balance=self.k_balance
+        )
 
     def _stored(self, begin: int, owner) -> StoredKV:
         buffers = (getattr(self, name) for name in BUFFERS)
-        return StoredKV(*buffers, self.k_mean, self.cumulative_length, False, self.dtype, owner)
+        vectors = (self.k_mean, self.k_balance)
+        return StoredKV(*buffers, *vectors, self.cumulative_length, False, self.dtype, owner)
 
     def _take(self, trial) -> None:
         """In place where shapes stay, so that compiled code stays valid."""
         if trial is self:
             return
         moved = False
-        for name in (*BUFFERS, "k_mean", "cumulative_length"):
+        for name in (*BUFFERS, *VECTORS, "cumulative_length"):
             old, new = getattr(self, name), getattr(trial, name)
             if new is old:
                 continue
@@ -185,16 +195,16 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         trial._prepare(key_states, value_states)
         number = key_states.shape[2]
         trial._check_room(number)
-        first, chronological, mean = self.is_empty, None, trial.k_mean
+        first, chronological = self.is_empty, None
         if not first and not trial._fits(number):
             chronological = trial._chronological(key_states, value_states, self)
         if first or (chronological is not None and number >= self.ring):  # nothing old is left
-            mean = smoothing_vector(key_states)
+            trial._choose_vectors(key_states)
         if self._is_trial:  # whose buffers are another's, and the ring overwrites what they hold
             trial._map(torch.clone)
-        trial._write(key_states, value_states, mean)
+        trial._write(key_states, value_states)
         self._take(trial)
-        self._count(number, mean)
+        self._count(number)
         if first:
             return key_states, value_states
         return (self._stored(0, self) if chronological is None else chronological,) * 2
@@ -222,22 +232,22 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
     def _chronological(self, key_states, value_states, owner) -> StoredKV:
         kept, number = min(self._host_length, self.ring - 1), key_states.shape[2]
         slots = torch.arange(self._host_length - kept, self._host_length, device=self.device) % self.ring
-        mean = self.k_mean.clone()
+        mean, balance = self.k_mean.clone(), self.k_balance.clone()
         buffers = []
         for name in BUFFERS:
             old = getattr(self, name)
             new = torch.empty(*old.shape[:2], kept + number, *old.shape[3:], dtype=old.dtype, device=old.device)
             new[:, :, :kept] = old.index_select(2, slots)
             buffers.append(new)
-        append_kv(key_states, value_states, mean, *buffers, position=kept)
-        return StoredKV(*buffers, mean, None, False, self.dtype, owner)
+        append_kv(key_states, value_states, mean, *buffers, position=kept, k_balance=balance)
+        return StoredKV(*buffers, mean, balance, None, False, self.dtype, owner)
 
-    def _write(self, key_states, value_states, mean) -> None:
+    def _write(self, key_states, value_states) -> None:
         skipped = max(key_states.shape[2] - self.ring, 0)
         buffers = (getattr(self, name) for name in BUFFERS)
         append_kv(
-            key_states[:, :, skipped:], value_states[:, :, skipped:], mean, *buffers,
-            position=self.cumulative_length + skipped, ring=True,
+            key_states[:, :, skipped:], value_states[:, :, skipped:], self.k_mean, *buffers,
+            position=self.cumulative_length + skipped, ring=True, k_balance=self.k_balance,
         )  # fmt: skip
 
     def _stored(self, begin: int, owner) -> StoredKV:
