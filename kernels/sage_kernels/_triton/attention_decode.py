@@ -216,12 +216,13 @@ def _decode_attention_kernel(
         which = which // row_tiles
     split = which % splits
     head = which // splits
-    b = (head // kv_heads).to(tl.int64)
-    h_kv = (head % kv_heads).to(tl.int64)
+    # counted in 32 bits, which saves registers over the loop; what they make with strides needs 64
+    sample, kv_head = head // kv_heads, head % kv_heads
+    b, h_kv = sample.to(tl.int64), kv_head.to(tl.int64)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows < seq_q * GROUP
     s = rows // GROUP
-    h = h_kv * GROUP + rows % GROUP
+    h = kv_head * GROUP + rows % GROUP
     channels = tl.arange(0, WIDTH)
 
     # the tokens there are, and where the rows stand among them
@@ -258,24 +259,23 @@ def _decode_attention_kernel(
     v_base = v_words_ptr + b * stride_vcb + h_kv * stride_vch
     k_scales = k_scale_ptr + b * stride_ksb + h_kv * stride_ksh
     v_scales = v_scale_ptr + b * stride_vsb + h_kv * stride_vsh
-    q_rows = b * stride_qb + s.to(tl.int64) * stride_qs + h * stride_qh
+    q_rows = b * stride_qb + s.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh
     inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_rows[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
     balanced = q
     if HAS_BALANCE:
-        own = balance_ptr + (b * kv_heads + h_kv) * HEAD_DIM
-        balance = tl.load(own + channels, mask=channels < HEAD_DIM, other=1.0)
+        balance = tl.load(balance_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=1.0)
         balanced = q * tl.div_rn(balance * 0.0 + 1.0, balance)[None, :]
     high, low, q_scale = _quantize_queries(balanced)
     row_scale = q_scale * (softmax_scale * _LOG2_E / _LOW_STEPS)
     shift = tl.zeros([BLOCK_M], tl.float32)
     if HAS_MEAN and (SOFTCAP or HAS_SINKS or RETURN_LSE):
-        mean = tl.load(mean_ptr + (b * kv_heads + h_kv) * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
+        mean = tl.load(mean_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
         shift = tl.sum(q * mean[None, :], 1) * (softmax_scale * _LOG2_E)
 
     mask_rows = mask_ptr + b * stride_mb
     if MASK == "rows":
-        mask_rows += h * stride_mh + s.to(tl.int64) * stride_mq
+        mask_rows += h.to(tl.int64) * stride_mh + s.to(tl.int64) * stride_mq
     even = tl.zeros([WIDTH // 2, BLOCK_M], tl.float32)
     odd = tl.zeros([WIDTH // 2, BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -338,7 +338,7 @@ def _decode_attention_kernel(
         overflow = seen > capacity  # tokens that had no room: no number is right
         out = tl.where(overflow, float("nan"), out)
         lse = tl.where(overflow, float("nan"), lse)
-    batch_rows = (b * seq_q + s) * (kv_heads * GROUP) + h  # contiguous [B, S_q, H]
+    batch_rows = ((sample * seq_q + s) * (kv_heads * GROUP) + h).to(tl.int64)  # contiguous [B, S_q, H]
     if PARTIAL:
         batch_rows += split.to(tl.int64) * all_rows
         tl.store(lse_ptr + batch_rows, lse, mask=is_row)
