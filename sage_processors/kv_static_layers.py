@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 
 from sage_kernels import append_kv
+from sage_kernels.compat import mark_static_address
 
-from .kv_layers import BUFFERS, Int8Layer, smoothing_vector
+from .kv_layers import BUFFERS, VECTORS, Int8Layer, channel_balance, smoothing_vector
 from .stored_kv import StoredKV
 
 
@@ -17,6 +18,7 @@ class Int8StaticLayer(Int8Layer):
     """Room for max_cache_len tokens, allocated at the first update (or by Cache.early_initialization)."""
 
     is_compileable = True
+    _anew = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
 
     def __init__(self, max_cache_len: int, heads: frozenset = frozenset(), dims: frozenset = frozenset()):
         super().__init__(heads, dims)
@@ -41,28 +43,46 @@ class Int8StaticLayer(Int8Layer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """As `Int8Layer.update`. Raises ValueError if the tokens do not fit; in a compiled call, where the host does
         not know, they are then not written and attention gives NaN."""
-        self._prepare(key_states, value_states)
+        trial = self._trial()
+        trial._prepare(key_states, value_states)
         number = key_states.shape[2]
-        if torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling():
+            trial._check_room(number)
+        first = self.is_empty
+        if first:
+            trial._choose_vectors(key_states)
+        trial._write(key_states, value_states)  # into slots that hold nothing
+        self._take(trial)
+        self._count(number)
+        return (key_states, value_states) if first else (self._stored(0, self),) * 2
+
+    def _choose_vectors(self, keys) -> None:
+        if torch.compiler.is_compiling():  # without a trial, so in place here
+            mean = smoothing_vector(keys)
+            self.k_balance.copy_(channel_balance(keys, mean))
+            self.k_mean.copy_(mean)
+        else:
+            super()._choose_vectors(keys)
+
+    def _count(self, number: int) -> None:
+        """`number` tokens have been written. Allocates nothing, but in a trial."""
+        if self._is_trial:
+            self.cumulative_length = self.cumulative_length + number
+        else:
+            self.cumulative_length.add_(number)
+        if torch.compiler.is_compiling() and not self.is_sliding:
             self._host_length = None
         else:
-            self._check_room(number)
             self._host_length += number
-        if self.is_empty:
-            self.k_mean.copy_(smoothing_vector(key_states))
-        self._write(key_states, value_states)
-        self.cumulative_length.add_(number)
-        if self.is_empty:
-            self.is_empty = False
-            return key_states, value_states
-        return (self._stored(0),) * 2
+        self.is_empty = False
 
     def crop(self, tokens_to_remove: int) -> None:
         number = self._checked_crop(tokens_to_remove)
         if self.is_initialized and number:
-            self._host_length = self._length() - number
-            self.cumulative_length.sub_(number)
-            self.is_empty = self._host_length == 0
+            length = self._length() - number
+            fields = {"_host_length": length, "is_empty": length == 0}
+            fields["cumulative_length"] = torch.full_like(self.cumulative_length, length)
+            self._whole(lambda trial: trial.__dict__.update(fields))
 
     def reset(self) -> None:
         """Forget the tokens; the buffers stay where they are."""
@@ -75,7 +95,7 @@ class Int8StaticLayer(Int8Layer):
 
     @property
     def keys(self) -> StoredKV | None:
-        return self._stored(0) if self.is_initialized and not self.is_empty else None
+        return self._stored(0, self) if self.is_initialized and not self.is_empty else None
 
     @keys.setter
     def keys(self, value) -> None:
@@ -83,16 +103,15 @@ class Int8StaticLayer(Int8Layer):
 
     values = keys
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
+    def _initialize(self, key_states, value_states) -> None:
+        super()._initialize(key_states, value_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
-        self._pin()
 
     def _pin(self) -> None:
         """Tell Dynamo that the addresses stay, without which there are no CUDA graphs."""
         if not torch.compiler.is_compiling():
             for x in (*self._tensors().values(), self.cumulative_length):
-                torch._dynamo.mark_static_address(x)
+                mark_static_address(x)
 
     def _first_capacity(self) -> int:
         return self.max_cache_len
@@ -111,24 +130,32 @@ class Int8StaticLayer(Int8Layer):
 
     def _write(self, key_states, value_states) -> None:
         buffers = (getattr(self, name) for name in BUFFERS)
-        append_kv(key_states, value_states, self.k_mean, *buffers, position=self.cumulative_length)
+        append_kv(
+            key_states, value_states, self.k_mean, *buffers, position=self.cumulative_length, k_balance=self.k_balance
+        )
 
-    def _stored(self, begin: int) -> StoredKV:
+    def _stored(self, begin: int, owner) -> StoredKV:
         buffers = (getattr(self, name) for name in BUFFERS)
-        return StoredKV(*buffers, self.k_mean, self.cumulative_length, False, self.dtype, self)
+        vectors = (self.k_mean, self.k_balance)
+        return StoredKV(*buffers, *vectors, self.cumulative_length, False, self.dtype, owner)
 
-    def _map_batch(self, change) -> None:
-        """In place where the batch stays, so that compiled code stays valid."""
-        if not self.is_initialized:
+    def _take(self, trial) -> None:
+        """In place where shapes stay, so that compiled code stays valid."""
+        if trial is self:
             return
-        changed = {name: change(x) for name, x in self._tensors().items()}
-        for name, x in changed.items():
-            if x.shape == getattr(self, name).shape:
-                getattr(self, name).copy_(x)
+        moved = False
+        for name in (*BUFFERS, *VECTORS, "cumulative_length"):
+            old, new = getattr(self, name), getattr(trial, name)
+            if new is old:
+                continue
+            if self._is_trial or old is None or (old.shape, old.device) != (new.shape, new.device):
+                moved = True
+                setattr(self, name, new)
             else:
-                setattr(self, name, x)
-        if self.k_codes.shape[0] != self.batch_size:
-            self.batch_size = self.k_codes.shape[0]
+                old.copy_(new)
+                setattr(trial, name, old)
+        super()._take(trial)
+        if moved:
             self._pin()
 
 
@@ -165,24 +192,23 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
         """As `Int8StaticLayer.update`. Several tokens that overwrite what their own windows reach are attended to in a
         chronological copy of the ring's codes."""
-        self._prepare(key_states, value_states)
+        trial = self._trial()
+        trial._prepare(key_states, value_states)
         number = key_states.shape[2]
-        self._check_room(number)
-        first = self.is_empty
-        chronological = None
-        if first:
-            self.k_mean.copy_(smoothing_vector(key_states))
-            self.is_empty = False
-        elif not self._fits(number):
-            chronological = self._chronological(key_states, value_states)
-            if number >= self.ring:  # nothing old is left
-                self.k_mean.copy_(smoothing_vector(key_states))
-        self._write(key_states, value_states)
-        self.cumulative_length.add_(number)
-        self._host_length += number
+        trial._check_room(number)
+        first, chronological = self.is_empty, None
+        if not first and not trial._fits(number):
+            chronological = trial._chronological(key_states, value_states, self)
+        if first or (chronological is not None and number >= self.ring):  # nothing old is left
+            trial._choose_vectors(key_states)
+        if self._is_trial:  # whose buffers are another's, and the ring overwrites what they hold
+            trial._map(torch.clone)
+        trial._write(key_states, value_states)
+        self._take(trial)
+        self._count(number)
         if first:
             return key_states, value_states
-        return (self._stored(0) if chronological is None else chronological,) * 2
+        return (self._stored(0, self) if chronological is None else chronological,) * 2
 
     def crop(self, tokens_to_remove: int) -> None:
         number = self._checked_crop(tokens_to_remove)
@@ -204,28 +230,28 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         """Whether `number` more tokens overwrite nothing that one of their own windows reaches."""
         return number == 1 or self._host_length + number <= self.ring
 
-    def _chronological(self, key_states, value_states) -> StoredKV:
+    def _chronological(self, key_states, value_states, owner) -> StoredKV:
         kept, number = min(self._host_length, self.ring - 1), key_states.shape[2]
         slots = torch.arange(self._host_length - kept, self._host_length, device=self.device) % self.ring
-        mean = self.k_mean.clone()
+        mean, balance = self.k_mean.clone(), self.k_balance.clone()
         buffers = []
         for name in BUFFERS:
             old = getattr(self, name)
             new = torch.empty(*old.shape[:2], kept + number, *old.shape[3:], dtype=old.dtype, device=old.device)
             new[:, :, :kept] = old.index_select(2, slots)
             buffers.append(new)
-        append_kv(key_states, value_states, mean, *buffers, position=kept)
-        return StoredKV(*buffers, mean, None, False, self.dtype, self)
+        append_kv(key_states, value_states, mean, *buffers, position=kept, k_balance=balance)
+        return StoredKV(*buffers, mean, balance, None, False, self.dtype, owner)
 
     def _write(self, key_states, value_states) -> None:
         skipped = max(key_states.shape[2] - self.ring, 0)
         buffers = (getattr(self, name) for name in BUFFERS)
         append_kv(
             key_states[:, :, skipped:], value_states[:, :, skipped:], self.k_mean, *buffers,
-            position=self.cumulative_length + skipped, ring=True,
+            position=self.cumulative_length + skipped, ring=True, k_balance=self.k_balance,
         )  # fmt: skip
 
-    def _stored(self, begin: int) -> StoredKV:
-        stored = super()._stored(begin)
+    def _stored(self, begin: int, owner) -> StoredKV:
+        stored = super()._stored(begin, owner)
         stored.ring = True
         return stored

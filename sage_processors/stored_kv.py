@@ -24,17 +24,21 @@ class StoredKV:
     """The keys and values of one layer as an INT8 cache holds them. `update` returns it both as key and as value.
 
     Attributes:
-        k_codes, v_codes: int8 [B, H_kv, S, D]. k_scale, v_scale: bf16 [B, H_kv, S]. k_mean: fp32 [B, H_kv, D].
+        k_codes, v_codes: int8 [B, H_kv, S, D]. k_scale, v_scale: bf16 [B, H_kv, S]. k_mean, k_balance: fp32
+            [B, H_kv, D]; codes · scale of a key are (key - k_mean) · k_balance.
         lengths: None where all S tokens count, else an integer tensor [] on the device: how many were appended.
         ring: the buffers are a ring, see `sage_decode_attention`.
         dtype: of the keys and values that went in. owner: the layer that they are of.
     """
 
-    __slots__ = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean", "lengths", "ring", "dtype", "owner")
+    __slots__ = (
+        "k_codes", "k_scale", "v_codes", "v_scale", "k_mean", "k_balance", "lengths", "ring", "dtype", "owner",
+    )  # fmt: skip
 
-    def __init__(self, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, ring, dtype, owner):
+    def __init__(self, k_codes, k_scale, v_codes, v_scale, k_mean, k_balance, lengths, ring, dtype, owner):
         self.k_codes, self.k_scale, self.v_codes, self.v_scale = k_codes, k_scale, v_codes, v_scale
-        self.k_mean, self.lengths, self.ring, self.dtype, self.owner = k_mean, lengths, ring, dtype, owner
+        self.k_mean, self.k_balance, self.lengths, self.ring = k_mean, k_balance, lengths, ring
+        self.dtype, self.owner = dtype, owner
 
     @property
     def shape(self) -> torch.Size:
@@ -100,4 +104,5 @@ def attend(
     return sage_decode_attention(
         query, stored.k_codes, stored.k_scale, stored.v_codes, stored.v_scale, stored.k_mean, lengths=stored.lengths,
         ring=stored.ring, attn_mask=attn_mask, causal=causal, window=window, softcap=softcap, sinks=sinks, scale=scale,
+        k_balance=stored.k_balance,
     )  # fmt: skip

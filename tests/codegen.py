@@ -222,9 +222,10 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
     constants = {
         "GROUP": 4, "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages, "MASK": mask, "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": not few,
-        "SOFTCAP": False, "HAS_MEAN": True, "HAS_LENGTHS": False, "HAS_SINKS": False, "RING": False, "PARTIAL": few,
-        "RETURN_LSE": False, "ASM": target.backend == "cuda", "EVICTION": "evict_first" if tile.read_once else "",
-        "OVERLAP": few and name in OVERLAPPING, "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
+        "SOFTCAP": False, "HAS_MEAN": True, "HAS_BALANCE": True, "HAS_LENGTHS": False, "HAS_SINKS": False,
+        "RING": False, "PARTIAL": few, "RETURN_LSE": False, "ASM": target.backend == "cuda",
+        "EVICTION": "evict_first" if tile.read_once else "", "OVERLAP": few and name in OVERLAPPING,
+        "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
     }  # fmt: skip
     types = {"q_ptr": "*bf16", "k_codes_ptr": "*i8", "v_words_ptr": "*i16", "k_scale_ptr": "*bf16"}
     types |= {"v_scale_ptr": "*bf16", "lengths_ptr": "*i64", "mask_ptr": "*u8"}
@@ -252,7 +253,14 @@ def plan_step(name: str, width: int) -> dict:
 
 
 def append(name: str, width: int, tokens: int) -> dict:
-    constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_T": tokens, "HAS_MEAN": True, "ON_DEVICE": True}
+    constants = {
+        "HEAD_DIM": width,
+        "WIDTH": width,
+        "BLOCK_T": tokens,
+        "HAS_MEAN": True,
+        "HAS_BALANCE": True,
+        "ON_DEVICE": True,
+    }
     constants |= {"RING": False, "stride_ksn": 1, "stride_vsn": 1}
     types = {"k_ptr": "*bf16", "v_ptr": "*bf16", "k_codes_ptr": "*i8", "v_codes_ptr": "*i8", "k_scale_ptr": "*bf16"}
     types |= {"v_scale_ptr": "*bf16", "position_ptr": "*i64"}

@@ -45,17 +45,18 @@ class Decode:
         return out.cpu(), lse.cpu()
 
     def check(self, q, cache, *, lengths=None, ring=False, scale=None, attn_mask=None, causal=False, window=None,
-              softcap=0.0, sinks=None):  # fmt: skip
+              softcap=0.0, sinks=None, k_balance=None):  # fmt: skip
         """As a call, held against the reference: twice its rounding floor at most, per head and in the worst row."""
         out, lse = self(
             q, cache, lengths=lengths, ring=ring, scale=scale, attn_mask=attn_mask, causal=causal, window=window,
-            softcap=softcap, sinks=sinks,
+            softcap=softcap, sinks=sinks, k_balance=k_balance,
         )  # fmt: skip
         masking = Masking(
             canonical_mask(attn_mask, cache[0].shape[2]), *decode_band(bool(causal), window), softcap=softcap,
             sinks=None if sinks is None else sinks.float(),
         )  # fmt: skip
         options = {"ring": ring, "masking": masking, "scale": q.shape[3] ** -0.5 if scale is None else scale}
+        options["k_balance"] = k_balance
         rounded, _ = ref_decode_attention(q, *cache, lengths, **options)
         unrounded, ref_lse = ref_decode_attention(q.float(), *cache, lengths, **options, round_p=False)
         for name, dim in (("head", (1, 3)), ("row", 3)):
@@ -73,7 +74,7 @@ def inputs(batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, family="biased_ke
     return q.to(dtype), k.to(dtype).transpose(1, 2), (v / 100).to(dtype).transpose(1, 2)
 
 
-def filled(k, v, *, capacity=None, ring=False, mean=True):
+def filled(k, v, *, capacity=None, ring=False, mean=True, k_balance=None):
     """A cache of these tokens as the reference writes it, its other slots poisoned: codes 77, scales NaN."""
     batch, heads, number, head_dim = k.shape
     capacity = capacity or number + SPARE
@@ -83,7 +84,8 @@ def filled(k, v, *, capacity=None, ring=False, mean=True):
         cache.append(torch.full((batch, heads, capacity), torch.nan, dtype=torch.bfloat16))
     k_mean = k.float().mean(2) if mean else None
     kept = slice(max(number - capacity, 0), None) if ring else slice(None)
-    ref_append_kv(k[:, :, kept], v[:, :, kept], k_mean, *cache, position=kept.start or 0, ring=ring)
+    where = {"position": kept.start or 0, "ring": ring}
+    ref_append_kv(k[:, :, kept], v[:, :, kept], k_mean, *cache, **where, k_balance=k_balance)
     return [*cache, k_mean]
 
 

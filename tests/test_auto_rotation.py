@@ -240,7 +240,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("scaling", ["per_token", "per_block", "timestep"])
 def test_auto_on_the_family_of_outliers_that_vary_by_token(scaling):
-    """Every scaling balances K's channels against Q's: what is left to a rotation is small, and none is worse for it."""
+    """Every scaling balances K's channels against Q's: what is left to a rotation is small."""
     model = Model().eval()
     pipe, inputs = Pipe(model, FlowMatchEulerDiscreteScheduler()), {"hidden_states": torch.zeros(1, 4)}
     with sp.apply(pipe, options(scaling=scaling, rotation="auto")) as handle:

@@ -230,14 +230,6 @@ each([name for name in names if name != "triton.runtime.driver"], check, delete=
 )
 
 
-# to be turned to compat when branches meet
-LEFT = {
-    ("prologue.py", "triton.language.extra.cuda.gdc_launch_dependents"),
-    ("kv_static_layers.py", "torch._dynamo.mark_static_address"),
-    ("kv_static_layers.py", "torch._dynamo"),
-}
-
-
 def tried(done: subprocess.CompletedProcess) -> int:
     """How many names were tried. Fails for each that was missed."""
     failed = re.findall(r"^failed without (.*)$", done.stdout, re.M)
@@ -347,7 +339,7 @@ def test_E22_private_names_are_used_in_two_files_only():
         for file in (ROOT / folder).rglob("*.py"):
             if file.name != "compat.py":
                 found |= {(file.name, name) for name in names_in(file) if is_private(name)}
-    assert found <= LEFT
+    assert not found
 
 
 def test_E23_a_call_is_made_while_another_thread_forgets_all(monkeypatch):

@@ -126,10 +126,11 @@ KINDS = {
     "window, lse": dict(window=900, causal=True, return_lse=True),
     "lengths, ring, sinks": dict(lengths=torch.tensor([3, 4]), ring=True, sinks=torch.zeros(8)),
     "no mean": dict(mean=None),
+    "balance": dict(balance=torch.ones(2, 2, 64)),
 }
 for name, kind in KINDS.items():
     usual = {"window": None, "causal": False, "return_lse": False, "lengths": None, "ring": False, "sinks": None}
-    usual |= {"room": 5100, "tokens": (5000, 5001), "mean": torch.zeros(2, 2, 64)}
+    usual |= {"room": 5100, "tokens": (5000, 5001), "mean": torch.zeros(2, 2, 64), "balance": None}
     kind = usual | kind
     room, mean = kind["room"], kind["mean"]
     keys = []
@@ -137,7 +138,7 @@ for name, kind in KINDS.items():
         q = torch.randn(2, 1, 8, 64, dtype=torch.bfloat16)
         whole = (*cache(room, tokens), mean)
         options = tuple(kind[x] for x in ("ring", "causal", "window")) + (0.0, None, kind["return_lse"])
-        key, given, numbers = decode._attend_key(q, whole, kind["lengths"], kind["sinks"], options)
+        key, given, numbers = decode._attend_key(q, (*whole, kind["balance"]), kind["lengths"], kind["sinks"], options)
         keys.append(key)
         from sage_kernels.masking import Masking
         from sage_kernels.reference_decode import decode_band
@@ -146,7 +147,7 @@ for name, kind in KINDS.items():
             masking = Masking(None, *decode_band(kind["causal"], kind["window"]), softcap=0.0, sinks=kind["sinks"])
             out, lse = attention_decode.launch_decode_attention(
                 q, *whole, kind["lengths"], ring=kind["ring"], masking=masking, scale=0.1,
-                return_lse=kind["return_lse"],
+                return_lse=kind["return_lse"], k_balance=kind["balance"],
             )
             return out if lse is None else (out, lse)
 
@@ -165,20 +166,24 @@ for name, kind in KINDS.items():
 
 k, v = (torch.randn(2, 2, 1, 64) for _ in "kv")
 tensors = (k, v, torch.zeros(2, 2, 64), *cache(100, 100))
-keys = []
-for start in (7, 8):
-    key, given, numbers = decode._append_key(tensors, start, False)
-    keys.append(key)
-    call = lambda: append_kv.launch_append_kv(*tensors, position=None, start=start, ring=False)
-    if start == 7:
-        results, again = launching.record(call, given, numbers)
-        assert results is None and again is not None
-        named(handed, given, ())
-made = again(given, numbers)
-assert made == ()
-replayed = named(handed, given, ())
-call()
-assert replayed == named(handed, given, ()) and len(replayed) == 1 and keys[0] == keys[1]
+for balance in (None, torch.ones(2, 2, 64)):
+    keys = []
+    for start in (7, 8):
+        key, given, numbers = decode._append_key((*tensors, balance), start, False)
+        keys.append(key)
+        call = lambda: append_kv.launch_append_kv(
+            *tensors, position=None, start=start, ring=False, k_balance=balance
+        )
+        if start == 7:
+            results, again = launching.record(call, given, numbers)
+            assert results is None and again is not None
+            named(handed, given, ())
+    made = again(given, numbers)
+    assert made == ()
+    replayed = named(handed, given, ())
+    call()
+    assert replayed == named(handed, given, ()) and len(replayed) == 1 and keys[0] == keys[1]
+    handed.clear()
 assert decode._append_key(tensors, 100, False)[0] is None and decode._append_key(tensors, 100, True)[0] is not None
 print("all made again alike")
 """
@@ -198,7 +203,8 @@ def test_the_key_of_a_decoding_step_holds_all_that_decides_it():
         scales = [torch.ones(1, heads, 10_000, dtype=torch.bfloat16)[:, :, : scales or tokens] for _ in "kv"]
         tensors = {"k_codes": codes[0], "k_scale": scales[0], "v_codes": codes[1], "v_scale": scales[1]}
         tensors |= {"k_mean": torch.zeros(1, 2, 64), "lengths": None, "sinks": None, "q": torch.zeros(q)} | changed
-        names = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean")
+        tensors.setdefault("k_balance", None)
+        names = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean", "k_balance")
         held = tuple(tensors[name] for name in names)
         return decode._attend_key(tensors["q"], held, tensors["lengths"], tensors["sinks"], options)[0]
 
@@ -206,7 +212,9 @@ def test_the_key_of_a_decoding_step_holds_all_that_decides_it():
     assert base is not None and base == key(tokens=901)
     others = [
         key(q=(1, 2, 8, 64)), key(q=(1, 1, 4, 64)), key(heads=1), key(tokens=150),
-        key(scales=899), key(k_mean=None), key(k_mean=torch.zeros(1, 2, 32)), key(lengths=torch.tensor(3)),
+        key(scales=899), key(k_mean=None), key(k_mean=torch.zeros(1, 2, 32)),
+        key(k_balance=torch.ones(1, 2, 64)), key(k_mean=None, k_balance=torch.ones(1, 2, 64)),
+        key(lengths=torch.tensor(3)),
         key(lengths=torch.tensor([3])), key(lengths=torch.tensor(3.0)), key(sinks=torch.zeros(8)),
         key(k_scale=torch.ones(1, 2, 10_000)[:, :, :900]),
         key(v_codes=torch.zeros(1, 2, 10_000, 64, dtype=torch.int8)[:, :1, :900]),

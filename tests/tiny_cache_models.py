@@ -12,7 +12,7 @@ from tests.tiny_language_models import MODELS
 
 HEADS, HEAD_DIM = 3, 16
 NAMES = ["llama", "qwen3", "mistral", "gemma2", "gemma3", "gpt_oss", "phi"]
-BUFFERS = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean")
+BUFFERS = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean", "k_balance")
 
 
 def states(number, batch=2, seed=0, head_dim=HEAD_DIM):
@@ -27,6 +27,7 @@ def content(stored: StoredKV) -> tuple[torch.Tensor, torch.Tensor]:
     number = stored.shape[2] if stored.lengths is None else int(stored.lengths)
     slots = torch.arange(max(number - stored.shape[2], 0), number) % stored.shape[2]
     k_scale, v_scale = (x[:, :, slots].double()[..., None] for x in (stored.k_scale, stored.v_scale))
+    k_scale = k_scale / stored.k_balance.double()[:, :, None]
     k = stored.k_codes[:, :, slots].double() * k_scale + stored.k_mean.double()[:, :, None]
     return (k, k_scale), (stored.v_codes[:, :, slots].double() * v_scale, v_scale)
 

@@ -50,24 +50,26 @@ _PLAIN = object()
 _library = torch.library.Library("sage_benchmarks_layers", "DEF")
 _library.define(
     "decode(Tensor q, Tensor k_codes, Tensor k_scale, Tensor v_codes, Tensor v_scale, Tensor? k_mean, "
-    "Tensor? lengths, Tensor? sinks, bool ring, bool causal, int? window, float softcap, float? scale) -> Tensor"
+    "Tensor? lengths, Tensor? sinks, bool ring, bool causal, int? window, float softcap, float? scale, "
+    "Tensor? k_balance) -> Tensor"
 )
 _library.define(
     "append(Tensor k, Tensor v, Tensor? k_mean, Tensor(a!) k_codes, Tensor(b!) k_scale, Tensor(c!) v_codes, "
-    "Tensor(d!) v_scale, int position, bool ring) -> ()"
+    "Tensor(d!) v_scale, int position, bool ring, Tensor? k_balance) -> ()"
 )
 
 
-def _decode(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, sinks, ring, causal, window, softcap, scale):
+def _decode(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, sinks, ring, causal, window, softcap, scale,
+            k_balance):  # fmt: skip
     return sage_kernels.sage_decode_attention(
         q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths=lengths, ring=ring, causal=causal, window=window,
-        softcap=softcap, sinks=sinks, scale=scale,
+        softcap=softcap, sinks=sinks, scale=scale, k_balance=k_balance,
     )  # fmt: skip
 
 
 def _append(*tensors_position_ring):
-    *tensors, position, ring = tensors_position_ring
-    sage_kernels.append_kv(*tensors, position=position, ring=ring)
+    *tensors, position, ring, k_balance = tensors_position_ring
+    sage_kernels.append_kv(*tensors, position=position, ring=ring, k_balance=k_balance)
 
 
 for _device in ("CPU", "CUDA"):
@@ -76,18 +78,19 @@ for _device in ("CPU", "CUDA"):
 
 
 def dispatched_decode(q, k_codes, k_scale, v_codes, v_scale, k_mean=None, *, lengths, ring, attn_mask, causal, window,
-                      softcap, sinks, scale):  # fmt: skip
+                      softcap, sinks, scale, k_balance=None):  # fmt: skip
     """sage_decode_attention through the dispatcher, with replay behind it."""
     if attn_mask is not None:
         raise ValueError(f"attn_mask: got {type(attn_mask).__name__}, expected None in this benchmark")
     return torch.ops.sage_benchmarks_layers.decode(
-        q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, sinks, ring, bool(causal), window, softcap, scale
-    )
+        q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, sinks, ring, bool(causal), window, softcap, scale,
+        k_balance,
+    )  # fmt: skip
 
 
-def dispatched_append(*tensors, position, ring=False):
+def dispatched_append(*tensors, position, ring=False, k_balance=None):
     """append_kv through the dispatcher, with replay behind it."""
-    torch.ops.sage_benchmarks_layers.append(*tensors, position, ring)
+    torch.ops.sage_benchmarks_layers.append(*tensors, position, ring, k_balance)
 
 
 class NoDirectLaunch:

@@ -13,7 +13,7 @@ def _is_number(x) -> bool:
     return isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
 
 
-def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean) -> None:
+def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance=None) -> None:
     """Raise unless the tensors are an INT8 cache: codes int8 [B, H_kv, S, D], scales bf16 [B, H_kv, S]."""
     for name, x in (("k_codes", k_codes), ("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale)):
         if not isinstance(x, torch.Tensor):
@@ -36,16 +36,19 @@ def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean) -> None:
             raise TypeError(f"{name}: got dtype {x.dtype}, expected bfloat16; append_kv writes such buffers")
         if x.shape != shape[:3]:
             raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected [B, H_kv, S] = {list(shape[:3])}")
-    if k_mean is not None:
-        if not isinstance(k_mean, torch.Tensor) or k_mean.dtype != torch.float32:
-            got = k_mean.dtype if isinstance(k_mean, torch.Tensor) else type(k_mean).__name__
-            raise TypeError(f"k_mean: got {got}, expected a float32 tensor [B, H_kv, D] or None")
-        check_strided("k_mean", k_mean)
-        if tuple(k_mean.shape) != (shape[0], shape[1], shape[3]):
+    channels = (("k_mean", k_mean), ("k_balance", k_balance))
+    for name, x in channels:
+        if x is None:
+            continue
+        if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
+            got = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise TypeError(f"{name}: got {got}, expected a float32 tensor [B, H_kv, D] or None")
+        check_strided(name, x)
+        if tuple(x.shape) != (shape[0], shape[1], shape[3]):
             raise ValueError(
-                f"k_mean: got shape {tuple(k_mean.shape)}, expected [B, H_kv, D] = {[shape[0], shape[1], shape[3]]}"
+                f"{name}: got shape {tuple(x.shape)}, expected [B, H_kv, D] = {[shape[0], shape[1], shape[3]]}"
             )
-    for name, x in (("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale), ("k_mean", k_mean)):
+    for name, x in (("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale), *channels):
         if x is not None and x.device != k_codes.device:
             raise ValueError(
                 f"{name}: got device {x.device}, expected k_codes' {k_codes.device}; move all of the cache there"
@@ -54,9 +57,9 @@ def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean) -> None:
         raise NotImplementedError(f"k_codes: got device {k_codes.device}, expected cpu or cuda")
 
 
-def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, ring) -> None:
+def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, ring, k_balance=None) -> None:
     """Raise unless k and v fit the cache and, where the host knows the position, its capacity."""
-    check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean)
+    check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance)
     for name, x in (("k_codes", k_codes), ("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale)):
         check_writable(name, x)
     batch, heads, capacity, head_dim = k_codes.shape
@@ -103,9 +106,9 @@ def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, rin
         raise ValueError(f"k: got {number} tokens, expected at most {capacity}, the ring's capacity; append the last")
 
 
-def check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths) -> None:
+def check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, k_balance=None) -> None:
     """Raise unless q [B, S_q, H, D] can attend over the cache."""
-    check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean)
+    check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance)
     batch, kv_heads, _, head_dim = k_codes.shape
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q: got {type(q).__name__}, expected a torch.Tensor of shape [B, S_q, H, D]")

@@ -14,13 +14,13 @@ _library = torch.library.Library("sage_kernels", "FRAGMENT")
 _CACHE = "Tensor k_codes, Tensor k_scale, Tensor v_codes, Tensor v_scale, Tensor? k_mean"
 _ARGUMENTS = (
     f"Tensor q, {_CACHE}, Tensor? lengths, Tensor? attn_mask, Tensor? sinks, bool ring, bool causal, int? window, "
-    "float softcap, float scale"
+    "float softcap, float scale, Tensor? k_balance=None"
 )
 _library.define(f"decode_attention({_ARGUMENTS}) -> Tensor")
 _library.define(f"decode_attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
 _library.define(
     "append_kv(Tensor k, Tensor v, Tensor? k_mean, Tensor(a!) k_codes, Tensor(b!) k_scale, Tensor(c!) v_codes, "
-    "Tensor(d!) v_scale, Tensor? position, int start, bool ring) -> ()"
+    "Tensor(d!) v_scale, Tensor? position, int start, bool ring, Tensor? k_balance=None) -> ()"
 )
 
 
@@ -35,10 +35,12 @@ def append_kv(
     *,
     position: int | torch.Tensor,
     ring: bool = False,
+    k_balance: torch.Tensor | None = None,
 ) -> None:
     """Quantise new tokens into an INT8 cache, in one launch; nothing else of the cache is read or written.
 
-    A token's scale is its largest element / 127, rounded to bf16 before it divides. K is stored minus k_mean.
+    A token's scale is its largest element / 127, rounded to bf16 before it divides. K is stored as
+    (K - k_mean) · k_balance.
 
     Args:
         k, v: [B, H_kv, N, D] fp16, bf16 or fp32, any strides, the new tokens.
@@ -48,17 +50,19 @@ def append_kv(
         position: how many tokens came before, an int, or an integer tensor [] that stays on its device.
         ring: token number t goes to slot t modulo S; otherwise to slot t, and a token beyond S is an error where the
             position is an int, and is not written where it is a tensor (attention then returns NaN).
+        k_balance: fp32 [B, H_kv, D], positive, or None for ones: smaller for a channel that is larger than the others,
+            whose scale they would have to share. It has to be the same in all calls, and given to attention, too.
     Raises: TypeError, ValueError, NotImplementedError before anything is written; see checks_decode.py.
     """
     tensors = (k, v, k_mean, k_codes, k_scale, v_codes, v_scale)
     key = None
     if not torch.compiler.is_compiling():
-        key, given, numbers, result = _append_again(tensors, position, ring)
+        key, given, numbers, result = _append_again((*tensors, k_balance), position, ring)
         if result is not None:
             return
-    check_append(*tensors, position, ring)
+    check_append(*tensors, position, ring, k_balance)
     on_device = isinstance(position, torch.Tensor)
-    arguments = (*tensors, position if on_device else None, 0 if on_device else position, ring)
+    arguments = (*tensors, position if on_device else None, 0 if on_device else position, ring, k_balance)
     if key is None:
         torch.ops.sage_kernels.append_kv(*arguments)
     else:
@@ -82,6 +86,7 @@ def sage_decode_attention(
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    k_balance: torch.Tensor | None = None,
 ):
     """Attention of the last S_q tokens over an INT8 cache, which is read as it is: no dequantised copy is made.
 
@@ -101,6 +106,7 @@ def sage_decode_attention(
         softcap, sinks: as in `sage_attention`.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         return_lse: also return the log-sum-exp of the scaled and masked scores.
+        k_balance: what `append_kv` was given.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log. A row
         that sees nothing gives 0 and -inf. A token appended with NaN or inf gives NaN in all channels of the rows
         that see it.
@@ -110,13 +116,13 @@ def sage_decode_attention(
     key = None
     if attn_mask is None and not torch.compiler.is_compiling():
         options = (ring, causal, window, softcap, scale, return_lse)
-        key, given, numbers, result = _attend_again(q, cache, lengths, sinks, options)
+        key, given, numbers, result = _attend_again(q, (*cache, k_balance), lengths, sinks, options)
         if result is not None:
             return result
-    check_decode_inputs(q, *cache, lengths)
+    check_decode_inputs(q, *cache, lengths, k_balance)
     check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, scale)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    arguments = (q, *cache, lengths, attn_mask, sinks, ring, bool(causal), window, float(softcap), scale)
+    arguments = (q, *cache, lengths, attn_mask, sinks, ring, bool(causal), window, float(softcap), scale, k_balance)
     if key is not None:
         return make_and_remember(key, lambda: _implementation(return_lse)(*arguments), given, numbers)
     ops = torch.ops.sage_kernels
@@ -142,7 +148,8 @@ def _attend_again(q, cache, lengths, sinks, options):
 def _attend_key(q, cache, lengths, sinks, options):
     """What decides how the host makes a call; the tensors; the numbers that are no part of that.
 
-    A growing cache holds a token more in every call. The key has what follows from it, not the number itself.
+    cache: codes and scales, and what K was stored with. A growing one holds a token more in every call: the key has
+    what follows from that, not the number itself.
     """
     k_codes, window = cache[0], options[2]
     if any(x is None for x in cache[:4]) or q.dim() != 4 or k_codes.dim() != 4 or 0 in q.shape or 0 in k_codes.shape:
@@ -158,12 +165,12 @@ def _attend_key(q, cache, lengths, sinks, options):
     for x in cache[:4]:
         shape = x.shape
         key.append((x.dtype, x.device, shape[:2], shape[2:3] == (tokens,), shape[3:], x.stride()))
-    key += [None if x is None else layout_of(x) for x in (cache[4], lengths, sinks)]
+    key += [None if x is None else layout_of(x) for x in (*cache[4:], lengths, sinks)]
     return tuple(key), [x for x in (q, *cache, lengths, sinks) if x is not None], {"capacity": tokens}
 
 
 def _append_again(tensors, position, ring):
-    """As _attend_again, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale."""
+    """As _attend_again, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance."""
     k, v = tensors[:2]
     if isinstance(position, torch.Tensor):
         tensors += (position,)
@@ -196,7 +203,7 @@ def _found(key, given, numbers):
 
 
 def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, causal, window, softcap,
-            scale, *, return_lse):  # fmt: skip
+            scale, k_balance=None, *, return_lse):  # fmt: skip
     left, right = reference_decode.decode_band(causal, window)
     masking = Masking(
         canonical_mask(attn_mask, k_codes.shape[2]), left, right, softcap=softcap,
@@ -212,10 +219,12 @@ def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, s
         from ._triton.attention_decode import launch_decode_attention
 
         out, lse = launch_decode_attention(
-            q, *cache, lengths, ring=ring, masking=masking, scale=scale, return_lse=return_lse
+            q, *cache, lengths, ring=ring, masking=masking, scale=scale, return_lse=return_lse, k_balance=k_balance
         )
     else:
-        out, lse = reference_decode.ref_decode_attention(q, *cache, lengths, ring=ring, masking=masking, scale=scale)
+        out, lse = reference_decode.ref_decode_attention(
+            q, *cache, lengths, ring=ring, masking=masking, scale=scale, k_balance=k_balance
+        )
     return (out, lse) if return_lse else out
 
 
@@ -228,16 +237,21 @@ def _implementation(return_lse: bool):
     return run
 
 
-def _append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, start, ring):
+def _append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, start, ring, k_balance=None):
     if k.numel() == 0:
         return
     if k.is_cuda:
         from ._triton.append_kv import launch_append_kv
 
-        launch_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=position, start=start, ring=ring)
+        launch_append_kv(
+            k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=position, start=start, ring=ring,
+            k_balance=k_balance,
+        )  # fmt: skip
         return
     start = start if position is None else int(position)
-    reference_decode.ref_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=start, ring=ring)
+    reference_decode.ref_append_kv(
+        k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=start, ring=ring, k_balance=k_balance
+    )
 
 
 def _fake(q, *_):

@@ -34,7 +34,9 @@ def divide_by(x: torch.Tensor, number: float) -> torch.Tensor:
     return x / torch.full_like(x, number)
 
 
-def ref_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position: int, ring: bool) -> None:
+def ref_append_kv(
+    k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position: int, ring: bool, k_balance=None
+) -> None:
     """Quantise k and v [B, H_kv, N, D] into the slots of tokens position, position + 1, … of the buffers, in place.
 
     A token's slot is its position, modulo the capacity in a ring. Slots beyond the capacity are not written.
@@ -47,10 +49,12 @@ def ref_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position:
     k = k.detach()[:, :, kept].float()
     if k_mean is not None:
         k = k - k_mean[:, :, None]
-    for x, codes, scale in ((k, k_codes, k_scale), (v.detach()[:, :, kept].float(), v_codes, v_scale)):
-        new_codes, new_scale = ref_quantize_tokens(x)
-        codes.index_copy_(2, slots, new_codes)
-        scale.index_copy_(2, slots, new_scale)
+    if k_balance is not None:
+        k = k * k_balance[:, :, None]
+    # both before the first is written: a ring's slots hold tokens, which an error must leave as they were
+    new = (*ref_quantize_tokens(k), *ref_quantize_tokens(v.detach()[:, :, kept].float()))
+    for buffer, x in zip((k_codes, k_scale, v_codes, v_scale), new, strict=True):
+        buffer.index_copy_(2, slots, x)
 
 
 def ref_quantize_queries(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -64,7 +68,7 @@ def ref_quantize_queries(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 
 def ref_decode_attention(
     q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, *,
-    ring: bool = False, masking: Masking = NO_MASKING, scale: float, round_p: bool = True,
+    ring: bool = False, masking: Masking = NO_MASKING, scale: float, round_p: bool = True, k_balance=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Attention over an INT8 cache as the kernel computes it. Arguments as `sage_decode_attention`, unchecked.
 
@@ -102,6 +106,8 @@ def ref_decode_attention(
                 shift = torch.zeros_like(qf[..., :1])
                 if k_mean is not None:
                     shift = (qf * k_mean[b, h]).sum(-1, keepdim=True) * scale
+                if k_balance is not None:
+                    qf = qf * divide(1.0, k_balance[b, h])
                 x = _scores(qf, k, k_s, scale, exact_queries=not round_p)
                 x = _masked(x, shift, masking, b, own, rows, number - seq_q)
                 o, log_sum = _softmax_values(x, v, v_s, shift, masking, own, round_p)

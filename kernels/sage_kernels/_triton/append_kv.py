@@ -34,13 +34,13 @@ _LENGTHS = ["start", "number", "capacity", "heads", "stride_ksb", "stride_ksh", 
 
 
 @triton.jit(do_not_specialize=_LENGTHS)
-def _append_kv_kernel(k_ptr, v_ptr, mean_ptr, k_codes_ptr, k_scale_ptr, v_codes_ptr, v_scale_ptr, position_ptr,
-                      start, number, capacity, heads,
+def _append_kv_kernel(k_ptr, v_ptr, mean_ptr, balance_ptr, k_codes_ptr, k_scale_ptr, v_codes_ptr, v_scale_ptr,
+                      position_ptr, start, number, capacity, heads,
                       stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn,
                       stride_kcb, stride_kch, stride_kcn, stride_ksb, stride_ksh, stride_ksn,
                       stride_vcb, stride_vch, stride_vcn, stride_vsb, stride_vsh, stride_vsn,
                       HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr, HAS_MEAN: tl.constexpr,
-                      ON_DEVICE: tl.constexpr, RING: tl.constexpr):  # fmt: skip
+                      HAS_BALANCE: tl.constexpr, ON_DEVICE: tl.constexpr, RING: tl.constexpr):  # fmt: skip
     """One program: BLOCK_T new tokens of one head of one sample."""
     blocks = tl.cdiv(number, BLOCK_T)
     which = tl.program_id(0)
@@ -67,6 +67,9 @@ def _append_kv_kernel(k_ptr, v_ptr, mean_ptr, k_codes_ptr, k_scale_ptr, v_codes_
     if HAS_MEAN:
         mean = tl.load(mean_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
         k = k - mean[None, :]
+    if HAS_BALANCE:
+        balance = tl.load(balance_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=1.0)
+        k = k * balance[None, :]
     _store_tokens(
         k, k_codes_ptr + b * stride_kcb + h * stride_kch, k_scale_ptr + b * stride_ksb + h * stride_ksh, slots,
         stride_kcn, stride_ksn, kept, channels, HEAD_DIM,
@@ -77,7 +80,9 @@ def _append_kv_kernel(k_ptr, v_ptr, mean_ptr, k_codes_ptr, k_scale_ptr, v_codes_
     )  # fmt: skip
 
 
-def launch_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position, start: int, ring: bool) -> None:
+def launch_append_kv(
+    k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position, start: int, ring: bool, k_balance=None
+) -> None:
     """One launch on k's device and current stream. Arguments as `append_kv`, checked, k not empty.
 
     Args:
@@ -93,8 +98,10 @@ def launch_append_kv(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, positi
     with torch.cuda.device_of(k):
         launch(
             _append_kv_kernel, batch * heads * triton.cdiv(number, block),
-            k, v, k_scale if k_mean is None else k_mean.contiguous(), k_codes, k_scale, v_codes, v_scale,
-            k_scale if position is None else position, start, number, k_codes.shape[2], heads, *strides,
+            k, v, *(k_scale if x is None else x.contiguous() for x in (k_mean, k_balance)),
+            k_codes, k_scale, v_codes, v_scale, k_scale if position is None else position,
+            start, number, k_codes.shape[2], heads, *strides,
             HEAD_DIM=head_dim, WIDTH=head_width(head_dim), BLOCK_T=block, HAS_MEAN=k_mean is not None,
-            ON_DEVICE=position is not None, RING=ring, num_warps=1 if block == 1 else 4, enable_fp_fusion=False,
+            HAS_BALANCE=k_balance is not None, ON_DEVICE=position is not None, RING=ring,
+            num_warps=1 if block == 1 else 4, enable_fp_fusion=False,
         )  # fmt: skip

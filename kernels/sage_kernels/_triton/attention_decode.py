@@ -192,7 +192,7 @@ _VARYING = ["seq_q", "capacity", "left", "right", "row_tiles", "stride_ksb", "st
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=["k_scale_ptr", "v_scale_ptr", "mask_ptr"])
 def _decode_attention_kernel(
-    q_ptr, k_codes_ptr, k_scale_ptr, v_words_ptr, v_scale_ptr, mean_ptr, lengths_ptr, mask_ptr, sinks_ptr,
+    q_ptr, k_codes_ptr, k_scale_ptr, v_words_ptr, v_scale_ptr, mean_ptr, balance_ptr, lengths_ptr, mask_ptr, sinks_ptr,
     out_ptr, lse_ptr, stride_qb, stride_qs, stride_qh,
     stride_kcb, stride_kch, stride_kcn, stride_ksb, stride_ksh, stride_ksn,
     stride_vcb, stride_vch, stride_vcn, stride_vsb, stride_vsh, stride_vsn,
@@ -200,8 +200,8 @@ def _decode_attention_kernel(
     seq_q, capacity, kv_heads, row_tiles, splits, all_rows, left, right, softcap, softmax_scale,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SOFTCAP: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_LENGTHS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    RING: tl.constexpr, PARTIAL: tl.constexpr, RETURN_LSE: tl.constexpr, ASM: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_BALANCE: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, RING: tl.constexpr, PARTIAL: tl.constexpr, RETURN_LSE: tl.constexpr, ASM: tl.constexpr,
     EVICTION: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One program: up to BLOCK_M rows (query, head) of one key/value head, and one split of its keys.
@@ -216,12 +216,13 @@ def _decode_attention_kernel(
         which = which // row_tiles
     split = which % splits
     head = which // splits
-    b = (head // kv_heads).to(tl.int64)
-    h_kv = (head % kv_heads).to(tl.int64)
+    # counted in 32 bits, which saves registers over the loop; what they make with strides needs 64
+    sample, kv_head = head // kv_heads, head % kv_heads
+    b, h_kv = sample.to(tl.int64), kv_head.to(tl.int64)
     rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows < seq_q * GROUP
     s = rows // GROUP
-    h = h_kv * GROUP + rows % GROUP
+    h = kv_head * GROUP + rows % GROUP
     channels = tl.arange(0, WIDTH)
 
     # the tokens there are, and where the rows stand among them
@@ -258,19 +259,23 @@ def _decode_attention_kernel(
     v_base = v_words_ptr + b * stride_vcb + h_kv * stride_vch
     k_scales = k_scale_ptr + b * stride_ksb + h_kv * stride_ksh
     v_scales = v_scale_ptr + b * stride_vsb + h_kv * stride_vsh
-    q_rows = b * stride_qb + s.to(tl.int64) * stride_qs + h * stride_qh
+    q_rows = b * stride_qb + s.to(tl.int64) * stride_qs + h.to(tl.int64) * stride_qh
     inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_rows[:, None] + channels[None, :], mask=inside, other=0.0).to(tl.float32)
-    high, low, q_scale = _quantize_queries(q)
+    balanced = q
+    if HAS_BALANCE:
+        balance = tl.load(balance_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=1.0)
+        balanced = q * tl.div_rn(balance * 0.0 + 1.0, balance)[None, :]
+    high, low, q_scale = _quantize_queries(balanced)
     row_scale = q_scale * (softmax_scale * _LOG2_E / _LOW_STEPS)
     shift = tl.zeros([BLOCK_M], tl.float32)
     if HAS_MEAN and (SOFTCAP or HAS_SINKS or RETURN_LSE):
-        mean = tl.load(mean_ptr + (b * kv_heads + h_kv) * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
+        mean = tl.load(mean_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
         shift = tl.sum(q * mean[None, :], 1) * (softmax_scale * _LOG2_E)
 
     mask_rows = mask_ptr + b * stride_mb
     if MASK == "rows":
-        mask_rows += h * stride_mh + s.to(tl.int64) * stride_mq
+        mask_rows += h.to(tl.int64) * stride_mh + s.to(tl.int64) * stride_mq
     even = tl.zeros([WIDTH // 2, BLOCK_M], tl.float32)
     odd = tl.zeros([WIDTH // 2, BLOCK_M], tl.float32)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -333,7 +338,7 @@ def _decode_attention_kernel(
         overflow = seen > capacity  # tokens that had no room: no number is right
         out = tl.where(overflow, float("nan"), out)
         lse = tl.where(overflow, float("nan"), lse)
-    batch_rows = (b * seq_q + s) * (kv_heads * GROUP) + h  # contiguous [B, S_q, H]
+    batch_rows = ((sample * seq_q + s) * (kv_heads * GROUP) + h).to(tl.int64)  # contiguous [B, S_q, H]
     if PARTIAL:
         batch_rows += split.to(tl.int64) * all_rows
         tl.store(lse_ptr + batch_rows, lse, mask=is_row)
@@ -401,7 +406,7 @@ def cut_decode(q_shape, kv_heads: int, capacity: int, left: int, device, tile: D
 
 def launch_decode_attention(
     q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, *, ring: bool, masking: Masking, scale: float,
-    return_lse: bool, splits: int | None = None, tile: DecodeTile | None = None,
+    return_lse: bool, splits: int | None = None, tile: DecodeTile | None = None, k_balance=None,
 ):  # fmt: skip
     """Launch the kernel, and the combine step if the keys are split, on q's device and current stream.
 
@@ -416,9 +421,10 @@ def launch_decode_attention(
     if head_dim % 2:  # no model's: a channel of zeros makes whole words
         q, k_codes, v_codes = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k_codes, v_codes))
         k_mean = None if k_mean is None else torch.nn.functional.pad(k_mean, (0, 1))
+        k_balance = None if k_balance is None else torch.nn.functional.pad(k_balance, (0, 1), value=1.0)
         out, lse = launch_decode_attention(
             q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, ring=ring, masking=masking, scale=scale,
-            return_lse=return_lse, splits=splits, tile=tile,
+            return_lse=return_lse, splits=splits, tile=tile, k_balance=k_balance,
         )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse
     q, k_codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k_codes))
@@ -439,8 +445,8 @@ def launch_decode_attention(
     overlap = splits > 1 and capability >= 90 and PROGRAMMATIC
     none = k_scale  # never read where a pointer does not apply
     tensors = (
-        k_mean if k_mean is None else k_mean.contiguous(), lengths, None if mask is None else as_loadable(mask),
-        masking.sinks, target, target_lse,
+        *(x if x is None else x.contiguous() for x in (k_mean, k_balance)), lengths,
+        None if mask is None else as_loadable(mask), masking.sinks, target, target_lse,
     )  # fmt: skip
     with torch.cuda.device_of(q):
         launch(
@@ -455,8 +461,8 @@ def launch_decode_attention(
             BLOCK_N=tile.block_n, STAGES=tile.num_stages, MASK=kind,
             HAS_BIAS=mask is not None and mask.dtype != torch.bool,
             HAS_LEFT=masking.left != UNLIMITED, HAS_RIGHT=masking.right != UNLIMITED, SOFTCAP=masking.softcap > 0,
-            HAS_MEAN=k_mean is not None, HAS_LENGTHS=lengths is not None, HAS_SINKS=masking.sinks is not None,
-            RING=ring, PARTIAL=splits > 1, RETURN_LSE=return_lse,
+            HAS_MEAN=k_mean is not None, HAS_BALANCE=k_balance is not None, HAS_LENGTHS=lengths is not None,
+            HAS_SINKS=masking.sinks is not None, RING=ring, PARTIAL=splits > 1, RETURN_LSE=return_lse,
             ASM=capability > 0, EVICTION="evict_first" if tile.read_once else "", OVERLAP=overlap,
             num_warps=tile.num_warps, enable_fp_fusion=False,
             **({"maxnreg": tile.max_registers} if tile.max_registers else {}),
