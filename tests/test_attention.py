@@ -132,7 +132,7 @@ def test_planned_scales_keep_up_with_dynamic_ones_on_every_family(family):
 
 
 def test_a_tile_that_outgrows_its_plan_is_never_clipped(kernel_device):
-    """Keys 30 times larger than the step before, in a few tokens that no sample meets: the tile has a scale of its own."""
+    """Keys 30 times larger than the step before, in a few tokens that no sample meets: it has a scale of its own."""
     state = ScaleState([Site("a", 1, 64)], device=kernel_device)
     q, k, v = make_qkv("normal", 1, 64, 256, 1, 1, 64, dtype=torch.float16)
     run_kernel(q, k, v, kernel_device, state=state.head_state(0))

@@ -6,7 +6,16 @@ import math
 
 import torch
 
-from .recipe import AMAX_FLOOR, CHANNEL_FLOOR, E4M3_MAX, FIT_SAMPLES, V_AMAX_FLOOR, V_CODE
+from .recipe import (
+    AMAX_FLOOR,
+    BALANCE_NEAR_ABOVE,
+    BALANCE_NEAR_BELOW,
+    CHANNEL_FLOOR,
+    E4M3_MAX,
+    FIT_SAMPLES,
+    V_AMAX_FLOOR,
+    V_CODE,
+)
 
 
 LOG2_E = math.log2(math.e)
@@ -96,7 +105,14 @@ def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, coun
     q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
     k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
     balance = (q_amax / k_amax).double().sqrt().float()  # rounded once: torch's own fp32 sqrt on the CPU is an ulp off
-    return torch.where(torch.isfinite(balance) & (balance > 0), balance, 1.0)
+    balance = torch.where(torch.isfinite(balance) & (balance > 0), balance, 1.0)
+    # near a power of two it is that: what a sample says of channels that are alike is noise, which this leaves out
+    bits = balance.view(torch.int32)
+    fraction, power = bits & 0x7FFFFF, bits & 0x7F800000
+    bits = torch.where(
+        fraction < BALANCE_NEAR_BELOW, power, torch.where(fraction > BALANCE_NEAR_ABOVE, power + 2**23, bits)
+    )
+    return bits.view(torch.float32)
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:

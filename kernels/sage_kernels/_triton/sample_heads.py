@@ -11,6 +11,8 @@ import triton.language as tl
 from ..masking import FAINT
 from .primitives import (
     AMAX_FLOOR,
+    BALANCE_NEAR_ABOVE,
+    BALANCE_NEAR_BELOW,
     CENTER_SAMPLES,
     CENTER_STEPS,
     CHANNEL_FLOOR,
@@ -97,7 +99,13 @@ def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_k
             q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
             q_amax = tl.maximum(q_amax, tl.abs(q))
     balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
-    return tl.where((balance * 0.0 == 0.0) & (balance > 0), balance, 1.0)
+    balance = tl.where((balance * 0.0 == 0.0) & (balance > 0), balance, 1.0)
+    bits = balance.to(tl.int32, bitcast=True)
+    fraction, power = bits & 0x7FFFFF, bits & 0x7F800000
+    bits = tl.where(
+        fraction < BALANCE_NEAR_BELOW, power, tl.where(fraction > BALANCE_NEAR_ABOVE, power + 8388608, bits)
+    )
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
