@@ -168,7 +168,9 @@ def test_bench_quality_appends_the_rows(tmp_path, monkeypatch):
         "3"
     }
     mean = {row["case"]: float(row["median"]) for row in rows if row["metric"] == "psnr_db_mean"}
-    assert mean["tiny_flux_hard/timestep"] > mean["tiny_flux_hard/dynamic"] + 3  # the balance undoes planted outliers
+    # the balance of every scaling undoes planted outliers
+    assert mean["tiny_flux_hard/dynamic"] > mean["tiny_flux_hard/timestep"] - 3
+    assert min(mean.values()) > max(mean.values()) - 8
     assert all(f"{value:.2f}" in output for value in mean.values())
 
 

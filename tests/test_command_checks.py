@@ -175,13 +175,14 @@ def test_Q37_what_calibrate_found_is_not_lost_with_a_full_disk(tmp_path, monkeyp
 
 
 def test_what_did_not_run_in_int8_has_no_psnr_in_a_table():
-    idle = quality.Quality("dynamic", "r", (120.0,), (1.0,))
+    idle = quality.Quality("dynamic", "r", (120.0,), (1.0,), 0, 3)
     ran, floor = (
         quality.Quality("timestep", "r", (50.0,), (0.9,), 3),
         quality.Quality("stock_bf16", "", (60.0,), (0.95,)),
     )
     cells = [list(column.cells) for column in cli._quality_table("x", [idle, ran, floor]).columns]
-    assert cells[1:5] == [["–", "50.00", "60.00"]] * 2 + [["–", "0.900000", "0.950000"]] * 2
+    assert cells[1] == [quality.NOTHING_RAN, "50.00", "60.00"] and cells[2] == ["–", "50.00", "60.00"]
+    assert cells[3:5] == [["–", "0.900000", "0.950000"]] * 2
 
 
 def test_rules_record_nothing_when_nothing_ran(tmp_path, monkeypatch):
@@ -197,7 +198,7 @@ def test_options_that_are_all_exact_have_no_psnr_in_a_curve(capsys):
         {"label": "exact", "cost": 1.0, "int8_share": 0.0, **psnr},
         {"label": "ran", "cost": 0.7, "int8_share": 0.5, **psnr},
     ]
-    calibration.Calibration(sp.SageAttnProcessor(), True, {}, {}, curve, []).print(Console(width=200))
+    calibration.Calibration(sp.SageAttnProcessor(), True, {}, {"int8_share": 0.5}, curve, []).print(Console(width=200))
     exact, ran = (line for line in capsys.readouterr().out.splitlines() if "1.000" in line or "0.700" in line)
     assert "120.00" in ran and "119.50" in ran and "dB" not in exact and "12" not in exact and exact.count("–") == 3
 

@@ -189,7 +189,7 @@ def test_evaluate_starts_every_batch_from_a_scale_file(tmp_path):
     finally:
         pipe.scheduler = own
     # dynamic calls of the last batch, whose shape and first noise level the file's run had seen
-    assert len(handles) == 2 and dynamic[0] > 0 and dynamic[1] == 0
+    assert len(handles) == 2 and dynamic[0] > 2 * dynamic[1]  # plans that do not fit any more
     assert all(value > 40 for value in results["loaded"].psnr_db)
     assert results["loaded"].psnr_db != results["fresh"].psnr_db
 

@@ -95,10 +95,19 @@ def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, coun
     """Channel balance b of an unplanned head from a sample: sqrt(amax |q| / amax |k - c|) -> fp32 [B, H_kv, 1, D].
 
     q [B, H, S_q, D], k [B, H_kv, S_kv, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. Q / b and K·b
-    leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone.
+    leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone. Where there are as many queries
+    as keys, a query at the place of a key that does not count is padding, and does not count either.
     """
-    q = q[:, :, sample_tokens(q.shape[2], q.device)].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-    q_amax = q.abs().amax(2, keepdim=True)
+    q = q.unflatten(1, (k.shape[1], -1))
+    if counts is not None and q.shape[3] == k.shape[2]:
+        group = q.shape[2]
+        q, q_counted = sample_keys(
+            q.flatten(1, 2), counts.expand(q.shape[0], q.shape[1], -1).repeat_interleave(group, 1)
+        )
+        q = torch.where(q_counted, q, 0.0).unflatten(1, (k.shape[1], -1))
+    else:
+        q = q[:, :, :, sample_tokens(q.shape[3], q.device)]
+    q_amax = q.flatten(2, 3).abs().amax(2, keepdim=True)
     k, counted = sample_keys(k, counts)
     k_reach = (k - center).abs()
     k_amax = (k_reach if counted is None else torch.where(counted, k_reach, 0.0)).amax(2, keepdim=True)

@@ -15,8 +15,8 @@ AMAX_FLOOR = 1e-30
 # Channels this much smaller than the head's largest are balanced as if they were this large: keeps b in fp32's range.
 CHANNEL_FLOOR = 2.0**-24
 
-# Fractions, in units of 2^-23: of a sampled balance that is taken for the power of two below or above, factors of up to
-# 2^(1/4) from it.
+# Fractions, in units of 2^-23: a sampled balance is taken for the power of two below or above where it is within
+# 2^(1/4) of it.
 BALANCE_NEAR_BELOW, BALANCE_NEAR_ABOVE = 1_587_183, 5_719_294
 # A tile of keys whose largest code under the planned scale is below this share of 127 takes its own, smaller scale.
 SHRINK_LIMIT = 0.875

@@ -157,7 +157,9 @@ def ref_attention(
     group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]
     planned = None
     center = sampled_center(kf, counts) if smooth_k else torch.zeros_like(kf[:, :, :1])
-    balance = sampled_balance(qf, kf, center, counts)
+    # as center, of a sample of all keys: a causal call without smoothing promises that no later one changes a bit
+    sampled = smooth_k or state is not None
+    balance = sampled_balance(qf, kf, center, counts) if sampled else torch.ones_like(kf[:, :, :1])
     k_weight, q_weight = balance, divide(1.0, balance)
     if state is not None:
         group_q, group_k = 1, block_k

@@ -219,13 +219,13 @@ def prepare_keys(
         fits = fits & (planned > 0)
         misfit = fits & (plan_fits(k_sample, counted, q_sample, center, weight, q_weight) == 0)
         planned = tl.where(fits & (misfit == 0), planned, 0.0)
-    if planned == 0:  # no plan: what was read with it does not count
+    if (planned == 0) & (SMOOTH or SCALING == "planned"):  # no plan: what was read with it does not count
         if SMOOTH:
             center = sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, SAMPLED, HAS_MASK)
         else:
             center = tl.zeros([WIDTH], tl.float32)
         weight = sampled_balance(
-            q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
+            q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr, center,
             HEAD_DIM, WIDTH, SAMPLED, HAS_MASK,
         )  # fmt: skip
         q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)

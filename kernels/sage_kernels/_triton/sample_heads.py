@@ -83,20 +83,24 @@ def _bounded_amax(amax):
 
 
 @triton.jit
-def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
+def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr, center,
                      HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                      HAS_MASK: tl.constexpr):  # fmt: skip
     """numerics.sampled_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
     q_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     k_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
+    is_self = HAS_MASK and seq_q == seq_kv
+    q_extent = tl.where(is_self, extent, seq_q)
     for step in range(_sample_steps(extent, ROWS)):
         i = step * ROWS + tl.arange(0, ROWS)
         k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
         smoothed = tl.where(is_channel & (counted != 0)[:, None], k - center[None, :], 0.0)
         k_amax = tl.maximum(k_amax, tl.abs(smoothed))
         for g in range(group):
-            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
+            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, q_extent, i, HEAD_DIM, WIDTH)
+            if HAS_MASK:
+                q = tl.where((counted != 0)[:, None] | (is_self == 0), q, 0.0)
             q_amax = tl.maximum(q_amax, tl.abs(q))
     balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
     balance = tl.where((balance * 0.0 == 0.0) & (balance > 0), balance, 1.0)
