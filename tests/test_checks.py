@@ -7,6 +7,7 @@ import torch
 
 import sage_kernels
 from sage_kernels import new_head_state, sage_attention
+from sage_kernels.masking import Masking
 from sage_kernels.reference import ref_attention
 
 
@@ -211,6 +212,43 @@ def test_M08_a_mask_and_causal_raise(causal, no_launch):
 @pytest.mark.parametrize("keyword", ["attn_maks", "is_causal", "mask", "enable_gqa", "kwargs"])
 def test_M11_an_unknown_keyword_is_a_type_error(keyword, no_launch):
     check_raises(qkv(), {keyword: None}, TypeError, [keyword])
+
+
+@pytest.mark.parametrize("softcap", [torch.tensor(1.0), "20", None])
+def test_Q42_a_softcap_that_is_no_python_number_is_a_type_error(softcap, no_launch):
+    """A tensor would be read, and the device waited for."""
+    with pytest.raises(TypeError, match=f"softcap: got {type(softcap).__name__}, expected a Python number"):
+        sage_attention(**qkv(), softcap=softcap)
+
+
+def test_Q42_a_mask_is_only_in_the_way_of_gradients_if_it_requires_some():
+    inputs, mask = qkv(), torch.zeros(2, 1, 8, 12)
+    with torch.enable_grad():
+        assert sage_kernels.unsupported(**inputs, attn_mask=mask, enable_gqa=True) is None
+        assert sage_kernels.unsupported(**inputs, attn_mask=mask.clone().requires_grad_(), enable_gqa=True) == (
+            "requires_grad"
+        )
+    with torch.no_grad():
+        assert sage_kernels.unsupported(**inputs, attn_mask=mask.clone().requires_grad_(), enable_gqa=True) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "by_key", "by_row"),
+    [
+        ({}, False, False),
+        ({"left": 3, "right": 0, "offset": 4}, False, False),
+        ({"mask": torch.zeros(2, 1, 1, 8)}, True, False),
+        ({"mask": torch.zeros(2, 3, 1, 8)}, False, True),
+        ({"mask": torch.zeros(2, 1, 5, 8)}, False, True),
+        ({"softcap": 20.0}, False, True),
+        ({"sinks": torch.zeros(3)}, False, True),
+        ({"mask": torch.zeros(2, 1, 1, 8), "sinks": torch.zeros(3)}, True, True),
+    ],
+)
+def test_Q42_only_what_needs_it_is_masked_row_by_row(options, by_key, by_row):
+    """The kernels for rows are slower, and right for everything: no output would show that one ran for nothing."""
+    masking = Masking(**options)
+    assert (masking.by_key, masking.by_row) == (by_key, by_row)
 
 
 @pytest.mark.parametrize("case", BAD_CAUSAL)

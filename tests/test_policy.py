@@ -10,6 +10,7 @@ import torch
 
 import sage_processors as sp
 from sage_processors import policy
+from sage_processors.strict_json import some
 from tests.test_windows import flux_pipe
 
 
@@ -150,6 +151,22 @@ def test_pickles_archives_and_huge_files_are_refused_unread(tmp_path):
         file.truncate(2**40)  # sparse: reading it whole would end the process
     with pytest.raises(ValueError, match="more than 1048576 bytes"):
         sp.SageAttnProcessor.from_policy(bad)
+
+
+def test_Q42_a_file_of_the_very_limit_is_read(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_bytes(b"12345")
+    assert policy.read_small(path, 5) == b"12345"
+    with pytest.raises(ValueError, match="a file of more than 4 bytes"):
+        policy.read_small(path, 4)
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "[]"), (5, "['0', '1', '2', '3', '4']"), (6, "['0', '1', '2', '3', '4' and 1 more]")]
+)
+def test_messages_name_five(count, said):
+    assert some(range(count)) == said
+    assert some(["x" * 300]) == f"['{'x' * 200}']"
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,9 @@ Q02 = {
     "table_run": (_value("table_run", (15, 3), 10**6), "of a run that was not"),
     "keys": (_value("keys", (3, 1), -5), "negative shape key"),
     "timestep": (_value("timestep", 1, 2.0), "got timestep"),
+    "timestep_inf": (_value("timestep", 0, INF), "got timestep"),
+    "timestep_negative": (_value("timestep", 0, -1.0), "got timestep"),
+    "level_negative": (_value("timestep", 1, -0.1), "got timestep"),
     "timestep_nan": (_value("timestep", 0, NAN), "got timestep"),
     "dtype": (_whole("plan_scale", lambda x: x.half()), "got F16 for dtype of tensor transformer.plan_scale"),
     "dtype_of_same_size": (_whole("plan_scale", lambda x: x.int()), "got I32 for dtype"),
@@ -107,9 +110,38 @@ def test_Q02_a_huge_file_is_refused_unread(saved, refused, tmp_path, monkeypatch
     assert f"got a file of {2**29 + 1} bytes, expected at most {2**29}" in refused(path)
     os.truncate(path, scale_files.MAX_FILE_BYTES)  # allowed as such, but not what the header says
     assert "it is damaged" in refused(path)
-    monkeypatch.setattr(scale_files, "MAX_FILE_BYTES", 1000)
-    with pytest.raises(ValueError, match="expected at most 1000"):
-        learnt("ddpm", runs=1)[1].save_scales(path)
+    handle = learnt("ddpm", runs=1)[1]
+    handle.save_scales(path)
+    size = path.stat().st_size
+    monkeypatch.setattr(scale_files, "MAX_FILE_BYTES", size)  # what may be written may be read
+    handle.save_scales(path)
+    assert handle.load_scales(path)
+    monkeypatch.setattr(scale_files, "MAX_FILE_BYTES", size - 1)
+    with pytest.raises(ValueError, match=f"got scales of {size} bytes, expected at most {size - 1}"):
+        handle.save_scales(path)
+
+
+def test_Q42_metadata_of_the_very_limit_are_read(saved, refused, tmp_path, monkeypatch):
+    text = json.dumps(saved[1])
+    path = changed(saved, tmp_path / "x.safetensors", metadata=text)
+    monkeypatch.setattr(scale_files, "MAX_METADATA_BYTES", len(text) - 1)
+    assert f"got metadata of {len(text)} characters, expected at most {len(text) - 1}" in refused(path)
+    monkeypatch.setattr(scale_files, "MAX_METADATA_BYTES", len(text))
+    pipe, _ = PIPES["flux"]()
+    with pipe.set_attn_processor(EVERYTHING) as fresh:
+        assert fresh.load_scales(path)
+
+
+@pytest.mark.parametrize(("largest", "level"), [(0.0, 0.0), (1000.0, 1.0), (3e38, 0.5)])
+def test_Q42_timesteps_at_the_ends_of_their_ranges_are_read(largest, level, saved, tmp_path):
+    path = changed(
+        saved, tmp_path / "x.safetensors",
+        tensors={"transformer.timestep": torch.tensor([largest, level], dtype=saved[2]["transformer.timestep"].dtype)},
+    )  # fmt: skip
+    pipe, _ = PIPES["flux"]()
+    with pipe.set_attn_processor(EVERYTHING) as fresh:
+        assert fresh.load_scales(path)
+        assert values_of(fresh)[0]["t"].tolist() == pytest.approx([largest, level])
 
 
 @pytest.mark.parametrize("header_bytes", [0, 1, 2**22 + 1, 2**40, 2**64 - 1])
