@@ -209,7 +209,7 @@ def test_V12_an_outlier_channel_is_balanced_away(factor, attend):
     dynamic, _ = attend(q, k, v)
     for head in range(2):
         assert sqnr_db(planned[:, :, head], exact[:, :, head]) >= 36
-    assert sqnr_db(planned, exact) > sqnr_db(dynamic, exact) + 10  # per-token scales alone lose these bits
+        assert sqnr_db(dynamic[:, :, head], exact[:, :, head]) >= 36
 
 
 def test_V12_an_outlier_channel_that_rules_the_scores(attend):

@@ -223,8 +223,8 @@ def test_L20_what_is_written_must_be_memory(name, qkv):
 
 
 def launch_append_kv_as(launch):
-    def append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, *, position, ring):
-        launch(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=None, start=position, ring=ring)
+    def append(*tensors, position, ring, k_balance):
+        launch(*tensors, position=None, start=position, ring=ring, k_balance=k_balance)
 
     return append
 

@@ -8,6 +8,7 @@ import torch
 
 from .recipe import (
     AMAX_FLOOR,
+    BALANCE_LIMIT,
     BALANCE_NEAR_ABOVE,
     BALANCE_NEAR_BELOW,
     CHANNEL_FLOOR,
@@ -19,6 +20,7 @@ from .recipe import (
 
 
 LOG2_E = math.log2(math.e)
+SQRT_2 = 1.4142135381698608  # in fp32
 CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is averaged over
 CENTER_STEPS = 2.0**22  # integer steps from 0 to the sample's largest element; 128 of them fit int32
 
@@ -95,19 +97,10 @@ def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, coun
     """Channel balance b of an unplanned head from a sample: sqrt(amax |q| / amax |k - c|) -> fp32 [B, H_kv, 1, D].
 
     q [B, H, S_q, D], k [B, H_kv, S_kv, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. Q / b and K·b
-    leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone. Where there are as many queries
-    as keys, a query at the place of a key that does not count is padding, and does not count either.
+    leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone.
     """
-    q = q.unflatten(1, (k.shape[1], -1))
-    if counts is not None and q.shape[3] == k.shape[2]:
-        group = q.shape[2]
-        q, q_counted = sample_keys(
-            q.flatten(1, 2), counts.expand(q.shape[0], q.shape[1], -1).repeat_interleave(group, 1)
-        )
-        q = torch.where(q_counted, q, 0.0).unflatten(1, (k.shape[1], -1))
-    else:
-        q = q[:, :, :, sample_tokens(q.shape[3], q.device)]
-    q_amax = q.flatten(2, 3).abs().amax(2, keepdim=True)
+    q = q[:, :, sample_tokens(q.shape[2], q.device)].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
+    q_amax = q.abs().amax(2, keepdim=True)
     k, counted = sample_keys(k, counts)
     k_reach = (k - center).abs()
     k_amax = (k_reach if counted is None else torch.where(counted, k_reach, 0.0)).amax(2, keepdim=True)
@@ -122,6 +115,32 @@ def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, coun
         fraction < BALANCE_NEAR_BELOW, power, torch.where(fraction > BALANCE_NEAR_ABOVE, power + 2**23, bits)
     )
     return bits.view(torch.float32)
+
+
+def sampled_key_balance(k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
+    """Channel balance of a call without a state, a power of two, from a sample of its keys -> fp32 [B, H_kv, 1, D].
+
+    k [B, H_kv, S, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. What a channel is above or below the
+    head's ordinary ones, in exponents of the mean |k - c|, is taken from K and given to Q; up to one is left alone.
+    Of keys only, so that no query changes a bit of another row. Integers throughout: the same bits in any order.
+    """
+    sample, counted = sample_keys(k, counts)
+    used = sample.isfinite() if counted is None else sample.isfinite() & counted
+    amax = torch.where(used, sample.abs(), 0.0).amax((2, 3), keepdim=True).clamp_min(AMAX_FLOOR)
+    reach = torch.where(used, (sample - center).abs() * divide(CENTER_STEPS * 0.5, amax), 0.0)
+    size = torch.round(reach.clamp_max(CENTER_STEPS)).nan_to_num(0.0).int().sum(2, keepdim=True, dtype=torch.int32)
+    exponent = ((size.float() * SQRT_2).view(torch.int32) >> 23) - 127
+    ordinary = size > 0
+    mean = 0
+    for _ in range(2):  # of all, then of those near to that
+        number = ordinary.sum(3, keepdim=True)
+        mean = torch.where(
+            number > 0, torch.where(ordinary, exponent, 0).sum(3, keepdim=True) // number.clamp_min(1), mean
+        )
+        ordinary = ordinary & ((exponent - mean).abs() <= 2)
+    above = (exponent - mean).clamp(-BALANCE_LIMIT, BALANCE_LIMIT)
+    above = torch.where((size > 0) & (above.abs() > 1), above, 0).int()
+    return (127 - above << 23).view(torch.float32)
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from .numerics import (
     round_to_e4m3,
     sampled_balance,
     sampled_center,
+    sampled_key_balance,
 )
 from .recipe import (
     AMAX_FLOOR,
@@ -157,9 +158,12 @@ def ref_attention(
     group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]
     planned = None
     center = sampled_center(kf, counts) if smooth_k else torch.zeros_like(kf[:, :, :1])
-    # as center, of a sample of all keys: a causal call without smoothing promises that no later one changes a bit
-    sampled = smooth_k or state is not None
-    balance = sampled_balance(qf, kf, center, counts) if sampled else torch.ones_like(kf[:, :, :1])
+    if state is not None:
+        balance = sampled_balance(qf, kf, center, counts)
+    elif smooth_k:
+        balance = sampled_key_balance(kf, center, counts)
+    else:  # without smoothing no later key changes a bit of a causal call
+        balance = torch.ones_like(kf[:, :, :1])
     k_weight, q_weight = balance, divide(1.0, balance)
     if state is not None:
         group_q, group_k = 1, block_k
@@ -328,7 +332,8 @@ def _plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     high, low = (k.masked_fill(hidden, -torch.inf).amax(2), k.masked_fill(hidden, torch.inf).amin(2))
     heads = torch.arange(FIT_SAMPLES, device=qf.device) * (qf.shape[1] // kv_heads) // FIT_SAMPLES
     q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, fit_tokens(torch.tensor([qf.shape[2]], device=qf.device))]
-    q_range = q.abs().masked_fill(q.isnan(), 0.0).amax(2) * q_weight
+    q = q.abs().masked_fill(q.isnan(), 0.0) * q_weight[:, :, None]
+    q_range = (q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)).amax(2)  # rows have scales of their own
     seen = high >= low
     k_range = torch.where(seen, torch.maximum((high - center).abs(), (low - center).abs()), 0.0) * k_weight
     best = torch.where(seen, high * 0.5 - low * 0.5, 0.0) * k_weight * q_range

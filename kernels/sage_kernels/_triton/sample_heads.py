@@ -8,9 +8,11 @@ reference too.
 import triton
 import triton.language as tl
 
+from .. import numerics
 from ..masking import FAINT
 from .primitives import (
     AMAX_FLOOR,
+    BALANCE_LIMIT,
     BALANCE_NEAR_ABOVE,
     BALANCE_NEAR_BELOW,
     CENTER_SAMPLES,
@@ -24,6 +26,7 @@ from .primitives import (
 
 
 _FAINT = tl.constexpr(FAINT)
+SQRT_2 = tl.constexpr(numerics.SQRT_2)
 
 
 @triton.jit
@@ -83,24 +86,52 @@ def _bounded_amax(amax):
 
 
 @triton.jit
-def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr, center,
+def sampled_key_balance(k_base, stride_ks, extent, reach_ptr, center, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+                        ROWS: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
+    """numerics.sampled_key_balance of one head: [WIDTH]."""
+    top = tl.zeros([ROWS, WIDTH], tl.float32)
+    for step in range(_sample_steps(extent, ROWS)):
+        i = step * ROWS + tl.arange(0, ROWS)
+        k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
+        top = tl.maximum(top, tl.where(k * 0.0 == 0.0, tl.abs(k), 0.0))
+    amax = tl.maximum(tl.max(tl.max(top, 1), 0), AMAX_FLOOR)
+    inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS * 0.5, amax)
+    total = tl.zeros([ROWS, WIDTH], tl.int32)
+    is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
+    for step in range(_sample_steps(extent, ROWS)):
+        i = step * ROWS + tl.arange(0, ROWS)
+        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
+        reach = tl.minimum(tl.abs(k - center[None, :]) * inverse, CENTER_STEPS)
+        used = is_channel & (counted != 0)[:, None] & (k * 0.0 == 0.0) & (reach == reach)
+        total += round_to_int(tl.where(used, reach, 0.0))
+    size = tl.sum(total, 0)
+    exponent = ((size.to(tl.float32) * SQRT_2).to(tl.int32, bitcast=True) >> 23) - 127
+    has_size = size > 0
+    mean = tl.sum(tl.where(has_size, exponent, 0), 0) // tl.maximum(tl.sum(has_size.to(tl.int32), 0), 1)
+    ordinary = has_size & (tl.abs(exponent - mean) <= 2)
+    number = tl.sum(ordinary.to(tl.int32), 0)
+    near = tl.sum(tl.where(ordinary, exponent, 0), 0) // tl.maximum(number, 1)
+    mean = tl.where(number > 0, near, mean)
+    above = tl.minimum(tl.maximum(exponent - mean, -BALANCE_LIMIT), BALANCE_LIMIT)
+    above = tl.where(has_size & (tl.abs(above) > 1), above, 0)
+    return ((127 - above) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
                      HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
                      HAS_MASK: tl.constexpr):  # fmt: skip
     """numerics.sampled_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
     q_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     k_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
-    is_self = HAS_MASK and seq_q == seq_kv
-    q_extent = tl.where(is_self, extent, seq_q)
     for step in range(_sample_steps(extent, ROWS)):
         i = step * ROWS + tl.arange(0, ROWS)
         k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
         smoothed = tl.where(is_channel & (counted != 0)[:, None], k - center[None, :], 0.0)
         k_amax = tl.maximum(k_amax, tl.abs(smoothed))
         for g in range(group):
-            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, q_extent, i, HEAD_DIM, WIDTH)
-            if HAS_MASK:
-                q = tl.where((counted != 0)[:, None] | (is_self == 0), q, 0.0)
+            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
             q_amax = tl.maximum(q_amax, tl.abs(q))
     balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
     balance = tl.where((balance * 0.0 == 0.0) & (balance > 0), balance, 1.0)
@@ -151,12 +182,13 @@ def plan_fits(k, counted, q, center, k_weight, q_weight):
 
     Joined, as each reduction on its own makes all warps wait for each other a few times.
     """
+    q = tl.abs(q) * q_weight[None, :]
+    q = q / tl.maximum(tl.sum(q, 1), AMAX_FLOOR)[:, None]  # rows have scales of their own: one that is loud is one
     high = tl.where(counted[:, None], k, float("-inf"))
     low = tl.where(counted[:, None], -k, float("-inf"))
-    high, low = tl.split(tl.max(tl.join(tl.join(high, tl.abs(q)), tl.join(low, tl.abs(q))), 0))
+    high, low = tl.split(tl.max(tl.join(tl.join(high, q), tl.join(low, q)), 0))
     high, q_range = tl.split(high)
     low, _ = tl.split(low)
-    q_range *= q_weight
     seen = high >= -low
     k_range = tl.where(seen, tl.maximum(tl.abs(high - center), tl.abs(low + center)), 0.0) * k_weight
     best = tl.where(seen, high * 0.5 + low * 0.5, 0.0) * k_weight * q_range
