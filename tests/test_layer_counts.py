@@ -37,9 +37,18 @@ def test_counts_of_eager_and_compiled_calls_stay_when_a_processor_is_replaced():
         assert {row["calls"] for row in handle.report().rows} == {7}
 
 
+OF_SITE = ("outside", "below", "misfit", "clipped", "redone")
+
+
 @pytest.mark.parametrize(
     ("of_site", "of_layer"),
-    [("outside", "clipped_fraction"), ("clipped", "v_clipped_fraction"), ("redone", "redone_fraction")],
+    [
+        ("outside", "clipped_fraction"),
+        ("below", "below_fraction"),
+        ("misfit", "misfit_fraction"),
+        ("clipped", "v_clipped_fraction"),
+        ("redone", "redone_fraction"),
+    ],
 )
 @pytest.mark.parametrize("worst", [0, 1])
 def test_a_layer_with_several_calls_shows_the_worst_of_them(of_site, of_layer, worst):
@@ -47,7 +56,7 @@ def test_a_layer_with_several_calls_shows_the_worst_of_them(of_site, of_layer, w
     with sp.apply(model) as handle:
         layer = handle._parts[0].layers[0]
         layer.site_indices, layer.sage._sage_sites = [0, 1], (CallSite(), CallSite())
-        good = {"calls": 1, "dynamic_calls": 0.0, "outside": 0.0, "clipped": 0.0, "redone": 0.0}
+        good = {"calls": 1, "dynamic_calls": 0.0} | dict.fromkeys(OF_SITE, 0.0)
         summary = [good, good]
         summary[worst] = good | {of_site: 0.25}
         assert report._counted(layer, summary)[of_layer] == 0.25

@@ -20,7 +20,8 @@ from .recipe import (
 
 
 LOG2_E = math.log2(math.e)
-SQRT_2 = 1.4142135381698608  # in fp32
+LOG_BITS = 14  # of the fraction of a base-2 logarithm in integers: fp32's bits, shifted, are one within 0.09
+LOG_SHIFT = 23 - LOG_BITS
 CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is averaged over
 CENTER_STEPS = 2.0**22  # integer steps from 0 to the sample's largest element; 128 of them fit int32
 
@@ -117,30 +118,51 @@ def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, coun
     return bits.view(torch.float32)
 
 
-def sampled_key_balance(k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
-    """Channel balance of a call without a state, a power of two, from a sample of its keys -> fp32 [B, H_kv, 1, D].
+def _channel_sizes(sample: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    """How large each channel is in rows that weigh alike: int32 sums [B, H, 1, D] over a sample [B, H, S, D].
 
-    k [B, H_kv, S, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. What a channel is above or below the
-    head's ordinary ones, in exponents of the mean |k - c|, is taken from K and given to Q; up to one is left alone.
-    Of keys only, so that no query changes a bit of another row. Integers throughout: the same bits in any order.
+    Every row is scaled by a power of two, near its elements' geometric mean: rows have scales of their own, so what
+    is loud as a whole, or in a few channels, is a row as any other.
+    """
+    size = torch.where(sample.isfinite(), sample.abs(), 0.0)
+    size = (size if counted is None else torch.where(counted, size, 0.0)).contiguous()
+    known = size > 0
+    logarithm = torch.where(known, size.view(torch.int32) >> LOG_SHIFT, 0).sum(3, keepdim=True)
+    exponent = (logarithm // known.sum(3, keepdim=True).clamp_min(1)).int() >> LOG_BITS
+    factor = (265 - exponent).clamp(1, 254) << 23  # 2^11 times a number of this exponent is between 2^11 and 2^12
+    steps = (size * factor.view(torch.float32)).clamp_max(CENTER_STEPS)
+    return torch.round(steps).int().sum(2, keepdim=True, dtype=torch.int32)
+
+
+def sampled_call_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
+    """Channel balance of a call without a state, a power of two near sqrt(size of q / size of k - c), from a sample.
+
+    q [B, H, S_q, D], k [B, H_kv, S_kv, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. -> fp32
+    [B, H_kv, 1, D]. Relative to the head's ordinary channels, which keep their bits. Where there are as many queries
+    as keys, one at the place of a key that does not count is padding and does not count either. Integers throughout:
+    the same bits in any order.
     """
     sample, counted = sample_keys(k, counts)
-    used = sample.isfinite() if counted is None else sample.isfinite() & counted
-    amax = torch.where(used, sample.abs(), 0.0).amax((2, 3), keepdim=True).clamp_min(AMAX_FLOOR)
-    reach = torch.where(used, (sample - center).abs() * divide(CENTER_STEPS * 0.5, amax), 0.0)
-    size = torch.round(reach.clamp_max(CENTER_STEPS)).nan_to_num(0.0).int().sum(2, keepdim=True, dtype=torch.int32)
-    exponent = ((size.float() * SQRT_2).view(torch.int32) >> 23) - 127
-    ordinary = size > 0
-    mean = 0
+    k_size = _channel_sizes(sample - center, counted)
+    q = q.unflatten(1, (k.shape[1], -1))
+    heads = torch.arange(CENTER_SAMPLES, device=q.device) * q.shape[2] // CENTER_SAMPLES
+    if counts is None or q.shape[3] != k.shape[2]:
+        q_size = _channel_sizes(q[:, :, heads, sample_tokens(q.shape[3], q.device)], None)
+    else:
+        samples = torch.stack([sample_keys(one, counts)[0] for one in q.unbind(2)], 3)  # [B, H_kv, 128, G, D]
+        q_size = _channel_sizes(samples[:, :, torch.arange(CENTER_SAMPLES, device=q.device), heads], counted)
+    ratio = q_size.clamp_min(1).float() / k_size.clamp_min(1)
+    logarithm = ratio.double().sqrt().float().view(torch.int32) >> LOG_SHIFT
+    ordinary = (q_size > 0) & (k_size > 0)
+    mean = 127 << LOG_BITS
     for _ in range(2):  # of all, then of those near to that
         number = ordinary.sum(3, keepdim=True)
-        mean = torch.where(
-            number > 0, torch.where(ordinary, exponent, 0).sum(3, keepdim=True) // number.clamp_min(1), mean
-        )
-        ordinary = ordinary & ((exponent - mean).abs() <= 2)
-    above = (exponent - mean).clamp(-BALANCE_LIMIT, BALANCE_LIMIT)
-    above = torch.where((size > 0) & (above.abs() > 1), above, 0).int()
-    return (127 - above << 23).view(torch.float32)
+        near = torch.where(ordinary, logarithm, 0).sum(3, keepdim=True) // number.clamp_min(1)
+        mean = torch.where(number > 0, near, mean)
+        ordinary = ordinary & ((logarithm - mean).abs() <= 2 << LOG_BITS)
+    above = (logarithm - mean + (1 << LOG_BITS - 1) >> LOG_BITS).clamp(-BALANCE_LIMIT, BALANCE_LIMIT)
+    above = torch.where(q_size + k_size > 0, above, 0).int()
+    return (127 + above << 23).view(torch.float32)
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:

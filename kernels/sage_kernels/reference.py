@@ -19,8 +19,8 @@ from .numerics import (
     rotation_block,
     round_to_e4m3,
     sampled_balance,
+    sampled_call_balance,
     sampled_center,
-    sampled_key_balance,
 )
 from .recipe import (
     AMAX_FLOOR,
@@ -161,7 +161,7 @@ def ref_attention(
     if state is not None:
         balance = sampled_balance(qf, kf, center, counts)
     elif smooth_k:
-        balance = sampled_key_balance(kf, center, counts)
+        balance = sampled_call_balance(qf, kf, center, counts)
     else:  # without smoothing no later key changes a bit of a causal call
         balance = torch.ones_like(kf[:, :, :1])
     k_weight, q_weight = balance, divide(1.0, balance)

@@ -26,7 +26,9 @@ from .primitives import (
 
 
 _FAINT = tl.constexpr(FAINT)
-SQRT_2 = tl.constexpr(numerics.SQRT_2)
+LOG_BITS = tl.constexpr(numerics.LOG_BITS)
+LOG_SHIFT = tl.constexpr(numerics.LOG_SHIFT)
+LOG_ONE = tl.constexpr(1 << numerics.LOG_BITS)
 
 
 @triton.jit
@@ -86,35 +88,53 @@ def _bounded_amax(amax):
 
 
 @triton.jit
-def sampled_key_balance(k_base, stride_ks, extent, reach_ptr, center, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-                        ROWS: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """numerics.sampled_key_balance of one head: [WIDTH]."""
-    top = tl.zeros([ROWS, WIDTH], tl.float32)
-    for step in range(_sample_steps(extent, ROWS)):
-        i = step * ROWS + tl.arange(0, ROWS)
-        k, _ = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-        top = tl.maximum(top, tl.where(k * 0.0 == 0.0, tl.abs(k), 0.0))
-    amax = tl.maximum(tl.max(tl.max(top, 1), 0), AMAX_FLOOR)
-    inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS * 0.5, amax)
-    total = tl.zeros([ROWS, WIDTH], tl.int32)
-    is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
+def _channel_sizes(x, counted):
+    """numerics._channel_sizes of rows [ROWS, WIDTH], before their sum."""
+    size = tl.where((x * 0.0 == 0.0) & (counted != 0)[:, None], tl.abs(x), 0.0)
+    known = size > 0
+    logarithm = tl.sum(tl.where(known, size.to(tl.int32, bitcast=True) >> LOG_SHIFT, 0), 1)
+    exponent = (logarithm // tl.maximum(tl.sum(known.to(tl.int32), 1), 1)) >> LOG_BITS
+    factor = (tl.minimum(tl.maximum(265 - exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
+    return round_to_int(tl.minimum(size * factor[:, None], CENTER_STEPS))
+
+
+@triton.jit
+def sampled_call_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr,
+                         center, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                         HAS_MASK: tl.constexpr):  # fmt: skip
+    """numerics.sampled_call_balance of one head: [WIDTH]."""
+    q_size = tl.zeros([ROWS, WIDTH], tl.int32)
+    k_size = tl.zeros([ROWS, WIDTH], tl.int32)
+    is_channel = tl.arange(0, WIDTH) < HEAD_DIM
+    is_self = HAS_MASK and seq_q == seq_kv
+    q_extent = tl.where(is_self, extent, seq_q)
     for step in range(_sample_steps(extent, ROWS)):
         i = step * ROWS + tl.arange(0, ROWS)
         k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-        reach = tl.minimum(tl.abs(k - center[None, :]) * inverse, CENTER_STEPS)
-        used = is_channel & (counted != 0)[:, None] & (k * 0.0 == 0.0) & (reach == reach)
-        total += round_to_int(tl.where(used, reach, 0.0))
-    size = tl.sum(total, 0)
-    exponent = ((size.to(tl.float32) * SQRT_2).to(tl.int32, bitcast=True) >> 23) - 127
-    has_size = size > 0
-    mean = tl.sum(tl.where(has_size, exponent, 0), 0) // tl.maximum(tl.sum(has_size.to(tl.int32), 0), 1)
-    ordinary = has_size & (tl.abs(exponent - mean) <= 2)
-    number = tl.sum(ordinary.to(tl.int32), 0)
-    near = tl.sum(tl.where(ordinary, exponent, 0), 0) // tl.maximum(number, 1)
-    mean = tl.where(number > 0, near, mean)
-    above = tl.minimum(tl.maximum(exponent - mean, -BALANCE_LIMIT), BALANCE_LIMIT)
-    above = tl.where(has_size & (tl.abs(above) > 1), above, 0)
-    return ((127 - above) << 23).to(tl.float32, bitcast=True)
+        k_size += _channel_sizes(tl.where(is_channel[None, :], k - center[None, :], 0.0), counted)
+        heads = i * group // CENTER_SAMPLES
+        q_rows = q_base + heads.to(tl.int64)[:, None] * stride_qh
+        q, _ = _load_sample(q_rows, stride_qs, q_extent, i, HEAD_DIM, WIDTH)
+        if HAS_MASK:
+            counted = tl.where(is_self, counted, 1)
+        else:
+            counted = i * 0 + 1
+        q_size += _channel_sizes(q, counted)
+    q_size = tl.sum(q_size, 0)
+    k_size = tl.sum(k_size, 0)
+    ratio = tl.div_rn(tl.maximum(q_size, 1).to(tl.float32), tl.maximum(k_size, 1).to(tl.float32))
+    logarithm = tl.sqrt_rn(ratio).to(tl.int32, bitcast=True) >> LOG_SHIFT
+    ordinary = (q_size > 0) & (k_size > 0)
+    mean = 127 * LOG_ONE
+    for _ in tl.static_range(2):
+        number = tl.sum(ordinary.to(tl.int32), 0)
+        near = tl.sum(tl.where(ordinary, logarithm, 0), 0) // tl.maximum(number, 1)
+        mean = tl.where(number > 0, near, mean)
+        ordinary = ordinary & (tl.abs(logarithm - mean) <= 2 * LOG_ONE)
+    above = (logarithm - mean + LOG_ONE // 2) >> LOG_BITS
+    above = tl.minimum(tl.maximum(above, -BALANCE_LIMIT), BALANCE_LIMIT)
+    above = tl.where(q_size + k_size > 0, above, 0)
+    return ((127 + above) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
