@@ -91,7 +91,8 @@ class Step:
 
     Attributes:
         level: noise level u. sqnr_db: attention output against exact attention, mean over layers, dB.
-        utilisation: largest code of a tile of keys over 127, mean over tiles that kept their plan; nan without plans.
+        utilisation: largest code of a tile of keys over 127 under the plan, mean over tiles that are not beyond it;
+            nan without plans. Below 7/8 a tile takes a scale of its own.
         beyond: share of tiles of planned heads that did not fit their plan and took a larger scale; nan without.
         planned: share of heads that had a plan.
     """

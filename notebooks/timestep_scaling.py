@@ -125,7 +125,7 @@ along_the_run(lambda step: step.sqnr_db, "SQNR of attention's output, dB", "erro
 # ## How much of the INT8 range is used, and how many tiles of keys leave their plan
 #
 # Utilisation is the largest code of a tile of 128 keys over 127, averaged over the tiles that fit their plan. A tile
-# that does not fit takes a larger scale of its own and is counted: no element is ever clipped. With the default margin
+# that goes beyond its plan, or uses less than 7/8 of it, takes a scale of its own: no element is ever clipped. With the default margin
 # of 0.9 most tiles with a large value do so by design, and the others get finer steps.
 
 # %%
@@ -208,7 +208,10 @@ lines = [[r["layer"], str(r["calls"]), f"{r['dynamic_calls']:.0f}", f"{r['clippe
 Markdown(markdown_table(["layer", "INT8 calls", "without a plan", "elements beyond plan"], lines))
 
 # %%
-assert report.calls == 4 * STEPS["tiny_sd"] and all(row["dynamic_calls"] <= 1 for row in ran)
+assert report.calls == 4 * STEPS["tiny_sd"] and all(
+    row["dynamic_calls"] <= 1.01 + row["misfit_fraction"] * row["calls"]
+    for row in ran  # the first, and those of plans that did not fit
+)
 for name in STEPS:
     means = {mode.name: sum(s.sqnr_db for s in found[name, mode.name]) / STEPS[name] for mode in MODES}
     assert means["timestep"] > means["dynamic"] - 3, means

@@ -16,21 +16,13 @@ from sage_kernels.testing import make_qkv
 from sage_processors import config as config_module
 from sage_processors import processors
 from sage_processors.processors import EVENTS
+from tests.outliers import varying_outliers
 from tests.test_compile import Pipe, compiled, denoise
 from tests.test_windows import flux_pipe, options
 
 
 JOINT, SINGLE = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0.attn"
 HARD = 12.0
-
-
-def varying_outliers(tokens, channels):
-    """Factors [tokens, 1, channels]: HARD in two channels of every token, else 1."""
-    factors = torch.ones(tokens, 1, channels)
-    token = torch.arange(tokens)
-    for i in range(2):
-        factors[token, 0, (token * 7 + i * 3) % channels] = HARD
-    return factors
 
 
 @pytest.fixture
@@ -41,7 +33,7 @@ def outliers(monkeypatch):
 
     def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
         if processor._sage_layer in chosen:
-            query, key = (x * varying_outliers(*x.shape[1::2]) for x in (query, key))
+            query, key = (varying_outliers(x, HARD) for x in (query, key))
         return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
 
     monkeypatch.setattr(processors, "_attend", harder)
@@ -247,7 +239,7 @@ class Model(torch.nn.Module):
 
 @pytest.mark.parametrize("scaling", ["per_token", "per_block", "timestep"])
 def test_auto_on_the_family_of_outliers_that_vary_by_token(scaling):
-    """Scales of the call itself gain 10 dB; with a state K's channels are balanced against Q's: there is less to gain."""
+    """Every scaling balances K's channels against Q's: less is left to gain by a rotation, and some is."""
     model = Model().eval()
     pipe, inputs = Pipe(model, FlowMatchEulerDiscreteScheduler()), {"hidden_states": torch.zeros(1, 4)}
     with sp.apply(pipe, options(scaling=scaling, rotation="auto")) as handle:
@@ -261,4 +253,4 @@ def test_auto_on_the_family_of_outliers_that_vary_by_token(scaling):
     assert rows["normal"]["rotated_calls"] == 0 and before["normal"] > 34 and after["normal"] > 34
     found, row = (before["varying_outliers"], after["varying_outliers"]), rows["varying_outliers"]
     assert row["calls"] == 5 and row["rotated_calls"] == 3  # all but the first step of each run
-    assert min(found) >= 28 if scaling == "timestep" else found[0] < 24 and found[1] >= 30, found
+    assert min(found) >= 28, found

@@ -19,6 +19,7 @@ from sage_processors.attention_cost import (
     counted_seconds,
     measured_seconds,
 )
+from tests.outliers import varying_outliers
 from tests.test_compile import denoise
 from tests.test_quality import PROMPTS, pipeline
 from tests.test_windows import flux_pipe, options
@@ -141,9 +142,7 @@ def test_attention_error_rotates_before_it_gives_a_layer_16_bit(monkeypatch):
     attend = processors._attend
 
     def harder(query, key, *rest):
-        factor = torch.ones(key.shape[3])
-        factor[[1, key.shape[3] // 2]] = 24.0
-        return attend(query * factor, key * factor, *rest)
+        return attend(*(varying_outliers(x, 12.0) for x in (query, key)), *rest)
 
     monkeypatch.setattr(processors, "_attend", harder)
     monkeypatch.setattr(attention_cost, "BYTES_PER_SECOND", 1e15)  # as with long sequences: traffic counts little

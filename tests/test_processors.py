@@ -24,6 +24,8 @@ EVERYTHING = sp.SageAttnProcessor(min_tokens=1)  # tiny models have few tokens
 OUTSIDE = {"hunyuan_dit": 1, "mochi": 1}
 # Attention that is no softmax attention.
 UNSWAPPABLE = {"sana"}
+# Attention over frames or over a text encoder's layers: many short sequences that are not alike.
+SHARED_PLANS = {"unet_3d", "unet_motion", "unet_svd", "krea2", "latte"}
 SDPA = F.scaled_dot_product_attention
 
 
@@ -90,9 +92,11 @@ def test_swap_is_exact_complete_close_and_undone(name, monkeypatch):
     assert torch.equal(forward(model, inputs), stock)
 
     # 3. the real op, planned scales included: close to stock, every call accounted for
+    timestep = next(x for x in ("timestep", "timesteps", "t") if x in inputs)
+    earlier = inputs | {timestep: inputs[timestep] * 1.001}
     with sp.apply(model, EVERYTHING) as handle:
-        for _ in range(2):
-            int8, exact_calls = sdpa.of(forward, model, inputs)
+        _, exact_before = sdpa.of(forward, model, earlier)
+        int8, exact_calls = sdpa.of(forward, model, inputs)
         report = handle.report()
     assert sqnr_db(int8, stock) > 30.0, str(report)
     assert not torch.equal(int8, stock)
@@ -102,9 +106,13 @@ def test_swap_is_exact_complete_close_and_undone(name, monkeypatch):
     outside = 2 * OUTSIDE.get(name, 0)
     assert report.calls + sum(report.fallbacks.values()) + outside == 2 * stock_calls, str(report)
     active = [row for row in report.rows if row["status"] == "active" and row["calls"]]
-    assert all(row["scaling"] == "timestep" and not row["note"] for row in active), str(report)
-    # the second call runs on the plan of the first one
-    assert all(row["dynamic_calls"] <= row["calls"] / 2 for row in active), str(report)
+    assert all(row["scaling"] == "timestep" for row in active), str(report)
+    # the second call, a step later, runs on the plan of the first one; sequences over time, one a pixel, share plans
+    # that do not fit all of them
+    fitting = [row for row in active if row["misfit_fraction"] == 0]
+    assert len(fitting) == len(active) or name in SHARED_PLANS
+    assert all(row["dynamic_calls"] <= row["calls"] / 2 for row in fitting), str(report)
+    assert name in SHARED_PLANS or not any(row["note"] for row in active), str(report)
 
 
 def sqnr_db(result, reference):

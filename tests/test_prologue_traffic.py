@@ -184,12 +184,12 @@ def test_a_head_without_a_plan_reads_a_sample_of_itself_as_well(traffic):
 
 @pytest.mark.parametrize("scaling", ["per_token", "per_block"])
 def test_scales_of_the_call_itself(traffic, scaling):
-    """3 bytes per element and four passes over the sample; per_token 4 bytes per key and head for its scale as well."""
+    """3 bytes per element and three passes over the sample; per_token 4 bytes per key and head for its scale too."""
     q, k, v = inputs()
     attend(traffic, q, k, v, scaling=scaling)
     assert traffic.launches == PLANNED
     times = traffic.times("load", k)
-    tokens = SEQ + SEQ // KEYS * 4 * SAMPLE
+    tokens = SEQ + SEQ // KEYS * 3 * SAMPLE
     assert times.min() == 1 and times.sum() == tokens * KV_HEADS * HEAD_DIM
     assert (codes(traffic) == 1).all()
     assert traffic.keys.scale.numel() == KV_HEADS * (SEQ if scaling == "per_token" else SEQ // BLOCK)

@@ -10,6 +10,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import sage_processors as sp
 from sage_processors import processors
 from sage_processors.scale_rules import FROM_TABLE, NEED_RUNS
+from tests.outliers import varying_outliers
 from tests.test_compile import Pipe, compiled
 from tests.tiny_models import MODELS
 
@@ -311,9 +312,7 @@ def test_Q17_rotation_is_decided_by_the_run_itself(scaling, probed, monkeypatch)
     drawing, attend, hard = Drawing(), processors._attend, []
 
     def harder(query, key, *rest):
-        factor = torch.ones(key.shape[3])
-        factor[[1, key.shape[3] // 2]] = 16.0 if hard else 1.0
-        return attend(query * factor, key * factor, *rest)
+        return attend(*(varying_outliers(x, 12.0 if hard else 1.0) for x in (query, key)), *rest)
 
     monkeypatch.setattr(processors, "_attend", harder)
 
