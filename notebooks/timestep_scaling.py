@@ -124,9 +124,9 @@ along_the_run(lambda step: step.sqnr_db, "SQNR of attention's output, dB", "erro
 # %% [markdown]
 # ## How much of the INT8 range is used, and how many tiles of keys leave their plan
 #
-# Utilisation is the largest code of a tile of 128 keys over 127, averaged over the tiles that fit their plan. A tile
-# that goes beyond its plan, or uses less than 7/8 of it, takes a scale of its own: no element is ever clipped. With the default margin
-# of 0.9 most tiles with a large value do so by design, and the others get finer steps.
+# Utilisation is the largest code of a tile of 128 keys over 127, averaged over the tiles that are not beyond their
+# plan. A tile that goes beyond it, or uses less than 7/8 of it, takes a scale of its own: no element is ever clipped.
+# With the default margin of 0.9 most tiles with a large value do so by design, and the others get finer steps.
 
 # %%
 planned = [mode for mode in MODES if any(step.planned > 0 for step in found["tiny_sd", mode.name])]

@@ -261,10 +261,11 @@ def test_layers_that_fp8_fails_get_their_values_in_16_bit_first(monkeypatch):
             with handle.probe(every=1) as probe:
                 quality.generate(pipe, PROMPTS[:1], [0], steps=2)
                 errors[recipe] = {row["layer"]: row["rel_l2"] for row in probe.summary("layer")}
-    best, *others = sorted(errors[FP8], key=errors[FP8].get)
-    limit = (max(errors[BF16].values()) * errors[FP8][others[0]]) ** 0.5
-    assert max(errors[BF16].values()) < 0.9 * limit < 1.1 * limit < errors[FP8][others[0]]
-    assert errors[FP8][best] < 0.8 * limit
+    *kept, last, worst = sorted(errors[FP8], key=errors[FP8].get)
+    others = [last, worst]
+    limit = (errors[FP8][kept[-1]] * errors[FP8][last]) ** 0.5
+    assert errors[FP8][kept[-1]] < 0.95 * limit < 1.05 * limit < errors[FP8][last]
+    assert max(errors[BF16].values()) < 0.8 * limit  # room for the worst step of a layer, too
     found = sp.calibrate(
         pipe, PROMPTS[:1], max_attention_error=limit, scalings=("per_block",), steps=2, recipes=(FP8,), **SMALL
     )

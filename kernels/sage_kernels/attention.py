@@ -69,8 +69,9 @@ def sage_attention(
             "per_head". Computed from the inputs. With `state` it is not used: Q then has a scale per token, K its
             planned scale per head, or one per tile where a head has no plan.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
-        smooth_k: subtract from K a vector shared by all keys of a head, and balance its channels against Q's where some
-            stand out; exact for softmax, and the LSE is corrected. Both come from a sample of all rows, later ones too.
+        smooth_k: subtract from K a vector shared by all keys of a head, and balance its channels against Q's where
+            some stand out; exact for softmax, and the LSE is corrected. Both come from a sample of all rows, later
+            ones too.
         rotation: "hadamard" multiplies Q and K by one orthogonal matrix along the channels before everything else, in
             a launch of its own: outliers that sit in a few channels of some tokens spread over all channels. Q·Kᵀ
             stays as it is but for the rounding of the rotated Q and K to their dtype; in fp16, elements beyond
