@@ -8,7 +8,6 @@ import torch
 
 from .recipe import (
     AMAX_FLOOR,
-    BALANCE_LIMIT,
     BALANCE_NEAR_ABOVE,
     BALANCE_NEAR_BELOW,
     CHANNEL_FLOOR,
@@ -20,9 +19,11 @@ from .recipe import (
 
 
 LOG2_E = math.log2(math.e)
+CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is averaged over
 LOG_BITS = 14  # of the fraction of a base-2 logarithm in integers: fp32's bits, shifted, are one within 0.09
 LOG_SHIFT = 23 - LOG_BITS
-CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is averaged over
+ROW_CLIP, ROW_STEPS = 8.0, 2.0**12  # of an element in its row's sum; 256 of them fit fp32 as integers
+BALANCE_STEP = 1 << 20  # of a balance between powers of two, in fp32's bits
 CENTER_STEPS = 2.0**22  # integer steps from 0 to the sample's largest element; 128 of them fit int32
 
 
@@ -94,75 +95,52 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
     return total * (amax / (CENTER_STEPS * number))
 
 
-def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
-    """Channel balance b of an unplanned head from a sample: sqrt(amax |q| / amax |k - c|) -> fp32 [B, H_kv, 1, D].
+def _row_sizes(sample: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
+    """|x| of a sample [B, H, S, D] as a share of its row's sum, in which no element counts more than 8 ordinary ones.
 
-    q [B, H, S_q, D], k [B, H_kv, S_kv, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. Q / b and K·b
-    leave Q·Kᵀ exact for any b > 0; a channel whose sample is not finite is left alone.
-    """
-    q = q[:, :, sample_tokens(q.shape[2], q.device)].unflatten(1, (k.shape[1], -1)).flatten(2, 3)
-    q_amax = q.abs().amax(2, keepdim=True)
-    k, counted = sample_keys(k, counts)
-    k_reach = (k - center).abs()
-    k_amax = (k_reach if counted is None else torch.where(counted, k_reach, 0.0)).amax(2, keepdim=True)
-    q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
-    k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
-    balance = (q_amax / k_amax).double().sqrt().float()  # rounded once: torch's own fp32 sqrt on the CPU is an ulp off
-    balance = torch.where(torch.isfinite(balance) & (balance > 0), balance, 1.0)
-    # near a power of two it is that: what a sample says of channels that are alike is noise, which this leaves out
-    bits = balance.view(torch.int32)
-    fraction, power = bits & 0x7FFFFF, bits & 0x7F800000
-    bits = torch.where(
-        fraction < BALANCE_NEAR_BELOW, power, torch.where(fraction > BALANCE_NEAR_ABOVE, power + 2**23, bits)
-    )
-    return bits.view(torch.float32)
-
-
-def _channel_sizes(sample: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-    """How large each channel is in rows that weigh alike: int32 sums [B, H, 1, D] over a sample [B, H, S, D].
-
-    Every row is scaled by a power of two, near its elements' geometric mean: rows have scales of their own, so what
-    is loud as a whole, or in a few channels, is a row as any other.
+    So every row weighs alike: rows have scales of their own, and one that is loud, as a whole or in a few channels, is
+    a row as any other. Ordinary is the geometric mean. What is not finite, or does not count, is 0.
     """
     size = torch.where(sample.isfinite(), sample.abs(), 0.0)
     size = (size if counted is None else torch.where(counted, size, 0.0)).contiguous()
     known = size > 0
     logarithm = torch.where(known, size.view(torch.int32) >> LOG_SHIFT, 0).sum(3, keepdim=True)
-    exponent = (logarithm // known.sum(3, keepdim=True).clamp_min(1)).int() >> LOG_BITS
-    factor = (265 - exponent).clamp(1, 254) << 23  # 2^11 times a number of this exponent is between 2^11 and 2^12
-    steps = (size * factor.view(torch.float32)).clamp_max(CENTER_STEPS)
-    return torch.round(steps).int().sum(2, keepdim=True, dtype=torch.int32)
+    mean = (logarithm // known.sum(3, keepdim=True).clamp_min(1)).int()
+    factor = ((254 << LOG_BITS) - mean).clamp(1 << LOG_BITS, 254 << LOG_BITS) << LOG_SHIFT
+    size = (size * factor.view(torch.float32)).clamp_max(CENTER_STEPS)
+    total = torch.round(size.clamp_max(ROW_CLIP) * ROW_STEPS).sum(3, keepdim=True).clamp_min(1)
+    return size / total
 
 
-def sampled_call_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
-    """Channel balance of a call without a state, a power of two near sqrt(size of q / size of k - c), from a sample.
+def sampled_balance(q: torch.Tensor, k: torch.Tensor, center: torch.Tensor, counts=None) -> torch.Tensor:
+    """Channel balance b of an unplanned head from a sample: sqrt(amax |q| / amax |k - c|), every row weighed alike.
 
     q [B, H, S_q, D], k [B, H_kv, S_kv, D], center [B, H_kv, 1, D], fp32; counts: as in `sample_keys`. -> fp32
-    [B, H_kv, 1, D]. Relative to the head's ordinary channels, which keep their bits. Where there are as many queries
-    as keys, one at the place of a key that does not count is padding and does not count either. Integers throughout:
-    the same bits in any order.
+    [B, H_kv, 1, D]. Q / b and K·b leave Q·Kᵀ exact for any b > 0. Where there are as many queries as keys, one at the
+    place of a key that does not count is padding and does not count either. Sums are of integers: the same bits in any
+    order.
     """
     sample, counted = sample_keys(k, counts)
-    k_size = _channel_sizes(sample - center, counted)
+    k_amax = _row_sizes(sample - center, counted).amax(2, keepdim=True)
     q = q.unflatten(1, (k.shape[1], -1))
     heads = torch.arange(CENTER_SAMPLES, device=q.device) * q.shape[2] // CENTER_SAMPLES
     if counts is None or q.shape[3] != k.shape[2]:
-        q_size = _channel_sizes(q[:, :, heads, sample_tokens(q.shape[3], q.device)], None)
+        counted, sample = None, q[:, :, heads, sample_tokens(q.shape[3], q.device)]
     else:
         samples = torch.stack([sample_keys(one, counts)[0] for one in q.unbind(2)], 3)  # [B, H_kv, 128, G, D]
-        q_size = _channel_sizes(samples[:, :, torch.arange(CENTER_SAMPLES, device=q.device), heads], counted)
-    ratio = q_size.clamp_min(1).float() / k_size.clamp_min(1)
-    logarithm = ratio.double().sqrt().float().view(torch.int32) >> LOG_SHIFT
-    ordinary = (q_size > 0) & (k_size > 0)
-    mean = 127 << LOG_BITS
-    for _ in range(2):  # of all, then of those near to that
-        number = ordinary.sum(3, keepdim=True)
-        near = torch.where(ordinary, logarithm, 0).sum(3, keepdim=True) // number.clamp_min(1)
-        mean = torch.where(number > 0, near, mean)
-        ordinary = ordinary & ((logarithm - mean).abs() <= 2 << LOG_BITS)
-    above = (logarithm - mean + (1 << LOG_BITS - 1) >> LOG_BITS).clamp(-BALANCE_LIMIT, BALANCE_LIMIT)
-    above = torch.where(q_size + k_size > 0, above, 0).int()
-    return (127 + above << 23).view(torch.float32)
+        sample = samples[:, :, torch.arange(CENTER_SAMPLES, device=q.device), heads]
+    q_amax = _row_sizes(sample, counted).amax(2, keepdim=True)
+    q_amax = q_amax.maximum(q_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
+    k_amax = k_amax.maximum(k_amax.amax(-1, keepdim=True) * CHANNEL_FLOOR).clamp_min(AMAX_FLOOR)
+    balance = (q_amax / k_amax).double().sqrt().float()  # rounded once: torch's own fp32 sqrt on the CPU is an ulp off
+    # near a power of two it is that, and between two of them one of four: what a sample says of channels that are
+    # alike is noise, which this leaves out, and how one row is scaled changes nothing
+    bits = balance.view(torch.int32)
+    fraction, power = bits & 0x7FFFFF, bits & 0x7F800000
+    between = bits + (BALANCE_STEP >> 1) & -BALANCE_STEP
+    bits = torch.where(fraction > BALANCE_NEAR_ABOVE, power + 2**23, between)
+    bits = torch.where(fraction < BALANCE_NEAR_BELOW, power, bits)
+    return bits.view(torch.float32)
 
 
 def round_to_e4m3(x: torch.Tensor) -> torch.Tensor:

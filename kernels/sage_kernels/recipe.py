@@ -18,12 +18,11 @@ CHANNEL_FLOOR = 2.0**-24
 # Fractions, in units of 2^-23: a sampled balance is taken for the power of two below or above where it is within
 # 2^(1/4) of it.
 BALANCE_NEAR_BELOW, BALANCE_NEAR_ABOVE = 1_587_183, 5_719_294
-BALANCE_LIMIT = 12  # exponents that a call without a state moves a channel by, at most
 # A tile of keys whose largest code under the planned scale is below this share of 127 takes its own, smaller scale.
 SHRINK_LIMIT = 0.875
-# A plan's center and balance serve a call while the error they leave is below sqrt(2.6) times that of the best ones,
+# A plan's center and balance serve a call while the error they leave is below sqrt(2.2) times that of the best ones,
 # as a sample of so many tokens has it. Beyond, the sampled ones of a call without a plan are as good or better.
-FIT_SAMPLES, FIT_LIMIT = 32, 2.6
+FIT_SAMPLES, FIT_LIMIT = 32, 2.2
 
 # e4m3: 4 significant bits from 2^-6 on, steps of 2^-9 below, nothing above 448 but NaN.
 E4M3_MAX = 448.0

@@ -19,7 +19,6 @@ from .numerics import (
     rotation_block,
     round_to_e4m3,
     sampled_balance,
-    sampled_call_balance,
     sampled_center,
 )
 from .recipe import (
@@ -158,10 +157,8 @@ def ref_attention(
     group_k = {"per_block": block_k, "per_token": 1, "per_head": None}[scaling]
     planned = None
     center = sampled_center(kf, counts) if smooth_k else torch.zeros_like(kf[:, :, :1])
-    if state is not None:
+    if smooth_k or state is not None:
         balance = sampled_balance(qf, kf, center, counts)
-    elif smooth_k:
-        balance = sampled_call_balance(qf, kf, center, counts)
     else:  # without smoothing no later key changes a bit of a causal call
         balance = torch.ones_like(kf[:, :, :1])
     k_weight, q_weight = balance, divide(1.0, balance)

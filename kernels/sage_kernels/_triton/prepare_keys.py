@@ -38,7 +38,7 @@ from .primitives import (
     planned_scale,
     round_to_int8,
 )
-from .sample_heads import load_fit_sample, plan_fits, sampled_balance, sampled_call_balance, sampled_center
+from .sample_heads import load_fit_sample, plan_fits, sampled_balance, sampled_center
 
 
 _CALLS = tl.constexpr(COUNT_CALLS)
@@ -224,16 +224,10 @@ def prepare_keys(
             center = sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, SAMPLED, HAS_MASK)
         else:
             center = tl.zeros([WIDTH], tl.float32)
-        if SCALING == "planned":
-            weight = sampled_balance(
-                q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
-                HEAD_DIM, WIDTH, SAMPLED, HAS_MASK,
-            )  # fmt: skip
-        else:
-            weight = sampled_call_balance(
-                q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr, center,
-                HEAD_DIM, WIDTH, SAMPLED, HAS_MASK,
-            )  # fmt: skip
+        weight = sampled_balance(
+            q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr, center,
+            HEAD_DIM, WIDTH, SAMPLED, HAS_MASK,
+        )  # fmt: skip
         q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
     if chunk == 0:
         tl.store(q_weight_ptr + head_offset * WIDTH + channels, q_weight)

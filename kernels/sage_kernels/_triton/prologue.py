@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..masking import FAINT
-from ..numerics import divide, sampled_call_balance, sampled_center
+from ..numerics import divide, sampled_balance, sampled_center
 from ..state import HeadState, shape_key
 from .compat import gdc_launch_dependents
 from .launch import buffer, launch, processors_of
@@ -144,7 +144,7 @@ def launch_prologue(
         queries, keys = q.transpose(1, 2).float(), k.transpose(1, 2).float()
         counts = mask.reach[..., :seq_kv] > FAINT if has_mask else None
         center = sampled_center(keys, counts) if smooth_k else torch.zeros_like(keys[:, :, :1])
-        balance = sampled_call_balance(queries, keys, center, counts) if smooth_k else torch.ones_like(center)
+        balance = sampled_balance(queries, keys, center, counts) if smooth_k else torch.ones_like(center)
         balanced = (keys - center) * balance
         balanced = balanced if counts is None else torch.where(counts[..., None], balanced, 0.0)
         k_amax = balanced.abs().amax((2, 3)).contiguous()

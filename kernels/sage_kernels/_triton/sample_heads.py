@@ -12,7 +12,6 @@ from .. import numerics
 from ..masking import FAINT
 from .primitives import (
     AMAX_FLOOR,
-    BALANCE_LIMIT,
     BALANCE_NEAR_ABOVE,
     BALANCE_NEAR_BELOW,
     CENTER_SAMPLES,
@@ -26,9 +25,10 @@ from .primitives import (
 
 
 _FAINT = tl.constexpr(FAINT)
-LOG_BITS = tl.constexpr(numerics.LOG_BITS)
 LOG_SHIFT = tl.constexpr(numerics.LOG_SHIFT)
 LOG_ONE = tl.constexpr(1 << numerics.LOG_BITS)
+ROW_CLIP, ROW_STEPS = tl.constexpr(numerics.ROW_CLIP), tl.constexpr(numerics.ROW_STEPS)
+BALANCE_STEP = tl.constexpr(numerics.BALANCE_STEP)
 
 
 @triton.jit
@@ -88,30 +88,32 @@ def _bounded_amax(amax):
 
 
 @triton.jit
-def _channel_sizes(x, counted):
-    """numerics._channel_sizes of rows [ROWS, WIDTH], before their sum."""
+def _row_sizes(x, counted):
+    """numerics._row_sizes of rows [ROWS, WIDTH]."""
     size = tl.where((x * 0.0 == 0.0) & (counted != 0)[:, None], tl.abs(x), 0.0)
     known = size > 0
     logarithm = tl.sum(tl.where(known, size.to(tl.int32, bitcast=True) >> LOG_SHIFT, 0), 1)
-    exponent = (logarithm // tl.maximum(tl.sum(known.to(tl.int32), 1), 1)) >> LOG_BITS
-    factor = (tl.minimum(tl.maximum(265 - exponent, 1), 254) << 23).to(tl.float32, bitcast=True)
-    return round_to_int(tl.minimum(size * factor[:, None], CENTER_STEPS))
+    mean = logarithm // tl.maximum(tl.sum(known.to(tl.int32), 1), 1)
+    factor = tl.minimum(tl.maximum(-mean + 254 * LOG_ONE, LOG_ONE), 254 * LOG_ONE) << LOG_SHIFT
+    size = tl.minimum(size * factor.to(tl.float32, bitcast=True)[:, None], CENTER_STEPS)
+    total = tl.sum(round_to_int(tl.minimum(size, ROW_CLIP) * ROW_STEPS), 1).to(tl.float32)
+    return tl.div_rn(size, tl.zeros_like(size) + tl.maximum(total, 1.0)[:, None])
 
 
 @triton.jit
-def sampled_call_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr,
-                         center, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-                         HAS_MASK: tl.constexpr):  # fmt: skip
-    """numerics.sampled_call_balance of one head: [WIDTH]."""
-    q_size = tl.zeros([ROWS, WIDTH], tl.int32)
-    k_size = tl.zeros([ROWS, WIDTH], tl.int32)
+def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr,
+                     center, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+                     HAS_MASK: tl.constexpr):  # fmt: skip
+    """numerics.sampled_balance of one head: [WIDTH]."""
+    q_amax = tl.zeros([ROWS, WIDTH], tl.float32)
+    k_amax = tl.zeros([ROWS, WIDTH], tl.float32)
     is_channel = tl.arange(0, WIDTH) < HEAD_DIM
     is_self = HAS_MASK and seq_q == seq_kv
     q_extent = tl.where(is_self, extent, seq_q)
     for step in range(_sample_steps(extent, ROWS)):
         i = step * ROWS + tl.arange(0, ROWS)
         k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-        k_size += _channel_sizes(tl.where(is_channel[None, :], k - center[None, :], 0.0), counted)
+        k_amax = tl.maximum(k_amax, _row_sizes(tl.where(is_channel[None, :], k - center[None, :], 0.0), counted))
         heads = i * group // CENTER_SAMPLES
         q_rows = q_base + heads.to(tl.int64)[:, None] * stride_qh
         q, _ = _load_sample(q_rows, stride_qs, q_extent, i, HEAD_DIM, WIDTH)
@@ -119,47 +121,13 @@ def sampled_call_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, str
             counted = tl.where(is_self, counted, 1)
         else:
             counted = i * 0 + 1
-        q_size += _channel_sizes(q, counted)
-    q_size = tl.sum(q_size, 0)
-    k_size = tl.sum(k_size, 0)
-    ratio = tl.div_rn(tl.maximum(q_size, 1).to(tl.float32), tl.maximum(k_size, 1).to(tl.float32))
-    logarithm = tl.sqrt_rn(ratio).to(tl.int32, bitcast=True) >> LOG_SHIFT
-    ordinary = (q_size > 0) & (k_size > 0)
-    mean = 127 * LOG_ONE
-    for _ in tl.static_range(2):
-        number = tl.sum(ordinary.to(tl.int32), 0)
-        near = tl.sum(tl.where(ordinary, logarithm, 0), 0) // tl.maximum(number, 1)
-        mean = tl.where(number > 0, near, mean)
-        ordinary = ordinary & (tl.abs(logarithm - mean) <= 2 * LOG_ONE)
-    above = (logarithm - mean + LOG_ONE // 2) >> LOG_BITS
-    above = tl.minimum(tl.maximum(above, -BALANCE_LIMIT), BALANCE_LIMIT)
-    above = tl.where(q_size + k_size > 0, above, 0)
-    return ((127 + above) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center,
-                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-                     HAS_MASK: tl.constexpr):  # fmt: skip
-    """numerics.sampled_balance of one head: sqrt(amax q / amax (k - c)); 1 where the sample is not finite."""
-    q_amax = tl.zeros([ROWS, WIDTH], tl.float32)
-    k_amax = tl.zeros([ROWS, WIDTH], tl.float32)
-    is_channel = (tl.arange(0, WIDTH) < HEAD_DIM)[None, :]
-    for step in range(_sample_steps(extent, ROWS)):
-        i = step * ROWS + tl.arange(0, ROWS)
-        k, counted = _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM, WIDTH, HAS_MASK)
-        smoothed = tl.where(is_channel & (counted != 0)[:, None], k - center[None, :], 0.0)
-        k_amax = tl.maximum(k_amax, tl.abs(smoothed))
-        for g in range(group):
-            q, _ = _load_sample(q_base + g * stride_qh, stride_qs, seq_q, i, HEAD_DIM, WIDTH)
-            q_amax = tl.maximum(q_amax, tl.abs(q))
+        q_amax = tl.maximum(q_amax, _row_sizes(q, counted))
     balance = tl.sqrt_rn(tl.div_rn(_bounded_amax(q_amax), _bounded_amax(k_amax)))
-    balance = tl.where((balance * 0.0 == 0.0) & (balance > 0), balance, 1.0)
     bits = balance.to(tl.int32, bitcast=True)
     fraction, power = bits & 0x7FFFFF, bits & 0x7F800000
-    bits = tl.where(
-        fraction < BALANCE_NEAR_BELOW, power, tl.where(fraction > BALANCE_NEAR_ABOVE, power + 8388608, bits)
-    )
+    between = (bits + (BALANCE_STEP >> 1)) & -BALANCE_STEP
+    bits = tl.where(fraction > BALANCE_NEAR_ABOVE, power + 8388608, between)
+    bits = tl.where(fraction < BALANCE_NEAR_BELOW, power, bits)
     return bits.to(tl.float32, bitcast=True)
 
 
