@@ -142,7 +142,7 @@ def test_attention_error_rotates_before_it_gives_a_layer_16_bit(monkeypatch):
     attend = processors._attend
 
     def harder(query, key, *rest):
-        return attend(*(varying_outliers(x, 12.0) for x in (query, key)), *rest)
+        return attend(*(varying_outliers(x, 16.0) for x in (query, key)), *rest)
 
     monkeypatch.setattr(processors, "_attend", harder)
     monkeypatch.setattr(attention_cost, "BYTES_PER_SECOND", 1e15)  # as with long sequences: traffic counts little

@@ -212,7 +212,7 @@ def test_a_layer_with_outliers_at_the_end_of_a_run_is_exact_there_and_no_other_l
 
     def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
         if processor._sage_layer == X and sp.handle_of(pipe).steps.place == 3:
-            query, key = (varying_outliers(x, 12.0) for x in (query, key))
+            query, key = (varying_outliers(x, 16.0) for x in (query, key))
         return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
 
     monkeypatch.setattr(processors, "_attend", harder)

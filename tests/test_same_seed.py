@@ -312,7 +312,7 @@ def test_Q17_rotation_is_decided_by_the_run_itself(scaling, probed, monkeypatch)
     drawing, attend, hard = Drawing(), processors._attend, []
 
     def harder(query, key, *rest):
-        return attend(*(varying_outliers(x, 12.0 if hard else 1.0) for x in (query, key)), *rest)
+        return attend(*(varying_outliers(x, 16.0 if hard else 1.0) for x in (query, key)), *rest)
 
     monkeypatch.setattr(processors, "_attend", harder)
 
