@@ -226,7 +226,7 @@ def prepare_keys(
             center = tl.zeros([WIDTH], tl.float32)
         weight = sampled_balance(
             q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, seq_kv, extent, reach_ptr, center,
-            HEAD_DIM, WIDTH, SAMPLED, HAS_MASK,
+            HEAD_DIM, WIDTH, SAMPLED // 2, HAS_MASK,  # two tensors are sampled at once
         )  # fmt: skip
         q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
     if chunk == 0:
