@@ -65,10 +65,10 @@ def float32_settings_kept() -> Iterator[None]:
     try:
         both = cudnn.allow_tf32
     except RuntimeError:  # they differ: only the settings of each operator say what holds
-        both = False
+        both = None
     try:
         yield
     finally:
-        if both:
-            cudnn.allow_tf32 = True
+        if both is not None:  # also what the settings of each operator don't show
+            cudnn.allow_tf32 = both
         cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision = each

@@ -121,8 +121,10 @@ def test_Q26_a_model_called_outside_of_steps_keeps_few_row_maxima():
         kept = handle._parts[0].state.row_maxima
         pipe.scheduler.set_timesteps(8)
         for t in pipe.scheduler.timesteps[:4]:
+            inputs["timestep"] = t.expand(1) / 1000
             model(**inputs)
             pipe.scheduler.step(inputs["hidden_states"], t, inputs["hidden_states"])
+        inputs["timestep"] = pipe.scheduler.timesteps[4].expand(1) / 1000
         for _ in range(2 * MOST_CALLS):
             model(**inputs)
         assert len(kept._kept) == 2 * MOST_CALLS  # of two layers

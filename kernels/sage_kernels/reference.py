@@ -325,17 +325,17 @@ def _plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
         extent = (counted * torch.arange(1, kf.shape[2] + 1, device=kf.device)).amax(2, keepdim=True)
     tokens = fit_tokens(extent).expand(kf.shape[0], kv_heads, -1)
     k = kf.gather(2, tokens[..., None].expand(-1, -1, -1, head_dim))
-    hidden = k.isnan() | ~counted.gather(2, tokens)[..., None]
-    high, low = (k.masked_fill(hidden, -torch.inf).amax(2), k.masked_fill(hidden, torch.inf).amin(2))
+    counted = counted.gather(2, tokens)[..., None] & k.isfinite()
     heads = torch.arange(FIT_SAMPLES, device=qf.device) * (qf.shape[1] // kv_heads) // FIT_SAMPLES
     q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, fit_tokens(torch.tensor([qf.shape[2]], device=qf.device))]
-    q = q.abs().masked_fill(q.isnan(), 0.0) * q_weight[:, :, None]
-    q_range = (q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)).amax(2)  # rows have scales of their own
-    seen = high >= low
-    k_range = torch.where(seen, torch.maximum((high - center).abs(), (low - center).abs()), 0.0) * k_weight
-    best = torch.where(seen, high * 0.5 - low * 0.5, 0.0) * k_weight * q_range
-    k_top, q_top, best_top = (x.amax(-1, keepdim=True) for x in (k_range, q_range, best))
-    excess = (q_range * k_top) ** 2 + (k_range * q_top) ** 2 - best * (best_top * (2 * FIT_LIMIT))
+    q = torch.where(q.isfinite(), q.abs(), 0.0) * q_weight[:, :, None]
+    q_size = (q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)).sum(2)  # rows have scales of their own
+    high, low = (k.masked_fill(~counted, -torch.inf).amax(2), k.masked_fill(~counted, torch.inf).amin(2))
+    middle = torch.where(high >= low, high * 0.5 + low * 0.5, 0.0)
+    k_size, best = (torch.where(counted, (k - x[:, :, None]).abs(), 0.0).sum(2) * k_weight for x in (center, middle))
+    best = best * q_size
+    k_top, q_top, best_top = (x.amax(-1, keepdim=True) for x in (k_size, q_size, best))
+    excess = (q_size * k_top) ** 2 + (k_size * q_top) ** 2 - best * (best_top * (2 * FIT_LIMIT))
     return ~(excess.sum(-1) > 0)
 
 

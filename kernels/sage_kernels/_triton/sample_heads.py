@@ -170,20 +170,23 @@ def plan_fits(k, counted, q, center, k_weight, q_weight):
 
     Joined, as each reduction on its own makes all warps wait for each other a few times.
     """
-    q = tl.abs(q) * q_weight[None, :]
+    q = tl.where(q * 0.0 == 0.0, tl.abs(q), 0.0) * q_weight[None, :]
     q = q / tl.maximum(tl.sum(q, 1), AMAX_FLOOR)[:, None]  # rows have scales of their own: one that is loud is one
-    high = tl.where(counted[:, None], k, float("-inf"))
-    low = tl.where(counted[:, None], -k, float("-inf"))
-    high, low = tl.split(tl.max(tl.join(tl.join(high, q), tl.join(low, q)), 0))
-    high, q_range = tl.split(high)
-    low, _ = tl.split(low)
-    seen = high >= -low
-    k_range = tl.where(seen, tl.maximum(tl.abs(high - center), tl.abs(low + center)), 0.0) * k_weight
-    best = tl.where(seen, high * 0.5 + low * 0.5, 0.0) * k_weight * q_range
-    tops, best_top = tl.split(tl.max(tl.join(tl.join(k_range, q_range), tl.join(best, best)), 0))
+    counted = counted[:, None] & (k * 0.0 == 0.0)
+    top = tl.where(counted, k, float("-inf"))
+    high, low = tl.split(tl.max(tl.join(top, tl.where(counted, -k, float("-inf"))), 0))
+    middle = tl.where(high >= -low, high * 0.5 - low * 0.5, 0.0)
+    off = tl.where(counted, tl.abs(k - center[None, :]), 0.0)
+    least = tl.where(counted, tl.abs(k - middle[None, :]), 0.0)
+    sizes, q_size = tl.split(tl.sum(tl.join(tl.join(off, least), tl.join(q, q)), 0))
+    k_size, best = tl.split(sizes)
+    q_size, _ = tl.split(q_size)
+    k_size *= k_weight
+    best *= k_weight * q_size
+    tops, best_top = tl.split(tl.max(tl.join(tl.join(k_size, q_size), tl.join(best, best)), 0))
     k_top, q_top = tl.split(tops)
     best_top, _ = tl.split(best_top)
-    k_range *= q_top
-    q_range *= k_top
-    excess = tl.sum(q_range * q_range + k_range * k_range - best * (best_top * 2.0 * FIT_LIMIT), 0)
+    k_size *= q_top
+    q_size *= k_top
+    excess = tl.sum(q_size * q_size + k_size * k_size - best * (best_top * 2.0 * FIT_LIMIT), 0)
     return (excess > 0) == 0

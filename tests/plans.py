@@ -1,0 +1,9 @@
+"""What a test says of calls that had no plan, where small random models have some whose plan does not fit."""
+
+from __future__ import annotations
+
+
+def calls_without_a_plan(row: dict) -> float:
+    """Of a row of a report or a state's summary: a call whose plan did not fit is dynamic too, and counted apart."""
+    misfit = row["misfit_fraction"] if "misfit_fraction" in row else row["misfit"]
+    return round(row["dynamic_calls"] - misfit * row["calls"], 6)
