@@ -4,6 +4,9 @@ from __future__ import annotations
 
 
 def calls_without_a_plan(row: dict) -> float:
-    """Of a row of a report or a state's summary: a call whose plan did not fit is dynamic too, and counted apart."""
+    """Of a row of a report or a state's summary: a call whose plan did not fit is dynamic too, and counted apart.
+
+    Exact for one sequence: the misfits are those of all sequences of a batch, dynamic calls those of the first.
+    """
     misfit = row["misfit_fraction"] if "misfit_fraction" in row else row["misfit"]
     return round(row["dynamic_calls"] - misfit * row["calls"], 6)

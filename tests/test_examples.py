@@ -39,7 +39,8 @@ def test_examples_are_short(example):
 @pytest.mark.parametrize("model", ["tiny_sd", "tiny_flux"])
 def test_text_to_image(model, tmp_path, monkeypatch, capsys):
     path = tmp_path / "image.png"
-    run("text_to_image.py", monkeypatch, "a red circle", "--model", model, "--steps", 2, "--compare", "--output", path)
+    prompt = "a red circle on a blue background"
+    run("text_to_image.py", monkeypatch, prompt, "--model", model, "--steps", 2, "--compare", "--output", path)
     assert Image.open(path).size == (128, 128) and (tmp_path / "image_compare.png").is_file()
     output = capsys.readouterr().out
     assert int8_calls(output) > 0

@@ -25,7 +25,7 @@ OUTSIDE = {"hunyuan_dit": 1, "mochi": 1}
 # Attention that is no softmax attention.
 UNSWAPPABLE = {"sana"}
 # Attention over frames or over a text encoder's layers: many short sequences that are not alike.
-SHARED_PLANS = {"unet_3d", "unet_motion", "unet_svd", "krea2", "latte"}
+SHARED_PLANS = {"unet_3d", "unet_motion", "unet_svd", "krea2", "latte", "kandinsky3", "prior"}
 SDPA = F.scaled_dot_product_attention
 
 
@@ -108,7 +108,7 @@ def test_swap_is_exact_complete_close_and_undone(name, monkeypatch):
     active = [row for row in report.rows if row["status"] == "active" and row["calls"]]
     assert all(row["scaling"] == "timestep" for row in active), str(report)
     # the second call, a step later, runs on the plan of the first one; sequences over time, one a pixel, share plans
-    # that do not fit all of them
+    # that do not fit all of them, and in heads of a few channels one of them decides
     fitting = [row for row in active if row["misfit_fraction"] == 0]
     assert len(fitting) == len(active) or name in SHARED_PLANS
     assert all(row["dynamic_calls"] <= row["calls"] / 2 for row in fitting), str(report)

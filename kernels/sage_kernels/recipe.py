@@ -20,9 +20,9 @@ CHANNEL_FLOOR = 2.0**-24
 BALANCE_NEAR_BELOW, BALANCE_NEAR_ABOVE = 1_587_183, 5_719_294
 # A tile of keys whose largest code under the planned scale is below this share of 127 takes its own, smaller scale.
 SHRINK_LIMIT = 0.875
-# A plan's center and balance serve a call while the squared error they leave, as a sample of so many tokens has it, is
-# at most this many times that of the best ones, which follow the sample's noise: a plan of other inputs of the same kind
-# has 0.9 to 1.8, one of keys five times as large or of channels four times as large 3.8 and more (kernels/README.md, 4).
+# A plan's center and balance serve a call while the squared error they leave, as a sample of so many tokens has it,
+# is at most this many times that of the best ones, which follow the sample's noise: a plan of other inputs of the same
+# kind has 0.9 to 1.9, one of keys five times as large or of channels four times as large 3.1 and more.
 FIT_SAMPLES, FIT_LIMIT = 32, 2.6
 
 # e4m3: 4 significant bits from 2^-6 on, steps of 2^-9 below, nothing above 448 but NaN.

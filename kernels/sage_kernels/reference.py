@@ -329,13 +329,16 @@ def _plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     heads = torch.arange(FIT_SAMPLES, device=qf.device) * (qf.shape[1] // kv_heads) // FIT_SAMPLES
     q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, fit_tokens(torch.tensor([qf.shape[2]], device=qf.device))]
     q = torch.where(q.isfinite(), q.abs(), 0.0) * q_weight[:, :, None]
-    q_size = (q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)).sum(2)  # rows have scales of their own
+    q = q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)  # rows have scales of their own
+    q_size = (q * q).sum(2)
     high, low = (k.masked_fill(~counted, -torch.inf).amax(2), k.masked_fill(~counted, torch.inf).amin(2))
     middle = torch.where(high >= low, high * 0.5 + low * 0.5, 0.0)
-    k_size, best = (torch.where(counted, (k - x[:, :, None]).abs(), 0.0).sum(2) * k_weight for x in (center, middle))
-    best = best * q_size
+    k_size, best = (
+        torch.where(counted, (k - x[:, :, None]) * k_weight[:, :, None], 0.0).square().sum(2) for x in (center, middle)
+    )
+    best = (best * q_size).sqrt()
     k_top, q_top, best_top = (x.amax(-1, keepdim=True) for x in (k_size, q_size, best))
-    excess = (q_size * k_top) ** 2 + (k_size * q_top) ** 2 - best * (best_top * (2 * FIT_LIMIT))
+    excess = q_size * k_top + k_size * q_top - best * (best_top * (2 * FIT_LIMIT))
     return ~(excess.sum(-1) > 0)
 
 

@@ -176,17 +176,14 @@ def plan_fits(k, counted, q, center, k_weight, q_weight):
     top = tl.where(counted, k, float("-inf"))
     high, low = tl.split(tl.max(tl.join(top, tl.where(counted, -k, float("-inf"))), 0))
     middle = tl.where(high >= -low, high * 0.5 - low * 0.5, 0.0)
-    off = tl.where(counted, tl.abs(k - center[None, :]), 0.0)
-    least = tl.where(counted, tl.abs(k - middle[None, :]), 0.0)
-    sizes, q_size = tl.split(tl.sum(tl.join(tl.join(off, least), tl.join(q, q)), 0))
+    off = tl.where(counted, (k - center[None, :]) * k_weight[None, :], 0.0)
+    least = tl.where(counted, (k - middle[None, :]) * k_weight[None, :], 0.0)
+    sizes, q_size = tl.split(tl.sum(tl.join(tl.join(off * off, least * least), tl.join(q * q, q * q)), 0))
     k_size, best = tl.split(sizes)
     q_size, _ = tl.split(q_size)
-    k_size *= k_weight
-    best *= k_weight * q_size
+    best = tl.sqrt(best * q_size)
     tops, best_top = tl.split(tl.max(tl.join(tl.join(k_size, q_size), tl.join(best, best)), 0))
     k_top, q_top = tl.split(tops)
     best_top, _ = tl.split(best_top)
-    k_size *= q_top
-    q_size *= k_top
-    excess = tl.sum(q_size * q_size + k_size * k_size - best * (best_top * 2.0 * FIT_LIMIT), 0)
+    excess = tl.sum(q_size * k_top + k_size * q_top - best * (best_top * 2.0 * FIT_LIMIT), 0)
     return (excess > 0) == 0
