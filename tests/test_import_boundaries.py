@@ -172,7 +172,7 @@ def test_a_missing_extra_names_the_command(missing, code):
 
 def test_the_command_line_names_the_command():
     code = """
-        import sage_processors.cli as cli
+        import sage_processors.cli.main as cli
         sys.argv, sys.stderr = ["sage-processors", "demo"], sys.stdout
         try:
             cli.main()
@@ -182,7 +182,7 @@ def test_the_command_line_names_the_command():
     hidden = fresh(code, without=("diffusers",))
     assert 'pip install "sage-processors[diffusers]"' in hidden and hidden.strip().endswith("1")
     assert "Traceback" not in hidden
-    no_typer = fresh("try:\n import sage_processors.cli\nexcept ImportError as e: print(e)", without=("typer",))
+    no_typer = fresh("try:\n import sage_processors.cli.main\nexcept ImportError as e: print(e)", without=("typer",))
     assert "pip install sage-processors" in no_typer and "typer" in no_typer
 
 
