@@ -13,13 +13,11 @@ import logging
 
 from .diffusion.pipeline_method import add_pipeline_method
 from .on_import import when_imported
+from .options import SageAttnProcessor, UnsupportedAttentionError, read_policies_with
+from .version import __version__ as __version__
 
-
-__version__ = "0.1.0"
 
 _HOMES = {
-    "SageAttnProcessor": "options",
-    "UnsupportedAttentionError": "options",
     "Calibration": "calibration.search",
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
@@ -31,6 +29,7 @@ _HOMES = {
     "calibrate": "calibration.search",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.handle",
+    "read_policy": "calibration.policy_files",
     "register_transformers": "language.attention",
     "sage_class": "diffusion.processors",
 }
@@ -60,7 +59,13 @@ __all__ = [
 ]
 
 
-add_pipeline_method()
+def _front_door(name: str):
+    """A function of this package that is imported when it is called: for files that may not import its room."""
+    return lambda *args: __getattr__(name)(*args)
+
+
+add_pipeline_method(_front_door("apply"))
+read_policies_with(_front_door("read_policy"))
 
 
 def _meet_transformers():

@@ -122,6 +122,14 @@ def _items(value):
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
+_policy_readers = []
+
+
+def read_policies_with(reader) -> None:
+    """Tell `SageAttnProcessor.from_policy` what reads policy files, which lies above this file."""
+    _policy_readers.append(reader)
+
+
 @dataclass(frozen=True)
 class SageAttnProcessor:
     """Options of INT8 attention for diffusers models. Give it to `pipe.set_attn_processor` or `sage_processors.apply`.
@@ -248,9 +256,7 @@ class SageAttnProcessor:
         Args: path: a .json file. target: the pipeline or model it is meant for, compared with the policy's if given.
         Raises: see policy.read_policy.
         """
-        from .calibration.policy_files import read_policy
-
-        return read_policy(path, target)[0]
+        return _policy_readers[-1](path, target)[0]
 
     @property
     def call_scaling(self) -> str:

@@ -12,9 +12,10 @@ import json
 import os
 from pathlib import Path
 
-from .. import __version__
 from ..diffusion.scale_files import config_hash
+from ..options import SageAttnProcessor
 from ..strict_json import strict_json, strict_object
+from ..version import __version__
 from ..whole_file import write_whole
 
 
@@ -77,8 +78,6 @@ def read_policy(path, target=None) -> tuple[object, dict]:
     Raises: TypeError, ValueError (damaged, too large, another version, another model, options that are none);
         FileNotFoundError and other OSErrors.
     """
-    from ..options import SageAttnProcessor
-
     path = _checked_path(path)
     content = strict_json(read_small(path, MAX_FILE_BYTES), "the policy", _REMEDY)
     version = content.get("format_version")  # before the keys: they are another version's
@@ -121,7 +120,6 @@ def _checked_path(path) -> Path:
 
 def _check_target(models: list[dict], target) -> None:
     from ..diffusion.handle import apply, handle_of
-    from ..options import SageAttnProcessor
 
     handle = handle_of(target)
     if handle is not None:

@@ -22,12 +22,12 @@ import torch
 
 from sage_kernels.planning.rules import NEED_RUNS
 
-from .. import __version__
 from ..diffusion.noise_level import can_track, noise_levels
 from ..evaluation import metrics, quality
 from ..evaluation.progress_bar import progress_bar
 from ..options import BY_CALL, SageAttnProcessor
 from ..strict_json import strict_json, strict_object
+from ..version import __version__
 from ..whole_file import check_output
 from . import layer_choices as demotion
 from . import policy_files as policy

@@ -28,7 +28,7 @@ from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import INT8_MAX
 from sage_kernels.testing import make_qkv, relative_l2
 
-from .. import __version__
+from ..version import __version__
 
 
 PACKAGES = ("triton", "diffusers", "transformers", "accelerate", "safetensors")

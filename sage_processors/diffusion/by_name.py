@@ -47,3 +47,10 @@ def sage_class_by_name(name: str) -> type:
     raise AttributeError(
         f"sage_processors has no {name!r}: diffusers {diffusers.__version__} has no class {base_name!r}"
     )
+
+
+def __getattr__(name: str):
+    """Where pickle looks for the classes that `sage_class` makes."""
+    if name.startswith("Sage"):
+        return sage_class_by_name(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

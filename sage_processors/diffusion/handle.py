@@ -15,6 +15,7 @@ from .auto_rotation import AutoRotation
 from .denoiser import Part, RootHook
 from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .following import Following
+from .pipeline_method import listen
 from .report import Report, build_report
 from .windows import Steps, check_patterns
 
@@ -314,6 +315,9 @@ def tell_handles(pipe) -> None:
     handles = [handle_of(x) for x in list(vars(pipe).values()) if isinstance(unwrap(x), nn.Module)]
     for handle in {id(handle): handle for handle in handles if handle is not None}.values():
         handle._follow_schedulers()
+
+
+listen(tell_handles)
 
 
 def processors_for(model, config: SageAttnProcessor | None = None) -> dict:

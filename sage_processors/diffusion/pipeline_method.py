@@ -16,11 +16,18 @@ from ..on_import import when_imported
 _MODULE = "diffusers.pipelines.pipeline_utils"
 
 _pipelines = weakref.WeakSet()
+_listeners = []
+_swaps = []
 
 
 def known_pipelines() -> list:
     """Pipelines that were given a component since this package was imported, and are alive."""
     return list(_pipelines)
+
+
+def listen(listener) -> None:
+    """Have `listener(pipeline)` called whenever a pipeline gets a model or a scheduler."""
+    _listeners.append(listener)
 
 
 def _telling(setattr_):
@@ -31,9 +38,8 @@ def _telling(setattr_):
         setattr_(self, name, value)
         if hasattr(type(value), "set_timesteps") or hasattr(type(value), "named_modules"):
             _pipelines.add(self)
-            apply = sys.modules.get(f"{__package__}.handle")
-            if apply is not None and hasattr(apply, "tell_handles"):  # else there are no handles
-                apply.tell_handles(self)
+            for listener in _listeners:
+                listener(self)
 
     __setattr__._sage_tells = True
     return __setattr__
@@ -47,11 +53,9 @@ def set_attn_processor(self, processor):
     Returns: a sage_processors.Handle: report(), refresh(), reset(), remove().
     Raises: TypeError for other processors; diffusers' own are set on a model, pipe.unet.set_attn_processor(...).
     """
-    from .handle import apply
-
     if processor is None:
         raise TypeError("processor: got None, expected sage_processors.SageAttnProcessor(...)")
-    return apply(self, processor)
+    return _swaps[-1](self, processor)
 
 
 def _patch_loaded() -> None:
@@ -62,6 +66,7 @@ def _patch_loaded() -> None:
         pipeline.__setattr__ = _telling(pipeline.__setattr__)
 
 
-def add_pipeline_method() -> None:
-    """Patch DiffusionPipeline now, or when diffusers loads it. Repeating it changes nothing."""
+def add_pipeline_method(swap) -> None:
+    """Patch DiffusionPipeline now, or when diffusers loads it. swap(pipeline, processor) is what the method does."""
+    _swaps.append(swap)
     when_imported(_MODULE, _patch_loaded, ready="DiffusionPipeline")

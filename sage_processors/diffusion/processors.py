@@ -361,7 +361,7 @@ def sage_class(base: type) -> type:
         "_sage_calls": calls,
         "__doc__": base.__doc__,
     }
-    cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": __name__})
+    cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": f"{__package__}.by_name"})
     list_beside(cls, base)
     return cls
 
@@ -382,11 +382,3 @@ def is_pag(processor) -> bool:
 def is_sage(processor) -> bool:
     """Whether `processor` is an instance of a Sage class."""
     return isinstance(processor, _SageMethods)
-
-
-def __getattr__(name: str):
-    if name.startswith("Sage"):
-        from .by_name import sage_class_by_name
-
-        return sage_class_by_name(name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

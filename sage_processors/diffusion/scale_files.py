@@ -29,8 +29,8 @@ from sage_kernels.state import (
     STAT_V_AMAX,
 )
 
-from .. import __version__
 from ..strict_json import some, strict_json, strict_object
+from ..version import __version__
 from ..whole_file import write_whole
 
 
