@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, TextStreamer
 
 import sage_processors as sp
-from sage_processors import language
+from sage_processors.evaluation import language
 
 
 def main() -> None:

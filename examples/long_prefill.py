@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import sage_processors as sp
-from sage_processors import language
+from sage_processors.evaluation import language
 
 
 RUNS = 4  # the first is not counted

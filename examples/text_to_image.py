@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 import sage_processors as sp
-from sage_processors.side_by_side import amplification, side_by_side
+from sage_processors.evaluation.side_by_side import amplification, side_by_side
 
 
 def main() -> None:

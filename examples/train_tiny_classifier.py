@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from sage_processors.feature_distance import CLASSIFIER_FOLDER, CLASSIFIER_PIXELS, LABELS, TinyClassifier
+from sage_processors.evaluation.feature_distance import CLASSIFIER_FOLDER, CLASSIFIER_PIXELS, LABELS, TinyClassifier
 
 
 PEAK_RATE = 2e-3

@@ -23,7 +23,7 @@ import tiny_text
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from sage_processors import language
+from sage_processors.evaluation import language
 from sage_processors.whole_file import whole_file
 
 

@@ -21,9 +21,9 @@ import torch
 from IPython.display import Image, Markdown, display
 
 from sage_kernels import RECIPES
-from sage_processors import drawing, language
-from sage_processors.metrics import Interval
-from sage_processors.picture_report import markdown_table
+from sage_processors.evaluation import drawing, language
+from sage_processors.evaluation.metrics import Interval
+from sage_processors.evaluation.picture_report import markdown_table
 
 
 # %% tags=["parameters"]

@@ -36,9 +36,10 @@ import tiny_data  # noqa: E402
 import sage_processors as sp  # noqa: E402
 from sage_kernels import RECIPES  # noqa: E402
 from sage_kernels.results import append_row, check_appendable, environment  # noqa: E402
-from sage_processors import hard_variants, pipelines, quality  # noqa: E402
-from sage_processors.feature_distance import features, load_classifier  # noqa: E402
-from sage_processors.picture_report import Pictures, Row, report  # noqa: E402
+from sage_processors import pipelines  # noqa: E402
+from sage_processors.evaluation import hard_variants, quality  # noqa: E402
+from sage_processors.evaluation.feature_distance import features, load_classifier  # noqa: E402
+from sage_processors.evaluation.picture_report import Pictures, Row, report  # noqa: E402
 from sage_processors.whole_file import check_output, whole_file, write_whole  # noqa: E402
 
 

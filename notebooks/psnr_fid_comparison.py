@@ -27,9 +27,9 @@ from IPython.display import Image, Markdown, display
 
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE, RECIPES
-from sage_processors import drawing, picture_report
-from sage_processors.feature_distance import classifier_metrics, load_classifier
-from sage_processors.side_by_side import amplification, side_by_side
+from sage_processors.evaluation import drawing, picture_report
+from sage_processors.evaluation.feature_distance import classifier_metrics, load_classifier
+from sage_processors.evaluation.side_by_side import amplification, side_by_side
 
 
 # %% tags=["parameters"]

@@ -27,8 +27,8 @@ from IPython.display import Image, Markdown, display
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE
 from sage_kernels.results import read_rows
-from sage_processors import drawing, metrics
-from sage_processors.picture_report import PSNR_CEILING, markdown_table
+from sage_processors.evaluation import drawing, metrics
+from sage_processors.evaluation.picture_report import PSNR_CEILING, markdown_table
 
 
 # %% tags=["parameters"]

@@ -25,8 +25,9 @@ import torch
 from IPython.display import Image, Markdown
 
 import sage_processors as sp
-from sage_processors import drawing, metrics, pipelines, quality
-from sage_processors.picture_report import markdown_table
+from sage_processors import pipelines
+from sage_processors.evaluation import drawing, metrics, quality
+from sage_processors.evaluation.picture_report import markdown_table
 
 
 # %% tags=["parameters"]

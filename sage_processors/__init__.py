@@ -10,78 +10,36 @@ from __future__ import annotations
 
 import importlib
 import logging
-import sys
-import types
 
-from ._on_import import when_imported
-from ._pipeline_method import add_pipeline_method
+from .diffusion.pipeline_method import add_pipeline_method
+from .on_import import when_imported
+from .options import SageAttnProcessor, UnsupportedAttentionError, read_policies_with
+from .version import __version__ as __version__
 
-
-__version__ = "0.1.0"
 
 _HOMES = {
-    "SageAttnProcessor": "config",
-    "UnsupportedAttentionError": "config",
-    "Probe": "probe",
-    "Calibration": "calibration",
-    "calibrate": "calibration",
-    "Handle": "apply",
-    "apply": "apply",
-    "handle_of": "apply",
-    "Int8KVCache": "kv_cache",
-    "Int8KVCacheError": "kv_cache",
-    "processors_for": "apply",
-    "Report": "report",
-    "sage_class": "processors",
-    "attention_report": "transformers_attention",
-    "register_transformers": "transformers_attention",
+    "Calibration": "calibration.search",
+    "Handle": "diffusion.handle",
+    "Int8KVCache": "language.kv_cache",
+    "Int8KVCacheError": "language.kv_cache",
+    "Probe": "diffusion.probe",
+    "Report": "diffusion.report",
+    "apply": "diffusion.handle",
+    "attention_report": "language.attention",
+    "calibrate": "calibration.search",
+    "handle_of": "diffusion.handle",
+    "processors_for": "diffusion.handle",
+    "read_policy": "calibration.policy_files",
+    "register_transformers": "language.attention",
+    "sage_class": "diffusion.processors",
 }
-_MODULES = (
-    "apply",
-    "attention_cost",
-    "by_name",
-    "calibrate_command",
-    "calibration",
-    "carry",
-    "class_lists",
-    "cli",
-    "command_checks",
-    "config",
-    "discovery",
-    "doctor",
-    "drawing",
-    "event_counter",
-    "feature_distance",
-    "following",
-    "forwards",
-    "hard_variants",
-    "kv_cache",
-    "language",
-    "metrics",
-    "part",
-    "picture_report",
-    "pipelines",
-    "policy",
-    "probe",
-    "processors",
-    "progress_bar",
-    "quality",
-    "rebind",
-    "report",
-    "scale_files",
-    "scale_rules",
-    "scales",
-    "strict_json",
-    "timestep",
-    "transformers_attention",
-    "transformers_call",
-    "transformers_choice",
-    "transformers_counts",
-    "transformers_masks",
-    "transformers_visible",
-    "whole_file",
-    "windows",
-)
+_MODULES = {
+    "feature_distance": "evaluation.feature_distance",
+    "hard_variants": "evaluation.hard_variants",
+    "metrics": "evaluation.metrics",
+    "pipelines": "pipelines",
+    "quality": "evaluation.quality",
+}
 __all__ = [
     "SageAttnProcessor",
     "UnsupportedAttentionError",
@@ -101,21 +59,19 @@ __all__ = [
 ]
 
 
-class _Package(types.ModuleType):
-    """Importing the submodule apply.py must not hide the function `apply`, in whatever order things are imported."""
-
-    def __setattr__(self, name, value):
-        super().__setattr__(name, value.apply if name == "apply" and isinstance(value, types.ModuleType) else value)
+def _front_door(name: str):
+    """A function of this package that is imported when it is called: for files that may not import its room."""
+    return lambda *args: __getattr__(name)(*args)
 
 
-sys.modules[__name__].__class__ = _Package
-add_pipeline_method()
+add_pipeline_method(_front_door("apply"))
+read_policies_with(_front_door("read_policy"))
 
 
 def _meet_transformers():
     """Importing the module registers its names."""
     try:
-        importlib.import_module(f"{__name__}.transformers_attention")
+        importlib.import_module(f"{__name__}.language.attention")
     except ImportError as error:  # a transformers of another time must stay importable beside this package
         logging.getLogger(__name__).warning("INT8 attention is not available in this transformers: %s", error)
 
@@ -127,9 +83,9 @@ def __getattr__(name: str):
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name.startswith("Sage"):  # Sage<Name> of any processor class of diffusers
-        return importlib.import_module(f"{__name__}.by_name").sage_class_by_name(name)
+        return importlib.import_module(f"{__name__}.diffusion.by_name").sage_class_by_name(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -8,8 +8,8 @@ import torch
 import sage_kernels
 import sage_kernels.reference
 from sage_kernels import HeadState, sage_attention
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
-from sage_processors.scales import ScaleState, Site
 
 
 # the interpreter's bf16 dot is broken, and fp32 inputs run P·V in bf16

@@ -130,11 +130,11 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     from sage_kernels._triton.rotate import launch_rotate
     from sage_kernels._triton.tiles import Tile, head_width
     from sage_kernels.numerics import padded_head_dim
+    from sage_kernels.planning.state import ScaleState, Site
     from sage_kernels.recipe import RECIPES
     from sage_kernels.reference import ref_rotate
     from sage_kernels.state import reads_row_max
     from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
-    from sage_processors.scales import ScaleState, Site
 
     device = torch.device("cuda")
     launch, launched = launch_attention.launch, {}

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as functional
 
 import sage_processors as sp
-from sage_processors import processors
-from sage_processors.discovery import attention_modules
+from sage_processors.diffusion import processors
+from sage_processors.diffusion.discovery import attention_modules
 from tests.test_processors import SDPA, sqnr_db
 from tests.tiny_models import MODELS
 
@@ -266,7 +266,7 @@ def test_compiled_wrapper_of_a_model_is_looked_through():
 
 def test_package_names_are_stable_whatever_is_imported():
     import sage_processors.apply as by_import
-    from sage_processors.apply import apply
+    from sage_processors.diffusion.handle import apply
 
     assert sp.apply is apply is by_import and callable(sp.apply)
     assert {"apply", "SageAttnProcessor", "processors_for"} <= set(dir(sp))

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import sage_processors as sp
+from sage_kernels.planning import row_maxima
+from sage_kernels.planning.row_maxima import FIRST_STEPS, RowMaxima
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import make_qkv
-from sage_processors import row_maxima
-from sage_processors.keeping_op import attention_keeping, keep_rows_of
-from sage_processors.row_maxima import FIRST_STEPS, RowMaxima
-from sage_processors.scales import ScaleState, Site
+from sage_processors.diffusion.row_maxima_op import attention_keeping, keep_rows_of
 from tests.test_apply_pipelines import ddpm_pipe
 from tests.test_processors import sqnr_db
 

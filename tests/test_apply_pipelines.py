@@ -16,8 +16,8 @@ import torch
 
 import sage_kernels
 import sage_processors as sp
-from sage_processors import processors
-from sage_processors.discovery import attention_modules
+from sage_processors.diffusion import processors
+from sage_processors.diffusion.discovery import attention_modules
 from tests.test_processors import sdpa_as_op, sqnr_db
 from tests.tiny_models import MODELS
 
@@ -310,7 +310,7 @@ def test_pipeline_method_exists_in_every_import_order(order):
 
 
 def test_pipeline_method_of_somebody_else_is_left_alone(monkeypatch):
-    from sage_processors._pipeline_method import add_pipeline_method
+    from sage_processors.diffusion.pipeline_method import add_pipeline_method
 
     theirs = object()
     monkeypatch.setattr(diffusers.DiffusionPipeline, "set_attn_processor", theirs)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import sage_kernels
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_attention
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED, HeadState
 from sage_kernels.testing import (
@@ -17,7 +18,6 @@ from sage_kernels.testing import (
     relative_l2,
     sqnr_db,
 )
-from sage_processors.scales import ScaleState, Site
 
 
 SHAPES = {  # B, S_q, S_kv, H, H_kv, D

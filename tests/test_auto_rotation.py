@@ -14,9 +14,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 import sage_processors as sp
 from sage_kernels.testing import make_qkv
-from sage_processors import config as config_module
-from sage_processors import processors
-from sage_processors.processors import EVENTS
+from sage_processors import options as config_module
+from sage_processors.diffusion import processors
+from sage_processors.diffusion.processors import EVENTS
 from tests.outliers import varying_outliers
 from tests.test_compile import Pipe, compiled, denoise
 from tests.test_windows import flux_pipe, options

@@ -10,9 +10,10 @@ from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_kernels.results import read_rows
-from sage_processors import calibrate_command, quality
-from sage_processors.calibrate_command import HARD
-from sage_processors.cli import app
+from sage_processors.cli import calibrate as calibrate_command
+from sage_processors.cli.calibrate import HARD
+from sage_processors.cli.main import app
+from sage_processors.evaluation import quality
 
 
 def invoke(*arguments):

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors import attention_cost, calibration, hard_variants, ladders, processors, quality
-from sage_processors.attention_cost import (
+from sage_processors.calibration import candidates as ladders
+from sage_processors.calibration import cost as attention_cost
+from sage_processors.calibration import search as calibration
+from sage_processors.calibration.cost import (
     BYTES_PER_SECOND,
     FLOPS_16BIT,
     OPS_INT8,
@@ -19,6 +21,8 @@ from sage_processors.attention_cost import (
     counted_seconds,
     measured_seconds,
 )
+from sage_processors.diffusion import processors
+from sage_processors.evaluation import hard_variants, quality
 from tests.outliers import varying_outliers
 from tests.test_compile import denoise
 from tests.test_quality import PROMPTS, pipeline

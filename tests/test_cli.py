@@ -17,8 +17,11 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import sage_processors as sp
-from sage_processors import cli, pipelines, quality
-from sage_processors.side_by_side import LABEL, MARGIN
+from sage_processors import pipelines
+from sage_processors.cli import loading
+from sage_processors.cli import main as cli
+from sage_processors.evaluation import quality
+from sage_processors.evaluation.side_by_side import LABEL, MARGIN
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +64,7 @@ def test_demo_draws_prints_and_saves(name, tmp_path):
 
     canvas = Image.open(path)
     assert canvas.size == (2 * (256 + MARGIN) + MARGIN, 3 * (LABEL + 256 + MARGIN))
-    pipe = cli._load_pipeline(name, "cpu")
+    pipe = loading.load_pipeline(name, "cpu")
     stock = quality.generate(pipe, prompts, [5, 6], steps=2, **pipelines.call_arguments(name))
     shown = np.asarray(canvas)[LABEL : LABEL + 256 : 2, MARGIN : MARGIN + 256 : 2]
     expected = (stock[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
@@ -119,7 +122,7 @@ def test_a_broken_folder_gets_a_message(tmp_path):
 
 def test_help_lists_the_commands():
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    command = [sys.executable, "-m", "sage_processors.cli", "--help"]
+    command = [sys.executable, "-m", "sage_processors.cli.main", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
     assert all(command in result.stdout for command in ("demo", "report", "doctor", "bench"))
 
@@ -132,7 +135,7 @@ def test_report_lists_every_layer_without_weights(name, tmp_path):
     folder = tmp_path / name
     shutil.copytree(sp.pipelines.path(name), folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
     output = invoke("report", folder)
-    pipe = cli._load_pipeline(name, "cpu")
+    pipe = loading.load_pipeline(name, "cpu")
     part = "unet" if name == "tiny_sd" else "transformer"
     layers = [f"{part}.{n.removesuffix('.processor')}" for n in getattr(pipe, part).attn_processors]
     assert len(layers) >= 5 and all(layer in output for layer in layers)
@@ -209,6 +212,6 @@ def test_bench_tables_updates_the_readme(tmp_path):
 
 
 def test_prompts_are_distinct_words_the_pipelines_know():
-    prompts = cli._prompts(64)
+    prompts = loading.example_prompts(64)
     assert len(set(prompts)) == 64
     assert all(color != ground for color, ground in (re.findall(r"^a (\w+) \w+ on a (\w+)", p)[0] for p in prompts))

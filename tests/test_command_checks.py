@@ -20,8 +20,12 @@ from typer.testing import CliRunner
 
 import sage_processors as sp
 from sage_kernels.results import check_appendable
-from sage_processors import calibration, cli, language, policy, quality
-from sage_processors.command_checks import float32_settings_kept
+from sage_processors.calibration import policy_files as policy
+from sage_processors.calibration import search as calibration
+from sage_processors.cli import loading
+from sage_processors.cli import main as cli
+from sage_processors.cli.checks import float32_settings_kept
+from sage_processors.evaluation import language, quality
 from sage_processors.strict_json import strict_json
 from tests.test_import_boundaries import ROOT, files
 
@@ -164,7 +168,7 @@ def test_Q37_bench_prints_before_it_appends(command, tmp_path, monkeypatch):
 
 def test_Q37_what_calibrate_found_is_not_lost_with_a_full_disk(tmp_path, monkeypatch, caplog):
     """A state that can't be kept does not end the search; a policy that can't be written is in the log."""
-    pipe = cli._load_pipeline("tiny_flux", "cpu")
+    pipe = loading.load_pipeline("tiny_flux", "cpu")
     monkeypatch.setattr(calibration.policy, "write_json", full)
     options = {"target_psnr": 10, "scalings": ["timestep"], "steps": 1, "progress": False}
     options |= {"config": sp.SageAttnProcessor(min_tokens=quality.MIN_TOKENS)}
@@ -180,7 +184,7 @@ def test_what_did_not_run_in_int8_has_no_psnr_in_a_table():
         quality.Quality("timestep", "r", (50.0,), (0.9,), 3),
         quality.Quality("stock_bf16", "", (60.0,), (0.95,)),
     )
-    cells = [list(column.cells) for column in cli._quality_table("x", [idle, ran, floor]).columns]
+    cells = [list(column.cells) for column in loading.quality_table("x", [idle, ran, floor]).columns]
     assert cells[1] == [quality.NOTHING_RAN, "50.00", "60.00"] and cells[2] == ["–", "50.00", "60.00"]
     assert cells[3:5] == [["–", "0.900000", "0.950000"]] * 2
 

@@ -92,9 +92,9 @@ def check(name):
     tree = ((1, [2.0, {{"a": 3}}]), {{"b": (4,)}})
     assert compat.map_only(int, lambda x: -x, tree) == ((-1, [2.0, {{"a": -3}}]), {{"b": (-4,)}})
     if "{extra}":
-        import sage_processors.processors, sage_processors.transformers_masks, sage_processors.event_counter
+        import sage_processors.diffusion.processors, sage_processors.language.masks, sage_processors.event_counter
         sage_processors.event_counter.EventCounter(3)
-        mask = sage_processors.transformers_masks.sage_mask(1, 3, 5, q_offset=2)
+        mask = sage_processors.language.masks.sage_mask(1, 3, 5, q_offset=2)
         assert (type(mask) is torch.Tensor) == ("_make_wrapper" in name)
         assert torch.equal(mask | False, torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(2))
 

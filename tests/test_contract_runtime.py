@@ -114,7 +114,7 @@ def test_E04_all_work_runs_on_the_current_stream(gpu):
 def test_E05_a_cuda_graph_replays_with_new_data(case, gpu):
     """Bitwise, with masks that change between replays and with a planned state, whose statistics are recorded too."""
     options = (masked_options(200, 200, 2, "cuda") + [{}])[case]
-    from sage_processors.scales import ScaleState, Site
+    from sage_kernels.planning.state import ScaleState, Site
 
     def planned():
         scales = ScaleState([Site("a", 2, 64)], device="cuda")

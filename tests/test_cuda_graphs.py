@@ -7,10 +7,10 @@ import torch
 
 import sage_processors as sp
 from sage_kernels import sage_attention
+from sage_kernels.planning import row_maxima
+from sage_kernels.planning.row_maxima import RowMaxima
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import graph_nodes, relative_l2
-from sage_processors import row_maxima
-from sage_processors.row_maxima import RowMaxima
-from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import FP8, normal, runs_fp8
 from tests.tiny_models import MODELS
 

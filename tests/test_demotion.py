@@ -8,10 +8,12 @@ import json
 import pytest
 
 import sage_processors as sp
-from sage_processors import attention_cost, processors, quality
-from sage_processors.attention_cost import CostTable
-from sage_processors.config import MAX_RANGES
-from sage_processors.demotion import Choice, Demotion, Way, check_sums, demotions, relative_l2
+from sage_processors.calibration import cost as attention_cost
+from sage_processors.calibration.cost import CostTable
+from sage_processors.calibration.layer_choices import Choice, Demotion, Way, check_sums, demotions, relative_l2
+from sage_processors.diffusion import processors
+from sage_processors.evaluation import quality
+from sage_processors.options import MAX_RANGES
 from tests.outliers import varying_outliers
 from tests.test_compile import denoise
 from tests.test_layer_windows import JOINT, SINGLE
@@ -142,7 +144,7 @@ def test_a_ladder_gets_better_and_dearer_and_is_the_same_again():
 
 
 def _error_of(demotion, config, layer):
-    from sage_processors.windows import is_kept, option_of
+    from sage_processors.diffusion.windows import is_kept, option_of
 
     if is_kept(config, layer):
         return 0.0

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import sage_kernels
 from sage_kernels import append_kv, compat, made_again, new_head_state, sage_attention, sage_decode_attention
-from sage_processors.scales import ScaleState, Site
+from sage_kernels.planning.state import ScaleState, Site
 from tests import decode_cases
 from tests.attention_cases import Attend, normal
 

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 import sage_kernels
-from sage_processors import cli, doctor
+from sage_processors.cli import doctor
+from sage_processors.cli import main as cli
 from tests.test_import_boundaries import OPTIONAL, fresh
 
 

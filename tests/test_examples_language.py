@@ -16,7 +16,7 @@ import torch
 pytest.importorskip("transformers")
 
 import sage_processors as sp
-from sage_processors import language
+from sage_processors.evaluation import language
 
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

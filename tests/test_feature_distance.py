@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_processors import feature_distance as fd
+from sage_processors.evaluation import feature_distance as fd
 
 
 ROOT = Path(__file__).resolve().parent.parent

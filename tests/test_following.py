@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.timestep import noise_levels
+from sage_processors.diffusion.noise_level import noise_levels
 from tests.plans import calls_without_a_plan
 from tests.test_compile import Pipe, compiled, denoise
 from tests.test_lifecycle_adapters import sd_pipe

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors import scales
+from sage_kernels.planning import state as scales
+from sage_processors.diffusion.forwards import Forwards
+from sage_processors.diffusion.noise_level import noise_levels
+from sage_processors.diffusion.windows import Progress
 from sage_processors.event_counter import EventCounter
-from sage_processors.forwards import Forwards
-from sage_processors.timestep import noise_levels
-from sage_processors.windows import Progress
 from tests.test_compile import Pipe, denoise
 from tests.test_following import SD, ddim, draw, options
 from tests.test_lifecycle_adapters import sd_pipe

@@ -12,8 +12,8 @@ import torch
 
 from sage_kernels import RECIPES, sage_attention
 from sage_kernels._triton.tiles import Tile
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
-from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import FP8, Attend, key_padding, normal
 
 

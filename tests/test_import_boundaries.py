@@ -104,6 +104,84 @@ def test_processors_use_the_ops_not_their_insides():
     assert imported(files("sage_processors"), "sage_kernels.reference", "examples", "tests") == []
 
 
+# What each room may import besides itself: everything below it. Files of no room are the ground floor.
+BELOW = {
+    "sage_processors": set(),
+    "sage_processors.diffusion": {"sage_processors"},
+    "sage_processors.language": {"sage_processors"},
+    "sage_processors.evaluation": {"sage_processors", "sage_processors.diffusion", "sage_processors.language"},
+    "sage_processors.calibration": {"sage_processors", "sage_processors.diffusion", "sage_processors.evaluation"},
+    "sage_processors.cli": {
+        "sage_processors",
+        "sage_processors.diffusion",
+        "sage_processors.language",
+        "sage_processors.evaluation",
+        "sage_processors.calibration",
+    },
+    "sage_kernels": {"sage_kernels._triton"},
+    "sage_kernels.planning": {"sage_kernels"},
+    "sage_kernels._triton": {"sage_kernels"},
+}
+FRONT_DOOR = ("sage_processors", "sage_processors.diffusion.pipeline_method")  # the package itself is above all rooms
+
+
+def edges() -> dict[str, set[str]]:
+    """file → files of ours that it imports, at any time; a package stands for its __init__."""
+    modules = {}
+    for file in files("sage_processors", "kernels/sage_kernels"):
+        root = ROOT / "kernels" if "kernels" in file.relative_to(ROOT).parts else ROOT
+        modules[".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")] = file
+    graph = {}
+    for name, file in modules.items():
+        found = {module for module, _ in imports(file)} & set(modules)
+        # `from ..room import file` is an import of the file: the package's own __init__ has nothing to give
+        packages = {module for module in found if any(other.startswith(module + ".") for other in found)}
+        graph[name] = found - packages - {name}
+    return graph
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return ".".join(parts[:2]) if ".".join(parts[:2]) in BELOW else parts[0]
+
+
+def test_arrows_between_rooms_point_down():
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in edges().items()
+        for other in others
+        if room(module) != room(other)
+        and room(other) not in BELOW[room(module)]
+        and room(module).partition(".")[0] == room(other).partition(".")[0]
+        and (module, other) != FRONT_DOOR
+    ]
+    wrong += [
+        f"{module} imports {other}"
+        for module, others in edges().items()
+        for other in others
+        if module.startswith("sage_kernels") and other.startswith("sage_processors")
+    ]
+    assert wrong == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Late imports of functions included."""
+    left = edges()
+    while free := {name for name, others in left.items() if not others & set(left)}:
+        left = {name: others for name, others in left.items() if name not in free}
+    # what is left is in a circle or above one: drop what nothing of the rest imports
+    while above := set(left) - {other for others in left.values() for other in others}:
+        left = {name: others for name, others in left.items() if name not in above}
+    assert {name: sorted(others & set(left)) for name, others in left.items()} == {}
+
+
+def test_every_room_says_what_lives_there_and_what_it_may_import():
+    for name in set(BELOW) - {"sage_processors", "sage_kernels"}:
+        folder = ROOT / ("kernels" if name.startswith("sage_kernels") else "") / Path(*name.split("."))
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+        assert text and "import" in text, name
+
+
 def test_kernels_is_a_source_root():
     assert not (ROOT / "kernels" / "__init__.py").exists(), "it would shadow Hugging Face's `kernels`"
     assert not (ROOT / "tests" / "__init__.py").exists()
@@ -172,7 +250,7 @@ def test_a_missing_extra_names_the_command(missing, code):
 
 def test_the_command_line_names_the_command():
     code = """
-        import sage_processors.cli as cli
+        import sage_processors.cli.main as cli
         sys.argv, sys.stderr = ["sage-processors", "demo"], sys.stdout
         try:
             cli.main()
@@ -182,7 +260,7 @@ def test_the_command_line_names_the_command():
     hidden = fresh(code, without=("diffusers",))
     assert 'pip install "sage-processors[diffusers]"' in hidden and hidden.strip().endswith("1")
     assert "Traceback" not in hidden
-    no_typer = fresh("try:\n import sage_processors.cli\nexcept ImportError as e: print(e)", without=("typer",))
+    no_typer = fresh("try:\n import sage_processors.cli.main\nexcept ImportError as e: print(e)", without=("typer",))
     assert "pip install sage-processors" in no_typer and "typer" in no_typer
 
 

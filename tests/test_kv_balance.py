@@ -17,10 +17,10 @@ from tests.test_append_kv import GUARD, buffers, tokens
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import sage_processors as sp  # noqa: E402
-from sage_processors import language  # noqa: E402
-from sage_processors.kv_layers import BALANCE_LIMIT, Int8Layer, channel_balance, smoothing_vector  # noqa: E402
-from sage_processors.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.stored_kv import attend  # noqa: E402
+from sage_processors.evaluation import language  # noqa: E402
+from sage_processors.language.kv_layers import BALANCE_LIMIT, Int8Layer, channel_balance, smoothing_vector  # noqa: E402
+from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
+from sage_processors.language.quantized_kv import attend  # noqa: E402
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
 from sage_kernels import append_kv  # noqa: E402
 from sage_kernels.testing import relative_l2  # noqa: E402
-from sage_processors.kv_layers import Int8Layer  # noqa: E402
-from sage_processors.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.stored_kv import StoredKV, stored_int8  # noqa: E402
-from sage_processors.transformers_counts import INT8, INT8_CACHE, counted  # noqa: E402
-from sage_processors.transformers_masks import BandMask  # noqa: E402
+from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
+from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
+from sage_processors.language.masks import BandMask  # noqa: E402
+from sage_processors.language.quantized_kv import StoredKV, stored_int8  # noqa: E402
+from sage_processors.language.report import INT8, INT8_CACHE, counted  # noqa: E402
 from tests.test_transformers_models import ANY_LENGTH  # noqa: E402
 from tests.tiny_cache_models import assert_holds, states  # noqa: E402
 from tests.tiny_language_models import MODELS  # noqa: E402

@@ -14,8 +14,8 @@ from transformers import DynamicCache  # noqa: E402
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
-from sage_processors.kv_layers import MIN_SLACK, Int8Layer  # noqa: E402
-from sage_processors.stored_kv import Int8KVCacheError, StoredKV, attend, stored_int8  # noqa: E402
+from sage_processors.language.kv_layers import MIN_SLACK, Int8Layer  # noqa: E402
+from sage_processors.language.quantized_kv import Int8KVCacheError, StoredKV, attend, stored_int8  # noqa: E402
 from tests.tiny_cache_models import (  # noqa: E402
     BUFFERS,
     HEAD_DIM,

@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWindowLayer  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
-from sage_processors.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.stored_kv import StoredKV, attend  # noqa: E402
+from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer  # noqa: E402
+from sage_processors.language.quantized_kv import StoredKV, attend  # noqa: E402
 from tests.tiny_cache_models import (  # noqa: E402
     BUFFERS,
     HEAD_DIM,

@@ -16,9 +16,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import sage_processors as sp  # noqa: E402
 from sage_kernels import decode  # noqa: E402
-from sage_processors.kv_layers import Int8Layer  # noqa: E402
-from sage_processors.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
-from sage_processors.stored_kv import StoredKV, attend  # noqa: E402
+from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
+from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
+from sage_processors.language.quantized_kv import StoredKV, attend  # noqa: E402
 from tests.tiny_cache_models import BUFFERS, HEAD_DIM, HEADS, states  # noqa: E402
 from tests.tiny_language_models import MODELS  # noqa: E402
 

@@ -17,7 +17,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import sage_processors as sp
 from sage_kernels.results import COLUMNS
-from sage_processors import language, language_command
+from sage_processors.cli import language as language_command
+from sage_processors.evaluation import language
 
 
 @pytest.fixture(scope="module")

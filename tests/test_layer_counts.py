@@ -7,9 +7,9 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 import sage_processors as sp
-from sage_processors import report
+from sage_processors.diffusion import report
+from sage_processors.diffusion.processors import CallSite
 from sage_processors.event_counter import EventCounter
-from sage_processors.processors import CallSite
 from tests.tiny_models import MODELS
 
 

@@ -12,10 +12,12 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import sage_processors as sp
-from sage_processors import config as config_module
-from sage_processors import policy, processors, row_maxima
-from sage_processors.timestep import noise_levels
-from sage_processors.windows import inside, stays_exact
+from sage_kernels.planning import row_maxima
+from sage_processors import options as config_module
+from sage_processors.calibration import policy_files as policy
+from sage_processors.diffusion import processors
+from sage_processors.diffusion.noise_level import noise_levels
+from sage_processors.diffusion.windows import inside, stays_exact
 from tests.test_compile import compiled, denoise
 from tests.test_windows import flux_pipe, options
 
@@ -122,7 +124,7 @@ def test_auto_rotation_waits_until_a_layer_leaves_its_range(monkeypatch):
         return attend(query, key * factor, value, attn_mask, is_causal, scale, processor, index)
 
     monkeypatch.setattr(processors, "_attend", harder)
-    monkeypatch.setattr("sage_processors.auto_rotation.ROTATE_BELOW_DB", 99.0)
+    monkeypatch.setattr("sage_processors.diffusion.auto_rotation.ROTATE_BELOW_DB", 99.0)
     pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
     with sp.apply(pipe, options(scaling="per_block", rotation="auto", layer_keep_noise={JOINT: (0.9, 1)})) as handle:
         pipe.scheduler.set_timesteps(8)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 import sage_processors as sp
-from sage_processors import processors
+from sage_processors.diffusion import processors
 from tests.test_apply import processors_of
 from tests.test_apply_pipelines import flux_pipe, sd_controlnet_pipe
 from tests.test_processors import attention_inputs, counted, forward, sqnr_db

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors import processors
+from sage_processors.diffusion import processors
 from tests.test_apply import processors_of
 from tests.test_apply_pipelines import flux_pipe, tiny_vae
 from tests.test_lifecycle import statuses

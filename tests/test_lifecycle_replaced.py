@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors import processors
-from sage_processors.config import PAG_REMEDY
+from sage_processors.diffusion import processors
+from sage_processors.options import PAG_REMEDY
 from tests.test_apply import processors_of
 from tests.test_lifecycle import statuses
 from tests.test_lifecycle_adapters import EVERYTHING, STRICT, sd_pipe

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from sage_processors import metrics
+from sage_processors.evaluation import metrics
 
 
 def pictures(seed: int = 0, n: int = 3, size: int = 24) -> torch.Tensor:

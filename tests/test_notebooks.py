@@ -18,7 +18,7 @@ from PIL import Image  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
 from sage_kernels import RECIPES  # noqa: E402
-from sage_processors import quality  # noqa: E402
+from sage_processors.evaluation import quality  # noqa: E402
 
 
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"

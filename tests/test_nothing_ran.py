@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 import sage_processors as sp
-from sage_processors import cli, quality
-from sage_processors.side_by_side import side_by_side
+from sage_processors.cli import loading
+from sage_processors.evaluation import quality
+from sage_processors.evaluation.side_by_side import side_by_side
 from tests.test_windows import denoise, flux_pipe, options
 from tests.tiny_models import MODELS
 
@@ -80,7 +81,7 @@ def test_P29_a_row_of_results_needs_a_call_that_ran(tmp_path):
 
 def test_P29_tables_and_lines_say_so_instead_of_a_figure():
     console = Console(width=200, record=True)
-    console.print(cli._quality_table("tiny_sd", [NOTHING]))
+    console.print(loading.quality_table("tiny_sd", [NOTHING]))
     console.print(quality.in_words(NOTHING))
     text = console.export_text()
     assert text.count("no call ran in INT8") == 2 and "120" not in text and "1.000" not in text

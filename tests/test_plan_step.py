@@ -9,10 +9,10 @@ import torch
 
 import sage_kernels
 from sage_kernels.plan_step import plan_step
+from sage_kernels.planning.rules import Timestep, TimestepAdaptive
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import COUNT_KEY_MAX, KEY_NONE, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
 from sage_kernels.testing import make_qkv
-from sage_processors.scale_rules import Timestep, TimestepAdaptive
-from sage_processors.scales import ScaleState, Site
 
 
 SITES = [Site("a", 3, 40), Site("b", 2, 128), Site("c", 1, 8)]

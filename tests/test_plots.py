@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from sage_kernels.results import COLUMNS, append_row
-from sage_processors import picture_report
-from sage_processors.metrics import Interval
+from sage_processors.evaluation import picture_report
+from sage_processors.evaluation.metrics import Interval
 
 
 pytest.importorskip("matplotlib", reason="the notebooks extra is not installed")
 from PIL import Image  # noqa: E402
 
-from sage_processors import drawing  # noqa: E402
+from sage_processors.evaluation import drawing  # noqa: E402
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -190,7 +190,7 @@ def measured():
         picture_report.Pictures.measure(name, (stock + amount * noise).clamp(0, 1), stock)
         for name, amount in (("near", 0.001), ("far", 0.1))
     ]
-    from sage_processors.feature_distance import features
+    from sage_processors.evaluation.feature_distance import features
 
     return sets, features(stock), features(stock[:38].flip(3))
 

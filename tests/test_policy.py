@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors import policy
+from sage_processors.calibration import policy_files as policy
 from sage_processors.strict_json import some
 from tests.test_windows import flux_pipe
 

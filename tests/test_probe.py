@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 import sage_kernels
 import sage_processors as sp
-from sage_processors import processors
-from sage_processors.probe import SLOTS, LayerProbe, _Shared, exact_rows
+from sage_processors.diffusion import processors
+from sage_processors.diffusion.probe import SLOTS, LayerProbe, _Shared, exact_rows
 from tests.test_compile import compiled, denoise
 from tests.test_windows import flux_pipe, options
 from tests.tiny_models import MODELS

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors import processors
-from sage_processors.discovery import attention_modules
+from sage_processors.diffusion import processors
+from sage_processors.diffusion.discovery import attention_modules
 from sage_processors.event_counter import EventCounter
 from tests.tiny_models import MODELS, OLDEST
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import FIT_SAMPLES
 from sage_kernels.testing import make_qkv
-from sage_processors.scales import ScaleState, Site
 
 
 BLOCK = 64  # keys of a tile in the interpreter

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors import metrics, quality
+from sage_processors.evaluation import metrics, quality
 
 
 PROMPTS = ["a red circle on a blue background", "a yellow star on a black background", "a green heart"]
@@ -217,7 +217,7 @@ def test_evaluate_takes_pictures_drawn_earlier_and_counts_what_options_keep():
 
 
 def test_study_variants_are_every_planned_rule():
-    from sage_processors.scale_rules import ADAPTIVE, RULES
+    from sage_kernels.planning.rules import ADAPTIVE, RULES
 
     variants = {variant.name: variant for variant in quality.study_variants()}
     # but for the one whose pictures depend on those before

@@ -8,10 +8,10 @@ import torch
 from sage_kernels import new_head_state, sage_attention
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.numerics import quantize_values, round_to_e4m3
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import LAGGED_EXPONENT, LAGGED_LOWEST
 from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX, HeadState
 from sage_kernels.testing import exact_attention, relative_l2
-from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import DTYPES, FP8, band_mask, key_padding, normal, runs_fp8
 from tests.test_softmax_reference import LOGITS, RAMP, climbing
 

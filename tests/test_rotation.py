@@ -10,10 +10,10 @@ import torch
 import sage_kernels
 from sage_kernels import new_head_state, sage_attention
 from sage_kernels.numerics import padded_head_dim, rotation_block
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_rotate
 from sage_kernels.state import COUNT_CALLS, COUNT_DYNAMIC, shape_key
 from sage_kernels.testing import FAMILIES, exact_attention, make_qkv, sqnr_db
-from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import band_mask, key_padding, normal
 from tests.outliers import varying_outliers
 from tests.plans import calls_without_a_plan

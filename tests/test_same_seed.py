@@ -8,8 +8,8 @@ import torch._dynamo
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 import sage_processors as sp
-from sage_processors import processors
-from sage_processors.scale_rules import FROM_TABLE, NEED_RUNS
+from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
+from sage_processors.diffusion import processors
 from tests.outliers import varying_outliers
 from tests.test_compile import Pipe, compiled
 from tests.tiny_models import MODELS

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sage_processors as sp
-from sage_processors.timestep import TimestepReader, track
+from sage_processors.diffusion.noise_level import TimestepReader, track
 from tests.plans import calls_without_a_plan
 from tests.scale_files import Refusal, changed, flux_file, learnt, same, values_of
 from tests.test_apply_pipelines import EVERYTHING, PIPES

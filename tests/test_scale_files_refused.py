@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file
 
-from sage_processors import scale_files
+from sage_processors.diffusion import scale_files
 from tests.scale_files import Refusal, changed, flux_file, learnt, same, values_of
 from tests.test_apply_pipelines import EVERYTHING, PIPES
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_kernels
 import sage_processors as sp
+from sage_kernels.planning.rules import RULES, Delayed, SigmaPower, Static, Timestep, TimestepAdaptive, fit_power
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import PLAN_CENTER
 from sage_kernels.testing import make_qkv
-from sage_processors.metrics import sqnr_db
-from sage_processors.scale_rules import RULES, Delayed, SigmaPower, Static, Timestep, TimestepAdaptive, fit_power
-from sage_processors.scales import ScaleState, Site
+from sage_processors.evaluation.metrics import sqnr_db
 from tests.plans import calls_without_a_plan
 from tests.test_compile import Pipe, compiled, denoise
 from tests.tiny_models import MODELS

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import sage_kernels
+from sage_kernels.planning.rules import Timestep, TimestepAdaptive
+from sage_kernels.planning.state import GROWTH_LIMIT, ScaleState, Site
+from sage_kernels.planning.table import MOVE_LIMIT, moved, record
 from sage_kernels.state import STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
 from sage_kernels.testing import make_qkv
-from sage_processors.metrics import sqnr_db
-from sage_processors.scale_rules import Timestep, TimestepAdaptive
-from sage_processors.scale_table import MOVE_LIMIT, moved, record
-from sage_processors.scales import GROWTH_LIMIT, ScaleState, Site
+from sage_processors.evaluation.metrics import sqnr_db
 
 
 LEVELS = [1.0, 0.9, 0.75, 0.6, 0.4, 0.2]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import sage_kernels
+from sage_kernels.planning.rules import Timestep, TimestepAdaptive
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT
 from sage_kernels.testing import make_qkv
-from sage_processors.scale_rules import Timestep, TimestepAdaptive
-from sage_processors.scales import ScaleState, Site
 
 
 def step(state, seed, *, u, u_next, factor=1.0, site=0, family="biased_keys"):

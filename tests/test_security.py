@@ -15,8 +15,8 @@ ATTRIBUTES = {("torch", "load"), ("torch", "jit"), ("torch", "hub"), ("torch", "
 OPTIONS = {"trust_remote_code", "allow_pickle", "weights_only", "shell"}
 # `file: what`, each with why it is harmless
 ALLOWED: dict[str, str] = {
-    "sage_processors/metrics.py: torch.hub": "asks which folder its checkpoints are in",
-    "sage_processors/transformers_masks.py: torch.jit": "asks whether a trace is being made",
+    "sage_processors/evaluation/metrics.py: torch.hub": "asks which folder its checkpoints are in",
+    "sage_processors/language/masks.py: torch.jit": "asks whether a trace is being made",
 }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sage_processors.side_by_side import LABEL, MARGIN, amplification, side_by_side
+from sage_processors.evaluation.side_by_side import LABEL, MARGIN, amplification, side_by_side
 
 
 def test_cells_hold_stock_ours_and_the_amplified_difference():

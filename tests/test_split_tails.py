@@ -8,8 +8,8 @@ import torch
 from sage_kernels import RECIPES, sage_attention
 from sage_kernels._triton.tiles import MAX_PIECES, Tail, Tile, choose_tail
 from sage_kernels.masking import NO_MASKING
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
-from sage_processors.scales import ScaleState, Site
 from tests.attention_cases import FP8, Attend, normal
 from tests.test_hopper_kernel import TILES, skip_what_is_the_same
 

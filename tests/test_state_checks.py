@@ -7,9 +7,9 @@ import torch
 
 import sage_processors as sp
 from sage_kernels import HeadState, new_head_state, sage_attention
-from sage_processors.config import UnsupportedAttentionError
-from sage_processors.row_maxima import MOST_CALLS
-from sage_processors.scales import ScaleState, Site
+from sage_kernels.planning.row_maxima import MOST_CALLS
+from sage_kernels.planning.state import ScaleState, Site
+from sage_processors.options import UnsupportedAttentionError
 from tests.test_attention import run_kernel
 from tests.test_checks import check_raises, no_launch, qkv
 from tests.test_compile import Pipe
@@ -72,7 +72,7 @@ def test_a_site_whose_state_is_on_another_device_computes_its_own_scales():
 @pytest.mark.parametrize("policy", ["fallback", "strict"])
 def test_a_negative_softmax_scale_stays_exact(policy, monkeypatch):
     """The op refuses it; here it is a reason, which is counted or raised."""
-    from sage_processors import processors
+    from sage_processors.diffusion import processors
 
     drawing, reason_against = Drawing(), processors._reason_against
 

@@ -6,7 +6,7 @@ import pytest
 
 from sage_kernels.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, is_without_int8, read_rows
-from sage_processors.tables import (
+from sage_processors.evaluation.tables import (
     BEGIN,
     END,
     LANGUAGE,

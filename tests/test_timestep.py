@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_processors as sp
-from sage_processors.timestep import TimestepReader, noise_levels, track, untrack
+from sage_processors.diffusion.noise_level import TimestepReader, noise_levels, track, untrack
 from tests.tiny_models import MODELS
 
 

@@ -20,7 +20,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sage_processors import language
+from sage_processors.evaluation import language
 
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

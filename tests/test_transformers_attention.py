@@ -12,9 +12,9 @@ import torch
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors import transformers_call
-from sage_processors._on_import import when_imported
-from sage_processors.transformers_counts import counted
+from sage_processors.language import call as transformers_call
+from sage_processors.language.report import counted
+from sage_processors.on_import import when_imported
 from tests.test_import_boundaries import fresh
 
 
@@ -68,7 +68,7 @@ def test_importing_the_package_first_is_enough():
 
 
 def test_our_module_may_come_first():
-    code = "import sage_processors.transformers_attention as ours\nprint(sorted(ours.register_transformers()))"
+    code = "import sage_processors.language.attention as ours\nprint(sorted(ours.register_transformers()))"
     assert fresh(code).strip() == str(sorted(STANDARD))
 
 

@@ -10,8 +10,8 @@ import torch
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors import language
-from sage_processors.transformers_choice import watch_choices
+from sage_processors.evaluation import language
+from sage_processors.language.choice import watch_choices
 
 
 tf = pytest.importorskip("transformers")

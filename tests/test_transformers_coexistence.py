@@ -10,7 +10,7 @@ import torch
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors import transformers_counts
+from sage_processors.language import report as transformers_counts
 
 
 transformers = pytest.importorskip("transformers")

@@ -10,8 +10,8 @@ import torch
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors import transformers_attention
-from sage_processors.transformers_counts import counted
+from sage_processors.language import attention as transformers_attention
+from sage_processors.language.report import counted
 
 
 transformers = pytest.importorskip("transformers")

@@ -18,7 +18,8 @@ import pytest
 
 import sage_processors as sp
 from sage_kernels.results import COLUMNS, append_row, read_rows
-from sage_processors import drawing, policy, tables
+from sage_processors.calibration import policy_files as policy
+from sage_processors.evaluation import drawing, tables
 from sage_processors.whole_file import check_output, whole_file, write_whole
 from tests.test_import_boundaries import ROOT, files
 from tests.test_scale_files import learnt

@@ -9,8 +9,8 @@ import torch
 from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
 
 import sage_processors as sp
-from sage_processors.timestep import noise_levels
-from sage_processors.windows import Steps, check_patterns
+from sage_processors.diffusion.noise_level import noise_levels
+from sage_processors.diffusion.windows import Steps, check_patterns
 from tests.test_compile import Pipe, compiled, denoise
 from tests.tiny_models import MODELS
 

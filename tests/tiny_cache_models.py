@@ -6,7 +6,7 @@ import torch
 from transformers import DynamicCache
 
 import sage_processors as sp
-from sage_processors.stored_kv import StoredKV
+from sage_processors.language.quantized_kv import StoredKV
 from tests.tiny_language_models import MODELS
 
 

@@ -92,7 +92,7 @@ def planned_attention(case, q, k, v, lagged=False, rotation="none", **options):
     denoising step sees nearly the rows of the step before, and another random draw would not. Tiles of rows that are
     done again nevertheless are counted, and timed; "/running_max" is the same without such a reference.
     """
-    from sage_processors.scales import ScaleState, Site
+    from sage_kernels.planning.state import ScaleState, Site
 
     options |= {"rotation": rotation}
     scales = ScaleState([Site("bench", case.kv_heads, case.head_dim, rotation)], device=q.device)

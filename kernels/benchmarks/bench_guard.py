@@ -44,10 +44,10 @@ from sage_kernels import recipe as constants
 from sage_kernels._triton import attention_fwd_hopper, hopper_parts
 from sage_kernels._triton.hopper_parts import bits_of, max_in_lanes
 from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import FP8_RECIPE
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
-from sage_processors.scales import ScaleState, Site
 
 
 CASES = [square(128, 16384), square(64, 16384), *(case for case in MODELS if case.name in ("flux_1024", "flux_2048"))]

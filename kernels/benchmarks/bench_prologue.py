@@ -22,9 +22,9 @@ from sage_kernels._triton.launch_attention import device_tile
 from sage_kernels._triton.mask_tiles import launch_mask_tiles
 from sage_kernels._triton.prologue import launch_prologue
 from sage_kernels.masking import NO_MASKING
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
-from sage_processors.scales import ScaleState, Site
 
 
 CASES = [square(head_dim, seq) for head_dim in (128, 64) for seq in (4096, 16384, 32768)]

@@ -23,8 +23,8 @@ from sage_kernels import DEFAULT_RECIPE, RECIPES
 from sage_kernels._triton.launch_attention import launch_attention_fwd
 from sage_kernels._triton.tiles import Tile
 from sage_kernels.masking import make_masking
+from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import relative_l2
-from sage_processors.scales import ScaleState, Site
 
 
 def candidates(width: int, pv: str) -> list[Tile]:

@@ -22,8 +22,8 @@ for folder in (HERE.parent.parent, HERE.parent):
 
 from sage_kernels.recipe import DEFAULT_RECIPE  # noqa: E402
 from sage_kernels.results import is_crossover_row, is_scaling_row, read_rows  # noqa: E402
-from sage_processors import drawing  # noqa: E402
-from sage_processors.metrics import Interval  # noqa: E402
+from sage_processors.evaluation import drawing  # noqa: E402
+from sage_processors.evaluation.metrics import Interval  # noqa: E402
 
 
 Rows = list[dict[str, str]]

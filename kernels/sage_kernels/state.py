@@ -3,7 +3,7 @@
 One row per (attention call site, key/value head); all sites of a handle share the same tensors, so one vectorised
 update serves a whole model. The kernels read `plan` and `plan_scale`, and write `stats` and `counts` with
 order-independent atomics only (max, min, integer add): results stay bitwise repeatable.
-Who turns statistics into the next plan is not the kernels' business: see sage_processors/scales.py.
+Who turns statistics into the next plan is not the kernels' business: see kernels/sage_kernels/planning/state.py.
 """
 
 from __future__ import annotations

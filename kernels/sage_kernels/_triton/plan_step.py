@@ -1,6 +1,6 @@
 """One launch that closes a denoising step for all call sites: its statistics are kept and plan the next step.
 
-What sage_processors/scales.py does in some two hundred tensor operations, for the rules "timestep" and
+What kernels/sage_kernels/planning/state.py does in some two hundred tensor operations, for the rules "timestep" and
 "timestep_adaptive": each of them is a launch that the host takes longer for than the GPU, and the next step waits for
 all. What enters the table is scale_table.record's business there, and has its words.
 """

@@ -1,0 +1,437 @@
+"""Planned per-head scales: the state of every attention call site, and how one step plans the next.
+
+Softmax is unchanged when one vector c is subtracted from all keys of a head, and Q·Kᵀ is unchanged when channel d of Q
+is divided by b_d > 0 and channel d of K multiplied by it. Both may therefore come from an EARLIER step without any
+error: a stale c or b only costs INT8 resolution. Only the scale must cover the values of the running step, and a group
+of tokens that does not fit gets its own larger scale inside the kernel (counted here as "outside").
+
+From the per-channel statistics of a step, per head: c = (max k + min k) / 2 (of all shared vectors the one that needs
+the smallest scale), b = sqrt(amax|q| / amax|k - c|), s = margin · max_d sqrt(amax|q_d| · amax|k_d - c_d|) / 127.
+The next step runs K_int = round((k - c)·b/s): one vector per head each, one scale per head, no reduction pass. Q
+needs no
+planned scale: a row of Q lies in the attention kernel's registers, where its own exact scale costs nothing and halves
+Q's error; Q_int = round((q/b) / s_row).
+Where V is quantised too (recipe "qk_int8_pv_fp8"), its scale per channel is planned from the same step's amax, with
+room for growth by 7 times: a floating-point format is as precise there. What grew further is clipped, and counted.
+Which step's statistics these are is the rule's business (scale_rules.py), what of them is kept for later runs that of
+scale_table.py. Derivation and measurements: kernels/README.md.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..numerics import padded_head_dim
+from ..plan_step import plan_step
+from ..recipe import INT8_MAX
+from ..state import (
+    COUNT_BELOW,
+    COUNT_CALLS,
+    COUNT_CLIPPED,
+    COUNT_DYNAMIC,
+    COUNT_KEY_MAX,
+    COUNT_KEY_MIN,
+    COUNT_KEYS,
+    COUNT_MISFIT,
+    COUNT_OUTSIDE,
+    COUNT_PLAN_KEY_A,
+    COUNT_PLAN_KEY_B,
+    COUNT_REDONE,
+    COUNT_TRIED,
+    STAT_FIELDS,
+    HeadState,
+    clear_step,
+    new_head_state,
+)
+from .plan import V_CHANNEL_FLOOR, write_plan
+from .row_maxima import RowMaxima
+from .rules import Source, Timestep, ranges
+from .table import MOVE_LIMIT, OUTLIER_LIMIT, agreeing, full_reach, key_range, key_reach, record
+
+
+# A head whose keys reached this much further than its plan had seen no longer trusts the table.
+GROWTH_LIMIT = 1.25
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention call site: a processor of a model, or the n-th attention call inside one.
+
+    Attributes:
+        name: the module's name in the model ("#1" appended for a second call in the same processor).
+        kv_heads: number of key/value heads.
+        head_dim: channels per head.
+        rotation: of its calls, "none" or "hadamard": what is learnt of one kind of channels says nothing of the other.
+    """
+
+    name: str
+    kv_heads: int
+    head_dim: int
+    rotation: str = "none"
+
+    @property
+    def channels(self) -> int:
+        """Channels per head that the kernels see: rotated, those that pad the head are in use too."""
+        return self.head_dim if self.rotation == "none" else padded_head_dim(self.head_dim)
+
+
+class ScaleState:
+    """Scales of all call sites of one handle. Lives on the device; nothing but `summary` reads it on the host.
+
+    Args:
+        sites: the call sites, in the order of `head_state`'s index.
+        device: where the model runs.
+        margin: planned scale over the one that the largest value seen needs, > 0. Tiles beyond it scale themselves.
+        bins: noise levels told apart, uniform in asin(u).
+        rule: which statistics plan the next step, of scale_rules.py; Timestep() if None. One rule serves one state.
+    Raises: ValueError for no sites, margin <= 0 or bins < 1.
+    """
+
+    def __init__(
+        self,
+        sites: list[Site],
+        *,
+        device: torch.device | str,
+        margin: float = 0.9,
+        bins: int = 16,
+        rule: Timestep | None = None,
+    ):
+        if not sites:
+            raise ValueError("sites: got none, expected at least one attention call site")
+        if not (math.isfinite(margin) and margin > 0):
+            raise ValueError(f"margin: got {margin}, expected a finite number > 0")
+        if bins < 1:
+            raise ValueError(f"bins: got {bins}, expected at least 1")
+        self.sites = list(sites)
+        self.margin = margin
+        self.bins = bins
+        self.rule = Timestep() if rule is None else rule
+        self.row_maxima = RowMaxima()
+        self._first_rows = [sum(s.kv_heads for s in self.sites[:i]) for i in range(len(self.sites))]
+        self._allocate(torch.device(device))
+
+    def _allocate(self, device: torch.device) -> None:
+        rows = sum(s.kv_heads for s in self.sites)
+        width = padded_head_dim(max(s.head_dim for s in self.sites))
+        self.device = device
+        shared = new_head_state(rows, width, device)
+        starts = [torch.full((), first, dtype=torch.int32, device=device) for first in self._first_rows]
+        self._head_states = [shared._replace(row=start) for start in starts]
+        self._shared = shared
+        dims = torch.tensor([s.channels for s in self.sites for _ in range(s.kv_heads)])
+        self._is_channel = (torch.arange(width) < dims[:, None]).to(device)
+        self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, device=device)
+        self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # see scale_table.record
+        self._run = torch.zeros((), dtype=torch.int32, device=device)
+        # tensors: a flag on the host would be a guard of compiled code, and nothing to a CUDA graph
+        self._frozen = torch.zeros((), dtype=torch.int32, device=device)
+        self._frozen_keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
+        self._goes_on = torch.zeros((), dtype=torch.int32, device=device)  # no run begins
+        # uniform in asin(u), as fp32: a level is in one bin however it is given
+        edges = (torch.arange(1, self.bins, dtype=torch.float64) * (math.pi / 2 / self.bins)).sin().float()
+        self._bin_edges, self._edges = edges.to(device), edges.tolist()
+        self._totals = torch.zeros(rows, COUNT_KEY_MAX, dtype=torch.int64, device=device)
+        self.bin = torch.zeros((), dtype=torch.int64, device=device)  # of the running step
+        self.rule.refit(self)
+
+    def head_state(self, site_index: int) -> HeadState:
+        """The tensors of one site, for `sage_attention(state=)`; the same objects until `to` moves the state."""
+        return self._head_states[site_index]
+
+    @torch.no_grad()
+    def begin_run(self, u: float | torch.Tensor) -> None:
+        """A denoising run starts at noise level u in [0, 1]: plan its first step from what the rule knows."""
+        self._run.add_(1)
+        self.row_maxima.clear()  # the last step of a run says nothing of the first of the next
+        self.rule.refit(self)
+        self._drain()  # what a run that was broken off left of its last step is no step
+        self._take_frozen_keys(self._frozen > 0)
+        self._plan(self.rule.first(self, self._enter(u)))
+
+    @torch.no_grad()
+    def advance(
+        self, u_finished: float | torch.Tensor, u_next: float | torch.Tensor, begins: torch.Tensor | None = None
+    ) -> None:
+        """The step at noise level `u_finished` is done and the next runs at `u_next` (0-d tensors stay on the device).
+
+        Keeps the step's statistics under its noise level, then plans the next step from what the rule chooses.
+        begins: int32 [] on the device, 1 where the next step is the first of another run; None: it is not.
+        """
+        self.row_maxima.next_step()
+        finished, following = self._bin_of(u_finished), self._enter(u_next)
+        if type(self.rule).following is Timestep.following and self.device.type == "cuda":
+            self._advance_in_one_launch(finished, following, begins)
+        else:
+            self._advance(finished, following, begins)
+
+    def _advance_in_one_launch(self, finished, following, begins=None) -> None:
+        """As `_advance` with a rule that follows as Timestep() does. On a GPU, where these take long to launch."""
+        plan_step(*self._launch_tensors(finished, following, begins), **self._launch_numbers())
+        if begins is not None:
+            self._run.add_(begins)
+
+    def _launch_tensors(self, finished, following, begins=None) -> tuple:
+        """What `launch_plan_step` takes."""
+        return (
+            self._shared, self._table, self._table_run, self._run, self._totals, self._is_channel, finished, following,
+            self._frozen, self._frozen_keys, self._goes_on if begins is None else begins,
+        )  # fmt: skip
+
+    def _launch_numbers(self) -> dict:
+        full = full_reach(self.margin)
+        return {
+            "margin": self.margin, "full": full, "growth": GROWTH_LIMIT, "outlier": OUTLIER_LIMIT, "move": MOVE_LIMIT,
+            "v_floor": V_CHANNEL_FLOOR, "adapts": self.rule.adapts,
+        }  # fmt: skip
+
+    def _advance(self, finished, following, begins=None) -> None:
+        """Close the step in noise bin `finished` and plan the one in `following`, int64 [1] each."""
+        shared, seen = self._shared, self._seen()
+        record(
+            self._table, self._table_run, self._run, finished, shared.stats, self._is_channel,
+            seen=seen & (self._frozen == 0), planned=shared.plan_scale > 0,
+            agrees=agreeing(shared.plan, shared.plan_scale, shared.stats, self._is_channel, self.margin),
+        )  # fmt: skip
+        source = self.rule.following(self, following, seen)
+        kept = ~source.known
+        # the shapes of this step's calls: a plan holds for those only (conditional and unconditional calls may differ)
+        keys = shared.counts[:, COUNT_KEY_MAX : COUNT_KEY_MIN + 1]
+        plan_keys = shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
+        plan_keys.copy_(torch.where(seen[:, None], keys, plan_keys))
+        if begins is not None:
+            self._run.add_(begins)
+            starts = begins > 0
+            self.rule.restart(starts)
+            self._take_frozen_keys(starts & (self._frozen > 0))
+            first = self.rule.first(self, following)
+            stats = torch.where(starts, first.stats, source.stats)
+            source = source._replace(stats=stats, known=torch.where(starts, first.known, source.known))
+            kept = kept & ~starts
+        self._drain()
+        # a layer that was skipped (attention caches, layer-skip guidance) keeps its plan: it is merely a step older
+        self._plan(source, kept=kept)
+
+    def _take_frozen_keys(self, where: torch.Tensor) -> None:
+        """A run that starts from the frozen table: for calls of the shapes that it was frozen with."""
+        plan_keys = self._shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1]
+        plan_keys.copy_(torch.where(where, self._frozen_keys, plan_keys))
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """From now on plans may come from the table as it is, which no run changes any more, until `reset`."""
+        self._frozen.fill_(1)
+        self._frozen_keys.copy_(self._shared.counts[:, COUNT_PLAN_KEY_A : COUNT_PLAN_KEY_B + 1])
+        self.rule.refit(self)
+
+    @property
+    def frozen(self) -> torch.Tensor:
+        """int32 [] on the device, 1 since `freeze`."""
+        return self._frozen
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether the table has any entry. Syncs."""
+        return bool(self._table_run.any())
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget every scale, table entry and count, in place; the table is frozen no longer."""
+        shared = self._shared
+        self.row_maxima.clear()
+        for tensor in (
+            shared.plan,
+            shared.plan_scale,
+            shared.counts,
+            self._table,
+            self._table_run,
+            self._run,
+            self._frozen,
+            self._frozen_keys,
+            self._totals,
+        ):
+            tensor.zero_()
+        self.bin.zero_()
+        clear_step(shared.stats, shared.counts)
+        self.rule.refit(self)
+
+    @torch.no_grad()
+    def set_rotation(self, index: int, rotation: str) -> None:
+        """From the next step on, the calls of one site run with another rotation: forget what it learnt.
+
+        Call it after `advance`, before any call of the next step.
+        """
+        if self.sites[index].rotation == rotation:
+            return
+        site = self.sites[index] = replace(self.sites[index], rotation=rotation)
+        rows = slice(self._first_rows[index], self._first_rows[index] + site.kv_heads)
+        shared = self._shared
+        self._is_channel[rows] = torch.arange(self._is_channel.shape[1], device=self.device) < site.channels
+        for tensor in (shared.plan[rows], shared.plan_scale[rows], self._table[:, rows], self._table_run[:, rows]):
+            tensor.zero_()
+        self.rule.forget(self, rows)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move to `device`: what was learnt moves along, the counts start anew. Syncs."""
+        if torch.device(device) != self.device:
+            learnt, frozen, keys = self.snapshot(), self._frozen, self._frozen_keys
+            self.row_maxima.clear()
+            self._allocate(torch.device(device))
+            self.restore(learnt)
+            self._frozen.copy_(frozen)
+            self._frozen_keys.copy_(keys)
+            self.rule.refit(self)
+
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Everything that decides the coming steps, as copies on the CPU. Syncs.
+
+        With R heads in all, D channels of the widest: table fp32 [bins, R, 4, D] and table_run int32 [bins, R] (the
+        number of the run that left it, 0: none), run int32 [] (the number of the running one), plan fp32 [R, 4, D]
+        and plan_scale fp32 [R], and of the step that `advance` has not closed yet: stats fp32 [R, 4, D], pending bool
+        [R] (heads with usable statistics), keys int32 [R, 4]. Every float is finite, and 0 where nothing was learnt.
+        """
+        shared, channel, pending = self._shared, self._is_channel, self._seen()
+        tensors = {
+            "table": torch.where((self._table_run != 0)[..., None, None] & channel[:, None], self._table, 0.0),
+            "table_run": self._table_run.abs(),
+            "run": self._run,
+            "plan": shared.plan,
+            "plan_scale": shared.plan_scale,
+            "stats": torch.where(pending[:, None, None] & channel[:, None], shared.stats, 0.0),
+            "pending": pending,
+            "keys": shared.counts[:, COUNT_KEY_MAX:],
+        }
+        return {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+
+    @torch.no_grad()
+    def restore(self, snapshot: dict[str, torch.Tensor]) -> None:
+        """Go on from a `snapshot` of a state with the same sites and bins, in place. Counts go on from here.
+
+        The caller has checked the snapshot: shapes and values are not looked at (scale_files.py does that for files).
+        """
+        # all copies first: running out of memory must leave the state as it was
+        new = {name: tensor.to(self.device) for name, tensor in snapshot.items()}
+        shared, pending = self._shared, new["pending"]
+        self._drain()
+        self._table.copy_(new["table"])
+        self._table_run.copy_(new["table_run"])
+        self._run.copy_(new["run"])
+        shared.plan.copy_(new["plan"])
+        shared.plan_scale.copy_(new["plan_scale"])
+        shared.stats.copy_(torch.where(pending[:, None, None], new["stats"], shared.stats))
+        shared.counts[:, COUNT_KEY_MAX:] = new["keys"]
+        # one call marks the open step as seen; that it was none of ours must not show in the report
+        shared.counts[:, COUNT_CALLS] = pending.int()
+        self._totals[:, COUNT_CALLS] -= pending.long()
+        self.rule.refit(self)
+
+    def summary(self) -> list[dict]:
+        """Per site, as dicts. Syncs.
+
+        name, calls, dynamic_calls (mean over heads), of K's elements the fractions outside (beyond plan), below (in
+        tiles that took a smaller scale) and misfit (in heads whose planned vectors did not fit), clipped (of V's),
+        lagged (query tiles that ran with a softmax reference of the step before), redone (fraction of these that were
+        done again), known.
+        """
+        totals = (self._totals + self._shared.counts[:, :COUNT_KEY_MAX]).cpu()
+        known = (self._shared.plan_scale > 0).cpu()
+        rows = []
+        for site, first in zip(self.sites, self._first_rows, strict=True):
+            part = totals[first : first + site.kv_heads].double()
+            elements = part[:, COUNT_KEYS].sum().clamp_min(1)
+            rows.append(
+                {
+                    "name": site.name,
+                    "calls": int(part[:, COUNT_CALLS].max()),
+                    "dynamic_calls": float(part[:, COUNT_DYNAMIC].mean()),
+                    "outside": float(part[:, COUNT_OUTSIDE].sum() / elements),
+                    "below": float(part[:, COUNT_BELOW].sum() / elements),
+                    "misfit": float(part[:, COUNT_MISFIT].sum() / elements),
+                    "clipped": float(part[:, COUNT_CLIPPED].sum() / elements),
+                    "lagged": int(part[:, COUNT_TRIED].sum()),
+                    "redone": float(part[:, COUNT_REDONE].sum() / part[:, COUNT_TRIED].sum().clamp_min(1)),
+                    "known": bool(known[first : first + site.kv_heads].all()),
+                }
+            )
+        return rows
+
+    def _seen(self) -> torch.Tensor:
+        """Heads [R] that were called in this step and whose statistics are finite."""
+        q_amax, k_max, k_min, v_amax = self._shared.stats.unbind(1)
+        reached = q_amax + k_max.abs() + k_min.abs() + v_amax * 0.0
+        usable = torch.isfinite(torch.where(self._is_channel, reached, 0.0)).all(-1)
+        return (self._shared.counts[:, COUNT_CALLS] > 0) & usable
+
+    def _bin_of(self, u: float | torch.Tensor) -> torch.Tensor:
+        """Bin of noise level u, int64 [1] on the device, without a host sync."""
+        if isinstance(u, torch.Tensor):
+            level = u.detach().to(self.device, torch.float32).reshape(1)
+            return torch.bucketize(level, self._bin_edges, right=True)
+        bin_ = bisect_right(self._edges, ctypes.c_float(u).value)  # in fp32, as a tensor would be
+        return torch.full((1,), bin_, dtype=torch.int64, device=self.device)
+
+    def _enter(self, u: float | torch.Tensor) -> torch.Tensor:
+        """`_bin_of(u)`, which is the running step's from now on."""
+        bin_ = self._bin_of(u)
+        self.bin.copy_(bin_[0])
+        return bin_
+
+    # --- what rules read ---
+
+    @property
+    def table(self) -> torch.Tensor:
+        """Statistics by noise level, fp32 [bins, R, 4, D]; only what `usable` marks may be planned from."""
+        return self._table
+
+    @property
+    def table_run(self) -> torch.Tensor:
+        """The run that left each entry of the table, int32 [bins, R]: see scale_table.record."""
+        return self._table_run
+
+    @property
+    def step_stats(self) -> torch.Tensor:
+        """Statistics of the step that `advance` closes, fp32 [R, 4, D]."""
+        return self._shared.stats
+
+    def usable(self, by: torch.Tensor) -> torch.Tensor:
+        """Entries that may be planned from, bool as `by`, runs that left some: frozen, or an EARLIER run's."""
+        if self.rule.adapts:
+            return (by != 0) & ((self._frozen > 0) | (by.abs() < self._run))
+        return (by != 0) & (self._frozen > 0)
+
+    def from_table(self, bin_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Statistics that the table has to plan a step at this noise level from [R, 4, D], and where there are any."""
+        return self._table.index_select(0, bin_)[0], self.usable(self._table_run.index_select(0, bin_)[0])
+
+    def bin_levels(self) -> torch.Tensor:
+        """Noise level u at the middle of every bin, fp32 [bins]."""
+        middle = (torch.arange(self.bins, device=self.device, dtype=torch.float32) + 0.5) / self.bins
+        return (middle * (math.pi / 2)).sin()
+
+    def head_scales(self, stats: torch.Tensor) -> torch.Tensor:
+        """INT8 scale that statistics [..., R, 4, D] need, without margin -> [..., R]."""
+        q_amax, _, k_amax = ranges(stats, self._is_channel)
+        return (q_amax.sqrt() * k_amax.sqrt()).amax(-1) / INT8_MAX
+
+    def strayed(self) -> torch.Tensor:
+        """Heads [R] whose keys of this step reached further than GROWTH_LIMIT times what their plan was made from.
+
+        Or less far, by OUTLIER_LIMIT: what the table says of the next step is as wrong then.
+        """
+        step, full = (self._shared.plan, self._shared.stats, self._is_channel), full_reach(self.margin)
+        strayed = (key_reach(*step) > full * GROWTH_LIMIT) | (key_range(*step) < full / OUTLIER_LIMIT)
+        return (self._shared.plan_scale > 0) & strayed
+
+    def _drain(self) -> None:
+        """Add the step's counts to the totals and ready the recording tensors for the next step."""
+        self._totals.add_(self._shared.counts[:, :COUNT_KEY_MAX])
+        clear_step(self._shared.stats, self._shared.counts)
+
+    def _plan(self, source: Source, kept: torch.Tensor | None = None) -> None:
+        """`write_plan` for all heads."""
+        write_plan(self._shared, self._is_channel, source, self.margin, kept)

@@ -1,0 +1,170 @@
+"""What one attention call costs, relative to others: counted from shapes, or measured on the device."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+import sage_kernels
+from sage_kernels.planning.rules import RULES
+
+from ..options import SCALINGS
+
+
+# One H100 SXM by its data sheet, dense. Only ratios matter: INT8 twice as fast as 16 bit, 295 16-bit operations/byte.
+FLOPS_16BIT, OPS_INT8, BYTES_PER_SECOND = 989e12, 1979e12, 3.35e12
+EXACT = "exact"
+
+
+@dataclass(frozen=True)
+class CallShape:
+    """Shapes of one attention call: batch, queries and keys per sample, heads, key/value heads, channels per head."""
+
+    batch: int
+    seq_q: int
+    seq_kv: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+def counted_seconds(
+    shape: CallShape, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE, rotation: str = "none"
+) -> float:
+    """Counted operations and bytes over the data sheet's rates; no exponentials, no launches. scaling: or "exact"."""
+    matmul = 2.0 * shape.batch * shape.heads * shape.seq_q * shape.seq_kv * shape.head_dim
+    q = shape.batch * shape.seq_q * shape.heads * shape.head_dim
+    k = shape.batch * shape.seq_kv * shape.kv_heads * shape.head_dim
+    traffic = 2 * (2 * q + 2 * k)  # Q, K, V read and O written once, 16 bit
+    if scaling == EXACT:
+        return 2 * matmul / FLOPS_16BIT + traffic / BYTES_PER_SECOND
+    prologue = 2 * k + k  # K read in 16 bit, written in INT8
+    if scaling == "per_head":
+        prologue += 2 * k  # a reduction first
+    if SCALINGS[scaling] == "per_token" and scaling not in RULES:
+        prologue += 2 * 4 * shape.batch * shape.seq_kv * shape.kv_heads  # a scale per key, written and read
+    if rotation == "hadamard":
+        prologue += 2 * 2 * (q + k)  # Q and K read and written once more; its matmul hides behind that
+    traffic += prologue - k  # the matmul reads K in INT8
+    pv_rate = FLOPS_16BIT
+    if sage_kernels.RECIPES[recipe].pv != "16bit":
+        pv_rate = OPS_INT8
+        # V as K: read in 16 bit, written in 8, which the matmul reads; without a plan a look at its range first
+        traffic += 2 * k + k - k + (0 if scaling in RULES else 2 * k)
+    return matmul / OPS_INT8 + matmul / pv_rate + traffic / BYTES_PER_SECOND
+
+
+def measured_seconds(
+    shape: CallShape, scaling: str, recipe: str, device, dtype, *, rotation: str = "none", repeats: int = 10
+) -> float:
+    """Median wall time of one call on random inputs, after a first one, everything included."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((shape.seq_q, shape.heads), (shape.seq_kv, shape.kv_heads), (shape.seq_kv, shape.kv_heads))
+    q, k, v = (
+        torch.randn(shape.batch, seq, heads, shape.head_dim, generator=generator).to(device, dtype)
+        for seq, heads in sizes
+    )
+    if scaling == EXACT:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+
+        def call():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=shape.heads != shape.kv_heads)
+    else:
+        state = None
+        if scaling in RULES:
+            from sage_kernels.planning.state import ScaleState, Site
+
+            scales = ScaleState([Site("timed", shape.kv_heads, shape.head_dim, rotation)], device=device)
+            state = scales.head_state(0)
+            sage_kernels.sage_attention(q, k, v, recipe=recipe, rotation=rotation, state=state)
+            scales.advance(1.0, 1.0)  # from here on there is a plan
+
+        def call():
+            return sage_kernels.sage_attention(
+                q, k, v, recipe=recipe, scaling=SCALINGS[scaling], rotation=rotation, state=state
+            )
+
+    with torch.no_grad():
+        times = []
+        for _ in range(repeats + 1):
+            _wait(device)
+            start = time.perf_counter()
+            call()
+            _wait(device)
+            times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]
+
+
+def _wait(device) -> None:
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class CostTable:
+    """Seconds of every layer of a handle that ran, by scaling, recipe and rotation.
+
+    Args:
+        handle: after a run. kind: "counted" or "measured".
+    Attributes: shapes ({layer: [CallShape]}), layers that ran in INT8 only.
+    """
+
+    def __init__(self, handle, kind: str):
+        self._kind, self._known = kind, {}
+        self.shapes: dict[str, list[CallShape]] = {}
+        for part in handle._parts:
+            self._device, self._dtype = part.device, next((p.dtype for p in part.model.parameters()), torch.float32)
+            for layer in part.layers:
+                shapes = [_shape_of(site) for site in layer.sage._sage_sites if site.elements]
+                if shapes:
+                    self.shapes[part._label(layer.name)] = shapes
+
+    def seconds(
+        self, layer: str, scaling: str, recipe: str = sage_kernels.DEFAULT_RECIPE, rotation: str = "none"
+    ) -> float:
+        """Of one step of one layer. rotation: "auto", which the run decides, counts as none."""
+        rotation = "none" if rotation == "auto" else rotation
+        return sum(self._call(shape, scaling, recipe, rotation) for shape in self.shapes[layer])
+
+    def _call(self, *what) -> float:
+        """what: shape, scaling, recipe, rotation."""
+        if self._kind == "counted":
+            return counted_seconds(*what)
+        if what not in self._known:
+            self._known[what] = measured_seconds(*what[:3], self._device, self._dtype, rotation=what[3])
+        return self._known[what]
+
+    def relative(self, config, steps: int, levels=()) -> float:
+        """Attention time of a whole run under these options, over that of 16-bit attention; 1 is no gain.
+
+        Steps in windows count as 16 bit; calls that INT8 can't do are left out on both sides.
+
+        Args: steps: of a run. levels: noise level of each of them, needed where options keep noise levels.
+        Raises: ValueError for such options without levels.
+        """
+        from ..diffusion.windows import is_kept, option_of, stays_exact
+
+        by_level = bool(config.keep_below_noise or config.keep_noise or config.layer_keep_noise)
+        if by_level and len(levels) != steps:
+            raise ValueError(f"levels: got {len(levels)} noise levels for {steps} steps, expected one each")
+        levels = levels if by_level else [1.0] * steps
+        total = exact = 0.0
+        for layer in self.shapes:
+            own, kept = self.seconds(layer, EXACT), steps
+            if not is_kept(config, layer):
+                recipe, scaling, rotation, span = (
+                    option_of(config, option, layer) for option in ("recipe", "scaling", "rotation", "keep_noise")
+                )
+                kept = sum(stays_exact(config, span, level, i, steps - i) for i, level in enumerate(levels))
+                total += (steps - kept) * self.seconds(layer, scaling, recipe, rotation)
+            total += kept * own
+            exact += steps * own
+        return total / exact if exact else 1.0
+
+
+def _shape_of(site) -> CallShape:
+    kv_heads, dim, batch = int(site.seen_kv_heads), int(site.seen_head_dim), int(site.seen_batch)
+    seq_q, seq_kv = int(site.seen_seq_q), int(site.seen_seq_kv)
+    heads = (int(site.elements) - batch * seq_kv * kv_heads * dim) // (batch * seq_q * dim)
+    return CallShape(batch, seq_q, seq_kv, heads, kv_heads, dim)

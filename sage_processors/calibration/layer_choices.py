@@ -1,0 +1,236 @@
+"""Which layers give up how much speed: for every layer the cheapest way whose measured error stays below a limit.
+
+A layer's ways are INT8 choices (the recipe, else P·V in 16 bit, a scale per token, the Hadamard rotation), each at
+all steps or with 16 bit at the noise levels where its error is, and 16 bit throughout. A choice's error is what a
+probe measured while the whole model ran under it, by layer and step; with 16 bit at some noise levels, that over the
+others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+import sage_kernels
+
+from ..diffusion.windows import inside
+from ..options import MAX_RANGES, SageAttnProcessor
+from .cost import EXACT
+
+
+MAX_RUNGS = 64
+_SAME = 1e-9  # relative: sums of the same costs in another order differ in their last digits
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How the INT8 calls of a layer run."""
+
+    recipe: str
+    scaling: str
+    rotation: str
+
+    @classmethod
+    def of(cls, config: SageAttnProcessor) -> Choice:
+        """What the options say of layers without options of their own."""
+        return cls(config.recipe, config.scaling, config.rotation)
+
+
+@dataclass(frozen=True)
+class Way:
+    """choice None: 16 bit at all steps. span: () or the noise levels at which a layer stays in 16 bit."""
+
+    choice: Choice | None
+    span: tuple[float, ...] = ()
+
+
+def sums_by_step(probes) -> dict:
+    """{layer: {step as str, for JSON: [signal, noise]}}: sums of squares over heads and attention calls."""
+    found: dict[str, dict] = {}
+    for row in (row for probe in probes for row in probe.summary("layer", "step")):
+        steps = found.setdefault(row["layer"].partition("#")[0], {})
+        before = steps.get(str(row["step"]), (0.0, 0.0))
+        steps[str(row["step"])] = [
+            float(f"{x + y:.9e}") for x, y in zip(before, (row["signal"], row["noise"]), strict=True)
+        ]
+    return found
+
+
+def check_sums(sums: dict, remedy: str) -> None:
+    """Raise ValueError unless `sums` is what `sums_by_step` makes."""
+    pairs = []
+    for steps in sums.values():
+        if not isinstance(steps, dict) or not all(step.isdecimal() for step in steps):
+            raise ValueError(f"path: got noise of a layer without steps, expected sums by step; {remedy}")
+        pairs += steps.values()
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2 or not all(type(x) is float and x >= 0 for x in pair):
+            raise ValueError(f"path: got {str(pair)[:50]} for noise, expected two numbers >= 0; {remedy}")
+
+
+def relative_l2(pairs) -> float:
+    """Relative L2 of all (signal, noise) sums of squares together."""
+    signal, noise = map(sum, zip((0.0, 0.0), *pairs, strict=True))
+    if not noise:
+        return 0.0
+    return round(math.sqrt(noise / signal), 8) if signal > 0 else math.inf
+
+
+def milder_recipe(recipe: str) -> str:
+    """The recipe of the same scores with P·V in 16 bit: itself where that is what it does."""
+    given = sage_kernels.RECIPES[recipe]
+    return next(name for name, other in sage_kernels.RECIPES.items() if (other.qk, other.pv) == (given.qk, "16bit"))
+
+
+def demotions(base: SageAttnProcessor) -> list[SageAttnProcessor]:
+    """What to measure: the options themselves, then for all layers P·V in 16 bit, per_token, the rotation, both."""
+    found = [base]
+    mild = dataclasses.replace(base, recipe=milder_recipe(base.recipe))
+    scalings = [base.scaling, *(["per_token"] if base.scaling not in ("dynamic", "per_token") else [])]
+    rotations = [base.rotation, *(["hadamard"] if base.rotation == "none" else [])]
+    for rotation in rotations:
+        found += [dataclasses.replace(mild, scaling=scaling, rotation=rotation) for scaling in scalings]
+    return list(dict.fromkeys(found))
+
+
+class Demotion:
+    """Finds the options of every layer from what was measured.
+
+    Args:
+        base: the options of layers that need nothing else.
+        noise: {Choice: {layer: {step: (signal, noise)}}}, `sums_by_step` of what ran under each choice. A layer that
+            is missing under a choice had no error there.
+        seconds: (layer, Choice or None for 16 bit) -> cost of one step.
+        levels: noise level of every step of a run; () if nobody knows: then no ranges of noise levels are tried.
+    """
+
+    def __init__(self, base: SageAttnProcessor, noise: dict, seconds: Callable, levels):
+        self._base, self._noise, self._seconds, self._levels = base, noise, seconds, levels
+        self.layers = list(dict.fromkeys(layer for found in noise.values() for layer in found))
+        owned = base.keep_noise or base.layer_keep_noise  # the user's own ranges stay, and leave no room for others
+        steps = sorted({int(step) for found in noise.values() for sums in found.values() for step in sums})
+        self._spans = [] if owned or not levels else _spans({_level_at(levels, s) for s in steps})
+        # every way of every layer: (cost of a run, its rank among equals, way, error), cheapest first
+        self._ways = {layer: self._ways_of(layer) for layer in self.layers}
+
+    def error(self, layer: str, choice: Choice, span=()) -> float:
+        """Relative L2 of what a probe compared, without the steps at noise levels of `span`."""
+        sums = self._noise[choice].get(layer, {})
+        return relative_l2(
+            pair for step, pair in sums.items() if not (span and inside(span, _level_at(self._levels, int(step))))
+        )
+
+    def _cost(self, layer: str, way: Way) -> float:
+        exact = self._seconds(layer, None)
+        if way.choice is None:
+            return exact
+        if not way.span:
+            return self._seconds(layer, way.choice)
+        kept = sum(inside(way.span, level) for level in self._levels) / len(self._levels)
+        return kept * exact + (1 - kept) * self._seconds(layer, way.choice)
+
+    def _ways_of(self, layer: str) -> list:
+        exact = self._seconds(layer, None)
+        ways = [Way(choice, span) for span in ((), *self._spans) for choice in self._noise]
+        rows = [
+            (self._cost(layer, way), rank, way, self.error(layer, way.choice, way.span))
+            for rank, way in enumerate(ways)
+        ]
+        # short sequences cost more rotated than in 16 bit
+        cheaper = [row for row in rows if row[0] < exact]
+        return [*sorted(cheaper, key=lambda row: row[:2]), (exact, len(ways), Way(None), 0.0)]
+
+    def plan(self, limits: dict[str, float], banned=frozenset()) -> dict[str, Way]:
+        """{layer: the cheapest way with an error of at most its limit}, with MAX_RANGES different ranges at most.
+
+        banned: (layer, Way) that are not to be taken.
+        """
+        best: dict[str, dict] = {layer: {} for layer in self.layers}  # by range: the cheapest, first in its order
+        for layer in self.layers:
+            for row in self._ways[layer]:
+                if row[3] <= limits[layer] and (layer, row[2]) not in banned:
+                    best[layer].setdefault(row[2].span if row[2].choice else (), row)
+        spans = self._cheapest_ranges(list(best.values()))
+        return {
+            layer: min((rows[span] for span in ((), *spans) if span in rows), key=lambda row: row[:2])[2]
+            for layer, rows in best.items()
+        }
+
+    @staticmethod
+    def _cheapest_ranges(best: list[dict]) -> tuple:
+        """The ranges, MAX_RANGES at most, with which all layers together cost least. best: of `plan`, by layer."""
+        used = sorted({span for rows in best for span in rows if span})
+        costs = [[rows.get(span, rows[()])[0] for rows in best] for span in ((), *used)]
+        costs = torch.tensor(costs, dtype=torch.float64)  # [1 + ranges, layers]
+        costs = torch.minimum(costs, costs[:1])
+        least, found = float(costs[0].sum()), ()
+        for count in range(1, MAX_RANGES + 1):
+            sets = list(combinations(range(len(used)), count))
+            if not sets:
+                break
+            totals = costs[1:][torch.tensor(sets)].amin(1).sum(-1)  # [sets]
+            lowest = float(totals.min())
+            if lowest < least * (1 - _SAME):  # else fewer ranges do as well
+                first = int((totals <= lowest * (1 + _SAME)).nonzero()[0])
+                least, found = lowest, tuple(used[i] for i in sets[first])
+        return found
+
+    def options(self, plan: dict[str, Way]) -> SageAttnProcessor:
+        """The base's options with a plan's layers."""
+        base, base_choice = self._base, Choice.of(self._base)
+        exact = tuple(glob.escape(layer) for layer, way in plan.items() if way.choice is None)
+        some = [(glob.escape(layer), way) for layer, way in plan.items() if way.choice is not None]
+
+        def pairs(option):
+            own = [(layer, getattr(way.choice, option)) for layer, way in some]
+            return (*(x for x in own if x[1] != getattr(base_choice, option)), *getattr(base, f"layer_{option}"))
+
+        spans = tuple((layer, way.span) for layer, way in some if way.span)
+        return dataclasses.replace(
+            base,
+            keep_layers=(*exact, *base.keep_layers),
+            layer_keep_noise=(*spans, *base.layer_keep_noise),
+            **{f"layer_{option}": pairs(option) for option in ("recipe", "scaling", "rotation")},
+        )
+
+    def ladder(self) -> list[SageAttnProcessor]:
+        """Options with a smaller and smaller error of the worst layer, each dearer than the one before."""
+        errors = {error for ways in self._ways.values() for *_, error in ways if 0 < error < math.inf}
+        # just below each error that was measured something changes
+        limits = [math.nextafter(error, 0.0) for error in sorted(errors, reverse=True)]
+        if len(limits) > MAX_RUNGS:
+            limits = [limits[i * (len(limits) - 1) // (MAX_RUNGS - 1)] for i in range(MAX_RUNGS)]
+        plans = (self.plan(dict.fromkeys(self.layers, limit)) for limit in limits)
+        rungs = (self.options(plan) for plan in plans if any(way.choice for way in plan.values()))
+        return [rung for rung in dict.fromkeys(rungs) if rung != self._base]
+
+
+def _level_at(levels, step: int) -> float:
+    return levels[min(step, len(levels) - 1)]
+
+
+def _spans(probed: set[float]) -> list[tuple[float, float]]:
+    """Every range of neighbouring probed noise levels but all of them, with borders half-way between two."""
+    levels = sorted(probed)
+    middles = [(round((a + b) / 2, 4), a, b) for a, b in zip(levels, levels[1:], strict=False)]
+    edges = (0.0, *(middle for middle, a, b in middles if a < middle < b), 1.0)
+    return [pair for pair in combinations(edges, 2) if pair != (0.0, 1.0)]
+
+
+def seconds_of(costs) -> Callable:
+    """`seconds` of a Demotion, from a CostTable."""
+
+    def seconds(layer: str, choice: Choice | None) -> float:
+        if layer not in costs.shapes:  # too short for the recipe that the shapes were seen with
+            return 1.0 if choice is None else 0.5
+        if choice is None:
+            return costs.seconds(layer, EXACT)
+        return costs.seconds(layer, choice.scaling, choice.recipe, choice.rotation)
+
+    return seconds

@@ -1,0 +1,138 @@
+"""Policy files: the options that a calibration chose, as strict JSON, to be used in another process.
+
+A policy holds options and measurements, no tensors and nothing that could run: what is read are strings and numbers,
+each checked as `SageAttnProcessor` checks its own arguments. Numbers are rounded and nothing says when or where, so
+the same calibration writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+from ..diffusion.scale_files import config_hash
+from ..options import SageAttnProcessor
+from ..strict_json import strict_json, strict_object
+from ..version import __version__
+from ..whole_file import write_whole
+
+
+FORMAT_VERSION = 2  # 2: recipes by layer, ranges of noise levels
+# Options that files of an earlier version don't hold: they were written with what is their default now.
+_SINCE = {1: {"keep_noise", "layer_recipe", "layer_keep_noise"}}
+MAX_FILE_BYTES = 2**20
+_REMEDY = "write it again with sage_processors.calibrate"
+_FIELDS = {
+    "format_version": int,
+    "package_version": str,
+    "models": list,
+    "options": dict,
+    "budget": dict,
+    "result": dict,
+    "curve": list,
+}
+_MODEL_FIELDS = {"name": str, "model_class": str, "config_hash": str, "layers": list}
+
+
+def describe_models(handle) -> list[dict]:
+    """What a policy says of the denoisers that it was made for."""
+    return [
+        {
+            "name": part.name,
+            "model_class": type(part.model).__name__,
+            "config_hash": config_hash(part.model),
+            "layers": part.layer_names(),
+        }
+        for part in handle._parts
+    ]
+
+
+def write_policy(path, config, models: list[dict], *, budget: dict, result: dict, curve: list[dict]) -> None:
+    """Write a policy to `path`, which must end in .json, in one step. Raises: TypeError, ValueError, OSError."""
+    path = _checked_path(path)
+    content = {
+        "format_version": FORMAT_VERSION,
+        "package_version": __version__,
+        "models": models,
+        "options": dataclasses.asdict(config),
+        "budget": budget,
+        "result": result,
+        "curve": curve,
+    }
+    write_json(path, content)
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Sorted, indented JSON without NaN, in one step: whoever reads meanwhile sees the old file or the new one."""
+    text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
+    write_whole(path, text)
+
+
+def read_policy(path, target=None) -> tuple[object, dict]:
+    """(SageAttnProcessor, the whole content) of a policy file.
+
+    Args: target: the pipeline or model that it is for: its classes, configs and layers must be the policy's. None:
+        not compared (a layer pattern that matches nothing still raises in `apply`).
+    Raises: TypeError, ValueError (damaged, too large, another version, another model, options that are none);
+        FileNotFoundError and other OSErrors.
+    """
+    path = _checked_path(path)
+    content = strict_json(read_small(path, MAX_FILE_BYTES), "the policy", _REMEDY)
+    version = content.get("format_version")  # before the keys: they are another version's
+    if type(version) is int and version != FORMAT_VERSION and version not in _SINCE:
+        raise ValueError(f"path: got format_version {version}, expected {FORMAT_VERSION}; {_REMEDY} of this version")
+    strict_object(content, _FIELDS, "the policy", _REMEDY)
+    for model in content["models"]:
+        strict_object(model, _MODEL_FIELDS, "an entry of models", _REMEDY)
+    known = {field.name for field in dataclasses.fields(SageAttnProcessor)} - _SINCE.get(version, set())
+    if set(content["options"]) != known:
+        odd = sorted(set(content["options"]) ^ known)
+        raise ValueError(f"path: got options that differ in {odd[:5]}, expected exactly {sorted(known)}; {_REMEDY}")
+    config = SageAttnProcessor(**content["options"])
+    if target is not None:
+        _check_target(content["models"], target)
+    return config, content
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """The content of a regular file of at most `limit` bytes. Raises: ValueError, OSError."""
+    if not path.exists():
+        raise FileNotFoundError(f"path: got {path.name!r}, which does not exist, expected a file; {_REMEDY}")
+    if not path.is_file():
+        raise ValueError(f"path: got {path.name!r}, which is no regular file, expected JSON; {_REMEDY}")
+    with path.open("rb") as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise ValueError(f"path: got a file of more than {limit} bytes, expected less; {_REMEDY}")
+    return content
+
+
+def _checked_path(path) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path: got {type(path).__name__}, expected a str or a Path that ends in .json")
+    path = Path(path)
+    if path.suffix != ".json":
+        raise ValueError(f"path: got {path.name!r}, expected a name that ends in .json")
+    return path
+
+
+def _check_target(models: list[dict], target) -> None:
+    from ..diffusion.handle import apply, handle_of
+
+    handle = handle_of(target)
+    if handle is not None:
+        own = describe_models(handle)
+    else:
+        with apply(target, SageAttnProcessor(scaling="dynamic")) as handle:
+            own = describe_models(handle)
+    for wanted, got in zip(models, own, strict=False):
+        for field in _MODEL_FIELDS:
+            if wanted[field] != got[field]:
+                raise ValueError(
+                    f"target: got {field} {str(got[field])[:200]} of {got['name'] or 'the model'}, expected "
+                    f"{str(wanted[field])[:200]}; the policy is of another model: {_REMEDY}"
+                )
+    if len(models) != len(own):
+        raise ValueError(f"target: got {len(own)} denoisers, expected {len(models)}; {_REMEDY}")

@@ -1,0 +1,187 @@
+"""What the commands share: loading pipelines, prompts, options with one meaning everywhere, tables and messages."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .. import pipelines
+from ..layer_report import NOTHING_RAN
+
+
+DTYPES = ("bfloat16", "float16", "float32")
+# a file or a pipe has no width of its own, and 80 columns break the layer names of the report apart
+console = Console(width=None if sys.stdout.isatty() else 160)
+
+PipelineOption = Annotated[str, typer.Option(help="Embedded pipeline, folder, or name on the Hub.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU if there is one.")]
+
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(help=f"The pipeline's: {', '.join(DTYPES)}. None is float32 on a CPU and bfloat16 elsewhere."),
+]
+
+
+def own_dtype(device: torch.device) -> torch.dtype:
+    """What a pipeline runs in where nobody says otherwise."""
+    return torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+def refuse_idle(results) -> None:
+    """End where a variant ran nothing in INT8: stock pictures compared with themselves are no measurement."""
+    idle = [result.name for result in results if result.recipe and not result.int8_calls]
+    if idle:
+        fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
+
+
+def fail(message: str) -> NoReturn:
+    Console(stderr=True).print(f"Error: {message}", style="red", markup=False, soft_wrap=True)
+    raise typer.Exit(1)
+
+
+def example_prompts(count: int) -> list[str]:
+    """Prompts of the embedded pipelines' vocabulary, each different for the first 64: every shape in every colour."""
+    shapes = ("circle", "star", "heart", "square", "ring", "triangle", "diamond", "cross")
+    colors = ("red", "yellow", "green", "white", "orange", "cyan", "purple", "black")
+    grounds = ("blue", "black", "white", "purple", "green", "red", "yellow")
+    picks = ((colors[(i + i // 8) % 8], shapes[i % 8], grounds[i % 7]) for i in range(2 * count + 64))
+    texts = [f"a {color} {shape} on a {ground} background" for color, shape, ground in picks if color != ground]
+    return texts[:count]
+
+
+def torch_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise typer.BadParameter(f"{device}: {str(error).splitlines()[0]}", param_hint="--device") from error
+    return chosen
+
+
+def quiet_diffusers():
+    try:
+        import diffusers
+        import transformers
+    except ImportError as error:
+        raise ImportError(f'{error.name} is not installed: pip install "sage-processors[diffusers]"') from error
+    for library in (diffusers, transformers):
+        library.utils.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    return diffusers
+
+
+def _locate(name: str) -> str:
+    """What diffusers loads: the folder of an embedded pipeline, a folder, or a name on the Hub."""
+    if name in pipelines.names():
+        return str(pipelines.path(name))
+    known = f"the embedded ones are {', '.join(pipelines.names())}"
+    folder = Path(name)
+    if folder.is_dir():
+        if not any((folder / file).is_file() for file in ("model_index.json", "config.json")):
+            raise typer.BadParameter(f"folder {name} has no model_index.json and no config.json; {known}")
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise typer.BadParameter(f"{name!r} is no embedded pipeline, no folder and no name on the Hub; {known}")
+    return name
+
+
+@contextmanager
+def _loading(name: str):
+    try:
+        yield
+    except (OSError, ValueError) as error:  # what diffusers raises for missing or broken files and names
+        raise typer.BadParameter(f"{name} could not be loaded: {str(error).strip().splitlines()[0]}") from error
+
+
+def load_pipeline(name: str, device: str, dtype: str | None = None):
+    """A pipeline on a device ("auto": a GPU if there is one); dtype: of DTYPES, None is the device's own."""
+    diffusers, where = quiet_diffusers(), torch_device(device)
+    source = _locate(name)
+    if dtype is not None and dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")
+    chosen = own_dtype(where) if dtype is None else getattr(torch, dtype)
+    if chosen == torch.float32:
+        torch.backends.cudnn.allow_tf32 = False  # torch's default: convolutions with 10 bits, a floor of their own
+    with _loading(name), warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", FutureWarning
+        )  # torch_dtype: renamed in diffusers 0.42, and the only name in 0.36
+        pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=chosen, use_safetensors=True)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(where)
+
+
+class _Skeleton:
+    """A pipeline's components as far as `apply` looks at them: models without weights, and the scheduler."""
+
+    def __init__(self, components: dict):
+        self.components = components
+        self.scheduler = components.get("scheduler")
+
+
+def load_skeleton(name: str):
+    diffusers, source = quiet_diffusers(), _locate(name)
+
+    def build(class_name: str, **where):
+        cls = getattr(diffusers, class_name)
+        config = cls.load_config(source, **where)
+        if not issubclass(cls, diffusers.ModelMixin):
+            return cls.from_config(config)
+        with torch.device("meta"):
+            return cls.from_config(config).eval()  # as from_pretrained leaves it
+
+    with _loading(name):
+        if (Path(source) / "config.json").is_file() and not (Path(source) / "model_index.json").is_file():
+            return build(json.loads((Path(source) / "config.json").read_text())["_class_name"])
+        index = diffusers.DiffusionPipeline.load_config(source)
+        parts = {
+            part: pair[1] for part, pair in index.items() if isinstance(pair, (list, tuple)) and pair[0] == "diffusers"
+        }
+        return _Skeleton(
+            {part: build(class_name, subfolder=part) for part, class_name in parts.items() if part != "vae"}
+        )
+
+
+@contextmanager
+def steps_bar(label: str, total: int):
+    """A progress bar; yields the function that moves it by one step."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(label, total=total)
+        yield lambda: progress.advance(task)
+
+
+def quality_table(label: str, results) -> Table:
+    table = Table(title=f"{label}: against stock attention, {len(results[0].psnr_db)} pictures", title_justify="left")
+    names = ("scaling", "PSNR mean, dB", "worst", "SSIM mean", "worst", "attention SQNR mean, dB", "worst batch")
+    for name in (*names, "INT8 calls", "exact calls"):
+        table.add_column(name, justify="left" if name == "scaling" else "right")
+    for result in results:
+        n = len(result.psnr_db)
+        psnr = (f"{sum(result.psnr_db) / n:.2f}", f"{min(result.psnr_db):.2f}")
+        ssim = (f"{sum(result.ssim) / n:.6f}", f"{min(result.ssim):.6f}")
+        sqnr = result.attention_sqnr_db
+        attention = (f"{sum(sqnr) / len(sqnr):.2f}", f"{min(sqnr):.2f}") if sqnr else ("–", "–")
+        if not result.is_ours:
+            psnr, ssim = (NOTHING_RAN, "–"), ("–", "–")
+        calls = (str(result.int8_calls), str(result.fallback_calls))
+        table.add_row(result.name, *psnr, *ssim, *attention, *calls)
+    return table

@@ -1,0 +1,330 @@
+"""One denoiser of a handle: which of its processors are swapped, and the scales that they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from sage_kernels import RECIPES
+from sage_kernels.checks import MAX_HEAD_DIM
+from sage_kernels.compat import keep_out_of_dynamo, mark_static_address
+from sage_kernels.planning.rules import RULES, rule_for
+from sage_kernels.planning.state import ScaleState, Site
+
+from ..options import LAYER_OPTIONS, REMEDIES
+from .discovery import attention_modules, device_of, discover_sites, put_processor
+from .forwards import Forwards
+from .noise_level import TimestepReader
+from .parked_state import Parked
+from .processors import is_pag, is_sage, sage_class, swap
+from .row_maxima_op import keep_rows_of
+from .windows import is_kept, option_of
+
+
+@dataclass
+class Layer:
+    """One attention module and its two processors."""
+
+    name: str
+    module: nn.Module
+    original: object
+    sage: object
+    site_indices: list = field(default_factory=list)  # into the part's ScaleState, one per call site
+
+    def __post_init__(self):
+        self._attributes = dict(self.original.__dict__)
+
+    def give_back(self):
+        """The original processor, with what was set on ours since the swap (attention backend, IP-Adapter scale)."""
+        for name, value in self.sage.__dict__.items():
+            if not name.startswith("_sage_") and self._attributes.get(name, self) is not value:
+                self.original.__dict__[name] = value
+        return self.original
+
+
+class RootHook:
+    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing.
+
+    The hooks of a compiled model are frames of their own, and this one is left as it is: it runs on the host at every
+    forward. Only where code around the model is compiled, the hook is compiled with it.
+    """
+
+    def __init__(self, handle=None, part=None):
+        self.handle, self.part = handle, part
+
+    def __call__(self, module, args, kwargs):
+        handle, part = self.handle, self.part
+        if handle is None:
+            return
+        if not torch.compiler.is_compiling():
+            _before_forward(handle, part, args, kwargs)
+        elif part.follows_scheduler and part.hangs_on_steps:
+            part.forwards.count_compiled(part.timestep_of(args, kwargs))
+        if part.state is not None and not part.follows_scheduler:
+            part.follow_timestep(args, kwargs)
+
+    def __reduce__(self):
+        return RootHook, ()
+
+
+@torch.compiler.disable
+def _before_forward(handle, part, args, kwargs):
+    handle._before_forward(part, args, kwargs)
+
+
+keep_out_of_dynamo(RootHook.__call__)
+
+
+class Part:
+    """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
+
+    Attributes: name ("" for a raw model), model, layers, state (None without planned scales), follows_scheduler,
+        frozen (what it has learnt stays), is_told (without a scheduler: the user says where a run begins).
+    """
+
+    def __init__(self, name, model, config, handle):
+        self.name, self.model, self.config, self._steps = name, model, config, handle.steps
+        self._lock = handle.lock
+        self.layers: list[Layer] = []
+        self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
+        self.state = None
+        self._parked = Parked()
+        self.guests: dict[int, object] = {}  # Sage processors that a pipeline puts there within its steps
+        self.perturbed = False  # by others than those
+        self.follows_scheduler = self.frozen = self.is_told = False
+        self.device = self._home = device_of(model)
+        self._reader = TimestepReader(type(model).forward, self.device)
+        self.forwards = Forwards(self.device)
+        self._hook = model.register_forward_pre_hook(RootHook(handle, self), with_kwargs=True, prepend=True)
+
+    def install(self) -> None:
+        """Swap every processor that is not ours, keep the others; new call sites get a new state."""
+        known = {id(layer.module): layer for layer in self.layers}
+        self.layers = []
+        for name, module in attention_modules(self.model):
+            layer = known.get(id(module))
+            if layer is None or module.processor is not layer.sage:
+                original = self._stock(module)
+                if sage_class(type(original))._sage_calls == 0:
+                    continue  # linear, sliced or hand-written attention: stays, and the report says so
+                sage = self._swapped(original, self._label(name))
+                self._count_on(module, sage)
+                layer = Layer(name, module, original, sage)
+                self._made.append(layer)
+                put_processor(module, layer.sage)
+            layer.sage._sage_accept_backend()
+            self.layers.append(layer)
+        self._plan_sites()
+
+    def _swapped(self, original, label: str):
+        """The Sage twin of a processor, with the options that hold for its layer."""
+        own = {option: option_of(self.config, option, label) for option in LAYER_OPTIONS}
+        config = dataclasses.replace(self.config, **own, **{f"layer_{option}": () for option in LAYER_OPTIONS})
+        window = self._steps.window_of(config.keep_noise)
+        kept, lock = is_kept(self.config, label), self._lock
+        return swap(original, config, label, device=self.device, kept=kept, window=window, lock=lock)
+
+    def _count_on(self, module, sage) -> None:
+        """The counts of the layer so far, and whether it turned out to need a rotation."""
+        earlier = next((layer.sage for layer in reversed(self._made) if layer.module is module), None)
+        if earlier is not None:
+            sage._sage_events.take_over(earlier._sage_events)
+            object.__setattr__(sage, "_sage_rotated", earlier._sage_rotated)
+            for site, before in zip(sage._sage_sites, earlier._sage_sites, strict=False):
+                site.elements = before.elements
+
+    def _label(self, name: str) -> str:
+        return f"{self.name}.{name}" if self.name else name
+
+    def _plan_sites(self) -> None:
+        sites = []
+        for layer in self.layers:
+            layer.site_indices = []
+            if layer.sage._sage_config.scaling in RULES:
+                for i, shape in enumerate(discover_sites(layer.module, layer.sage)):
+                    layer.site_indices.append(len(sites) if shape else None)
+                    if shape:
+                        name = self._label(layer.name) + (f"#{i}" if i else "")
+                        sites.append(Site(name, *shape, _rotation_of(layer.sage)))
+        if self.state is not None and self.state.sites != sites:
+            self._parked.park(self.state)
+            self.state = None
+        if sites and self.state is None:
+            with torch.inference_mode(False):  # else updates outside of inference_mode would be refused
+                rule = rule_for(self.config)
+                self.state = ScaleState(sites, device=self.device, margin=self.config.margin, rule=rule)
+                if self._parked.move_into(self.state):
+                    rule.refit(self.state)
+                else:
+                    self.state.begin_run(1.0)
+                if self.frozen:
+                    self.state.freeze()
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give every call site its tensors. They are created here, before anything is compiled."""
+        for layer in self.layers:
+            for site, index in zip(layer.sage._sage_sites, layer.site_indices, strict=False):
+                site.state = None if index is None or self.state is None else self.state.head_state(index)
+                if site.state is not None:
+                    site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
+                    if RECIPES[layer.sage._sage_config.recipe].pv != "16bit":
+                        site.keeps_rows = True
+                        keep_rows_of(site.state, self.state.row_maxima, index)
+            for tensor in _tensors(layer.sage):
+                mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
+
+    def rotate(self, layer: Layer, on: bool) -> None:
+        """Between two steps: run the calls of one of its layers rotated from now on, or no longer."""
+        object.__setattr__(layer.sage, "_sage_rotated", on)
+        for index in layer.site_indices:
+            if index is not None:
+                self.state.set_rotation(index, _rotation_of(layer.sage))
+
+    def layer_names(self) -> list[str]:
+        """Names of the swapped layers, as in the report."""
+        return [self._label(layer.name) for layer in self.layers]
+
+    def reasons_against(self) -> dict[str, str]:
+        """{layer: why none of its calls can run in INT8}, "" where nothing is known against it."""
+        return {self._label(layer.name): self._reason_against(layer) for layer in self.layers}
+
+    def _reason_against(self, layer: Layer) -> str:
+        if layer.module.training:
+            return REMEDIES["training"]
+        if layer.sage._sage_kept:
+            return "kept in 16 bit by the options"
+        weight = next((p for p in layer.module.parameters() if p.is_floating_point()), None)
+        if weight is not None and weight.dtype == torch.float64:
+            return f"{weight.dtype}: cast the model to float16, bfloat16 or float32"
+        if weight is not None and weight.device.type not in ("cpu", "cuda", "meta"):
+            return f"no kernel for the device {weight.device.type}"
+        shapes = [shape for shape in discover_sites(layer.module, layer.sage) if shape]
+        if shapes and all(head_dim > MAX_HEAD_DIM for _, head_dim in shapes):
+            return f"heads of {shapes[0][1]} channels, at most {MAX_HEAD_DIM} are possible"
+        return ""
+
+    def move(self, device: torch.device) -> None:
+        """Follow the model to another device. The counts of planned calls start anew."""
+        self.device = device
+        self._reader.to(device)
+        self.forwards.to(device)
+        with torch.inference_mode(False):
+            if self.state is not None:
+                self.state.to(device)
+            for layer in self.layers:
+                layer.sage._sage_events.to(device)
+                if layer.sage._sage_probe is not None:
+                    layer.sage._sage_probe.to(device)
+        self._hand_out()
+
+    def follow_home(self) -> None:
+        """Move with the model, unless it only rests somewhere: offloading runs it elsewhere than its weights lie."""
+        home, self._home = self._home, device_of(self.model)
+        if self._home not in (home, self.device):
+            self.move(self._home)
+
+    def freeze(self) -> None:
+        """What it has learnt is what all later runs start from, and stays as it is until `reset`."""
+        self.frozen = True
+        if self.state is not None:
+            with torch.inference_mode(False):
+                self.state.freeze()
+
+    def new_run(self) -> None:
+        """Without a scheduler: the next call is the first of a run. From now on the user says so every time."""
+        self.is_told = True
+        self._reader.begin_run()
+        if self.state is not None:
+            self.state.begin_run(1.0)
+
+    def reset(self) -> None:
+        """Forget all scales and counts."""
+        self.frozen = self.is_told = False
+        self._parked.clear()
+        self._reader.to(self.device)
+        self.forwards.zero()
+        if self.state is not None:
+            self.state.reset()
+            self.state.begin_run(1.0)
+        self.perturbed = False
+        for processor in (*(layer.sage for layer in self.layers), *self.guests.values()):
+            processor._sage_events.zero()
+
+    @property
+    def hangs_on_steps(self) -> bool:
+        """Whether anything here depends on which step of a run a forward belongs to."""
+        return self.state is not None or self._steps.windowed
+
+    def timestep_of(self, args, kwargs):
+        """The timestep argument of a call of the model, or None."""
+        return self._reader.timestep_of(args, kwargs)
+
+    def watch(self) -> None:
+        """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back."""
+        for layer in self.layers:
+            processor = layer.module.processor
+            if processor is layer.sage:
+                continue
+            if is_sage(processor) and is_pag(processor) and processor._sage_config is not None:
+                self.guests[id(processor)] = processor
+            else:
+                layer.sage._sage_bypassed(processor)
+                self.perturbed |= is_pag(processor)
+
+    def follow_timestep(self, args, kwargs) -> None:
+        """Without a scheduler: the timestep that the model is called with says which step runs."""
+        timestep = self.timestep_of(args, kwargs)
+        if timestep is None:
+            return
+        with nullcontext() if torch.compiler.is_compiling() else self._lock:
+            levels = self._reader.read(timestep, self.state.frozen)
+            if not self.is_told:
+                self.state.row_maxima.stop()  # where a run begins is known on the device alone
+            self.state.advance(*levels, self._reader.begins)
+
+    def uninstall(self) -> None:
+        """The original processor objects, where one of ours is in place. Processors that others put there stay."""
+        self._hook.remove()
+        for _, module in attention_modules(self.model):
+            if is_sage(module.processor):
+                put_processor(module, self._stock(module))
+        for layer in self._made:
+            # whoever still holds it gets the base class's behaviour
+            object.__setattr__(layer.sage, "_sage_config", None)
+        self.layers, self._made, self.state = [], [], None
+        self._parked.clear()
+
+    def _stock(self, module):
+        """The stock processor behind what is on a module: the original object where we know it."""
+        processor = module.processor
+        if not is_sage(processor):
+            return processor
+        base = type(processor)._sage_base
+        own = [layer for layer in self._made if layer.module is module]
+        for layer in own:
+            if layer.sage is processor:
+                return layer.give_back()
+        for layer in own:  # diffusers makes processors anew by `processor.__class__()`, but none with weights
+            if type(layer.original) is base and not isinstance(processor, nn.Module):
+                return layer.original
+        for layer in self._made:  # one layer's processor was given to another layer
+            if layer.sage is processor:
+                return layer.original
+        stock = object.__new__(base)
+        stock.__dict__.update({k: v for k, v in processor.__dict__.items() if not k.startswith("_sage_")})
+        return stock
+
+
+def _rotation_of(processor) -> str:
+    return "hadamard" if processor._sage_rotated else "none"
+
+
+def _tensors(processor):
+    for site in processor._sage_sites:
+        if site.state is not None:
+            yield from site.state

@@ -1,0 +1,345 @@
+"""Put INT8 attention into a model or a pipeline, and take it out again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+
+from torch import nn
+
+from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
+
+from ..options import LAYER_OPTIONS, REMEDIES, SageAttnProcessor
+from .auto_rotation import AutoRotation
+from .denoiser import Part, RootHook
+from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
+from .following import Following
+from .pipeline_method import listen
+from .report import Report, build_report
+from .windows import Steps, check_patterns
+
+
+logger = logging.getLogger("sage_processors")
+
+
+class Handle:
+    """What `apply` returns. Use it as a context manager to have the original processors back at the end.
+
+    It belongs to the model object it was made for. `save_pretrained` writes stock weights and configs, and what is
+    loaded from them is stock. A copy of the model (copy.deepcopy, pickle, torch.save) keeps INT8 attention with the
+    same options but for the windows of steps and noise levels, its scales computed from the inputs of each call, and
+    no handle: `apply(copy)` gives it one.
+
+    Attributes: config (SageAttnProcessor), steps (windows.Steps: where the run is, and its precision).
+    """
+
+    def __init__(self, target, config: SageAttnProcessor):
+        self.config = config
+        self._parts: list[Part] = []
+        self._pipe = weakref.ref(target) if is_pipeline(target) else None
+        self._model = None if self._pipe else target
+        self._active = True
+        self.lock = threading.RLock()
+        self.steps = Steps(config)
+        self.following = Following(self, self.steps.windowed)
+        self._probe = None
+        self._rotation = AutoRotation(self)
+        try:
+            self.refresh()
+            if not any(part.layers for part in self._parts):
+                found = ", ".join(f"{p.name or 'the model'} ({type(p.model).__name__})" for p in self._parts)
+                raise ValueError(
+                    f"{'pipe' if self._pipe else 'model'}: got no attention processor that calls "
+                    f"scaled_dot_product_attention in {found}, expected a diffusers model with at least one"
+                )
+            self._check_options()
+            self._warn_of_idle_layers()
+        except Exception:
+            self.remove()  # leave nothing half swapped behind
+            raise
+
+    def _check_options(self) -> None:
+        names = [name for part in self._parts for name in part.layer_names()]
+        check_patterns("keep_layers", self.config.keep_layers, names)
+        check_patterns("only_layers", self.config.only_layers, names)
+        for option in LAYER_OPTIONS:
+            check_patterns(f"layer_{option}", [p for p, _ in getattr(self.config, f"layer_{option}")], names)
+        if self.following.followed:
+            return
+        without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"
+        expected = "expected a pipeline, whose scheduler says where a run is"
+        if self.config.scaling in NEED_RUNS:
+            raise ValueError(f'scaling: got "{self.config.scaling}" for {without}, {expected}')
+        if "auto" in (self.config.rotation, *(rotation for _, rotation in self.config.layer_rotation)):
+            raise ValueError(f'rotation: got "auto" for {without}, {expected}')
+        for option in ("keep_first_steps", "keep_last_steps", "keep_below_noise", "keep_noise", "layer_keep_noise"):
+            if getattr(self.config, option):
+                raise ValueError(f"{option}: got {getattr(self.config, option)} for {without}, {expected}")
+
+    def _warn_of_idle_layers(self) -> None:
+        """Say at once what a report would say after a run: layers of which it is known that nothing runs in INT8."""
+        for part in self._parts:
+            name = part.name or type(part.model).__name__
+            against = part.reasons_against()
+            if against and all(against.values()):
+                found = ", ".join(dict.fromkeys(against.values()))
+                logger.warning("%s: got a model in which no attention layer can run in INT8 (%s)", name, found)
+            elif any(layer.module.training for layer in part.layers):
+                logger.warning("%s: got a model in which some layers run exact: %s", name, REMEDIES["training"])
+
+    def report(self) -> Report:
+        """What really ran: per layer recipe, scaling, calls, exact calls with reasons, clipped fraction. Syncs."""
+        if self._active:
+            self._follow_schedulers()
+        with self.lock:
+            return build_report(self)
+
+    def refresh(self) -> None:
+        """Swap again what was replaced: by IP-Adapters, fuse_qkv_projections, a new pipe.transformer or scheduler.
+
+        Layers keep their scales and counts. The attention backend that a processor has now is the one that its exact
+        calls use. A processor without a scaled_dot_product_attention call stays (the report names it), until a
+        refresh after something else was put there.
+        """
+        if not self._active:
+            raise RuntimeError(
+                "handle: got a handle that was removed, expected a live one; call sage_processors.apply again"
+            )
+        models = self._models()
+        if self._pipe and self._pipe() is None:
+            raise RuntimeError(
+                "pipe: got a handle whose pipeline was garbage-collected, expected a living one: keep a reference to "
+                "the pipeline, or call set_attn_processor of the one in use"
+            )
+        if not models:
+            raise ValueError(
+                "pipe: got a pipeline without a unet, transformer or controlnet, expected at least one of them"
+            )
+        for part in [p for p in self._parts if models.get(p.name) is not p.model]:
+            part.uninstall()
+            self._parts.remove(part)
+        for name, model in models.items():
+            _refuse_bare_options(model)
+            part = next((p for p in self._parts if p.name == name), None)
+            if part is None:
+                part = Part(name, model, self.config, self)
+                self._parts.append(part)
+            part.follow_home()
+            part.install()
+        self._follow_schedulers()
+        if self._probe is not None:
+            self._probe.attach()
+        self._rotation.watch()
+
+    def _models(self) -> dict:
+        """What is to be swapped now, by component name."""
+        return denoisers(self._pipe()) if self._pipe else {"": self._model}
+
+    @property
+    def has_learnt(self) -> bool:
+        """Whether a run has left anything that `freeze_scales` could freeze. Syncs."""
+        states = [part.state for part in self._parts if part.state is not None]
+        return self._rotation.decided or any(state.has_learnt for state in states)
+
+    def freeze_scales(self) -> None:
+        """Start all later runs from what was learnt so far, until `reset`: no run changes it any more.
+
+        What a run draws depends on its inputs and options alone: without this, scales are planned within the run, and
+        its first step computes its own. Frozen scales are an option like others: they change a picture's last bits,
+        all runs after the call are repeatable again, and none starts without a plan. Layers whose rotation is "auto"
+        keep what was decided for them. `load_scales` freezes what it has read. Syncs.
+        Raises: ValueError for a scaling that plans nothing from other runs, or before a first run; RuntimeError for
+            a removed handle.
+        """
+        if not self._active:
+            raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
+        if not self._rotation.decided and self.config.scaling not in FROM_TABLE:
+            raise ValueError(
+                f"handle: got scaling={self.config.scaling!r}, which plans nothing from other runs, expected one of "
+                f"{list(FROM_TABLE)}; there is nothing to freeze"
+            )
+        if not self.has_learnt:
+            raise ValueError("handle: got no scales yet, expected a run before they are frozen; or call load_scales")
+        for part in self._parts:
+            part.freeze()
+        self._rotation.watch()
+
+    def new_run(self) -> None:
+        """For a model without a pipeline: the next call of the model is the first of a denoising run.
+
+        Otherwise the model's `timestep` argument tells, where it turns back or is the run's first one again. That is
+        not seen where a run goes on below the timestep at which another was broken off, or follows one of a single
+        call. And it is known on the device alone, so that 8-bit P has no softmax reference from the step before. Once
+        called, call it before every run.
+        Raises: ValueError for a pipeline with a scheduler, which tells.
+        """
+        if self._scheduler is not None:
+            raise ValueError("handle: got one of a pipeline, whose scheduler says where a run begins; leave it out")
+        for part in self._parts:
+            part.new_run()
+
+    def reset(self) -> None:
+        """Forget all scales and counts: the next run behaves as the first one after `apply`. Ends `freeze_scales`."""
+        with self.lock:
+            for part in self._parts:
+                part.reset()
+            self._rotation.reset()
+
+    def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32):
+        """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
+        from .probe import Probe
+
+        if not self._active:
+            raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
+        if self._probe is not None:
+            self._probe.stop()
+        self._probe = Probe(self, every=every, heads=heads, rows=rows)
+        return self._probe
+
+    def save_scales(self, path) -> None:
+        """Write what timestep scaling has learnt to a .safetensors file. Raises: see scale_files.py."""
+        from .scale_files import save_scales
+
+        save_scales(self, path)
+
+    def load_scales(self, path, on_mismatch: str = "error") -> bool:
+        """Start all runs from a file of `save_scales` of the same model, as `freeze_scales` does: see scale_files.py.
+
+        The handle is unchanged if it raises.
+        """
+        from .scale_files import load_scales
+
+        return load_scales(self, path, on_mismatch)
+
+    def remove(self) -> None:
+        """Put the original processor objects back and stop following schedulers. Harmless when repeated."""
+        self._active = False
+        if self._probe is not None:
+            self._probe.stop()
+        self.following.stop()
+        for part in self._parts:
+            part.uninstall()
+        self._parts = []
+
+    def begin_run(self, u) -> None:
+        """Called by `following`: denoising starts at noise level u, or goes on there after something else ran."""
+        with self.lock:
+            self._rotation.begin_run()
+            for part in self._parts:
+                if part.state is not None and part.follows_scheduler:
+                    part.state.begin_run(u)
+
+    def advance(self, u_finished, u_next) -> None:
+        """Called by `following`: a step is done."""
+        with self.lock:
+            for part in self._parts:
+                if part.state is not None and part.follows_scheduler:
+                    part.state.advance(u_finished, u_next)
+            self._rotation.step_done()
+
+    def _before_forward(self, part: Part, args, kwargs) -> None:
+        """Eager only: notice that processors were replaced, the model moved, or another scheduler steps."""
+        part.watch()
+        device = input_device((*args, *kwargs.values()))
+        if device is not None and device != part.device:
+            part.move(device)
+            level = None if self.following.active is None else self.following.active.level
+            if part.state is not None:
+                part.state.begin_run(1.0 if level is None else level)
+        self._follow_schedulers(thoroughly=False)
+        self.following.place(part, part.timestep_of(args, kwargs))
+
+    def _follow_schedulers(self, *, thoroughly: bool = True) -> None:
+        self.following.look(thoroughly=thoroughly)
+        for part in self._parts:
+            part.follows_scheduler = bool(self.following.followed)
+
+    @property
+    def _scheduler(self):
+        """The scheduler that stepped last; None where nothing tells of steps."""
+        return None if self.following.active is None else self.following.active.scheduler
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.remove()
+
+    def __repr__(self):
+        state = f"{sum(len(p.layers) for p in self._parts)} layers" if self._active else "removed"
+        return f"<sage_processors.Handle: {self.config}, {state}>"
+
+
+def apply(target, config: SageAttnProcessor | None = None) -> Handle:
+    """Run the attention of a diffusers pipeline or model in INT8.
+
+    Args:
+        target: a DiffusionPipeline (all its denoisers: unet, transformer, transformer_2, controlnet(s); never the VAE
+            or the text encoders; timestep scaling follows pipe.scheduler) or one model (timestep scaling follows its
+            `timestep` argument).
+        config: options; SageAttnProcessor() if None.
+    Returns: a Handle. Applying again replaces the options: the earlier handle is removed first.
+    Raises: TypeError for other arguments, ValueError if there is nothing to swap.
+    """
+    config = SageAttnProcessor() if config is None else config
+    if not isinstance(config, SageAttnProcessor):
+        raise TypeError(
+            f"config: got {type(config).__name__}, expected sage_processors.SageAttnProcessor; "
+            "for one of diffusers' own processors use the model's set_attn_processor"
+        )
+    target = unwrap(target)
+    if not (is_pipeline(target) or isinstance(target, nn.Module)):
+        raise TypeError(
+            f"target: got {type(target).__name__}, expected a DiffusionPipeline or a model (torch.nn.Module)"
+        )
+    earlier = (handle_of(model) for model in (denoisers(target).values() if is_pipeline(target) else (target,)))
+    for handle in list(earlier):
+        if handle is not None:
+            handle.remove()
+    return Handle(target, config)
+
+
+def handle_of(target) -> Handle | None:
+    """The live handle of a model, or of a pipeline's first denoiser that has one; None without."""
+    target = unwrap(target)
+    for model in denoisers(target).values() if is_pipeline(target) else (target,):
+        for hook in getattr(model, "_forward_pre_hooks", {}).values():
+            if isinstance(hook, RootHook) and hook.handle is not None:
+                return hook.handle
+    return None
+
+
+def tell_handles(pipe) -> None:
+    """Called when a pipeline was given a model or a scheduler: the handles of its models may have more to follow."""
+    handles = [handle_of(x) for x in list(vars(pipe).values()) if isinstance(unwrap(x), nn.Module)]
+    for handle in {id(handle): handle for handle in handles if handle is not None}.values():
+        handle._follow_schedulers()
+
+
+listen(tell_handles)
+
+
+def processors_for(model, config: SageAttnProcessor | None = None) -> dict:
+    """`{name: processor}` for diffusers' own dict form, `model.set_attn_processor(processors_for(model))`.
+
+    The processors belong to a handle as with `apply` (`handle_of(model)` returns it); they are also in place already.
+    Raises: TypeError for a model without set_attn_processor, which `apply` can still do.
+    """
+    model = unwrap(model)
+    if not hasattr(model, "set_attn_processor") or not hasattr(model, "attn_processors"):
+        raise TypeError(
+            f"model: got {type(model).__name__}, expected one with set_attn_processor; "
+            "use sage_processors.apply(model) instead"
+        )
+    apply(model, config)
+    return dict(model.attn_processors)
+
+
+def _refuse_bare_options(model) -> None:
+    for name, module in attention_modules(model):
+        if isinstance(module.processor, SageAttnProcessor):
+            raise TypeError(
+                f"model: got a SageAttnProcessor as the processor of {name!r}, expected the model's own processors; "
+                "load the model again and give the options to pipe.set_attn_processor or sage_processors.apply"
+            )

@@ -1,0 +1,273 @@
+"""What really ran: one row per attention layer, from the counters on the device."""
+
+from __future__ import annotations
+
+from sage_kernels.planning.rules import NEED_RUNS, RULES
+
+from ..layer_report import LayerReport, empty_table, reasons
+from ..options import PAG_REMEDY, REMEDIES
+from .discovery import attention_modules
+from .processors import CALLS, EVENTS, is_sage
+from .rebind import attention_calls
+
+
+ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
+
+
+class Report(LayerReport):
+    """Result of `handle.report()`.
+
+    Attributes:
+        rows: one dict per layer, with the keys
+            layer, processor: names.
+            status: "active"; "replaced": someone put another processor there, the note says what handle.refresh()
+                can do; "not swappable": attention that doesn't go through a processor's SDPA call, it runs as in
+                stock.
+            recipe, scaling: what its INT8 calls ran; None unless active.
+            rotation: "hadamard" or "none", of its next INT8 call; None unless active. rotated_calls: INT8 calls that
+                were rotated.
+            keep_noise: (low, high), the noise levels at which this layer stays in 16 bit, or (); None unless active.
+            calls: INT8 calls.
+            dynamic_calls: those of them, per head on average, whose scales came from the call itself.
+            fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "unfollowed": the options hang on
+                steps or noise levels, and the forward belongs to no step of a scheduler that is followed; "replaced"
+                counts forwards of the model in which another processor was in place, whatever that did.
+            clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
+                table); their tiles got a larger scale of their own, so none was.
+            below_fraction: fraction of K's elements in tiles that took a smaller scale than planned: more exact, and a
+                sign of keys that became smaller.
+            misfit_fraction: fraction of K's elements in heads whose planned center and balance did not fit the call
+                any more: these heads took them from a sample of the call, as one without a plan does.
+            v_clipped_fraction: fraction of V's elements that a recipe with V in FP8 did clip, at 7 times the largest
+                value of the step that its scale was planned from.
+            redone_fraction: fraction of the tiles of query rows with a softmax reference from the step before that
+                were done again, because their scores had moved too far. It costs time, not accuracy.
+            bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
+                the latest call.
+            note: what else to know.
+        notes: about the handle as a whole.
+    """
+
+    @property
+    def bytes_saved(self) -> int:
+        """Sum over the layers."""
+        return sum(row["bytes_saved"] for row in self.rows)
+
+    def table(self):
+        """The rows as a rich.table.Table."""
+        table = empty_table()
+        rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
+        for name in ("layer", "status", "recipe", "scaling", *(["rotated"] if rotated else [])):
+            table.add_column(name, overflow="fold")
+        for name in ("calls", "dynamic", "exact", "beyond plan", "MB saved"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            exact = reasons(row["fallbacks"])
+            status = row["status"] + (f": {row['note']}" if row["note"] else "")
+            table.add_row(
+                row["layer"],
+                status,
+                row["recipe"] or "-",
+                row["scaling"] or "-",
+                *([str(row["rotated_calls"])] if rotated else []),
+                str(row["calls"]),
+                f"{row['dynamic_calls']:.4g}",
+                exact,
+                f"{row['clipped_fraction']:.2g}",
+                f"{row['bytes_saved'] / 1e6:.1f}",
+            )
+        exact = reasons(self.fallbacks)
+        dynamic = f"{sum(row['dynamic_calls'] for row in self.rows):.4g}"
+        table.add_section()
+        table.add_row(
+            "total",
+            "",
+            "",
+            "",
+            *([""] if rotated else []),
+            str(self.calls),
+            dynamic,
+            exact,
+            "",
+            f"{self.bytes_saved / 1e6:.1f}",
+        )
+        return table
+
+
+def _row(layer, processor, status, note="", **values):
+    empty = {
+        "recipe": None,
+        "scaling": None,
+        "rotation": None,
+        "keep_noise": None,
+        "calls": 0,
+        "rotated_calls": 0,
+        "dynamic_calls": 0.0,
+        "fallbacks": {},
+        "clipped_fraction": 0.0,
+        "below_fraction": 0.0,
+        "misfit_fraction": 0.0,
+        "v_clipped_fraction": 0.0,
+        "redone_fraction": 0.0,
+        "bytes_saved": 0,
+    }
+    return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
+
+
+def _counted(layer, summary) -> dict:
+    """The numbers of a swapped layer. `summary`: ScaleState.summary() rows, or []."""
+    sage = layer.sage
+    events = dict(zip(EVENTS, sage._sage_events.numbers(), strict=True))
+    planned = [
+        (site, summary[i]) for site, i in zip(sage._sage_sites, layer.site_indices, strict=False) if i is not None
+    ]
+    scaled_by_call = events["called"]
+    calls = [scaled_by_call + sum(row["calls"] for _, row in planned)]
+    elements = [site.elements for site in sage._sage_sites if site.elements]
+    per_call = sum(elements) / len(elements) if elements else 0
+    return {
+        "calls": calls[0],
+        "rotated_calls": events["rotated"],
+        "dynamic_calls": scaled_by_call + sum(row["dynamic_calls"] for _, row in planned),
+        "fallbacks": {name: count for name, count in events.items() if count and name not in CALLS},
+        "clipped_fraction": max([row["outside"] for _, row in planned], default=0.0),
+        "below_fraction": max([row["below"] for _, row in planned], default=0.0),
+        "misfit_fraction": max([row["misfit"] for _, row in planned], default=0.0),
+        "v_clipped_fraction": max([row["clipped"] for _, row in planned], default=0.0),
+        "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
+        "bytes_saved": int(calls[0] * per_call),  # one byte less per element
+    }
+
+
+def _has_attention(forward) -> bool:
+    code = getattr(forward, "__code__", None)
+    return code is not None and (attention_calls(forward) > 0 or "multi_head_attention_forward" in code.co_names)
+
+
+def _plan_notes(counted: dict) -> list[str]:
+    notes = {
+        "below_fraction": "of K's elements below plan",
+        "misfit_fraction": "of K's elements in heads whose plan did not fit",
+        "v_clipped_fraction": "of V's elements clipped",
+        "redone_fraction": "of query tiles done again",
+    }
+    return [f"{counted[name]:.2g} {what}" for name, what in notes.items() if counted[name]]
+
+
+def _range_notes(span) -> list[str]:
+    return [f"16 bit at noise levels {span[0]:.4g} to {span[1]:.4g}"] if span else []
+
+
+def _replaced_note(processor) -> str:
+    name = type(processor).__name__
+    if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
+        return f"{name} with default options was put here; handle.refresh() swaps it"
+    if attention_calls(type(processor).__call__):
+        return f"{name} was put here; handle.refresh() swaps it"
+    return f"{name} was put here and has no SDPA call: handle.refresh() can swap only what replaces it"
+
+
+def _part_rows(part, rotation) -> list[dict]:
+    summary = part.state.summary() if part.state is not None else []
+    layers = {id(layer.module): layer for layer in part.layers}
+    rows, inside = [], set()
+    for name, module in attention_modules(part.model):
+        label, processor = part._label(name), type(module.processor).__name__
+        inside.add(id(module))
+        layer = layers.get(id(module))
+        if layer is not None:
+            counted = _counted(layer, summary)
+            if module.processor is layer.sage:
+                own = layer.sage._sage_config  # a layer may have a scaling of its own
+                scaling, note = own.call_scaling, ""
+                if own.scaling in RULES:
+                    unknown = [i is None for i in layer.site_indices] or [True]
+                    scaling = own.scaling if not all(unknown) else own.call_scaling
+                    mismatch = any(
+                        s.state is not None
+                        and s.seen_head_dim
+                        and (s.seen_kv_heads, s.seen_head_dim) != (s.kv_heads, s.head_dim)
+                        for s in layer.sage._sage_sites
+                    )
+                    if any(unknown) or mismatch:
+                        note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
+                if getattr(layer.sage, "_attention_backend", None) != layer.sage._sage_backend:
+                    note = REMEDIES["backend"]
+                elif module.training:
+                    note = REMEDIES["training"]
+                note = note or rotation.note(label)
+                rotated = "hadamard" if layer.sage._sage_rotated else "none"
+                counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
+                counted |= {"keep_noise": own.keep_noise}
+                note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
+                rows.append(_row(label, processor, ACTIVE, note, **counted))
+            else:
+                rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor), **counted))
+        elif not is_sage(module.processor) and attention_calls(type(module.processor).__call__):
+            rows.append(_row(label, processor, REPLACED, f"{processor} is new; handle.refresh() swaps it"))
+        else:
+            rows.append(_row(label, processor, NOT_SWAPPABLE, f"{processor} has no SDPA call"))
+    for name, module in part.model.named_modules():
+        if id(module) not in inside and _has_attention(type(module).forward):
+            note = "attention in forward(), not in a processor"
+            rows.append(_row(part._label(name), type(module).__name__, NOT_SWAPPABLE, note))
+    return rows
+
+
+def _table_notes(part) -> list[str]:
+    name, scaling = part.name or type(part.model).__name__, part.config.scaling
+    if part.frozen:
+        return [f"Scales of {name} are frozen: runs start from one table, until handle.reset()."]
+    if scaling in NEED_RUNS:
+        return [
+            f'Scales of {name} are not frozen: "{scaling}" plans from the step before, as "timestep" does, until '
+            "handle.freeze_scales() or load_scales()."
+        ]
+    return []
+
+
+def _guest_rows(part) -> list[dict]:
+    """Sage processors of which each serves several layers, one after the other."""
+    rows = []
+    for processor in part.guests.values():
+        events = dict(zip(EVENTS, processor._sage_events.numbers(), strict=True))
+        own, name = processor._sage_config, type(processor).__name__
+        counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
+        counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
+        kind = {"recipe": own.recipe, "scaling": own.call_scaling, "rotation": "none", "keep_noise": ()}
+        rows.append(_row(part._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
+    return rows
+
+
+def _follows(handle, part) -> str:
+    if not part.follows_scheduler:
+        return "the timestep argument of the model"
+    several = len(handle.following.followed) > 1
+    return f"whichever steps of {handle.following.names()}" if several else "the pipeline's scheduler"
+
+
+def build_report(handle) -> Report:
+    """Read the counters of a handle (syncs once per layer and state)."""
+    notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
+    rows = []
+    for part in handle._parts:
+        rows += [*_part_rows(part, handle._rotation), *_guest_rows(part)]
+        if part.perturbed:
+            notes.append(f'"replaced" in {part.name or type(part.model).__name__}: {PAG_REMEDY}.')
+        name = part.name or type(part.model).__name__
+        if part.state is not None:
+            notes.append(f"Noise level of {name} follows {_follows(handle, part)}.")
+            notes += _table_notes(part)
+        strays = part.forwards.strays if part.follows_scheduler else 0
+        if strays:
+            notes.append(
+                f"{strays} forwards of {name} belong to no step of {handle.following.names()} (unfollowed): "
+                f"{REMEDIES['unfollowed']}."
+            )
+    if handle._active and handle._pipe and handle._pipe() is None:
+        notes.append("The pipeline of this handle was garbage-collected: the models that others keep stay swapped.")
+    swapped = [part.model for part in handle._parts]
+    for name, model in (handle._models() if handle._active else {}).items():
+        if not any(model is known for known in swapped):
+            notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
+    return Report(rows, notes)

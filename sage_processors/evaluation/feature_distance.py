@@ -1,0 +1,284 @@
+"""Fréchet distance between two sets of pictures, on the features of a classifier.
+
+`feature_fd` needs no download: its classifier is small, trained by examples/train_tiny_classifier.py on the pictures
+the embedded pipelines were trained on, and part of the package. Its numbers are feature-FD, never FID: they compare
+with each other alone. `fid` is the FID of the literature, for users who have Inception's weights in a file.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .metrics import Interval, check_images, missing_package
+
+
+CLASSIFIER_FOLDER = Path(__file__).resolve().parent.parent / "pipelines" / "tiny_classifier"
+LABELS = {"shape": 8, "color": 9, "ground_color": 9, "pattern": 4, "size": 3}  # what it tells apart -> classes
+CLASSIFIER_PIXELS = 64  # side of the pictures it looks at; others are resized
+FEATURES = 32  # length of its feature vector
+INCEPTION_FEATURES = 2048
+GROUPS = 16  # of the jackknife
+
+
+class TinyClassifier(nn.Module):
+    """Five answers about a picture of one shape, from one feature vector of 32 numbers.
+
+    forward takes [N, 3, H, W] in [0, 1] and returns features [N, 32]; `answers` gives the logits per label.
+    """
+
+    num_features = FEATURES
+
+    def __init__(self):
+        super().__init__()
+        widths = (3, 24, 48, 64, 64, 96)
+        strides = (2, 2, 2, 1, 2)
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(before, after, 3, stride, 1), nn.GroupNorm(8, after), nn.SiLU())
+                for before, after, stride in zip(widths, widths[1:], strides, strict=False)
+            )
+        )
+        self.features = nn.Linear(2 * widths[-1], FEATURES)
+        self.heads = nn.ModuleDict({label: nn.Linear(FEATURES, count) for label, count in LABELS.items()})
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        size = (CLASSIFIER_PIXELS, CLASSIFIER_PIXELS)
+        if images.shape[-2:] != size:
+            images = F.interpolate(images, size, mode="bilinear", align_corners=False, antialias=True)
+        x = self.blocks(images * 2 - 1)
+        # the mean says how much of something there is, the maximum that it is there
+        return self.features(torch.cat([x.mean((2, 3)), x.amax((2, 3))], 1))
+
+    def answers(self, features: torch.Tensor) -> dict[str, torch.Tensor]:
+        """{label: logits [N, classes]} of features [N, 32]."""
+        return {label: head(F.silu(features)) for label, head in self.heads.items()}
+
+
+def load_classifier(device: torch.device | str = "cpu") -> TinyClassifier:
+    """The embedded classifier in fp32, eval mode. Raises: ImportError without safetensors."""
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise missing_package("feature-FD", "safetensors") from error
+    model = TinyClassifier()
+    model.load_state_dict(load_file(CLASSIFIER_FOLDER / "model.safetensors"))
+    return model.to(device).eval().requires_grad_(False)
+
+
+def classifier_metrics() -> dict:
+    """How the embedded classifier was trained, and its share of right answers on drawn pictures it never saw."""
+    return json.loads((CLASSIFIER_FOLDER / "metrics.json").read_text(encoding="utf-8"))
+
+
+@torch.no_grad()
+def features(images: torch.Tensor, model: nn.Module | None = None, *, batch: int = 64) -> torch.Tensor:
+    """Feature vectors of pictures.
+
+    Args:
+        images: [N, 3, H, W] floating point in [0, 1], N >= 1.
+        model: takes fp32 [n, 3, H, W] in [0, 1] and returns [n, D]; default: the embedded classifier. It runs where
+            its parameters are.
+        batch: pictures per call of the model, >= 1.
+    Returns: [N, D] float64 on the CPU.
+    Raises: TypeError, ValueError (shape, range, NaN, batch, or a model with NaN or a wrong shape in its output).
+    """
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise ValueError(f"batch: got {batch!r}, expected an int of at least 1")
+    check_images(images)
+    if images.shape[1] != 3:
+        raise ValueError(f"images: got {images.shape[1]} channels, expected 3 (RGB)")
+    model = load_classifier(images.device) if model is None else model
+    parameter = next(model.parameters(), None)
+    device = images.device if parameter is None else parameter.device
+    found = torch.cat([model(part.to(device, torch.float32)) for part in images.split(batch)]).double().cpu()
+    if found.shape[:1] != images.shape[:1] or found.dim() != 2 or not bool(torch.isfinite(found).all()):
+        raise ValueError(
+            f"model: got an output of shape {tuple(found.shape)} for {len(images)} pictures, or NaN in it; "
+            "expected finite [N, D]"
+        )
+    return found
+
+
+def frechet_distance(first: torch.Tensor, second: torch.Tensor) -> float:
+    """Squared Fréchet distance between the normal distributions with the means and covariances of two feature sets.
+
+    |m1 - m2|² + tr C1 + tr C2 - 2 tr (C1^½ C2 C1^½)^½, in fp64. The last trace is the sum of the singular values of
+    A1ᵀ·A2 for any A with A·Aᵀ = C. With the triangular factor of the centred features as A, no covariance is formed
+    and no root is taken of an eigenvalue that is zero up to rounding: equal sets are 0 to about 1e-15 of their
+    variance.
+
+    Args:
+        first [N1, D], second [N2, D]: finite floating point; more vectors than D each, else a covariance has no full
+            rank and the distance says nothing about the directions it lacks.
+    Returns: float >= 0, in squared units of the features.
+    Raises: TypeError, ValueError.
+    """
+    first, second = (check_features(x, name) for name, x in (("first", first), ("second", second)))
+    if first.shape[1] != second.shape[1]:
+        raise ValueError(f"second: got vectors of length {second.shape[1]}, expected first's {first.shape[1]}")
+    means, factors = [], []
+    for x in (first, second):
+        mean = x.mean(0)
+        means.append(mean)
+        factors.append(torch.linalg.qr((x - mean) / (len(x) - 1) ** 0.5, mode="r").R)
+    shift = (means[0] - means[1]).square().sum()
+    traces = sum(factor.square().sum() for factor in factors)
+    # R1ᵀ·R1 = C1, so A1 = R1ᵀ and A1ᵀ·A2 = R1·R2ᵀ
+    overlap = torch.linalg.svdvals(factors[0] @ factors[1].T).sum()
+    return max((shift + traces - 2 * overlap).item(), 0.0)
+
+
+def check_features(x: torch.Tensor, name: str) -> torch.Tensor:
+    """`x` in fp64 on the CPU. Raises: TypeError, ValueError unless it is finite [N, D] with N > D."""
+    if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+        kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+        raise TypeError(f"{name}: got {kind}, expected a floating point tensor [N, D]")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected [N, D]")
+    if len(x) <= x.shape[1]:
+        raise ValueError(
+            f"{name}: got {len(x)} pictures, expected at least {x.shape[1] + 1}: a covariance of {x.shape[1]} "
+            "features needs more pictures than features"
+        )
+    if not bool(torch.isfinite(x).all()):
+        raise ValueError(f"{name}: got NaN or infinity, expected finite features")
+    return x.detach().double().cpu()
+
+
+@dataclass(frozen=True)
+class FeatureDistance:
+    """A Fréchet distance and how sure it is.
+
+    Attributes:
+        name: "feature-FD" or "FID". value: squared feature units. standard_error: of value, by the grouped jackknife;
+            nan where too few pictures were given to leave a group out.
+        excess: value minus that of `baseline` pictures against the same reference, paired group by group, with its own
+            standard error; None without a baseline.
+        images, reference_images: pictures compared. features: length of the feature vectors.
+    """
+
+    name: str
+    value: float
+    standard_error: float
+    images: int
+    reference_images: int
+    features: int
+    excess: Interval | None = None
+
+    def __str__(self):
+        return f"{self.name} {self.value:.4g} ± {self.standard_error:.2g}"
+
+
+def distance_of_features(
+    found: torch.Tensor, reference: torch.Tensor, baseline: torch.Tensor | None = None, *, name: str = "feature-FD"
+) -> FeatureDistance:
+    """`frechet_distance` with a standard error.
+
+    Args:
+        found [N, D], reference [M, D]: features. baseline [N, D]: features of other pictures of the same seeds, row by
+            row: the difference to them is far better known than either distance.
+        name: what the number is called.
+    Returns: FeatureDistance. Raises: as `frechet_distance`, and ValueError for a baseline of another shape.
+    """
+    value = frechet_distance(found, reference)
+    if baseline is not None and baseline.shape != found.shape:
+        raise ValueError(f"baseline: got shape {tuple(baseline.shape)}, expected {tuple(found.shape)}, row by row")
+    keep = _leave_out(len(found)) if len(found) - -(-len(found) // GROUPS) > found.shape[1] else []
+    values = torch.tensor([frechet_distance(found[rows], reference) for rows in keep], dtype=torch.float64)
+    excess = None
+    if baseline is not None:
+        other = torch.tensor([frechet_distance(baseline[rows], reference) for rows in keep], dtype=torch.float64)
+        difference = value - frechet_distance(baseline, reference)
+        spread = 1.96 * _jackknife_error(values - other)
+        excess = Interval(difference, difference - spread, difference + spread)
+    return FeatureDistance(name, value, _jackknife_error(values), len(found), len(reference), found.shape[1], excess)
+
+
+def _leave_out(count: int) -> list[torch.Tensor]:
+    """Row masks that each leave one of GROUPS interleaved groups out."""
+    group = torch.arange(count) % GROUPS
+    return [group != g for g in range(GROUPS)]
+
+
+def _jackknife_error(values: torch.Tensor) -> float:
+    """Standard error from the values with one group left out each; nan without values."""
+    if values.numel() == 0:
+        return float("nan")
+    n = values.numel()
+    return ((n - 1) / n * (values - values.mean()).square().sum()).sqrt().item()
+
+
+def feature_fd(
+    images: torch.Tensor,
+    reference: torch.Tensor,
+    baseline: torch.Tensor | None = None,
+    *,
+    model: nn.Module | None = None,
+    batch: int = 64,
+) -> FeatureDistance:
+    """feature-FD: Fréchet distance on the features of the embedded classifier. Not FID, and not comparable with it.
+
+    Args:
+        images [N, 3, H, W], reference [M, 3, H, W]: floating point in [0, 1]; N and M above 32 (the features).
+        baseline: [N, 3, H, W], pictures of the same prompts and seeds drawn another way: adds `excess`, what
+            `images` has more than they.
+        model, batch: as for `features`.
+    Returns: FeatureDistance named "feature-FD". Raises: TypeError, ValueError, ImportError without safetensors.
+    """
+    model = load_classifier(images.device if isinstance(images, torch.Tensor) else "cpu") if model is None else model
+    found, other = features(images, model, batch=batch), features(reference, model, batch=batch)
+    base = None if baseline is None else features(baseline, model, batch=batch)
+    return distance_of_features(found, other, base)
+
+
+def fid(images: torch.Tensor, reference: torch.Tensor, *, weights: str | Path, batch: int = 64) -> FeatureDistance:
+    """FID as in the literature: Inception v3's 2048 features, from a weights file that the user has.
+
+    Args:
+        images, reference: as for `feature_fd`, more than 2048 pictures each; they are rounded to 8 bits.
+        weights: torch-fidelity's file pt_inception-2015-12-05-6726825d.pth. Nothing is ever downloaded.
+        batch: pictures per call of Inception.
+    Returns: FeatureDistance named "FID".
+    Raises: ImportError without torchmetrics or torch-fidelity, ValueError without the file or for too few pictures.
+    """
+    path = Path(weights)
+    if not path.is_file():
+        raise ValueError(
+            f"weights: got {str(weights)!r}, expected the file pt_inception-2015-12-05-6726825d.pth of "
+            "torch-fidelity's releases; without it use feature_fd, which needs no download"
+        )
+    for name, pictures in (("images", images), ("reference", reference)):
+        check_images(pictures, name)
+        if len(pictures) <= INCEPTION_FEATURES:
+            raise ValueError(
+                f"{name}: got {len(pictures)} pictures, expected at least {INCEPTION_FEATURES + 1} for a covariance "
+                f"of {INCEPTION_FEATURES} features; for fewer use feature_fd"
+            )
+    try:
+        from torchmetrics.image.fid import FrechetInceptionDistance
+
+        inception = FrechetInceptionDistance(
+            feature=INCEPTION_FEATURES, feature_extractor_weights_path=str(path)
+        ).inception.to(images.device)
+    except ImportError as error:
+        raise missing_package("FID", "torch-fidelity", "torch-fidelity") from error
+    eight_bits = _EightBits(inception)
+    found, other = (features(pictures, eight_bits, batch=batch) for pictures in (images, reference))
+    return distance_of_features(found, other, name="FID")
+
+
+class _EightBits(nn.Module):
+    """Inception as it was made to be called: with pixels of 0 to 255."""
+
+    def __init__(self, inception: nn.Module):
+        super().__init__()
+        self.inception = inception
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.inception((images * 255).round().to(torch.uint8))

@@ -1,0 +1,402 @@
+"""The embedded language model, and what INT8 attention and an INT8 KV cache change of a language model's output."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+EMBEDDED_NAME = "tiny_lm"
+EMBEDDED = Path(__file__).resolve().parent.parent / "pipelines" / EMBEDDED_NAME
+KINDS = ("topics", "docs", "code", "dialogues")  # of the text that comes with the model and was not trained on
+MEASURED = "sage_int8_measured"  # never "short", and strict: what is measured did run in INT8
+ONE_TOKEN = 2  # fewest queries of a call that is prefill; one token on a 16-bit cache is decoding
+
+
+def load(model: str | Path = EMBEDDED_NAME, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
+    """(model, tokenizer) of a causal language model, in evaluation mode.
+
+    Args:
+        model: "tiny_lm", the embedded one; or a folder or a name on the Hub, for AutoModelForCausalLM. Its weights
+            must be safetensors: a .bin is a pickle, which can run code.
+        device: where the model goes. dtype: of its weights; None: fp32 on the CPU, bf16 elsewhere.
+    Raises: ImportError without transformers; OSError or ValueError where it finds no such model.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError("language models need transformers: pip install 'sage-processors[transformers]'") from error
+    source = locate(model)
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+    return found.to(device).eval(), tokenizer
+
+
+def locate(model: str | Path) -> str | Path:
+    """What from_pretrained takes: the folder of the embedded model for its name, anything else as it is."""
+    return EMBEDDED if model == EMBEDDED_NAME else model
+
+
+def chat_ids(tokenizer, said: str | list[dict]) -> torch.Tensor:
+    """Token ids, int64 [1, S], that ask for the next answer, by the tokenizer's chat template.
+
+    Args:
+        tokenizer: of a language model; without a chat template the bare texts follow each other line by line.
+        said: a question, or a conversation of {"role": "user" or "assistant", "content": text}.
+    """
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    if tokenizer.chat_template is None:
+        lines = "\n".join(message["content"] for message in messages)
+        return tokenizer(lines, return_tensors="pt").input_ids
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+
+
+def heldout_windows(
+    tokenizer, length: int, *, count: int | None = None, kinds: Sequence[str] = KINDS, folder: str | Path = EMBEDDED
+) -> torch.Tensor:
+    """Windows that do not overlap, of text that the embedded model was not trained on.
+
+    Args:
+        tokenizer: of any language model. length: tokens per window, >= 2.
+        count: this many, evenly spread over the text; None: all.
+        kinds: of KINDS; "topics", "docs" and "code" are Python's (PSF licence), "dialogues" are made up.
+        folder: where heldout.json is.
+    Returns: int64 [count, length].
+    Raises: ValueError for an unknown kind, or where the text is shorter than what is asked for.
+    """
+    unknown = sorted(set(kinds) - set(KINDS))
+    if unknown or not kinds:
+        raise ValueError(f"kinds: got {list(kinds)}, expected some of {list(KINDS)}")
+    if length < 2:
+        raise ValueError(f"length: got {length}, expected at least 2 tokens")
+    documents = json.loads((Path(folder) / "heldout.json").read_text())
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    windows = []
+    for kind in kinds:
+        texts = [document["text"] for document in documents if document["kind"] == kind]
+        rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        stream = torch.tensor([token for row in rows for token in (*row, *end)])
+        windows.append(stream[: len(stream) // length * length].view(-1, length))
+    windows = torch.cat(windows)
+    wanted = len(windows) if count is None else count
+    if not 1 <= wanted <= len(windows):
+        raise ValueError(f"count: got {wanted}, expected 1 to {len(windows)} windows of {length} tokens of {kinds}")
+    return windows[torch.arange(wanted) * len(windows) // wanted]
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """How well a model predicts text. losses: float64 [W], mean of -log p per window, in nats per token."""
+
+    losses: torch.Tensor
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.losses.mean().item())
+
+    def ratio(self, other: Perplexity) -> tuple[float, float]:
+        """Ours over the other's on the same windows, and the standard error of that ratio over windows."""
+        difference = self.losses - other.losses
+        ratio = math.exp(difference.mean().item())
+        return ratio, ratio * difference.std().item() / math.sqrt(len(difference)) if len(difference) > 1 else math.nan
+
+
+@torch.no_grad()
+def perplexity(
+    model,
+    windows: torch.Tensor,
+    *,
+    cache: Callable | None = None,
+    prefill: int | None = None,
+    chunk: int = 1,
+    batch: int = 16,
+    on_call: Callable[[], None] | None = None,
+) -> Perplexity:
+    """Perplexity of all tokens but each window's first.
+
+    With a cache, the first `prefill` tokens of a window go through the model in one call and the others `chunk` by
+    `chunk`, so that they attend to what the cache holds. Without one, a window is one call.
+
+    Args:
+        model: a causal language model. windows: token ids, int64 [W, S], S >= 2.
+        cache: makes an empty cache for each batch, e.g. `lambda: Int8KVCache(model.config)`.
+        prefill: 1 to S - 1; None: S // 8. chunk: tokens per later call, >= 1. batch: windows per call, >= 1.
+        on_call: called without arguments after each call of the model.
+    Raises: ValueError for arguments out of range, or windows longer than the model's positions.
+    """
+    _check_tokens(model, "windows", windows, 0)
+    length = windows.shape[1] - 1  # nothing is predicted after the last token
+    if length < 1:
+        raise ValueError("windows: got windows of 1 token, expected at least 2")
+    first = max(1, length // 8) if prefill is None else prefill
+    if cache is None:
+        first = length
+    for name, value, largest in (("prefill", first, length), ("chunk", chunk, length), ("batch", batch, math.inf)):
+        if not 1 <= value <= largest:
+            raise ValueError(f"{name}: got {value}, expected 1 to {largest}")
+    losses = []
+    for part in windows.split(batch):
+        part = part.to(model.device)
+        past, total = None if cache is None else cache(), 0.0
+        starts = [0, *range(first, length, chunk)]
+        for start, stop in zip(starts, [*starts[1:], length], strict=True):
+            logits = model(part[:, start:stop], past_key_values=past, use_cache=past is not None).logits
+            expected = part[:, start + 1 : stop + 1]
+            loss = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), expected, reduction="none")
+            total = total + loss.double().sum(1)
+            if on_call is not None:
+                on_call()
+        losses.append((total / length).cpu())
+    return Perplexity(torch.cat(losses))
+
+
+@torch.no_grad()
+def greedy(
+    model, prompts: torch.Tensor, new_tokens: int, *, cache: Callable | None = None, batch: int = 16
+) -> torch.Tensor:
+    """The most likely continuation of each prompt, never ended early.
+
+    Args: prompts: int64 [P, S]. new_tokens: N >= 1. cache, batch: as in `perplexity`; None: transformers' own cache.
+    Returns: int64 [P, N] on the CPU.
+    Raises: ValueError for arguments out of range, or more tokens than the model has positions.
+    """
+    for name, value in (("new_tokens", new_tokens), ("batch", batch)):
+        if value < 1:
+            raise ValueError(f"{name}: got {value}, expected at least 1")
+    _check_tokens(model, "prompts", prompts, new_tokens)
+    options = {"do_sample": False, "num_beams": 1, "max_new_tokens": new_tokens, "min_new_tokens": new_tokens}
+    outputs = []
+    for part in prompts.split(batch):
+        part = part.to(model.device)
+        past = None if cache is None else cache()
+        output = model.generate(part, attention_mask=torch.ones_like(part), past_key_values=past, **options)
+        outputs.append(output[:, part.shape[1] :].cpu())
+    return torch.cat(outputs)
+
+
+def first_differences(ours: torch.Tensor, stock: torch.Tensor) -> tuple[int | None, ...]:
+    """Place of the first token that differs, per row of two int64 [P, N]; None where the rows are equal."""
+    if ours.shape != stock.shape:
+        raise ValueError(f"ours: got shape {tuple(ours.shape)}, expected stock's {tuple(stock.shape)}")
+    unequal = ours != stock
+    return tuple(row.int().argmax().item() if row.any() else None for row in unequal)
+
+
+@torch.no_grad()
+def margins(model, prompts: torch.Tensor, tokens: torch.Tensor, *, batch: int = 16) -> torch.Tensor:
+    """How sure the model was of each greedy token: its logit minus the best other, in nats, fp32 [P, N] on the CPU.
+
+    Args: prompts: int64 [P, S]. tokens: int64 [P, N], what `greedy` made of them: the token that ends a text is out.
+    """
+    ends = model.generation_config.eos_token_id
+    found = []
+    for asked, taken in zip(prompts.cpu().split(batch), tokens.split(batch), strict=True):
+        both = torch.cat([asked, taken], 1).to(model.device)
+        logits = model(both[:, :-1], use_cache=False).logits[:, -tokens.shape[1] :].float()
+        place = both[:, asked.shape[1] :, None]
+        own = logits.gather(-1, place)[..., 0]
+        logits[..., [] if ends is None else ends] = -torch.inf  # one id or several
+        found.append((own - logits.scatter(-1, place, -torch.inf).amax(-1)).cpu())
+    return torch.cat(found)
+
+
+def kv_bytes_per_token(cache, dtype: torch.dtype | None = None) -> int:
+    """Bytes that a filled cache holds for one token of one sequence, scales included.
+
+    Args: cache: of transformers, or Int8KVCache. dtype: as if its keys and values were of this dtype, without scales.
+    Raises: ValueError for a cache without keys and values.
+    """
+    total = 0
+    for layer in cache.layers:
+        if dtype is None and hasattr(layer, "bytes_per_token"):
+            total += layer.bytes_per_token()
+        elif getattr(layer, "keys", None) is not None:  # a layer without has none of its own, or a state of fixed size
+            both = (layer.keys, layer.values)  # [B, H_kv, S, D]
+            total += sum(x.shape[1] * x.shape[3] * (dtype or x.dtype).itemsize for x in both)
+    if not total:
+        raise ValueError(f"cache: got a {type(cache).__name__} that holds no keys and values, expected a filled one")
+    return total
+
+
+@dataclass(frozen=True)
+class Result:
+    """One way of running the model, compared with stock attention.
+
+    Attributes:
+        name: "stock", "stock_fp32", "prefill" (INT8 attention, 16-bit or fp32 cache), "prefill_kv" (INT8 cache too).
+        recipe: of the INT8 attention; empty for stock.
+        perplexity: of the windows. ratio, ratio_error: to stock's, and its standard error over windows.
+        tokens: int64 [P, N], the greedy continuations.
+        first: per prompt, the place of the first token that is not stock's, or None.
+        margin: per prompt, how sure stock was of its token at that place, in nats; None where nothing differs.
+        kv_bytes_per_token: of the cache, per sequence, measured.
+        int8_calls, cache_calls: attention calls in INT8, and those of them that read an INT8 cache.
+        exact: {reason: attention calls that ran exactly}.
+    """
+
+    name: str
+    recipe: str
+    perplexity: Perplexity
+    ratio: float
+    ratio_error: float
+    tokens: torch.Tensor
+    first: tuple[int | None, ...]
+    margin: tuple[float | None, ...]
+    kv_bytes_per_token: int
+    int8_calls: int
+    cache_calls: int
+    exact: dict[str, int]
+
+    @property
+    def identical(self) -> float:
+        """Share of the prompts whose continuation is stock's, token by token."""
+        return sum(place is None for place in self.first) / len(self.first)
+
+    def rows(self, model_name: str, shape: dict) -> Iterator[dict]:
+        """Fields of results.csv. shape: heads, kv_heads, seq_q, seq_k, head_dim."""
+        common = {"suite": "quality", "case": f"{model_name}/{self.name}", "recipe": self.recipe, **shape}
+        common["provider"] = "sage_kernels" if self.recipe else "torch_sdpa"
+        text = {**common, "batch": len(self.perplexity.losses)}
+        yield {**text, "metric": "perplexity", "unit": "1", "median": round(self.perplexity.value, 5)}
+        yield {**common, "metric": "kv_bytes_per_token", "unit": "B", "median": self.kv_bytes_per_token}
+        if self.name == "stock":
+            return
+        yield {**text, "metric": "perplexity_ratio", "unit": "1", "median": round(self.ratio, 6)}
+        written = {**common, "batch": len(self.first)}
+        yield {**written, "metric": "identical_share", "unit": "1", "median": round(self.identical, 4)}
+        length = self.tokens.shape[1]
+        places = torch.tensor([length if place is None else place for place in self.first], dtype=torch.float64)
+        low, middle, high = places.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+        yield {**written, "metric": "same_tokens", "unit": "1", "median": middle, "p20": low, "p80": high}
+        leads = [lead for lead in self.margin if lead is not None]
+        if leads:
+            median = round(statistics.median(leads), 4)
+            yield {**written, "metric": "lead_at_difference", "unit": "nats", "batch": len(leads), "median": median}
+
+
+def evaluate(
+    model,
+    windows: torch.Tensor,
+    prompts: torch.Tensor,
+    *,
+    new_tokens: int = 256,
+    recipe: str = "qk_int8_pv_bf16",
+    prefill: int | None = None,
+    chunk: int = 1,
+    batch: int = 16,
+    on_call: Callable[[], None] | None = None,
+) -> dict[str, Result]:
+    """Run stock SDPA, INT8 attention, and INT8 attention with an INT8 cache on the same text and prompts.
+
+    A model in 16 bit is also run with its weights in fp32 ("stock_fp32"): that shows what 16-bit rounding alone costs.
+    INT8 attention runs at every length here, also at those where `sage_int8` would leave prompts exact.
+
+    Args: windows, prefill, chunk, batch, on_call: as in `perplexity`. prompts, new_tokens: as in `greedy`.
+        recipe: of sage_kernels.RECIPES.
+    Returns: {name: Result}, stock first. The model has its own attention implementation again afterwards.
+    Raises: ValueError as `perplexity` and `greedy`; sage_processors.UnsupportedAttentionError for a model whose
+        attention INT8 can't do.
+    """
+    from transformers import DynamicCache
+
+    from ..language.attention import register_transformers
+    from ..language.choice import refuse_without_attention
+    from ..language.kv_cache import Int8KVCache
+
+    register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, policy="strict")
+    refuse_without_attention(model, MEASURED)
+    _check_tokens(model, "prompts", prompts, new_tokens)
+    reading = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}
+
+    def own_cache():
+        return DynamicCache(config=model.config)
+
+    def int8_cache():
+        return Int8KVCache(model.config)
+
+    def run(name, runner, implementation, cache, reads_cache, stock=None, sure=None):
+        with _implementation(runner, implementation):
+            before = _calls(runner)
+            text = perplexity(runner, windows, cache=cache if reads_cache else None, **reading)
+            tokens = greedy(runner, prompts, new_tokens, cache=cache, batch=batch)
+            after = _calls(runner)
+            held = cache()
+            with torch.no_grad():
+                runner(prompts[:1].to(runner.device), past_key_values=held, use_cache=True)
+        reference = text if stock is None else stock.perplexity
+        first = first_differences(tokens, tokens if stock is None else stock.tokens)
+        margin = tuple(None if place is None else sure[i, place].item() for i, place in enumerate(first))
+        exact = {
+            reason: n - before[2].get(reason, 0) for reason, n in after[2].items() if n > before[2].get(reason, 0)
+        }
+        return Result(
+            name, recipe if implementation == MEASURED else "", text, *text.ratio(reference), tokens, first, margin,
+            kv_bytes_per_token(held), after[0] - before[0], after[1] - before[1], exact,
+        )  # fmt: skip
+
+    stock = run("stock", model, "sdpa", own_cache, False)
+    results = [stock]
+    with _implementation(model, "sdpa"):
+        sure = margins(model, prompts, stock.tokens, batch=batch)
+    if model.dtype in (torch.float16, torch.bfloat16):
+        results.append(run("stock_fp32", copy.deepcopy(model).float(), "sdpa", own_cache, False, stock, sure))
+    results.append(run("prefill", model, MEASURED, own_cache, False, stock, sure))
+    results.append(run("prefill_kv", model, MEASURED, int8_cache, True, stock, sure))
+    return {result.name: result for result in results}
+
+
+def append_results(path: str | Path, model_name: str, results: dict[str, Result], model, length: int) -> None:
+    """Append every result to results.csv. length: tokens per window; the model says heads and device."""
+    from sage_kernels.results import append_row
+
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    shape = {"heads": heads, "kv_heads": kv_heads, "seq_q": length, "seq_k": length, "head_dim": head_dim}
+    where = {"gpu": "cpu"} if model.device.type == "cpu" else {}
+    for result in results.values():
+        for row in result.rows(model_name, {**shape, "causal": True}):
+            append_row(path, **row, **where)
+
+
+@contextmanager
+def _implementation(model, name: str):
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _calls(model) -> tuple[int, int, dict[str, int]]:
+    from ..language.attention import attention_report
+
+    report = attention_report(model)
+    return report.calls, sum(row["cache_calls"] for row in report.rows), report.fallbacks
+
+
+def _check_tokens(model, name: str, tokens: torch.Tensor, more: int) -> None:
+    """Raise unless tokens are ids [rows, length] that fit the model's positions with `more` behind them."""
+    if not isinstance(tokens, torch.Tensor) or tokens.dtype != torch.int64 or tokens.ndim != 2 or not tokens.numel():
+        got = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, torch.Tensor) else type(tokens).__name__
+        raise ValueError(f"{name}: got {got}, expected token ids, int64 [rows, tokens], at least one row")
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if room is not None and tokens.shape[1] + more > room:
+        raise ValueError(
+            f"{name}: got {tokens.shape[1]} tokens{f' and {more} new ones' if more else ''}, expected at most {room} "
+            "together, the positions that the model knows"
+        )

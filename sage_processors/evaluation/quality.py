@@ -1,0 +1,346 @@
+"""INT8 attention against stock: its pictures seed by seed, and attention's own output batch by batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from sage_kernels.planning.rules import ADAPTIVE, FROM_TABLE
+
+from ..diffusion.windows import CHOSEN
+from ..layer_report import NOTHING_RAN
+from ..options import SageAttnProcessor
+from . import metrics
+
+
+PSNR_CEILING = 120.0  # dB; identical pictures would make every mean infinite; fp32 pictures tell nothing apart above
+# What is measured is INT8 itself: at the few tokens of the embedded pipelines a GPU's table would leave it all exact.
+# Texts of 77 tokens stay exact, as they do on every GPU.
+MIN_TOKENS = 128
+POLICY = "policy"  # name of the variant that a calibration found
+WARM_UP_SEED = 2**20  # first seed of the unmeasured run, away from the measured ones
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of running INT8 attention that `evaluate` compares.
+
+    Attributes:
+        name: second half of the results' case, `{pipeline}/{name}`.
+        config: the options under test.
+        warm: run once unmeasured before, and start every batch from the table that this leaves, frozen;
+            "timestep_adaptive" keeps its state from batch to batch. Otherwise every batch starts with a fresh state.
+        scales: a file of `handle.save_scales` that every batch starts from, e.g. of a run with another scheduler.
+    """
+
+    name: str
+    config: SageAttnProcessor
+    warm: bool = False
+    scales: Path | None = None
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Distances of one variant to stock attention.
+
+    Attributes:
+        name, recipe: of the variant; recipe is empty for a floor row.
+        psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture.
+        attention_sqnr_db: dB, one per batch of pictures, at most PSNR_CEILING: signal over noise of attention's output
+            against exact attention of the inputs it got, both summed over all layers, heads and steps. Empty where it
+            was not measured. A sampler carries an early difference elsewhere, and pictures show mostly that; this
+            number knows nothing of it.
+        int8_calls, fallback_calls: attention calls that ran in INT8, and that ran the model's own attention.
+        chosen_calls: those of the latter that the options keep in 16 bit (windows, layers).
+    """
+
+    name: str
+    recipe: str
+    psnr_db: tuple[float, ...]
+    ssim: tuple[float, ...]
+    int8_calls: int = 0
+    fallback_calls: int = 0
+    chosen_calls: int = 0
+    attention_sqnr_db: tuple[float, ...] = ()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether there is anything of ours to compare. Not so where calls were counted and none ran in INT8."""
+        return self.int8_calls > 0 or self.fallback_calls == 0
+
+    @property
+    def int8_share(self) -> float:
+        """INT8 calls over those that INT8 can do; 0 where there are none."""
+        possible = self.int8_calls + self.chosen_calls
+        return self.int8_calls / possible if possible else 0.0
+
+    def rows(self, pipeline: str) -> Iterator[dict]:
+        """Fields of results.csv: median and percentiles over the samples, then mean and worst as metrics of their own.
+
+        Samples are pictures, and for attention_sqnr_db the batches of them. The column batch counts pictures.
+        Options that keep calls in 16 bit also tell the share that is left in INT8.
+        Raises: ValueError where no call ran in INT8.
+        """
+        if not self.is_ours:
+            raise ValueError(f"results: got {self.name!r} of {pipeline}, in which {NOTHING_RAN}: nothing to record")
+        common = {
+            "suite": "quality",
+            "case": f"{pipeline}/{self.name}",
+            "provider": "sage_kernels" if self.recipe else "torch_sdpa",
+            "recipe": self.recipe,
+            "batch": len(self.psnr_db),
+        }
+        samples = [("psnr_db", "dB", self.psnr_db), ("ssim", "1", self.ssim)]
+        if self.attention_sqnr_db:
+            samples.append(("attention_sqnr_db", "dB", self.attention_sqnr_db))
+        for metric, unit, values in samples:
+            low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(
+                torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+            )
+            digits = 2 if unit == "dB" else 6
+            spread = {"p20": round(low.item(), digits), "p80": round(high.item(), digits)}
+            yield {**common, "metric": metric, "unit": unit, "median": round(middle.item(), digits), **spread}
+            mean = sum(values) / len(values)
+            yield {**common, "metric": f"{metric}_mean", "unit": unit, "median": round(mean, digits)}
+            yield {**common, "metric": f"{metric}_worst", "unit": unit, "median": round(min(values), digits)}
+        if self.name == POLICY or self.chosen_calls:
+            yield {**common, "metric": "int8_share", "unit": "1", "median": round(self.int8_share, 4)}
+
+
+def _options(recipe: str, scaling: str, **options) -> SageAttnProcessor:
+    return SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=MIN_TOKENS, **options)
+
+
+def default_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
+    """Every scaling, and timestep scaling also with the frozen table of a first run."""
+    return (
+        Variant("dynamic", _options(recipe, "dynamic")),
+        Variant("timestep", _options(recipe, "timestep")),
+        Variant("timestep_warm", _options(recipe, "timestep"), warm=True),
+        Variant("per_block", _options(recipe, "per_block")),
+        Variant("per_head", _options(recipe, "per_head")),
+    )
+
+
+def study_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
+    """Every rule that plans scales repeatably, next to dynamic ones. "static" and "sigma_power" need a frozen table.
+
+    timestep_warm is "timestep" with one.
+    """
+
+    def planned(name, scaling, *, warm=True, **options):
+        return Variant(name, _options(recipe, scaling, **options), warm)
+
+    return (
+        planned("dynamic", "dynamic", warm=False),
+        planned("timestep", "timestep", warm=False),
+        planned("timestep_warm", "timestep"),
+        planned("delayed", "delayed", warm=False),
+        planned("static", "static"),
+        planned("sigma_power", "sigma_power"),
+        planned("sigma_ratio", "sigma_power", gamma=1.0),
+        planned("sigma_ratio_printed", "sigma_power", gamma=-1.0),
+    )
+
+
+def picture_arguments(pipe) -> dict:
+    """Call arguments with which a pipeline draws what it was made for: its VAE's picture size, its tokenizer's length.
+
+    Some pipelines have their published checkpoint's defaults in code (FLUX: 512 text tokens), wrong for a small model.
+    """
+    accepted = inspect.signature(type(pipe).__call__).parameters
+    arguments = {}
+    pixels = getattr(getattr(getattr(pipe, "vae", None), "config", None), "sample_size", None)
+    if isinstance(pixels, int) and {"height", "width"} <= accepted.keys():
+        arguments |= {"height": pixels, "width": pixels}
+    if "max_sequence_length" in accepted:
+        tokenizers = [getattr(pipe, name, None) for name in ("tokenizer_3", "tokenizer_2", "tokenizer")]
+        longest = next((t.model_max_length for t in tokenizers if t is not None), 0)
+        default = accepted["max_sequence_length"].default
+        if 0 < longest < default:
+            arguments["max_sequence_length"] = longest
+    return arguments
+
+
+def generate(
+    pipe, prompts: Sequence[str], seeds: Sequence[int], *, steps: int, on_step: Callable | None = None, **arguments
+):
+    """Draw one picture per prompt and seed in one batch.
+
+    Args:
+        pipe: a text-to-image DiffusionPipeline.
+        prompts, seeds: of equal length N; noise comes from the CPU, so a seed means the same noise on every device.
+        steps: denoising steps. on_step: called without arguments after each.
+        arguments: more for the pipeline's call; a text (negative_prompt) is repeated for every prompt.
+    Returns: [N, 3, H, W] float32 in [0, 1] on the CPU, not rounded to 8 bits.
+    """
+    if len(prompts) != len(seeds) or not prompts:
+        raise ValueError(
+            f"seeds: got {len(seeds)} for {len(prompts)} prompts, expected one per prompt and at least one"
+        )
+
+    def after_step(pipe, step, timestep, tensors):
+        if on_step is not None:
+            on_step()
+        return tensors
+
+    pictures = pipe(
+        prompt=list(prompts),
+        generator=[torch.Generator().manual_seed(seed) for seed in seeds],
+        num_inference_steps=steps,
+        output_type="pt",
+        callback_on_step_end=after_step,
+        **picture_arguments(pipe),
+        **{k: [v] * len(prompts) if isinstance(v, str) else v for k, v in arguments.items()},
+    ).images
+    return pictures.float().cpu()
+
+
+def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0), **more) -> Quality:
+    """Distances of pictures [N, 3, H, W] to reference pictures.
+
+    calls: in INT8, exact, and exact by choice. more: fields of Quality that pictures do not tell.
+    """
+    psnr_db = metrics.psnr(pictures, reference).clamp(max=PSNR_CEILING)
+    ssim = metrics.ssim(pictures, reference)
+    return Quality(name, recipe, tuple(psnr_db.tolist()), tuple(ssim.tolist()), *calls, **more)
+
+
+def evaluate(
+    pipe,
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    variants: Sequence[Variant] | None = None,
+    *,
+    steps: int = 25,
+    batch: int = 4,
+    on_step: Callable | None = None,
+    stock: torch.Tensor | None = None,
+    on_handle: Callable | None = None,
+    probe: bool = False,
+) -> dict[str, Quality]:
+    """Run stock attention, then every variant, on the same prompts and seeds.
+
+    Args:
+        pipe: a text-to-image DiffusionPipeline with its own attention processors.
+        prompts, seeds: of equal length. variants: default `default_variants()`. steps: denoising steps.
+        batch: pictures per pipeline call; the last call takes what is left.
+        on_step: called without arguments after each denoising step.
+        stock: pictures of stock attention for these prompts and seeds, drawn earlier; None draws them.
+        on_handle: called with the Handle of every variant before it draws.
+        probe: measure attention_sqnr_db too, with a Probe on every step, which replaces one of on_handle's. Pictures
+            stay the same; one read from the device per batch.
+    Returns: {variant name: Quality}, distances to the stock pictures.
+    Raises: ValueError for unequal lengths, batch < 1, or pictures with NaN.
+    """
+    from ..diffusion.handle import apply
+
+    if batch < 1:
+        raise ValueError(f"batch: got {batch}, expected at least 1")
+    variants = default_variants() if variants is None else variants
+
+    batches = [slice(start, start + batch) for start in range(0, len(prompts), batch)]
+
+    def draw(part):
+        return generate(pipe, prompts[part], seeds[part], steps=steps, on_step=on_step)
+
+    stock = torch.cat([draw(part) for part in batches]) if stock is None else stock
+    results = {}
+    for variant in variants:
+        pictures, calls, sqnr_db = [], [0, 0, 0], []
+        with apply(pipe, variant.config) as handle:
+            if on_handle is not None:
+                on_handle(handle)
+            if variant.warm:
+                others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
+                generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step)
+                # where nothing ran in INT8 there is nothing to start from, and the results say so
+                if variant.config.scaling in FROM_TABLE and variant.config.scaling != ADAPTIVE and handle.has_learnt:
+                    handle.freeze_scales()
+            # every step: of one in k, the first step, which has no plan, would count k times
+            watching = handle.probe(every=1) if probe else None
+            for part in batches:
+                if not variant.warm:
+                    handle.reset()
+                if variant.scales is not None:
+                    handle.load_scales(variant.scales)
+                pictures.append(draw(part))
+                if watching is not None:
+                    sqnr_db += [min(row["sqnr_db"], PSNR_CEILING) for row in watching.summary()]
+                    watching.reset()
+                if not variant.warm or part is batches[-1]:  # resetting forgets the counts too
+                    report = handle.report()
+                    chosen = sum(report.fallbacks.get(reason, 0) for reason in CHOSEN)
+                    more = (report.calls, sum(report.fallbacks.values()), chosen)
+                    calls = [a + b for a, b in zip(calls, more, strict=True)]
+        found = {"calls": calls, "attention_sqnr_db": tuple(sqnr_db)}
+        results[variant.name] = compare(variant.name, variant.config.recipe, torch.cat(pictures), stock, **found)
+    return results
+
+
+def floor(pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Callable | None = None) -> Quality:
+    """What the pipeline's own 16-bit rounding costs: stock pictures against the same pipeline in fp32.
+
+    Args: as `evaluate`; pipe must be fp16 or bf16. Its tensors are fp32 meanwhile, and the very same ones afterwards.
+    Returns: Quality named "stock_fp16" or "stock_bf16".
+    Raises: ValueError for a pipeline that is not 16 bit.
+    """
+    if pipe.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"pipe: got {pipe.dtype}, expected float16 or bfloat16; an fp32 pipeline is its own floor")
+    name = "stock_fp16" if pipe.dtype == torch.float16 else "stock_bf16"
+
+    prepare_latents = pipe.prepare_latents
+
+    def same_noise(*args, **kwargs):
+        # a generator draws other numbers in 16 bit: draw them in fp32 and round them
+        wanted = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
+        in_fp32 = [torch.float32 if isinstance(x, torch.dtype) else x for x in args]
+        named = {k: torch.float32 if isinstance(x, torch.dtype) else x for k, x in kwargs.items()}
+        drawn = prepare_latents(*in_fp32, **named)
+        if isinstance(drawn, tuple):  # FLUX: the latents and the ids of their places
+            return drawn[0].to(wanted[0]), *drawn[1:]
+        return drawn.to(wanted[0])
+
+    def draw():
+        parts = (slice(start, start + batch) for start in range(0, len(prompts), batch))
+        return torch.cat([generate(pipe, prompts[p], seeds[p], steps=steps, on_step=on_step) for p in parts])
+
+    models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
+    tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]
+    before = [tensor.data for tensor in tensors]
+    pipe.prepare_latents = same_noise
+    try:
+        half = draw()
+        for tensor in tensors:
+            tensor.data = tensor.data.float()
+        full = draw()
+    finally:
+        del pipe.prepare_latents
+        for tensor, data in zip(tensors, before, strict=True):
+            tensor.data = data
+    return compare(name, "", half, full)
+
+
+def in_words(result: Quality) -> str:
+    """One line on a comparison, its means and its worst picture."""
+    if not result.is_ours:
+        return f"{NOTHING_RAN}: both pictures are stock"
+    count = len(result.psnr_db)
+    mean_psnr, mean_ssim = sum(result.psnr_db) / count, sum(result.ssim) / count
+    return f"PSNR {mean_psnr:.2f} dB, SSIM {mean_ssim:.5f} (means), worst PSNR {min(result.psnr_db):.2f} dB"
+
+
+def append_results(path: str | Path, pipeline: str, results: Sequence[Quality], *, device: str) -> None:
+    """Append every result to results.csv, as cases of `pipeline`; device "cpu" says so even where there is a GPU.
+
+    Raises: ValueError, before anything is written, for a result in which no call ran in INT8.
+    """
+    from sage_kernels.results import append_row
+
+    where = {"gpu": "cpu"} if torch.device(device).type == "cpu" else {}
+    for row in [row for result in results for row in result.rows(pipeline)]:
+        append_row(path, **row, **where)

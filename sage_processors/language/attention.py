@@ -1,0 +1,307 @@
+"""INT8 attention as attention implementations of transformers.
+
+    import sage_processors
+    model.set_attn_implementation("sage_int8")
+
+Names: "sage_int8" runs the default recipe, "sage_<recipe>" each recipe of sage_kernels.RECIPES. With "_strict" behind
+it a call that INT8 attention can't do raises instead of running the model's own exact attention: a name travels with
+the model (from_pretrained, one per sub-model), which a global switch would not.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+import sage_kernels
+from sage_kernels import crossover
+
+from ..autocast import autocast
+from ..options import POLICIES, UnsupportedAttentionError
+from .call import Call, exact, masking, needs_gradient
+from .choice import watch_choices
+from .masks import plain_mask, sage_mask
+from .report import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
+from .visible import complete_mask
+
+
+try:
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+except ImportError as error:
+    raise ImportError(
+        "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
+    ) from error
+
+logger = logging.getLogger("sage_processors")
+
+_logged: set[tuple[type, str]] = set()
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What one registered name runs. Arguments as in `register_transformers`."""
+
+    recipe: str = sage_kernels.DEFAULT_RECIPE
+    min_tokens: int | None = None
+    policy: str = "fallback"
+
+    scaling = "per_token"  # a token's codes then depend on no other token: what a cache and causality need
+
+    def __post_init__(self):
+        for name, allowed in (("recipe", sage_kernels.RECIPES), ("policy", POLICIES)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {sorted(allowed)}")
+        tokens = self.min_tokens
+        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
+            raise ValueError(f"min_tokens: got {tokens!r}, expected None or an int >= 0")
+
+
+_implementations: dict[str, Implementation] = {}
+
+
+def register_transformers(
+    name: str | None = None,
+    *,
+    recipe: str = sage_kernels.DEFAULT_RECIPE,
+    min_tokens: int | None = None,
+    policy: str = "fallback",
+) -> list[str]:
+    """Make INT8 attention known to transformers, attention and mask function together. Repeating it changes nothing.
+
+    Without arguments: all standard names. `import sage_processors` does that by itself, before or after transformers.
+    With a name: that name with options of its own.
+
+    Args:
+        name: to be given to model.set_attn_implementation; without "flash", "/", "|", "sdpa" and "flex_attention",
+            which mean something to transformers.
+        recipe: number formats of the two matmuls, a key of sage_kernels.RECIPES.
+        min_tokens: calls with fewer queries or keys run the exact attention (reason "short"): there INT8 saves
+            nothing. None: as measured for the running GPU, head_dim and recipe (sage_kernels/crossover.py), on a CPU
+            never. 0: never. Decoding on a cache that is not INT8 is short on every GPU: quantising every key again
+            at every step costs more than it saves. Calls on an INT8 cache always read the cache as it is.
+        policy: "fallback": a call that INT8 attention can't do runs the model's own exact attention, is counted per
+            layer with its reason and logged once. "strict": it raises UnsupportedAttentionError; short calls don't.
+    Returns: the names registered.
+    Raises: ValueError for a name or an option that can't be.
+    """
+    if name is None:
+        if (recipe, min_tokens, policy) != (sage_kernels.DEFAULT_RECIPE, None, "fallback"):
+            raise ValueError("name: got None with options, expected a name for an implementation of your own")
+        wanted = {"sage_int8": Implementation()}
+        wanted |= {f"sage_{recipe}": Implementation(recipe) for recipe in sage_kernels.RECIPES}
+        wanted |= {f"{key}_strict": Implementation(it.recipe, policy="strict") for key, it in wanted.items()}
+    else:
+        _check_name(name)
+        wanted = {name: Implementation(recipe, min_tokens, policy)}
+    for key, implementation in wanted.items():
+        if _implementations.get(key) == implementation:
+            continue
+        _implementations[key] = implementation
+        AttentionMaskInterface.register(key, sage_mask)  # without it transformers passes no mask at all
+        AttentionInterface.register(key, _attention_function(implementation))
+    return list(wanted)
+
+
+def _check_name(name) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name: got {name!r}, expected a string")
+    meaningful = [part for part in ("flash", "/", "|", "sdpa", "flex_attention") if part in name]
+    if meaningful:
+        raise ValueError(
+            f"name: got {name!r}, expected one without {meaningful[0]!r}, which has a meaning to transformers"
+        )
+    if name == "eager" or (name in AttentionInterface._global_mapping and name not in _implementations):
+        raise ValueError(f"name: got {name!r}, expected one that is not taken")
+
+
+def attention_report(model) -> AttentionReport:
+    """What really ran: per attention layer implementation, recipe, INT8 calls, exact calls with reasons. Syncs.
+
+    Also gives every layer its counter; before torch.compile it makes the compiled calls countable layer by layer.
+
+    Raises: TypeError unless model is a torch.nn.Module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
+    return build_report(model, _implementations)
+
+
+def _attention_function(implementation: Implementation):
+    def sage_attention_forward(
+        module,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        dropout=0.0,
+        scaling=None,
+        is_causal=None,
+        position_bias=None,
+        softcap=None,
+        s_aux=None,
+        sliding_window=None,
+        output_attentions=None,
+        **kwargs,
+    ):
+        call = Call(
+            module,
+            attention_mask,
+            dropout,
+            scaling,
+            getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            position_bias,
+            softcap,
+            s_aux,
+            sliding_window,
+            _wants_weights(module) if output_attentions is None else bool(output_attentions),
+            {name: value for name, value in kwargs.items() if value is not None},
+        )
+        return _attend(implementation, call, query, key, value)
+
+    return sage_attention_forward
+
+
+def _wants_weights(module) -> bool:
+    """What a config said before our name was chosen: transformers then collects weights without an argument."""
+    return bool(getattr(getattr(module, "config", None), "output_attentions", False))
+
+
+def _attend(implementation: Implementation, call: Call, query, key, value):
+    """query [B, H, S_q, D], key and value [B, H_kv, S_kv, D], any strides -> [B, S_q, H, D], and weights or None."""
+    complete_mask(call, query, key)
+    if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
+        return _attend_cache(call, query, key, value), None
+    reason = "training" if call.module.training else "gradient" if needs_gradient(call, query, key, value) else None
+    if reason is None:
+        query, key, value = autocast(query, key, value)
+        reason = _reason_against(implementation, call, query, key, value)
+    if reason is None:
+        mask, causal, window, seen = masking(call, query.shape[2], key.shape[2])
+        q, k, v = query.transpose(1, 2), key[:, :, :seen].transpose(1, 2), value[:, :, :seen].transpose(1, 2)
+        reason = sage_kernels.unsupported(q, k, v, attn_mask=mask, dropout_p=call.dropout, enable_gqa=True)
+    if reason is not None:
+        _stay_exact(implementation, call, reason, query.device)
+        return exact(call, query, key, value)
+    count(call.module, INT8, query.device)
+    out = sage_kernels.sage_attention(
+        q, k, v, attn_mask=mask, causal=causal, window=window, softcap=call.softcap or 0.0, sinks=call.sinks,
+        recipe=implementation.recipe, scaling=implementation.scaling, scale=call.scaling,
+    )  # fmt: skip
+    return out, None
+
+
+def _reason_against(implementation, call, query, key, value) -> str | None:
+    """Why this call must stay exact, or None: what sage_kernels.unsupported can't know."""
+    if call.weights:
+        return "output_attentions"
+    if call.unknown:
+        return "unknown_argument"
+    if call.mask is None and call.sliding_window is not None and call.sliding_window < key.shape[2]:
+        return "window_without_mask"
+    if isinstance(call.scaling, torch.Tensor) or isinstance(call.softcap, torch.Tensor):
+        return "softmax_scale"  # reading a tensor would sync
+    if call.sinks is not None and tuple(call.sinks.shape) != (query.shape[1],):
+        return "sinks"
+    batch, heads, seq_q, head_dim = query.shape
+    if crossover.is_short(
+        query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=key.shape[2], head_dim=head_dim,
+        causal=bool(call.is_causal), recipe=implementation.recipe, min_tokens=implementation.min_tokens,
+    ):  # fmt: skip
+        return "short"
+    return None
+
+
+def _attend_cache(call: Call, query, key, value) -> torch.Tensor:
+    """Attention on keys and values that an INT8 cache returned as codes."""
+    from . import kv_cache
+
+    stored = kv_cache.stored_int8(key, value)
+    if stored is None:
+        raise TypeError(
+            f"key of {call.label}: got {type(key).__name__}, expected a tensor or what sage_processors.Int8KVCache "
+            "returns"
+        )
+    if needs_gradient(call, query):  # what the keys were made of is not in their codes: it would be a part of it
+        raise NotImplementedError(
+            f"query of {call.label}: got one that needs a gradient together with an INT8 cache, expected inference: "
+            "codes pass none on to the tokens before; call the model under torch.no_grad(), or use an ordinary cache"
+        )
+    if call.dropout or call.weights or call.unknown:
+        what = "dropout" if call.dropout else "output_attentions" if call.weights else call.unknown[0]
+        raise NotImplementedError(
+            f"{what} of {call.label}: got it together with an INT8 cache, expected inference without it; "
+            "use an ordinary cache for that"
+        )
+    seq_q, seq_kv = query.shape[2], key.shape[2]
+    mask, causal, window, seen = masking(call, seq_q, seq_kv)
+    if window is not None and not causal:
+        mask, window = plain_mask(call.mask), None
+    if mask is not None and seen < seq_kv:
+        mask = torch.nn.functional.pad(mask, (0, seq_kv - seen), value=-torch.inf)
+    # whichever end the rows were counted from: those of a cache are its newest tokens
+    causal = "bottom_right" if causal else False
+    count(call.module, INT8_CACHE, query.device)
+    return kv_cache.attend(
+        query.transpose(1, 2), stored, attn_mask=mask, causal=causal, window=window, softcap=call.softcap or 0.0,
+        sinks=call.sinks, scale=call.scaling,
+    )  # fmt: skip
+
+
+def _stay_exact(implementation, call, reason, device) -> None:
+    """Count a call that runs exact attention; raise under policy="strict" unless it is merely short."""
+    if implementation.policy == "strict" and reason != "short":
+        (_refuse_export if torch.compiler.is_exporting() else _refuse)(call.label, reason)
+    count(call.module, reason, device)
+    if torch.compiler.is_exporting():
+        _say_exported(call.label, reason)
+    elif not torch.compiler.is_compiling():
+        _log_once(call, reason)
+
+
+def _refuse(label: str, reason: str) -> None:
+    error = UnsupportedAttentionError(label, reason)
+    remedy = f"{REMEDIES[reason]}, or: " if reason in REMEDIES else ""
+    error.args = (
+        f"attention of layer {label!r}: got a call that INT8 attention can't do (reason {reason!r}), "
+        f'expected a supported one because the implementation is strict; {remedy}use the one without "_strict", '
+        "which runs such calls exactly",
+    )
+    raise error
+
+
+# the tracer of an export can't make this error by itself; that of torch.compile leaves the layer to Python instead
+_refuse_export = torch.compiler.assume_constant_result(lambda label, reason: _refuse(label, reason))
+
+
+@torch.compiler.assume_constant_result
+def _say_exported(label: str, reason: str) -> None:
+    """An exported program has no report to look into: every layer is named while it is made."""
+    logger.warning(
+        "%s is exported with exact attention (reason: %s%s); a strict implementation raises instead", label, reason,
+        f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
+    )  # fmt: skip
+
+
+def _log_once(call: Call, reason: str) -> None:
+    layer = type(call.module)
+    if (layer, reason) in _logged:
+        return
+    first_of_reason = all(seen != reason for _, seen in _logged)
+    _logged.add((layer, reason))
+    if reason == "unknown_argument":
+        reason += ": " + ", ".join(sorted(call.unknown))
+    logger.log(
+        # short calls are meant to be exact; of the others one warning a reason
+        logging.INFO if reason == "short" else logging.WARNING if first_of_reason else logging.DEBUG,
+        "%s runs exact attention (reason: %s%s); sage_processors.attention_report(model) lists all layers",
+        layer.__name__,
+        reason,
+        f"; {REMEDIES[reason]}" if reason in REMEDIES else "",
+    )
+
+
+register_transformers()
+watch_choices(PreTrainedModel, _implementations)

@@ -1,0 +1,193 @@
+"""One call of an attention function of transformers: what it asks for, and the model's own exact way to do it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import forward_ad
+
+from .masks import UNLIMITED, BandMask, plain_mask
+
+
+try:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+except ImportError as error:
+    raise ImportError(
+        "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
+    ) from error
+
+# Arguments that reach an attention function and do not change what it computes: the mask, the cache and the rotary
+# embedding have used them already.
+HARMLESS = frozenset(
+    (
+        "position_ids",
+        "cache_position",
+        "position_embeddings",
+        "use_cache",
+        "past_key_values",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "labels",
+        "shift_labels",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "deterministic",  # every kernel of ours is
+        "seq_idx",  # of convolutions and linear attention
+        "cu_seq_lens_q",  # of sequences that the mask keeps apart: see refuse_packed
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    )
+)
+
+
+@dataclass
+class Call:
+    """The arguments of an attention function of transformers, beside query, key and value.
+
+    Attributes: module; mask: None, BandMask, bool or float [B or 1, H or 1, S_q, S_kv], the one authority on windows
+        where there is one; dropout; scaling; is_causal: rows see keys up to their own number where mask is None and
+        there is more than one; position_bias: None or float [B or 1, H, S_q, S_kv], added to the scores; softcap;
+        sinks: None or [H]; sliding_window; weights: whether they are asked for; others: everything else, not None.
+    """
+
+    module: torch.nn.Module
+    mask: torch.Tensor | None
+    dropout: float
+    scaling: float | None
+    is_causal: bool
+    position_bias: torch.Tensor | None
+    softcap: float | None
+    sinks: torch.Tensor | None
+    sliding_window: int | None
+    weights: bool
+    others: dict
+
+    @property
+    def unknown(self) -> list[str]:
+        """Names of the arguments that may change the result in a way we don't know."""
+        return [name for name in self.others if name not in HARMLESS]
+
+    @property
+    def label(self) -> str:
+        index = getattr(self.module, "layer_idx", None)
+        return type(self.module).__name__ + ("" if index is None else f" {index}")
+
+
+def masking(call: Call, seq_q: int, seq_kv: int):
+    """attn_mask, causal and window of sage_attention, and how many keys from the first any row may see."""
+    mask = call.mask
+    causal = mask is None and call.is_causal and seq_q > 1
+    if call.position_bias is not None:
+        seen = min(seq_q, seq_kv) if causal else seq_kv  # as in transformers: an empty static cache is cut off
+        return _biased(call, seq_q, seen, causal), False, None, seen
+    if not isinstance(mask, BandMask):
+        return mask, "top_left" if causal else False, None, seq_kv
+    if mask.shape[2] != seq_q or mask.shape[3] != seq_kv:
+        return plain_mask(mask), False, None, seq_kv
+    window = None if mask.left == UNLIMITED else mask.left + 1
+    if mask.right == 0 and mask.offset + seq_q <= seq_kv:
+        return None, "bottom_right", window, mask.offset + seq_q
+    if mask.right == mask.left and mask.offset == 0 and seq_q == seq_kv:
+        return None, False, window, seq_kv
+    return plain_mask(mask), False, None, seq_kv
+
+
+def _biased(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
+    """Position bias and mask as one float mask: -inf hides."""
+    bias, mask = call.position_bias, plain_mask(call.mask)
+    if causal:
+        bias, mask = bias[..., :seen], causal_mask(seq_q, seen, bias.device)
+    if mask is None:
+        return bias
+    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
+
+
+def causal_mask(seq_q: int, seq_kv: int, device) -> torch.Tensor:
+    """bool [1, 1, S_q, S_kv]: row i sees keys up to i."""
+    rows, keys = torch.arange(seq_q, device=device), torch.arange(seq_kv, device=device)
+    return (keys <= rows[:, None])[None, None]
+
+
+def exact(call: Call, query, key, value):
+    """The model's own exact attention: transformers' SDPA function, or the eager one for what SDPA would ignore."""
+    # SDPA reads a scale as a number: gradients through a tensor would end there
+    by_eager = call.weights or call.softcap or call.sinks is not None or call.unknown
+    if not (by_eager or isinstance(call.scaling, torch.Tensor)):
+        return sdpa_attention_forward(
+            call.module, query, key, value, plain_mask(call.mask), dropout=call.dropout, scaling=call.scaling,
+            is_causal=call.is_causal, position_bias=call.position_bias,
+        )  # fmt: skip
+    eager = _eager_function(call)
+    mask, bias = plain_mask(call.mask), call.position_bias
+    if mask is None and call.is_causal and query.shape[2] > 1:  # eager functions apply what the mask says, no more
+        seen = min(query.shape[2], key.shape[2])
+        key, value, mask = key[:, :, :seen], value[:, :, :seen], causal_mask(query.shape[2], seen, query.device)
+        bias = None if bias is None else bias[..., :seen]
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros((), dtype=query.dtype, device=query.device).where(mask, torch.finfo(query.dtype).min)
+    named = {"position_bias": bias, "softcap": call.softcap, "s_aux": call.sinks}
+    named |= {"sliding_window": call.sliding_window, "output_attentions": call.weights or None} | call.others
+    arguments = {name: argument for name, argument in named.items() if argument is not None}
+    scaling = query.shape[-1] ** -0.5 if call.scaling is None else call.scaling
+    return eager(call.module, query, key, value, mask, scaling=scaling, dropout=call.dropout, **arguments)
+
+
+def _eager_function(call: Call):
+    """The eager function of the module's own forward. Raises NotImplementedError if it would drop an argument."""
+    eager, named_by_forward = _eager_of(type(call.module))
+    if eager is None:
+        raise NotImplementedError(
+            f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'} and no "
+            "eager_attention_forward beside its class, expected one; use set_attn_implementation('sdpa')"
+        )
+    taken = inspect.signature(eager).parameters
+    given = {"position_bias": call.position_bias, "softcap": call.softcap or None, "s_aux": call.sinks}
+    dropped = [name for name, x in given.items() if x is not None and name not in taken]
+    if "sinks" in eager.__code__.co_names:  # read from the module
+        dropped = [name for name in dropped if name != "s_aux"]
+    # what forward itself hands to implementations whose names it does not know, it has told the others otherwise
+    dropped += [name for name in call.unknown if name in named_by_forward and name not in taken]
+    if dropped:
+        raise NotImplementedError(
+            f"{call.label}: got {', '.join(dropped)}, which its {eager.__name__} does not take, expected arguments "
+            "that it does: they change the result; use set_attn_implementation('sdpa') or 'eager'"
+        )
+    return eager
+
+
+@functools.cache
+def _eager_of(kind: type):
+    """The eager function that a module class's forward names, and all strings in that forward if it asks for names."""
+    for base in kind.__mro__:
+        forward = inspect.unwrap(vars(base).get("forward", base))
+        code = getattr(forward, "__code__", None)
+        for name in () if code is None else code.co_names:
+            if name.endswith("eager_attention_forward") and name in forward.__globals__:
+                strings = _strings(code.co_consts)
+                by_name = {"eager", "sdpa"} & strings
+                return inspect.unwrap(forward.__globals__[name]), strings if by_name else frozenset()
+    return getattr(sys.modules[kind.__module__], "eager_attention_forward", None), frozenset()
+
+
+def _strings(constants) -> frozenset[str]:
+    inner = (_strings(x) for x in constants if isinstance(x, tuple))
+    return frozenset(x for x in constants if isinstance(x, str)).union(*inner)
+
+
+def needs_gradient(call: Call, *tensors) -> bool:
+    """Whether PyTorch differentiates through this call, backward or forward: INT8 attention would drop that."""
+    others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)
+    given = (*tensors, *(x for x in others if isinstance(x, torch.Tensor)))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return True
+    if torch.compiler.is_compiling():  # a tangent can't be read there, and PyTorch traces none into a compiled call
+        return False
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in given if not isinstance(x, BandMask))

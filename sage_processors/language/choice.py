@@ -1,0 +1,136 @@
+"""Say it when one of our names is chosen for a model in which nothing can run it: Mamba, RWKV, convolutions.
+
+transformers takes a registered name for any model. One without attention, or whose attention does not ask for an
+implementation, never calls us: not even a strict name could raise there. So what a user calls to choose a name,
+set_attn_implementation and from_pretrained of transformers.PreTrainedModel, looks afterwards who would run it. And a
+model class whose own attention does not ask (Bloom, Falcon, Longformer) gets its default when it is made: under our
+name it would be given our masks, which leave out what only our attention puts back.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from ..options import UnsupportedAttentionError
+from .report import REMEDIES, takes_implementations
+
+
+logger = logging.getLogger("sage_processors")
+
+NO_ATTENTION = "no_attention"
+_watched: set[type] = set()
+
+
+def watch_choices(model_class: type, implementations: dict) -> None:
+    """Have both methods of transformers.PreTrainedModel look after themselves. Repeating it changes nothing.
+
+    implementations: {name: options} of ours, read at each call.
+    """
+    if model_class in _watched:
+        return
+    _watched.add(model_class)
+    choose, load = (vars(model_class).get(name) for name in ("set_attn_implementation", "from_pretrained"))
+    check, can_choose = (
+        vars(model_class).get(name) for name in ("get_correct_attn_implementation", "_can_set_attn_implementation")
+    )
+    if check is not None and can_choose is not None:
+        model_class.get_correct_attn_implementation = _watched_check(check, implementations)
+    if choose is not None:  # in a transformers without them the report says it
+        model_class.set_attn_implementation = _watched_choice(choose, implementations)
+    if isinstance(load, classmethod):
+        model_class.from_pretrained = classmethod(_watched_load(load.__func__, implementations))
+
+
+def _watched_check(check, implementations):
+    @functools.wraps(check)
+    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+        name = check(self, requested_attention, *args, **kwargs)
+        if name not in implementations or self._can_set_attn_implementation():
+            return name
+        _say(self, [name], implementations)
+        return check(self, None, *args, **kwargs)
+
+    return get_correct_attn_implementation
+
+
+def _watched_choice(choose, implementations):
+    @functools.wraps(choose)
+    def set_attn_implementation(self, attn_implementation, *args, **kwargs):
+        wanted = {name for name in _names(attn_implementation) if name in implementations}
+        before = [(config, config._attn_implementation) for config in _configs(self)] if wanted else []
+        result = choose(self, attn_implementation, *args, **kwargs)
+        try:
+            refuse_unused(self, wanted, implementations)
+        except UnsupportedAttentionError:
+            for config, name in before:
+                config._attn_implementation = name  # parents first: this sets the parts' names, too
+            raise
+        return result
+
+    return set_attn_implementation
+
+
+def _watched_load(load, implementations):
+    @functools.wraps(load)
+    def from_pretrained(cls, *args, **kwargs):
+        result = load(cls, *args, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result  # with output_loading_info
+        wanted = {config._attn_implementation for config in _configs(model)}
+        refuse_unused(model, {name for name in wanted if name in implementations}, implementations)
+        return result
+
+    return from_pretrained
+
+
+def refuse_unused(model, wanted: set[str], implementations: dict) -> None:
+    """Warn of the wanted names of ours that no attention layer of the model runs.
+
+    Raises: UnsupportedAttentionError, reason "no_attention", if such a name is strict.
+    """
+    unused = wanted - {module.config._attn_implementation for module in _layers(model)} if wanted else wanted
+    _say(model, sorted(unused, key=lambda name: implementations[name].policy != "strict"), implementations)
+
+
+def _say(model, names: list[str], implementations: dict) -> None:
+    for name in names:
+        if implementations[name].policy == "strict":
+            raise _error(model, name)
+        logger.warning("%s", _error(model, name))
+
+
+def refuse_without_attention(model, name: str) -> None:
+    """Raise UnsupportedAttentionError if no layer of the model would run the name, were it chosen."""
+    if not any(True for _ in _layers(model)):
+        raise _error(model, name)
+
+
+def _error(model, name: str) -> UnsupportedAttentionError:
+    error = UnsupportedAttentionError(type(model).__name__, NO_ATTENTION)
+    error.args = (
+        f"attn_implementation of {type(model).__name__}: got {name!r}, expected one of transformers' own: "
+        + REMEDIES[NO_ATTENTION],
+    )
+    return error
+
+
+def _layers(model):
+    return (m for m in model.modules() if takes_implementations(m) and hasattr(m, "config"))
+
+
+def _configs(model) -> list:
+    """The configs of the model and its parts, each once, a whole before its parts."""
+    found, waiting = [], [module.config for module in model.modules() if hasattr(module, "config")]
+    while waiting:
+        config = waiting.pop(0)
+        if hasattr(config, "_attn_implementation") and all(config is not x for x in found):
+            found.append(config)
+            waiting += [getattr(config, key, None) for key in getattr(config, "sub_configs", ())]
+    return found
+
+
+def _names(chosen) -> list[str]:
+    """The names in what set_attn_implementation takes: a name, or a dict of names and dicts."""
+    if not isinstance(chosen, dict):
+        return [chosen] if isinstance(chosen, str) else []
+    return [name for part in chosen.values() for name in _names(part)]

@@ -1,0 +1,338 @@
+"""The layers of an Int8KVCache: growing, sliding, preallocated, and a preallocated ring for sliding windows.
+
+Each holds INT8 codes, bf16 scales and the two vectors that keys are smoothed and balanced with; what is done to one is
+done to all.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from sage_kernels import append_kv
+from sage_kernels.numerics import sample_tokens
+
+from .quantized_kv import StoredKV
+
+
+MIN_SLACK = 64  # tokens that a growing layer makes room for at a time, at least
+BUFFERS = ("k_codes", "k_scale", "v_codes", "v_scale")
+VECTORS = ("k_mean", "k_balance")
+OUTLIER = 2.0  # channels up to so many times as large or small as the median one share a scale with it as they are
+BALANCE_LIMIT = 2.0**12
+
+
+def smoothing_vector(keys: torch.Tensor) -> torch.Tensor:
+    """What is subtracted from all keys of a head, fp32 [B, H_kv, D]: their mean [B, H_kv, S, D], drawn to zero.
+
+    Any vector leaves softmax exact. One token says little about those to come, so it counts for a half; a channel that
+    is not finite is left alone.
+    """
+    total = keys.detach().sum(2, dtype=torch.float32) / (keys.shape[2] + 1)
+    return torch.where(total.isfinite(), total, 0.0)
+
+
+def channel_balance(keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """What a head's keys minus `mean` are multiplied with, fp32 [B, H_kv, D], powers of two: no channel stands out.
+
+    A token has one scale, and a channel far larger than the others takes it for itself. Queries are divided by the
+    same, so any positive number leaves the scores exact. A channel's size is its mean distance from `mean` over a
+    sample of the keys [B, H_kv, S, D]: their scale is each token's own, so what a single token has does not matter.
+
+    Numbers above 1 are for channels that stay small. One that rotary embedding turns grows with the position, as far
+    as the mean of its pair: so it counts as large as the means of both, whatever it was in these tokens.
+    """
+    if keys.shape[2] == 0:
+        return torch.ones_like(mean)
+    sample = keys.detach()[:, :, sample_tokens(keys.shape[2], keys.device)].float()
+    size = (sample - mean[:, :, None]).abs().mean(2)
+    half = mean.shape[-1] // 2
+    usual = size.sort(-1).values[..., half, None]
+    known = size.isfinite() & (size > 0) & usual.isfinite() & (usual > 0)
+    size = torch.maximum(size, torch.maximum(mean.abs(), mean.roll(half, -1).abs()).minimum(usual))
+    ratio = size / usual
+    ratio = torch.where(ratio > 1, (ratio / OUTLIER).clamp_min(1), (ratio * OUTLIER).clamp_max(1))
+    balance = torch.exp2(-torch.round(torch.log2(ratio))).clamp(1 / BALANCE_LIMIT, BALANCE_LIMIT)
+    return torch.where(known, balance, 1.0)
+
+
+class Int8Layer(CacheLayerMixin):
+    """A growing layer; with `sliding_window`, one that keeps what the next token's window needs.
+
+    Buffers [B, H_kv, capacity, D] grow by a 64th of what they hold, so a token costs a fixed number of copies and
+    little room is spare. Tokens begin … end of the buffers are kept.
+
+    Whatever changes a layer works on a copy of its fields and never writes to a token that is kept: where memory runs
+    out on the way, the layer is as it was.
+    """
+
+    is_croppable = True
+    _anew = "call reset()"  # how the layer becomes fit for another batch, device or model
+    _is_trial = False  # a copy whose fields another layer will take over
+
+    def __init__(self, heads: frozenset = frozenset(), dims: frozenset = frozenset(), sliding_window=None):
+        super().__init__()
+        self.k_codes = self.k_scale = self.v_codes = self.v_scale = self.k_mean = self.k_balance = None
+        self.heads, self.dims = heads, dims
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.begin = self.end = self.cumulative_length = 0
+        self.record_past = False
+
+    # what the models and transformers read
+
+    @property
+    def keys(self) -> StoredKV | None:
+        return self._stored(self.begin, self) if self.is_initialized and self.cumulative_length else None
+
+    @keys.setter
+    def keys(self, value) -> None:
+        if value is not None:
+            raise TypeError(f"keys: got {type(value).__name__}, expected update() to write them: they are INT8 codes")
+
+    values = keys
+
+    def get_seq_length(self):
+        """Tokens seen, whether still kept or not."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return self.sliding_window if self.is_sliding else -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(number, position of the first) of the keys that the next update of `query_length` tokens returns."""
+        kept = self.cumulative_length
+        if self.is_sliding:
+            kept = min(kept, self.sliding_window - 1)
+        return kept + query_length, self.cumulative_length - kept
+
+    def activate_past_recording(self) -> None:
+        """Keep what falls out of the window until the next crop."""
+        self.record_past = True
+
+    def nbytes(self) -> int:
+        """Bytes held, spare room included."""
+        return sum(x.nbytes for x in self._tensors().values()) if self.is_initialized else 0
+
+    def bytes_per_token(self) -> int:
+        """Bytes of one token of one sequence: codes and scales of its key and its value, all heads."""
+        if not self.is_initialized:
+            return 0
+        return sum(x.shape[1] * x[0, 0, :1].nbytes for x in (getattr(self, name) for name in BUFFERS))
+
+    # writing
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self._whole(lambda trial: trial._initialize(key_states, value_states))
+
+    def _initialize(self, key_states, value_states) -> None:
+        self._check_model(key_states, value_states)
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.batch_size, self.num_heads, _, self.head_dim = key_states.shape
+        self._allocate(self._first_capacity())
+        self.k_mean = torch.zeros(self.batch_size, self.num_heads, self.head_dim, device=self.device)
+        self.k_balance = torch.ones_like(self.k_mean)
+        self.is_initialized = True
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """Store new tokens [B, H_kv, N, D]. Returns what attention is to use for key and value.
+
+        The first tokens come back as they are, so that a prompt is attended to before it is rounded; later calls
+        return one StoredKV twice. Where it raises, nothing is stored.
+        """
+        return self._whole(lambda trial: trial._append(key_states, value_states, self))
+
+    def _append(self, key_states, value_states, owner):
+        self._prepare(key_states, value_states)
+        number = key_states.shape[2]
+        first = self.cumulative_length == 0
+        replaced = self.is_sliding and not self.record_past and number >= self.sliding_window
+        if first:
+            self.begin = self.end = 0
+            self._choose_vectors(key_states)
+        if first and replaced:
+            self._store(*self._last(key_states, value_states))
+        else:
+            self._store(key_states, value_states)
+        shown = self.get_mask_sizes(number)[0]
+        self.cumulative_length += number
+        result = (key_states, value_states) if first else (self._stored(self.end - shown, owner),) * 2
+        if replaced and not first:  # nothing old is left: choose the vectors anew, in buffers of their own
+            self.begin = self.end
+            self._allocate(0)
+            self._choose_vectors(key_states)
+            self._store(*self._last(key_states, value_states))
+        if not self.record_past:
+            self._forget()
+        return result
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the newest -tokens_to_remove tokens (a number <= 0)."""
+        number = self._checked_crop(tokens_to_remove)
+        if self.is_sliding and self.cumulative_length >= self.sliding_window and not self.record_past:
+            raise RuntimeError(
+                f"crop: got {tokens_to_remove} on a layer whose window of {self.sliding_window} is full, expected "
+                "activate_past_recording() before the tokens came: what the window left behind is gone"
+            )
+        if not self.is_initialized:
+            return
+        self.end -= number
+        self.cumulative_length -= number
+        self._forget()  # what was recorded for this crop, too
+
+    def reset(self) -> None:
+        self.k_codes = self.k_scale = self.v_codes = self.v_scale = self.k_mean = self.k_balance = None
+        self.is_initialized = False
+        self.begin = self.end = self.cumulative_length = 0
+
+    # moving
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda x: x.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda x: x[indices.to(x.device)])
+
+    def offload(self) -> None:
+        self._map(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized and self.k_codes.device != self.device:
+            self._map(lambda x: x.to(self.device, non_blocking=True))
+
+    # inside
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return {name: getattr(self, name) for name in (*BUFFERS, *VECTORS)}
+
+    def _map(self, change) -> None:
+        """Replace all tensors by change(tensor), or none."""
+        if self.is_initialized:
+            changed = {name: change(x) for name, x in self._tensors().items()}
+            self._whole(lambda trial: trial.__dict__.update(changed, batch_size=changed["k_codes"].shape[0]))
+
+    def _whole(self, change):
+        """change(trial) on a copy of the fields, which are then taken over. Raises what it raises, unchanged."""
+        trial = self._trial()
+        result = change(trial)
+        self._take(trial)
+        return result
+
+    def _trial(self):
+        """A layer with the same fields, to be changed in this one's place."""
+        if torch.compiler.is_compiling():  # Dynamo sets fields when the graph has run
+            return self
+        trial = object.__new__(type(self))
+        trial.__dict__.update(self.__dict__, _is_trial=True)
+        return trial
+
+    def _take(self, trial) -> None:
+        """Be as `trial` is. Allocates nothing."""
+        if trial is not self:
+            self.__dict__.update(trial.__dict__, _is_trial=self._is_trial)
+
+    def _first_capacity(self) -> int:
+        return 0
+
+    def _allocate(self, capacity: int) -> None:
+        shape = (self.batch_size, self.num_heads, capacity)
+        for name in BUFFERS:
+            size, dtype = ((self.head_dim,), torch.int8) if name.endswith("codes") else ((), torch.bfloat16)
+            setattr(self, name, torch.empty(*shape, *size, dtype=dtype, device=self.device))
+
+    def _check_model(self, key_states, value_states) -> None:
+        """Raise unless the tokens are of the model that the cache was made for, as far as its config tells."""
+        for name, x in (("key_states", key_states), ("value_states", value_states)):
+            if not isinstance(x, torch.Tensor) or x.dim() != 4:
+                got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+                raise ValueError(f"{name}: got {got}, expected a tensor [B, H_kv, N, D]")
+        if value_states.shape != key_states.shape:
+            raise NotImplementedError(
+                f"value_states: got shape {tuple(value_states.shape)}, expected the keys' {tuple(key_states.shape)}: "
+                "an Int8KVCache holds keys and values of one size; pass transformers.DynamicCache for this model"
+            )
+        _, heads, _, dim = key_states.shape
+        if self.heads and heads not in self.heads and not _is_sharded(heads, self.heads):
+            raise ValueError(
+                f"key_states: got {heads} heads, expected {sorted(self.heads)} of the config that the cache was made "
+                "for; make it with Int8KVCache(model.config) of this model"
+            )
+        if self.dims and dim not in self.dims:
+            raise ValueError(
+                f"key_states: got head_dim {dim}, expected {sorted(self.dims)} of the config that the cache was made "
+                "for; make it with Int8KVCache(model.config) of this model"
+            )
+
+    def _prepare(self, key_states, value_states) -> None:
+        """Ready the layer for these tokens, or raise."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.prefetch()
+        self._check_model(key_states, value_states)
+        wanted = (self.batch_size, self.num_heads, self.head_dim)
+        for name, x in (("key_states", key_states), ("value_states", value_states)):
+            if (x.shape[0], x.shape[1], x.shape[3]) != wanted:
+                raise ValueError(
+                    f"{name}: got shape {tuple(x.shape)}, expected [{wanted[0]}, {wanted[1]}, N, {wanted[2]}] as what "
+                    f"the cache holds; reorder or repeat the cache first, or for another batch or model {self._anew}"
+                )
+            if x.device != self.device:
+                raise ValueError(
+                    f"{name}: got device {x.device}, expected {self.device}, where the layer's tokens are; keep each "
+                    f"layer of the model on one device, or {self._anew}"
+                )
+
+    def _choose_vectors(self, keys) -> None:
+        self.k_mean = smoothing_vector(keys)
+        self.k_balance = channel_balance(keys, self.k_mean)
+
+    def _last(self, *states):
+        """The tokens of a prompt that the next token's window reaches."""
+        return (x[:, :, x.shape[2] - self.sliding_window + 1 :] for x in states)
+
+    def _store(self, key_states, value_states) -> None:
+        number = key_states.shape[2]
+        self._reserve(number)
+        buffers = (getattr(self, name) for name in BUFFERS)
+        append_kv(key_states, value_states, self.k_mean, *buffers, position=self.end, k_balance=self.k_balance)
+        self.end += number
+
+    def _reserve(self, number: int) -> None:
+        """Room for `number` more tokens, in new buffers if it has to be."""
+        if self.end + number <= self.k_codes.shape[2]:
+            return
+        kept = self.end - self.begin
+        # a window's buffers are small, and moved once every eighth of a window
+        slack = max(MIN_SLACK, (self.sliding_window // 8) if self.is_sliding else (kept + number) // 64)
+        old = {name: getattr(self, name)[:, :, self.begin : self.end] for name in BUFFERS}
+        self._allocate(kept + number + slack)
+        for name, x in old.items():
+            getattr(self, name)[:, :, :kept] = x
+        self.begin, self.end = 0, kept
+
+    def _forget(self) -> None:
+        """Leave only what the next token's window reaches."""
+        if self.is_sliding:
+            self.begin = max(self.begin, self.end - self.sliding_window + 1)
+
+    def _checked_crop(self, tokens_to_remove: int) -> int:
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop: got {tokens_to_remove}, expected a number <= 0: minus the tokens to remove")
+        held = int(self.get_seq_length())
+        if -tokens_to_remove > held:
+            raise ValueError(f"crop: got {tokens_to_remove}, expected at least {-held}: {held} tokens were seen")
+        return -tokens_to_remove
+
+    def _stored(self, begin: int, owner) -> StoredKV:
+        buffers = (getattr(self, name)[:, :, begin : self.end] for name in BUFFERS)
+        return StoredKV(*buffers, self.k_mean, self.k_balance, None, False, self.dtype, owner)
+
+
+def _is_sharded(heads: int, known) -> bool:
+    """Whether `heads` are a rank's share of the model's heads, under tensor parallelism."""
+    return (
+        torch.distributed.is_available() and torch.distributed.is_initialized() and any(k % heads == 0 for k in known)
+    )

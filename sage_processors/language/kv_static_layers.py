@@ -1,0 +1,257 @@
+"""Preallocated layers of an Int8KVCache: every address and shape stays, so decoding compiles to one graph.
+
+The number of tokens lives on the device, where the kernels read it; the host knows it except after compiled calls.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sage_kernels import append_kv
+from sage_kernels.compat import mark_static_address
+
+from .kv_layers import BUFFERS, VECTORS, Int8Layer, channel_balance, smoothing_vector
+from .quantized_kv import StoredKV
+
+
+class Int8StaticLayer(Int8Layer):
+    """Room for max_cache_len tokens, allocated at the first update (or by Cache.early_initialization)."""
+
+    is_compileable = True
+    _anew = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
+
+    def __init__(self, max_cache_len: int, heads: frozenset = frozenset(), dims: frozenset = frozenset()):
+        super().__init__(heads, dims)
+        self.max_cache_len = max_cache_len
+        self.is_empty = True
+        self.cumulative_length = torch.tensor(0)
+        self._host_length = 0  # None: compiled calls have added tokens, only the device knows how many
+
+    def get_seq_length(self):
+        """Tokens seen: a tensor [] on the device once there are buffers, so that compiled models don't specialise."""
+        return self.cumulative_length if self.is_initialized else 0
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As `Int8Layer.get_mask_sizes`; raises ValueError if `query_length` tokens do not fit any more."""
+        if not torch.compiler.is_compiling():
+            self._check_room(query_length)
+        return (query_length if self.is_empty else self.max_cache_len), 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """As `Int8Layer.update`. Raises ValueError if the tokens do not fit; in a compiled call, where the host does
+        not know, they are then not written and attention gives NaN."""
+        trial = self._trial()
+        trial._prepare(key_states, value_states)
+        number = key_states.shape[2]
+        if not torch.compiler.is_compiling():
+            trial._check_room(number)
+        first = self.is_empty
+        if first:
+            trial._choose_vectors(key_states)
+        trial._write(key_states, value_states)  # into slots that hold nothing
+        self._take(trial)
+        self._count(number)
+        return (key_states, value_states) if first else (self._stored(0, self),) * 2
+
+    def _choose_vectors(self, keys) -> None:
+        if torch.compiler.is_compiling():  # without a trial, so in place here
+            mean = smoothing_vector(keys)
+            self.k_balance.copy_(channel_balance(keys, mean))
+            self.k_mean.copy_(mean)
+        else:
+            super()._choose_vectors(keys)
+
+    def _count(self, number: int) -> None:
+        """`number` tokens have been written. Allocates nothing, but in a trial."""
+        if self._is_trial:
+            self.cumulative_length = self.cumulative_length + number
+        else:
+            self.cumulative_length.add_(number)
+        if torch.compiler.is_compiling() and not self.is_sliding:
+            self._host_length = None
+        else:
+            self._host_length += number
+        self.is_empty = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        number = self._checked_crop(tokens_to_remove)
+        if self.is_initialized and number:
+            length = self._length() - number
+            fields = {"_host_length": length, "is_empty": length == 0}
+            fields["cumulative_length"] = torch.full_like(self.cumulative_length, length)
+            self._whole(lambda trial: trial.__dict__.update(fields))
+
+    def reset(self) -> None:
+        """Forget the tokens; the buffers stay where they are."""
+        self.cumulative_length.zero_()
+        self._host_length = 0
+        self.is_empty = True
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: a crop finds all tokens still there."""
+
+    @property
+    def keys(self) -> StoredKV | None:
+        return self._stored(0, self) if self.is_initialized and not self.is_empty else None
+
+    @keys.setter
+    def keys(self, value) -> None:
+        Int8Layer.keys.fset(self, value)
+
+    values = keys
+
+    def _initialize(self, key_states, value_states) -> None:
+        super()._initialize(key_states, value_states)
+        self.cumulative_length = self.cumulative_length.to(self.device)
+
+    def _pin(self) -> None:
+        """Tell Dynamo that the addresses stay, without which there are no CUDA graphs."""
+        if not torch.compiler.is_compiling():
+            for x in (*self._tensors().values(), self.cumulative_length):
+                mark_static_address(x)
+
+    def _first_capacity(self) -> int:
+        return self.max_cache_len
+
+    def _length(self) -> int:
+        if self._host_length is None:
+            self._host_length = int(self.cumulative_length)
+        return self._host_length
+
+    def _check_room(self, number: int) -> None:
+        if self._length() + number > self.max_cache_len:
+            raise ValueError(
+                f"key_states: got {number} tokens after {self._length()}, expected at most {self.max_cache_len} in "
+                "all: make the cache with a larger max_cache_len, or call reset()"
+            )
+
+    def _write(self, key_states, value_states) -> None:
+        buffers = (getattr(self, name) for name in BUFFERS)
+        append_kv(
+            key_states, value_states, self.k_mean, *buffers, position=self.cumulative_length, k_balance=self.k_balance
+        )
+
+    def _stored(self, begin: int, owner) -> StoredKV:
+        buffers = (getattr(self, name) for name in BUFFERS)
+        vectors = (self.k_mean, self.k_balance)
+        return StoredKV(*buffers, *vectors, self.cumulative_length, False, self.dtype, owner)
+
+    def _take(self, trial) -> None:
+        """In place where shapes stay, so that compiled code stays valid."""
+        if trial is self:
+            return
+        moved = False
+        for name in (*BUFFERS, *VECTORS, "cumulative_length"):
+            old, new = getattr(self, name), getattr(trial, name)
+            if new is old:
+                continue
+            if self._is_trial or old is None or (old.shape, old.device) != (new.shape, new.device):
+                moved = True
+                setattr(self, name, new)
+            else:
+                old.copy_(new)
+                setattr(trial, name, old)
+        super()._take(trial)
+        if moved:
+            self._pin()
+
+
+class Int8StaticSlidingLayer(Int8StaticLayer):
+    """A ring of the last min(sliding_window, max_cache_len) tokens: a new token takes the place of the oldest.
+
+    The host counts its tokens in compiled calls too (the mask's offset is a number), as transformers' own layer does.
+    """
+
+    is_croppable = False
+
+    def __init__(self, max_cache_len: int, sliding_window: int, heads=frozenset(), dims=frozenset()):
+        super().__init__(max_cache_len, heads, dims)
+        self.sliding_window = sliding_window
+        self.is_sliding = True
+        self.ring = min(sliding_window, max_cache_len)
+
+    def get_seq_length(self):
+        return self._host_length
+
+    def get_max_length(self) -> int:
+        return self.ring
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self._check_room(query_length)
+        seen = self._host_length
+        first = max(seen - self.ring + 1, 0)
+        if self.is_empty:
+            return query_length, 0
+        if self._fits(query_length):
+            return self.ring, first
+        return min(seen, self.ring - 1) + query_length, first
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        """As `Int8StaticLayer.update`. Several tokens that overwrite what their own windows reach are attended to in a
+        chronological copy of the ring's codes."""
+        trial = self._trial()
+        trial._prepare(key_states, value_states)
+        number = key_states.shape[2]
+        trial._check_room(number)
+        first, chronological = self.is_empty, None
+        if not first and not trial._fits(number):
+            chronological = trial._chronological(key_states, value_states, self)
+        if first or (chronological is not None and number >= self.ring):  # nothing old is left
+            trial._choose_vectors(key_states)
+        if self._is_trial:  # whose buffers are another's, and the ring overwrites what they hold
+            trial._map(torch.clone)
+        trial._write(key_states, value_states)
+        self._take(trial)
+        self._count(number)
+        if first:
+            return key_states, value_states
+        return (self._stored(0, self) if chronological is None else chronological,) * 2
+
+    def crop(self, tokens_to_remove: int) -> None:
+        number = self._checked_crop(tokens_to_remove)
+        if number and self._host_length > self.ring:
+            raise RuntimeError(
+                f"crop: got {tokens_to_remove} on a ring of {self.ring} that has gone round, expected fewer tokens "
+                "seen: what they replaced is gone; use Int8KVCache(config) without max_cache_len"
+            )
+        super().crop(tokens_to_remove)
+
+    def _first_capacity(self) -> int:
+        return self.ring
+
+    def _check_room(self, number: int) -> None:
+        if self.sliding_window > self.max_cache_len:  # else the ring may go round for ever
+            super()._check_room(number)
+
+    def _fits(self, number: int) -> bool:
+        """Whether `number` more tokens overwrite nothing that one of their own windows reaches."""
+        return number == 1 or self._host_length + number <= self.ring
+
+    def _chronological(self, key_states, value_states, owner) -> StoredKV:
+        kept, number = min(self._host_length, self.ring - 1), key_states.shape[2]
+        slots = torch.arange(self._host_length - kept, self._host_length, device=self.device) % self.ring
+        mean, balance = self.k_mean.clone(), self.k_balance.clone()
+        buffers = []
+        for name in BUFFERS:
+            old = getattr(self, name)
+            new = torch.empty(*old.shape[:2], kept + number, *old.shape[3:], dtype=old.dtype, device=old.device)
+            new[:, :, :kept] = old.index_select(2, slots)
+            buffers.append(new)
+        append_kv(key_states, value_states, mean, *buffers, position=kept, k_balance=balance)
+        return StoredKV(*buffers, mean, balance, None, False, self.dtype, owner)
+
+    def _write(self, key_states, value_states) -> None:
+        skipped = max(key_states.shape[2] - self.ring, 0)
+        buffers = (getattr(self, name) for name in BUFFERS)
+        append_kv(
+            key_states[:, :, skipped:], value_states[:, :, skipped:], self.k_mean, *buffers,
+            position=self.cumulative_length + skipped, ring=True, k_balance=self.k_balance,
+        )  # fmt: skip
+
+    def _stored(self, begin: int, owner) -> StoredKV:
+        stored = super()._stored(begin, owner)
+        stored.ring = True
+        return stored

@@ -1,0 +1,189 @@
+"""How often each attention layer of a transformers model ran in INT8, and why it did not."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import torch
+
+import sage_kernels
+
+from ..event_counter import EventCounter
+from ..layer_report import LayerReport, empty_table, reasons
+
+
+INT8, INT8_CACHE = "int8", "int8_cache"
+# Slots of a layer's counter: two ways of running in INT8, then the reasons for exact attention.
+EVENTS = (
+    INT8,
+    INT8_CACHE,
+    *sage_kernels.REASONS,
+    "training",
+    "gradient",
+    "short",
+    "output_attentions",
+    "unknown_argument",
+    "window_without_mask",
+    "softmax_scale",
+    "sinks",
+    "other",
+)
+_EVENT = {name: i for i, name in enumerate(EVENTS)}
+REMEDIES = {
+    "training": "the module is in training mode: call model.eval()",
+    "gradient": "INT8 attention has no backward: call the model under torch.no_grad()",
+    "no_attention": "none of its layers asks for an implementation, nothing can run in INT8",
+    "dropout": "dropout belongs to training: call model.eval()",
+    "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
+}
+
+_shared: dict[torch.device, torch.Tensor] = {}
+
+
+@torch.compiler.assume_constant_result
+def _shared_counter(device: torch.device) -> torch.Tensor:
+    """Counts compiled calls of layers that were never called eagerly: a traced call can't give a layer a counter."""
+    if device not in _shared:
+        _shared[device] = EventCounter(len(EVENTS), device).traced
+    return _shared[device]
+
+
+def count(module, event: str, device: torch.device) -> None:
+    """Count a call of an attention module. device: where the call's tensors are.
+
+    Calls of an exported program are not counted: it runs without us, and would carry our counters along.
+    """
+    if torch.compiler.is_exporting():
+        return
+    slot = _EVENT.get(event, _EVENT["other"])
+    counter = getattr(module, "_sage_events", None)
+    if counter is None:
+        if torch.compiler.is_compiling():
+            _shared_counter(device)[slot].add_(1)
+            return
+        counter = module._sage_events = EventCounter(len(EVENTS), device)
+    elif counter.traced.device != device and not torch.compiler.is_compiling():
+        counter.to(device)
+    counter.add(slot)
+
+
+def counted(module) -> dict[str, int]:
+    """{event: calls} of an attention module, without those that never happened. Syncs."""
+    counter = getattr(module, "_sage_events", None)
+    if counter is None:
+        return {}
+    return {event: number for event, number in zip(EVENTS, counter.numbers(), strict=True) if number}
+
+
+def _code_names(member) -> tuple[str, ...]:
+    """Names that the code of a class's member reads; none if it is no function."""
+    code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
+    return () if code is None else code.co_names
+
+
+@functools.cache
+def _class_takes_implementations(kind: type) -> bool:
+    # PreTrainedModel names the table too, to check what is chosen
+    classes = (base for base in kind.__mro__ if base.__module__ != "transformers.modeling_utils")
+    return any("ALL_ATTENTION_FUNCTIONS" in _code_names(member) for base in classes for member in vars(base).values())
+
+
+def takes_implementations(module) -> bool:
+    """Whether the module's class asks transformers for its attention implementation, in forward or a helper of it."""
+    return _class_takes_implementations(type(module))
+
+
+def _attends_by_itself(module) -> bool:
+    names = _code_names(type(module).forward)
+    return "Attention" in type(module).__name__ and ("softmax" in names or "scaled_dot_product_attention" in names)
+
+
+class AttentionReport(LayerReport):
+    """Result of `attention_report(model)`.
+
+    Attributes:
+        rows: one dict per attention layer, with the keys
+            layer, module: its name in the model, its class.
+            status: "active"; "not selected": its config names another implementation; "not swappable": its code
+                takes no implementation, it runs as in stock.
+            implementation: what its config names; None where the code takes none.
+            recipe, scaling: what its INT8 calls run; None unless active.
+            calls: INT8 calls, those on an INT8 cache included.
+            cache_calls: calls that read keys and values from an INT8 cache.
+            fallbacks: {reason: exact calls}. "short" is meant: INT8 saves nothing there.
+            note: what else to know.
+        notes: about the model as a whole.
+    """
+
+    def table(self):
+        """The rows as a rich.table.Table."""
+        table = empty_table()
+        for name in ("layer", "status", "implementation", "recipe", "scaling"):
+            table.add_column(name, overflow="fold")
+        for name in ("calls", "on INT8 cache", "exact"):
+            table.add_column(name, justify="right")
+        for row in self.rows:
+            status = row["status"] + (f": {row['note']}" if row["note"] else "")
+            texts = (row["layer"], status, row["implementation"] or "-", row["recipe"] or "-", row["scaling"] or "-")
+            table.add_row(*texts, str(row["calls"]), str(row["cache_calls"]), reasons(row["fallbacks"]))
+        table.add_section()
+        cache_calls = sum(row["cache_calls"] for row in self.rows)
+        table.add_row("total", "", "", "", "", str(self.calls), str(cache_calls), reasons(self.fallbacks))
+        return table
+
+
+def _row(name, module, implementations) -> dict:
+    config = getattr(module, "config", None)
+    name_of_implementation = getattr(config, "_attn_implementation", None)
+    options = implementations.get(name_of_implementation)
+    events = counted(module)
+    int8, int8_cache = events.pop(INT8, 0), events.pop(INT8_CACHE, 0)
+    note = REMEDIES["training"] if options is not None and module.training else ""
+    return {
+        "layer": name,
+        "module": type(module).__name__,
+        "status": "not selected" if options is None else "active",
+        "implementation": name_of_implementation,
+        "recipe": None if options is None else options.recipe,
+        "scaling": None if options is None else options.scaling,
+        "calls": int8 + int8_cache,
+        "cache_calls": int8_cache,
+        "fallbacks": events,
+        "note": note,
+    }
+
+
+def build_report(model, implementations: dict) -> AttentionReport:
+    """Read the counters of a model (one sync per layer), and give a counter to the layers that have none yet.
+
+    implementations: {name: options} of ours.
+    """
+    rows, notes = [], []
+    for name, module in model.named_modules():
+        if takes_implementations(module):
+            if getattr(module, "_sage_events", None) is None:
+                parameter = next(module.parameters(), None)
+                where = "cpu" if parameter is None else parameter.device
+                module._sage_events = EventCounter(len(EVENTS), where)
+            rows.append(_row(name, module, implementations))
+        elif _attends_by_itself(module):
+            rows.append(
+                {"layer": name, "module": type(module).__name__, "status": "not swappable"}
+                | dict.fromkeys(("implementation", "recipe", "scaling"))
+                | {"calls": 0, "cache_calls": 0, "fallbacks": {}}
+                | {"note": "attention in forward() that takes no implementation"}
+            )
+    if not any(row["status"] != "not swappable" for row in rows):
+        notes.append(
+            f"Nothing of this {type(model).__name__} can run in INT8: no layer takes an attention implementation of "
+            "transformers."
+        )
+    unnamed = sum((counter.cpu() for counter in _shared.values()), torch.zeros(len(EVENTS), dtype=torch.int64))
+    if int(unnamed.sum()):
+        by_event = {event: number for event, number in zip(EVENTS, unnamed.tolist(), strict=True) if number}
+        notes.append(
+            f"Compiled calls of layers, of any model in this process, that had no counter when they were compiled: "
+            f"{reasons(by_event)}. attention_report(model) before torch.compile gives every layer its own."
+        )
+    return AttentionReport(rows, notes)

@@ -1,0 +1,104 @@
+"""Which keys a call sees beside what its mask says, put into the mask before anything else reads it.
+
+Some models write such things into the mask for "eager" and "sdpa" alone, by the name of the implementation, and hand
+other implementations an argument instead; stock eager functions then drop that argument without a word.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .call import Call, causal_mask
+from .masks import UNLIMITED, BandMask, plain_mask
+
+
+def complete_mask(call: Call, query, key) -> None:
+    """Make call.mask the one authority on what a row sees, and take the arguments that it then speaks for.
+
+    Args: query [B, H, S_q, D], key [B, H_kv, S_kv, D]: tensors, or what an INT8 cache returns.
+    Raises: NotImplementedError for a paged cache, and for packed sequences that can't be kept apart.
+    """
+    if call.others.get("cache") is not None:
+        raise NotImplementedError(
+            f"cache of {call.label}: got a paged cache, expected none: continuous batching can't run INT8 attention; "
+            'use model.set_attn_implementation("sdpa") for it'
+        )
+    seq_q, seq_kv = query.shape[2], key.shape[2]
+    if (
+        call.mask is None
+        and call.is_causal
+        and 1 < seq_q < seq_kv
+        and getattr(call.module, "is_kv_shared_layer", False)
+    ):
+        # Gemma 4 keeps the last rows of a prompt and leaves the mask out: rows are counted from the end
+        call.mask = _band_from_the_end(query.shape[0], seq_q, seq_kv, query.device)
+    _keep_packed_apart(call, query.shape[0], seq_q, seq_kv, query.device)
+    _select_keys(call, query, seq_kv)
+    _select_blocks(call, query, seq_kv)
+
+
+def _band_from_the_end(batch: int, seq_q: int, seq_kv: int, device) -> torch.Tensor:
+    shape, offset = (batch, 1, seq_q, seq_kv), seq_kv - seq_q
+    if torch.compiler.is_compiling():
+        return torch.ones(shape[2:], dtype=torch.bool, device=device).tril(offset)[None, None]
+    return BandMask(shape, offset, UNLIMITED, 0, torch.empty(0, device=device))
+
+
+def _keep_packed_apart(call: Call, batch: int, seq_q: int, seq_kv: int, device) -> None:
+    """cu_seq_lens_q, cu_seq_lens_k: int [sequences + 1], where the sequences packed into one row start and end."""
+    lengths = [call.others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    q_ends, k_ends = (x if x is not None else y for x, y in (lengths, lengths[::-1]))
+    if q_ends is None or max(q_ends.numel(), k_ends.numel()) <= 2:
+        return
+    if call.mask is None or isinstance(call.mask, BandMask):
+        raise NotImplementedError(
+            f"cu_seq_lens of {call.label}: got {k_ends.numel() - 1} packed sequences without a mask, expected a mask "
+            "that keeps them apart; pass position_ids that start at 0 in every sequence, and no attention_mask"
+        )
+    if batch != 1 or seq_q != seq_kv:
+        raise NotImplementedError(
+            f"cu_seq_lens of {call.label}: got them with a batch of {batch}, {seq_q} queries and {seq_kv} keys, "
+            "expected one row of packed sequences and no cache; leave them out"
+        )
+    # transformers makes a mask of padding alone where attention_mask was given, and reading a mask would sync
+    rows, keys = (_sequence_of(ends, n, device) for ends, n in ((q_ends, seq_q), (k_ends, seq_kv)))
+    call.mask = _both(call.mask, rows[:, None] == keys)
+
+
+def _sequence_of(ends: torch.Tensor, length: int, device) -> torch.Tensor:
+    return torch.bucketize(torch.arange(length, device=device), ends.to(device)[1:].contiguous(), right=True)
+
+
+def _select_keys(call: Call, query, seq_kv: int) -> None:
+    """indices: int [B, S_q, keys], of the keys that a row sees at most; -1 is none (DeepSeek's sparse attention)."""
+    indices = call.others.get("indices")
+    if not isinstance(indices, torch.Tensor) or indices.shape[:-1] != (query.shape[0], query.shape[2]):
+        return  # not what we know: it stays an unknown argument
+    there = (indices >= 0) & (indices < seq_kv)
+    selected = indices.new_zeros((*indices.shape[:-1], seq_kv + 1), dtype=torch.bool)
+    selected = selected.scatter(-1, indices.long().where(there, seq_kv), True)[..., :seq_kv]
+    if call.mask is None and call.is_causal and query.shape[2] > 1:
+        call.mask = causal_mask(query.shape[2], seq_kv, query.device)
+    call.mask = _both(plain_mask(call.mask), selected[:, None])
+    del call.others["indices"]
+
+
+def _select_blocks(call: Call, query, seq_kv: int) -> None:
+    """block_indices of MiniMax's sparse attention, which the model's own indexer makes a mask of."""
+    blocks = call.others.get("block_indices")
+    build = getattr(getattr(call.module, "indexer", None), "build_block_mask", None)
+    if blocks is None or build is None:
+        return
+    positions, seq_q = call.others.get("position_ids"), query.shape[2]
+    if positions is None:
+        positions = torch.arange(seq_kv - seq_q, seq_kv, device=query.device)
+    positions = positions.expand(query.shape[0], -1)
+    call.mask = build(blocks, plain_mask(call.mask), seq_kv, query.dtype, query.device, positions)
+    del call.others["block_indices"]
+
+
+def _both(mask: torch.Tensor | None, seen: torch.Tensor) -> torch.Tensor:
+    """`mask`, bool or float, without what `seen` hides."""
+    if mask is None:
+        return seen
+    return mask & seen if mask.dtype == torch.bool else torch.where(seen, mask, -torch.inf)

@@ -1,0 +1,273 @@
+"""The options of the swap, documented once, and the errors it raises."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+
+# What a user may write, and the `scaling=` the op then gets; those with a rule in scale_rules.py also get a state.
+SCALINGS = {
+    "timestep": "per_token",
+    "timestep_adaptive": "per_token",
+    "delayed": "per_token",
+    "static": "per_token",
+    "sigma_power": "per_token",
+    "dynamic": "per_token",
+    "per_token": "per_token",
+    "per_block": "per_block",
+    "per_head": "per_head",
+}
+BY_CALL = ("dynamic", "per_token", "per_block", "per_head")  # those whose scales come from the call itself
+POLICIES = ("fallback", "strict")
+# "auto" is decided while a pipeline runs: see auto_rotation.py.
+ROTATIONS = ("none", "hadamard", "auto")
+# Options that may differ from layer to layer: beside each is a `layer_<option>` of (layer pattern, value) pairs.
+LAYER_OPTIONS = ("recipe", "scaling", "rotation", "keep_noise")
+# Different ranges of noise levels in one handle: its layers then meet in up to five combinations of precisions, and a
+# compiled model has a version for each; torch.compile gives up at eight.
+MAX_RANGES = 2
+# rotation="auto": a relative error of 2.5 %, where INT8 without outliers has 1 to 1.6 % (36 to 40 dB) and with ones
+# that vary by token some 8 % (22 dB); and what a launch more has to bring.
+ROTATE_BELOW_DB = 32.0
+ROTATION_GAIN_DB = 1.0
+# What a user can do about a reason for exact attention, where there is something.
+REMEDIES = {
+    "training": "the module is in training mode: call model.eval()",
+    "replaced": "another processor was put there: call handle.refresh()",
+    "unfollowed": "nobody knows which step it is: let the pipeline have the scheduler, pipe.scheduler = scheduler",
+    "backend": "set_attention_backend came after the swap: call handle.refresh()",
+    "short": "16-bit attention is the faster one there: min_tokens=0 runs it in INT8 all the same",
+}
+
+
+# Instead of that of "replaced", where the pipeline itself replaces processors within each step.
+PAG_REMEDY = (
+    "perturbed-attention guidance puts its own there in every step, and refresh() can't reach them: "
+    "pipe.set_pag_applied_layers(layers, (sage_processors.SagePAGCFGIdentitySelfAttnProcessor2_0(), "
+    "sage_processors.SagePAGIdentitySelfAttnProcessor2_0())) runs them in INT8"
+)
+
+
+class UnsupportedAttentionError(NotImplementedError):
+    """Raised with policy="strict" where an attention call can't run in INT8. Attributes: layer, reason."""
+
+    def __init__(self, layer: str, reason: str, remedy: str = ""):
+        self.layer = layer
+        self.reason = reason
+        remedy = remedy or REMEDIES.get(reason, "")
+        super().__init__(
+            f"attention of layer {layer!r}: got a call that INT8 attention can't do (reason {reason!r}), expected a "
+            f'supported one because of policy="strict"; {remedy + ", or: " if remedy else ""}'
+            'SageAttnProcessor(policy="fallback") runs such calls exactly'
+        )
+
+
+def _number(config, name: str, expected: str) -> float:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}")
+    if not abs(value) <= sys.float_info.max:  # an int may be beyond it
+        raise ValueError(f"{name}: got {_short(value)}, expected {expected}, finite")
+    return value
+
+
+def _short(number: int | float) -> str:
+    """A number for a message: not all the digits of an int that has thousands."""
+    is_long = isinstance(number, int) and number.bit_length() > 100
+    return f"an int of {number.bit_length()} bits" if is_long else str(number)
+
+
+def _whole(config, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= {least}")
+    if not least <= value < 2**63:
+        raise ValueError(f"{name}: got {_short(value)}, expected at least {least}, and an int64")
+
+
+def _patterns(name: str, value) -> tuple[str, ...]:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
+        raise TypeError(f"{name}: got {value!r}, expected a tuple of layer names or patterns")
+    return tuple(value)
+
+
+def _span(name: str, value) -> tuple[float, ...]:
+    """() or (low, high), floats with 0 <= low < high <= 1."""
+    expected = "() or (low, high), noise levels from 0 to 1"
+    if not isinstance(value, (tuple, list)) or len(value) not in (0, 2):
+        raise TypeError(f"{name}: got {value!r}, expected {expected}")
+    if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in value):
+        raise TypeError(f"{name}: got {value!r}, expected {expected}")
+    if value and not 0 <= value[0] < value[1] <= 1:  # not so for NaN either
+        raise ValueError(f"{name}: got {value!r}, expected {expected}, low < high")
+    return tuple(float(x) for x in value)
+
+
+def _pairs(name: str, value) -> tuple[tuple[str, object], ...]:
+    """(layer pattern, value of the option `name` without its "layer_") pairs."""
+    pairs = tuple(tuple(x) if isinstance(x, (tuple, list)) else x for x in _items(value))
+    if not all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in pairs):
+        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
+    if name == "layer_keep_noise":
+        return tuple((pattern, _span(name, span)) for pattern, span in pairs)
+    if not all(isinstance(x, str) for _, x in pairs):
+        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
+    return pairs
+
+
+def _items(value):
+    if isinstance(value, dict):
+        return value.items()
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+_policy_readers = []
+
+
+def read_policies_with(reader) -> None:
+    """Tell `SageAttnProcessor.from_policy` what reads policy files, which lies above this file."""
+    _policy_readers.append(reader)
+
+
+@dataclass(frozen=True)
+class SageAttnProcessor:
+    """Options of INT8 attention for diffusers models. Give it to `pipe.set_attn_processor` or `sage_processors.apply`.
+
+    Args:
+        recipe: number formats of the two matmuls, a key of `sage_kernels.RECIPES`.
+        scaling: where the INT8 scales of Q and K come from.
+            "timestep": per head, planned from the previous denoising step; the first step of a run computes its own.
+            What a run draws depends on its inputs and options alone. After `handle.freeze_scales()` or
+            `load_scales` every step, the first one too, is planned from the frozen table at its noise level.
+            "timestep_adaptive": also from what earlier runs of this handle left at the same noise level, without
+            being frozen: the second run of a seed is another picture than the first.
+            "per_token", "per_block", "per_head": computed from the inputs of each call. "dynamic" means "per_token".
+            "delayed": per head, planned for the widest of the last `history` steps of the same run.
+            "static": per head, one plan for all steps, of a frozen table: runs before `handle.freeze_scales()` or
+            `load_scales` are those of "timestep".
+            "sigma_power": as "static" with the scale times (σ/σ_ref)^gamma, σ the noise level. For study: the inputs
+            of attention are normalised at every step, so their range rarely follows σ.
+            In all planned ones ("timestep" to "sigma_power") a tile of keys beyond its plan takes its own larger
+            scale and is counted. "static" and "sigma_power" need a pipeline whose scheduler tells one run from the
+            next.
+        margin: planned scale over the one that the largest value seen needs, > 0. Below 1, most tiles of keys get
+            finer steps and those with the largest values their own larger scale: nothing is clipped at any margin.
+            Only for planned scales.
+        history: steps that "delayed" looks back, >= 1.
+        gamma: exponent of "sigma_power". "fit": fitted per head to the frozen table, and 0 (static) where no power law
+            fits. A number serves all heads: 1 is s ∝ σ, -1 is s ∝ 1/σ.
+        keep_first_steps, keep_last_steps: so many steps at the start and at the end of a run stay in 16 bit (reason
+            "window"). A step is one step of the scheduler.
+        keep_below_noise: steps at noise levels below this stay in 16 bit, 0 to 1 (1 is pure noise), see timestep.py.
+        keep_noise: (low, high): steps at noise levels of low and above, and below high, stay in 16 bit; a high of 1
+            holds 1 itself too. () is none.
+            These four need a pipeline, whose scheduler says where a run is. A compiled model gets a second version.
+        keep_layers: fnmatch patterns of layer names, as in handle.report(), that stay in 16 bit (reason "kept").
+        only_layers: patterns of the layers that may run in INT8; empty: all.
+        layer_scaling: (pattern, scaling) pairs, or a dict: other scalings for some layers. The first match counts. A
+            pattern that matches no layer is a ValueError.
+        layer_recipe: (pattern, recipe) pairs, or a dict, as layer_scaling.
+        layer_keep_noise: (pattern, (low, high)) pairs, or a dict, as layer_scaling: in place of keep_noise for these
+            layers; the other three hold for them too. At most two different ranges, keep_noise included: a compiled
+            model gets a version for every combination of precisions that a run meets, five at most.
+        rotation: "hadamard": Q and K are rotated along their channels before they are quantised, which spreads
+            outliers that vary from token to token; exact but for rounding, at the cost of one more launch that reads
+            and writes Q and K. "auto": the first step of a run that is in INT8 is compared with exact attention on
+            sampled heads and rows (as handle.probe does), with and without rotation. Layers with a head below 32 dB
+            that the rotation improves by 1 dB or more are rotated from the next step on, to the end of the run. Frozen
+            scales keep the last decision, and so does "timestep_adaptive" the first one, until handle.reset().
+            Reading the comparison waits for the device once a run. Needs a pipeline, as windows do; a compiled model
+            gets a second version.
+        layer_rotation: (pattern, rotation) pairs, or a dict, as layer_scaling.
+        min_tokens: calls with fewer queries or keys than this run the exact attention (reason "short"): there INT8
+            saves nothing. None: as measured for the running GPU, head_dim and recipe (sage_kernels/crossover.py), on
+            a CPU never. 0: never.
+        policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
+            is counted per layer with its reason and logged once. "strict": UnsupportedAttentionError.
+    Raises: TypeError or ValueError for an option of wrong type or value.
+    """
+
+    recipe: str = "qk_int8_pv_bf16"
+    scaling: str = "timestep"
+    margin: float = 0.9
+    history: int = 4
+    gamma: float | str = "fit"
+    keep_first_steps: int = 0
+    keep_last_steps: int = 0
+    keep_below_noise: float = 0.0
+    keep_noise: tuple[float, ...] = ()
+    keep_layers: tuple[str, ...] = ()
+    only_layers: tuple[str, ...] = ()
+    layer_recipe: tuple[tuple[str, str], ...] = ()
+    layer_scaling: tuple[tuple[str, str], ...] = ()
+    layer_keep_noise: tuple[tuple[str, tuple[float, ...]], ...] = ()
+    rotation: str = "none"
+    layer_rotation: tuple[tuple[str, str], ...] = ()
+    min_tokens: int | None = None
+    policy: str = "fallback"
+
+    def __post_init__(self):
+        from sage_kernels import RECIPES
+
+        named = {"recipe": RECIPES, "scaling": SCALINGS, "rotation": ROTATIONS, "policy": POLICIES}
+        for name, allowed in named.items():
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"{name}: got {type(value).__name__}, expected one of {sorted(allowed)}")
+            if value not in allowed:
+                raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
+        if _number(self, "margin", "a number > 0") <= 0:
+            raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")
+        if self.gamma != "fit":
+            _number(self, "gamma", 'a number or "fit"')
+        for name, least in (("history", 1), ("keep_first_steps", 0), ("keep_last_steps", 0)):
+            _whole(self, name, least)
+        if self.min_tokens is not None:
+            _whole(self, "min_tokens", 0)
+        if not 0 <= _number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
+            raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
+        for name in ("keep_layers", "only_layers"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        object.__setattr__(self, "keep_noise", _span("keep_noise", self.keep_noise))
+        for name in LAYER_OPTIONS:
+            object.__setattr__(self, f"layer_{name}", _pairs(f"layer_{name}", getattr(self, f"layer_{name}")))
+        for name in ("recipe", "rotation"):
+            for _, value in getattr(self, f"layer_{name}"):
+                if value not in named[name]:
+                    raise ValueError(f"layer_{name}: got {value!r}, expected one of {sorted(named[name])}")
+        spans = {self.keep_noise, *(span for _, span in self.layer_keep_noise)} - {()}
+        if len(spans) > MAX_RANGES:
+            raise ValueError(
+                f"layer_keep_noise: got {len(spans)} different ranges, keep_noise included, expected at most "
+                f"{MAX_RANGES}: a compiled model gets versions for each"
+            )
+        for _, scaling in self.layer_scaling:
+            if scaling not in (*BY_CALL, self.scaling):
+                raise ValueError(
+                    f"layer_scaling: got {scaling!r}, expected one of {sorted(BY_CALL)} or the handle's own "
+                    f"{self.scaling!r}: one rule plans all layers of a handle"
+                )
+
+    @classmethod
+    def from_policy(cls, path, target=None) -> SageAttnProcessor:
+        """The options in a policy file of `sage_processors.calibrate`.
+
+        Args: path: a .json file. target: the pipeline or model it is meant for, compared with the policy's if given.
+        Raises: see policy.read_policy.
+        """
+        return _policy_readers[-1](path, target)[0]
+
+    @property
+    def call_scaling(self) -> str:
+        """The `scaling=` argument of `sage_kernels.sage_attention`."""
+        return SCALINGS[self.scaling]
+
+    def __call__(self, *args, **kwargs):
+        """Always raises: a model put these options on its modules as if they were a processor."""
+        raise TypeError(
+            "processor: got SageAttnProcessor itself on an attention module, expected one processor per module; "
+            "write pipe.set_attn_processor(sage_processors.SageAttnProcessor(...)) for a pipeline, or "
+            "sage_processors.apply(model, sage_processors.SageAttnProcessor(...)) for a model. "
+            "Load the model again first: its own processors were replaced"
+        )
