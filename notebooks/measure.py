@@ -40,6 +40,7 @@ from sage_processors import pipelines  # noqa: E402
 from sage_processors.evaluation import hard_variants, quality  # noqa: E402
 from sage_processors.evaluation.feature_distance import features, load_classifier  # noqa: E402
 from sage_processors.evaluation.picture_report import Pictures, Row, report  # noqa: E402
+from sage_processors.options import SCALINGS  # noqa: E402
 from sage_processors.whole_file import check_output, whole_file, write_whole  # noqa: E402
 
 
@@ -63,7 +64,7 @@ def variants(recipe: str) -> dict[str, quality.Variant]:
     both = (*quality.default_variants(recipe), *quality.study_variants(recipe))
     known = {variant.name: variant for variant in both}
     covered = {variant.config.scaling for variant in known.values()} | {"per_token"}  # another name of "dynamic"
-    for scaling in sorted(set(sp.config.SCALINGS) - covered):
+    for scaling in sorted(set(SCALINGS) - covered):
         known[scaling] = quality.Variant(
             scaling, sp.SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=quality.MIN_TOKENS)
         )

@@ -265,10 +265,10 @@ def test_compiled_wrapper_of_a_model_is_looked_through():
 
 
 def test_package_names_are_stable_whatever_is_imported():
-    import sage_processors.apply as by_import
+    import sage_processors.calibration as by_import
     from sage_processors.diffusion.handle import apply
 
-    assert sp.apply is apply is by_import and callable(sp.apply)
+    assert sp.apply is apply and sp.calibration is by_import and callable(sp.calibrate)
     assert {"apply", "SageAttnProcessor", "processors_for"} <= set(dir(sp))
     assert SDPA is torch.nn.functional.scaled_dot_product_attention
     with pytest.raises(AttributeError, match="nothing_here"):

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sage_processors.options import SCALINGS
+
 
 for _needed in ("jupytext", "nbclient", "nbformat", "ipykernel", "matplotlib"):
     pytest.importorskip(_needed, reason="the notebooks extra is not installed")
@@ -122,7 +124,7 @@ def test_variants_are_every_scaling():
     for recipe in RECIPES:
         found = measure.variants(recipe)
         # "per_token" is another name of "dynamic"
-        assert {v.config.scaling for v in found.values()} | {"per_token"} == set(sp.config.SCALINGS)
+        assert {v.config.scaling for v in found.values()} | {"per_token"} == set(SCALINGS)
         assert {v.config.recipe for v in found.values()} == {recipe} and all(v.name == k for k, v in found.items())
 
 

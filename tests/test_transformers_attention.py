@@ -12,7 +12,9 @@ import torch
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
+from sage_processors.language import attention
 from sage_processors.language import call as transformers_call
+from sage_processors.language.masks import sage_mask
 from sage_processors.language.report import counted
 from sage_processors.on_import import when_imported
 from tests.test_import_boundaries import fresh
@@ -121,14 +123,14 @@ def test_M12_attention_and_mask_function_are_registered_together():
     assert {name: AttentionInterface._global_mapping[name] for name in STANDARD} == before  # nothing was made anew
     for name in [*STANDARD, ANY_LENGTH, STRICT]:
         assert name in AttentionInterface._global_mapping
-        assert AttentionMaskInterface._global_mapping[name] is sp.transformers_masks.sage_mask
+        assert AttentionMaskInterface._global_mapping[name] is sage_mask
 
 
 @pytest.mark.parametrize("name", ["my_flash", "org/sage", "sdpa_sage", "my_flex_attention", "paged|sage", "eager", ""])
 def test_names_that_mean_something_to_transformers_are_refused(name):
     with pytest.raises(ValueError, match="name: got"):
         sp.register_transformers(name)
-    assert name not in sp.transformers_attention._implementations
+    assert name not in attention._implementations
 
 
 @pytest.mark.parametrize(
@@ -321,7 +323,7 @@ def llama_attention():
 )
 def test_what_the_op_can_not_do_is_exact_and_counted(arguments, reason, caplog):
     attend, module, query, key, value = llama_attention()
-    sp.transformers_attention._logged.clear()
+    attention._logged.clear()
     if reason == "mask_type":
         with pytest.raises(RuntimeError, match="mask dtype"):  # by PyTorch: its own function can't do it either
             attend(module, query, key, value, **arguments)
