@@ -47,7 +47,7 @@ def nothing_loads(monkeypatch):
     def loaded(*_, **__):
         raise AssertionError("loaded before the outputs were tried")
 
-    monkeypatch.setattr(cli, "_load_pipeline", loaded)
+    monkeypatch.setattr(loading, "load_pipeline", loaded)
     monkeypatch.setattr(language, "load", loaded)
 
 
@@ -266,7 +266,7 @@ def test_Q39_commands_leave_tensorfloat32_as_it_was(before, command, tmp_path, m
         seen.append(True)
         raise OSError("that is enough")
 
-    monkeypatch.setattr(cli, "_load_pipeline", load)
+    monkeypatch.setattr(loading, "load_pipeline", load)
     assert invoke(*command, *(["--target-psnr", "10"] if command == ["calibrate"] else []))[0] == 1
     assert seen == [True] and torch.backends.cudnn.allow_tf32 is before
     assert torch._C._get_cudnn_allow_tf32() is before  # an error where operators are left at odds with it

@@ -14,6 +14,7 @@ from .. import pipelines
 from ..calibration.search import HELD_OUT, calibrate
 from ..evaluation import hard_variants, metrics, quality
 from ..options import SageAttnProcessor
+from . import loading
 from .checks import check_csv, check_file, float32_settings_kept
 from .loading import (
     DeviceOption,
@@ -22,7 +23,6 @@ from .loading import (
     console,
     example_prompts,
     fail,
-    load_pipeline,
     own_dtype,
     quality_table,
     quiet_diffusers,
@@ -93,7 +93,7 @@ def calibrate_policy(
     check_file(output, "--output", ".json")
     check_file(state, "--state", ".json")
     check_csv(csv)
-    pipe = load_pipeline(pipeline, device, dtype)
+    pipe = loading.load_pipeline(pipeline, device, dtype)
     prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
     with next(iter(variants.values()))(_denoiser(pipe)):
         try:
@@ -144,7 +144,7 @@ def rules(
     chosen = [v for v in known if not variant or v.name in variant]
     settings = _variants(hard)
     check_csv(csv)
-    pipe = load_pipeline(pipeline, device, dtype)
+    pipe = loading.load_pipeline(pipeline, device, dtype)
     prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
     for name, harder in settings.items():
         label = case_label(pipeline, pipe) + (f"_{name}" if name else "")
@@ -175,7 +175,7 @@ def transfer(
 ) -> None:
     """What a table of scales loses with another scheduler than it was learnt with: own table, and transferred."""
     check_csv(csv)
-    pipe = load_pipeline(pipeline, device, dtype)
+    pipe = loading.load_pipeline(pipeline, device, dtype)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
     config, prompts = _options(pipeline), example_prompts(images)
     with tempfile.TemporaryDirectory() as folder:

@@ -21,6 +21,7 @@ except ImportError as missing:
 
 from .. import pipelines
 from ..options import SCALINGS, SageAttnProcessor
+from . import loading
 from .calibrate import calibrate_policy, case_label, rules, transfer
 from .checks import check_csv, check_picture, float32_settings_kept, save_picture
 from .language import bench_language
@@ -31,7 +32,6 @@ from .loading import (
     console,
     example_prompts,
     fail,
-    load_pipeline,
     load_skeleton,
     quality_table,
     refuse_idle,
@@ -83,7 +83,7 @@ def demo(
     """Draw the same seeds with stock and with INT8 attention, and show what differs."""
     config = _config(recipe, scaling)
     check_picture(output)
-    pipe = load_pipeline(pipeline, device)
+    pipe = loading.load_pipeline(pipeline, device)
     from ..evaluation import quality
     from ..evaluation.side_by_side import amplification, side_by_side
 
@@ -185,7 +185,7 @@ def bench_quality(
         raise typer.BadParameter(f"{outlier} is not a power of two", param_hint="--outlier")
     check_csv(csv)
     for name in pipeline:
-        pipe = load_pipeline(name, device, dtype)
+        pipe = loading.load_pipeline(name, device, dtype)
         variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
         prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
         size = {"steps": steps, "batch": batch}
