@@ -139,7 +139,7 @@ def test_doctor_speaks_json(monkeypatch):
 def test_E10_doctor_needs_torch_alone():
     code = f"""
         import json, torch
-        from sage_processors import doctor
+        from sage_processors.cli import doctor
         doctor.CASES = doctor.CASES[:1]
         found = doctor.examine(torch.device("cpu"))
         assert not set({OPTIONAL!r}) & set(sys.modules)
