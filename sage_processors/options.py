@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 
 
-# What a user may write, and the `scaling=` the op then gets; those with a rule in scale_rules.py also get a state.
+# What a user may write, and the `scaling=` the op then gets; those with a rule in sage_kernels/planning/rules.py also
+# get a state.
 SCALINGS = {
     "timestep": "per_token",
     "timestep_adaptive": "per_token",
@@ -159,7 +160,7 @@ class SageAttnProcessor:
             fits. A number serves all heads: 1 is s ∝ σ, -1 is s ∝ 1/σ.
         keep_first_steps, keep_last_steps: so many steps at the start and at the end of a run stay in 16 bit (reason
             "window"). A step is one step of the scheduler.
-        keep_below_noise: steps at noise levels below this stay in 16 bit, 0 to 1 (1 is pure noise), see timestep.py.
+        keep_below_noise: steps at noise levels below this stay in 16 bit, 0 to 1 (1 is pure noise).
         keep_noise: (low, high): steps at noise levels of low and above, and below high, stay in 16 bit; a high of 1
             holds 1 itself too. () is none.
             These four need a pipeline, whose scheduler says where a run is. A compiled model gets a second version.

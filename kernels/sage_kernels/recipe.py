@@ -22,7 +22,7 @@ BALANCE_NEAR_BELOW, BALANCE_NEAR_ABOVE = 1_587_183, 5_719_294
 SHRINK_LIMIT = 0.875
 # A plan's center and balance serve a call while the squared error they leave, as a sample of so many tokens has it,
 # is at most this many times that of the best ones, which follow the sample's noise: a plan of other inputs of the same
-# kind has 0.9 to 1.9, one of keys five times as large or of channels four times as large 3.1 and more.
+# kind is to stay below it, one of keys five times as large or of channels eight times as large above.
 FIT_SAMPLES, FIT_LIMIT = 32, 2.6
 
 # e4m3: 4 significant bits from 2^-6 on, steps of 2^-9 below, nothing above 448 but NaN.

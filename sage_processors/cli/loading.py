@@ -46,6 +46,7 @@ def refuse_idle(results) -> None:
 
 
 def fail(message: str) -> NoReturn:
+    """End the command with this message and exit code 1."""
     Console(stderr=True).print(f"Error: {message}", style="red", markup=False, soft_wrap=True)
     raise typer.Exit(1)
 
@@ -61,6 +62,7 @@ def example_prompts(count: int) -> list[str]:
 
 
 def torch_device(device: str) -> torch.device:
+    """The device of this name; "auto" is a GPU if there is one. Raises: typer.BadParameter."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -72,6 +74,7 @@ def torch_device(device: str) -> torch.device:
 
 
 def quiet_diffusers():
+    """diffusers, with its and transformers' progress bars and hints off. Raises: ImportError naming the extra."""
     try:
         import diffusers
         import transformers
@@ -132,6 +135,7 @@ class _Skeleton:
 
 
 def load_skeleton(name: str):
+    """A pipeline or model of this name built from its configs alone, without weights."""
     diffusers, source = quiet_diffusers(), _locate(name)
 
     def build(class_name: str, **where):

@@ -2,7 +2,7 @@
 
 What kernels/sage_kernels/planning/state.py does in some two hundred tensor operations, for the rules "timestep" and
 "timestep_adaptive": each of them is a launch that the host takes longer for than the GPU, and the next step waits for
-all. What enters the table is scale_table.record's business there, and has its words.
+all. What enters the table is planning.table.record's business there, and has its words.
 """
 
 import torch
@@ -97,7 +97,7 @@ def _clamped(new, limit, move):
 
 @triton.jit
 def _moved(q_o, high_o, low_o, v_o, q, high, low, v, is_channel, move):
-    """Statistics as near to the new ones as an entry of the old ones may come in one step: scale_table.moved."""
+    """Statistics as near to the new ones as an entry of the old ones may come in one step: planning.table.moved."""
     old_high, old_low = high_o * 0.5, low_o * 0.5
     old_center = old_high + old_low
     room = _floored(tl.where(is_channel, old_high - old_low, 0.0))
@@ -143,7 +143,7 @@ def _plan_step_kernel(
     reached = tl.where(is_channel, q + tl.abs(high) + tl.abs(low) + v * 0.0, 0.0)
     seen = (calls > 0) & _all_finite(reached)
 
-    # whether it is of the size of the step that its plan was made from: scale_table.agreeing
+    # whether it is of the size of the step that its plan was made from: planning.table.agreeing
     center = tl.load(plan + _CENTER * width, mask=inside, other=0.0)
     weight = tl.load(plan + _K_WEIGHT * width, mask=inside, other=0.0)
     q_weight = tl.load(plan + _Q_WEIGHT * width, mask=inside, other=0.0)
@@ -158,7 +158,7 @@ def _plan_step_kernel(
     agrees = planned & (k_range >= lowest) & (k_range <= highest)
     agrees = agrees & (q_reach >= old_scale * lowest) & (q_reach <= old_scale * highest) & v_fits
 
-    # what of it enters the table: scale_table.record
+    # what of it enters the table: planning.table.record
     frozen = tl.load(frozen_ptr) > 0
     takes = seen & (frozen == 0)
     places = tl.arange(0, BINS)

@@ -1,4 +1,4 @@
-"""From the statistics that a rule chose to the plan that the kernels read: the formulas at the head of scales.py."""
+"""From the statistics that a rule chose to the plan that the kernels read: the formulas at the head of state.py."""
 
 from __future__ import annotations
 

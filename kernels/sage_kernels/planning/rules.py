@@ -1,4 +1,4 @@
-"""Scaling rules: which statistics plan the next step. One state object (scales.py) serves all of them.
+"""Scaling rules: which statistics plan the next step. One state object (state.py) serves all of them.
 
 A rule sees three sources: the step just finished, the table of statistics per noise level, and what it keeps of this
 run. It returns one `Source` per step; turning that into c, b and s, and the kernels' guard (a tile of keys beyond
@@ -216,7 +216,7 @@ def fit_power(log_levels: torch.Tensor, scales: torch.Tensor, valid: torch.Tenso
     return PowerFit(gamma, r2, mean_y, mean_x, good)
 
 
-# By the name that a user writes; config.py says what each is good for.
+# By the name that a user writes; sage_processors/options.py says what each is good for.
 RULES = {
     "timestep": lambda config: Timestep(),
     "timestep_adaptive": lambda config: TimestepAdaptive(),

@@ -13,8 +13,8 @@ planned scale: a row of Q lies in the attention kernel's registers, where its ow
 Q's error; Q_int = round((q/b) / s_row).
 Where V is quantised too (recipe "qk_int8_pv_fp8"), its scale per channel is planned from the same step's amax, with
 room for growth by 7 times: a floating-point format is as precise there. What grew further is clipped, and counted.
-Which step's statistics these are is the rule's business (scale_rules.py), what of them is kept for later runs that of
-scale_table.py. Derivation and measurements: kernels/README.md.
+Which step's statistics these are is the rule's business (rules.py), what of them is kept for later runs that of
+table.py. Derivation and measurements: kernels/README.md.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ScaleState:
         device: where the model runs.
         margin: planned scale over the one that the largest value seen needs, > 0. Tiles beyond it scale themselves.
         bins: noise levels told apart, uniform in asin(u).
-        rule: which statistics plan the next step, of scale_rules.py; Timestep() if None. One rule serves one state.
+        rule: which statistics plan the next step, of rules.py; Timestep() if None. One rule serves one state.
     Raises: ValueError for no sites, margin <= 0 or bins < 1.
     """
 
@@ -126,7 +126,7 @@ class ScaleState:
         dims = torch.tensor([s.channels for s in self.sites for _ in range(s.kv_heads)])
         self._is_channel = (torch.arange(width) < dims[:, None]).to(device)
         self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, device=device)
-        self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # see scale_table.record
+        self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # see table.record
         self._run = torch.zeros((), dtype=torch.int32, device=device)
         # tensors: a flag on the host would be a guard of compiled code, and nothing to a CUDA graph
         self._frozen = torch.zeros((), dtype=torch.int32, device=device)
@@ -390,7 +390,7 @@ class ScaleState:
 
     @property
     def table_run(self) -> torch.Tensor:
-        """The run that left each entry of the table, int32 [bins, R]: see scale_table.record."""
+        """The run that left each entry of the table, int32 [bins, R]: see table.record."""
         return self._table_run
 
     @property
