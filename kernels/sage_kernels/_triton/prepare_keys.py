@@ -38,7 +38,7 @@ from .primitives import (
     planned_scale,
     round_to_int8,
 )
-from .sample_heads import load_fit_sample, plan_fits, sampled_balance, sampled_center
+from .sample_heads import plan_fits, sampled_balance, sampled_center
 
 
 _CALLS = tl.constexpr(COUNT_CALLS)
@@ -188,6 +188,7 @@ def prepare_keys(
     k_base = k_ptr + b * stride_kb + h.to(tl.int64) * stride_kh
     # rows of a sample that are loaded at once: a thread then holds 32 numbers of them
     SAMPLED: tl.constexpr = 4 * ROWS if 4 * ROWS < 128 else 128
+    FIT_ROWS: tl.constexpr = ROWS // 2 if ROWS // 2 < 32 else 32
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
     head_offset = head_of_batch.to(tl.int64)
     extent = seq_kv
@@ -204,10 +205,6 @@ def prepare_keys(
     misfit = False
     row = 0
     if SCALING == "planned":
-        # before anything that waits: this has to hide behind the loads of the plan
-        k_sample, counted, q_sample = load_fit_sample(
-            q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, HEAD_DIM, WIDTH, HAS_MASK
-        )
         row = tl.load(row_ptr) + h
         count = counts_ptr + row * _COUNTS
         planned = tl.load(plan_scale_ptr + row)
@@ -217,7 +214,13 @@ def prepare_keys(
         q_weight = tl.load(plan + _Q_WEIGHT * state_width, mask=is_channel, other=0.0)
         fits = (tl.load(count + _PLAN_KEY_A) == shape_key) | (tl.load(count + _PLAN_KEY_B) == shape_key)
         fits = fits & (planned > 0)
-        misfit = fits & (plan_fits(k_sample, counted, q_sample, center, weight, q_weight) == 0)
+        misfit = fits & (
+            plan_fits(
+                q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center, weight,
+                q_weight, HEAD_DIM, WIDTH, FIT_ROWS, HAS_MASK,
+            )
+            == 0
+        )  # fmt: skip
         planned = tl.where(fits & (misfit == 0), planned, 0.0)
     if (planned == 0) & (SMOOTH or SCALING == "planned"):  # no plan: what was read with it does not count
         if SMOOTH:

@@ -132,9 +132,9 @@ def sampled_balance(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_k
 
 
 @triton.jit
-def _fit_tokens(seq):
-    """numerics.fit_tokens: no division, as every program does this."""
-    return tl.minimum(tl.arange(0, FIT_SAMPLES) * (seq // FIT_SAMPLES + 1), tl.maximum(seq, 1) - 1)
+def _fit_tokens(i, seq):
+    """Those of numerics.fit_tokens with these numbers [ROWS]."""
+    return tl.minimum(i * (seq // FIT_SAMPLES + 1), tl.maximum(seq, 1) - 1)
 
 
 @triton.jit
@@ -150,37 +150,52 @@ def _load_by_channel(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WI
 
 
 @triton.jit
-def load_fit_sample(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr,
-                     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """The tokens that `_plan_fits` looks at, all at once: keys, whether they count, and queries of the group's heads
-    one after the other, [FIT_SAMPLES, WIDTH]."""
-    tokens = _fit_tokens(extent)
-    k = _load_by_channel(k_base, tokens, stride_ks, extent, HEAD_DIM, WIDTH)
-    counted = tokens >= 0
-    if HAS_MASK:
-        counted = tl.load(reach_ptr + tokens) > _FAINT
-    heads = tl.arange(0, FIT_SAMPLES) * group // FIT_SAMPLES
-    q_rows = q_base + heads.to(tl.int64)[:, None] * stride_qh
-    return k, counted, _load_by_channel(q_rows, _fit_tokens(seq_q), stride_qs, seq_q, HEAD_DIM, WIDTH)
+def _fit_steps(seq, ROWS: tl.constexpr):
+    """FIT_SAMPLES // ROWS, which the compiler does not know: code that is run once costs its fetching, so this loop
+    must not be unrolled."""
+    return tl.minimum(FIT_SAMPLES // ROWS, tl.maximum(seq, 0) + FIT_SAMPLES)
 
 
 @triton.jit
-def plan_fits(k, counted, q, center, k_weight, q_weight):
+def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center, k_weight,
+              q_weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+              HAS_MASK: tl.constexpr):  # fmt: skip
     """reference._plan_fits of one head. Every program of the head has the same sample, so all decide alike.
 
-    Joined, as each reduction on its own makes all warps wait for each other a few times.
+    One pass: squares about the middle of K's range follow from those about the center. Reductions are joined, as each
+    on its own makes all warps wait for each other a few times.
     """
-    q = tl.where(q * 0.0 == 0.0, tl.abs(q), 0.0) * q_weight[None, :]
-    q = q / tl.maximum(tl.sum(q, 1), AMAX_FLOOR)[:, None]  # rows have scales of their own: one that is loud is one
-    counted = counted[:, None] & (k * 0.0 == 0.0)
-    top = tl.where(counted, k, float("-inf"))
-    high, low = tl.split(tl.max(tl.join(top, tl.where(counted, -k, float("-inf"))), 0))
-    middle = tl.where(high >= -low, high * 0.5 - low * 0.5, 0.0)
-    off = tl.where(counted, (k - center[None, :]) * k_weight[None, :], 0.0)
-    least = tl.where(counted, (k - middle[None, :]) * k_weight[None, :], 0.0)
-    sizes, q_size = tl.split(tl.sum(tl.join(tl.join(off * off, least * least), tl.join(q * q, q * q)), 0))
-    k_size, best = tl.split(sizes)
-    q_size, _ = tl.split(q_size)
+    high = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
+    low = high  # of -k
+    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    squares, q_squares = total, total
+    number = tl.zeros([ROWS], tl.float32)
+    for step in range(_fit_steps(extent, ROWS)):
+        i = step * ROWS + tl.arange(0, ROWS)
+        tokens = _fit_tokens(i, extent)
+        k = _load_by_channel(k_base, tokens, stride_ks, extent, HEAD_DIM, WIDTH)
+        counted = tokens >= 0
+        if HAS_MASK:
+            counted = tl.load(reach_ptr + tokens) > _FAINT
+        heads = i * group // FIT_SAMPLES  # of the group, one after the other
+        q_rows = q_base + heads.to(tl.int64)[:, None] * stride_qh
+        q = _load_by_channel(q_rows, _fit_tokens(i, seq_q), stride_qs, seq_q, HEAD_DIM, WIDTH)
+        q = tl.where(q * 0.0 == 0.0, tl.abs(q), 0.0) * q_weight[None, :]
+        q = q / tl.maximum(tl.sum(q, 1), AMAX_FLOOR)[:, None]  # rows have scales of their own: one that is loud is one
+        q_squares += q * q
+        number += counted.to(tl.float32)
+        seen = counted[:, None] & (k * 0.0 == 0.0)
+        high = tl.maximum(high, tl.where(seen, k, float("-inf")))
+        low = tl.maximum(low, tl.where(seen, -k, float("-inf")))
+        k = tl.where(seen, (k - center[None, :]) * k_weight[None, :], 0.0)
+        total += k
+        squares += k * k
+    high, low = tl.split(tl.max(tl.join(high, low), 0))
+    sums, q_sums = tl.split(tl.sum(tl.join(tl.join(total, squares), tl.join(q_squares, q_squares)), 0))
+    total, k_size = tl.split(sums)
+    q_size, _ = tl.split(q_sums)
+    off = tl.where(high >= -low, (high * 0.5 - low * 0.5 - center) * k_weight, 0.0)  # the middle
+    best = tl.maximum(k_size + off * (off * tl.sum(number, 0) - total * 2.0), 0.0)
     best = tl.sqrt(best * q_size)
     tops, best_top = tl.split(tl.max(tl.join(tl.join(k_size, q_size), tl.join(best, best)), 0))
     k_top, q_top = tl.split(tops)
