@@ -43,7 +43,7 @@ class Attend:
         self._return_lse = True
         if tier == "reference":
             return
-        from sage_kernels._triton import launch_attention
+        from sage_kernels._triton.attention import launch as launch_attention
 
         choose = launch_attention.device_tile
 

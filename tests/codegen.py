@@ -20,16 +20,16 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
-from sage_kernels._triton.append_kv import _append_kv_kernel
-from sage_kernels._triton.attention_decode import _combine_kernel, _decode_attention_kernel
-from sage_kernels._triton.attention_fwd import _attention_fwd_kernel
-from sage_kernels._triton.decode_tiles import LONG, decode_tile
-from sage_kernels._triton.mask_tiles import _key_mask_kernel, _row_mask_kernel
-from sage_kernels._triton.plan_step import _plan_step_kernel
-from sage_kernels._triton.prepare_values import _value_amax_kernel
-from sage_kernels._triton.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
-from sage_kernels._triton.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels._triton.tiles import Tile, choose_tile, query_slice
+from sage_kernels._triton.attention.kernel import _attention_fwd_kernel
+from sage_kernels._triton.attention.tiles import Tile, choose_tile, query_slice
+from sage_kernels._triton.decode.append_kv import _append_kv_kernel
+from sage_kernels._triton.decode.attention import _combine_kernel, _decode_attention_kernel
+from sage_kernels._triton.decode.tiles import LONG, decode_tile
+from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel, _row_mask_kernel
+from sage_kernels._triton.prologue.plan_step import _plan_step_kernel
+from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
+from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
+from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -138,7 +138,7 @@ def attention(
     if tile.kernel == "hopper":
         from triton.experimental.gluon import language as gl
 
-        from sage_kernels._triton.attention_fwd_hopper import attention_fwd_hopper_kernel as kernel
+        from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel as kernel
 
         blocks = [("keys", "i8", [tile.block_n, width], gl.int8)]
         if pv == "16bit":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-import sage_kernels.reference_decode
+import sage_kernels.reference
 from sage_kernels import sage_decode_attention
-from sage_kernels.masking import Masking, canonical_mask
-from sage_kernels.reference_decode import decode_band, ref_append_kv, ref_decode_attention
+from sage_kernels.masking import Masking, canonical_mask, decode_band
+from sage_kernels.reference import ref_append_kv, ref_decode_attention
 from sage_kernels.testing import FP32_ROUNDING, exact_attention, make_qkv, relative_l2
 
 
@@ -24,14 +24,14 @@ class Decode:
         self.dtypes = DTYPES.get(tier, DTYPES["reference"])
         self.splits = None
         if tier == "interpreter":
-            from sage_kernels._triton.attention_decode import launch_decode_attention
+            from sage_kernels._triton.decode.attention import launch_decode_attention
 
             def launch(*args, **options):
                 return launch_decode_attention(*args, **options, return_lse=True, splits=self.splits)
 
-            patch.setattr(sage_kernels.reference_decode, "ref_decode_attention", launch)
+            patch.setattr(sage_kernels.reference, "ref_decode_attention", launch)
         elif tier == "cuda":
-            from sage_kernels._triton import attention_decode
+            from sage_kernels._triton.decode import attention as attention_decode
 
             choose = attention_decode.choose_splits
             patch.setattr(attention_decode, "choose_splits", lambda *shape: self.splits or choose(*shape))

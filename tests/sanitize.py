@@ -124,11 +124,12 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     import torch
 
     from sage_kernels import HeadState
-    from sage_kernels._triton import launch_attention
-    from sage_kernels._triton.attention_fwd_hopper import attention_fwd_hopper_kernel
-    from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
-    from sage_kernels._triton.rotate import launch_rotate
-    from sage_kernels._triton.tiles import Tile, head_width
+    from sage_kernels._triton.attention import launch as launch_attention
+    from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel
+    from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
+    from sage_kernels._triton.attention.tiles import Tile
+    from sage_kernels._triton.primitives import head_width
+    from sage_kernels._triton.prologue.rotate import launch_rotate
     from sage_kernels.numerics import padded_head_dim
     from sage_kernels.planning.state import ScaleState, Site
     from sage_kernels.recipe import RECIPES

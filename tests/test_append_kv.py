@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_kernels import append_kv
-from sage_kernels.reference_decode import ref_append_kv, ref_quantize_tokens
+from sage_kernels.reference import ref_append_kv, ref_quantize_tokens
 
 
 BATCH, HEADS = 2, 3
@@ -33,7 +33,7 @@ def mean_of(k):
 
 def launch(k, v, mean, cache, position, ring):
     """The kernel itself: on CPU tensors the op would run the reference."""
-    from sage_kernels._triton.append_kv import launch_append_kv
+    from sage_kernels._triton.decode.append_kv import launch_append_kv
 
     device = cache[0].device
     on_device = isinstance(position, torch.Tensor)

@@ -36,8 +36,8 @@ DTYPES = {"interpreter": (torch.float16,), "cuda": (torch.float16, torch.bfloat1
 
 def run_kernel(q, k, v, device, *, scaling="per_token", state=None, smooth_k=True, return_lse=True):
     """The kernels (not the reference) on `device`, and the block sizes of the scales that they used."""
-    from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
-    from sage_kernels._triton.tiles import head_width
+    from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
+    from sage_kernels._triton.primitives import head_width
 
     q, k, v = (x.to(device) for x in (q, k, v))
     mode = "planned" if state is not None else scaling

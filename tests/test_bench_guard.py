@@ -19,8 +19,9 @@ from recording_driver import install
 handed = install()
 import bench_guard
 from cases import square
-from sage_kernels._triton import attention_fwd_hopper, launch_attention
-from sage_kernels._triton.tiles import choose_tile
+from sage_kernels._triton.attention import launch as launch_attention
+from sage_kernels._triton.attention.hopper import kernel as attention_fwd_hopper
+from sage_kernels._triton.attention.tiles import choose_tile
 
 # a Hopper GPU, for tensors on the CPU
 torch.cuda.device_of = lambda x: contextlib.nullcontext()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels import attention, decode, made_again
+from sage_kernels import attention, decode, replay
 from sage_kernels.results import read_rows
 from tests.test_import_boundaries import ROOT
 
@@ -56,17 +56,17 @@ def test_calls_go_through_the_dispatcher_only_where_they_should(bench, name, mon
 
     original = attention._run
     monkeypatch.setattr(attention, "_run", run)
-    before = vars(attention).copy(), vars(decode).copy(), vars(made_again).copy()
+    before = vars(attention).copy(), vars(decode).copy(), vars(replay).copy()
     q = torch.randn(1, 8, 2, 16)
     with bench.Variant(name, bench.VARIANTS[name]).on():
         sage_kernels.sage_attention(q, q, q)
     assert ways == [name in ("without_way_round", "without_any")]
-    assert before == (vars(attention), vars(decode), vars(made_again))  # all is as it was
+    assert before == (vars(attention), vars(decode), vars(replay))  # all is as it was
 
 
 def test_a_variant_with_other_bits_gets_no_row(bench):
     def turn():
-        is_off = attention.is_plain_call is not made_again.is_plain_call
+        is_off = attention.is_plain_call is not replay.is_plain_call
         return bench.Turn(1.0, torch.full((2,), float(is_off)))
 
     variants, failures = bench.take_turns(turn, 1, torch.device("cpu"))

@@ -119,7 +119,7 @@ def test_Q34_an_edited_kernel_makes_its_outcomes_those_of_other_sources(tmp_path
     (kernels / "notes.txt").write_text("x")
     assert kernel_sources(kernels) == kernel_sources()
     hashes = {kernel_sources()}
-    file = kernels / "_triton" / "attention_fwd.py"
+    file = kernels / "_triton" / "attention" / "kernel.py"
     text = file.read_text(encoding="utf-8")
     for change in (lambda: file.write_text(text + "#"), lambda: file.rename(kernels / file.name),
                    lambda: (kernels / "new.py").write_text("")):  # fmt: skip

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels import compat, made_again
+from sage_kernels import compat, replay
 from tests.recording_driver import run
 from tests.test_import_boundaries import ROOT
 
@@ -59,7 +59,7 @@ DEVICE = "cuda" if {on_gpu} else "cpu"
 
 def check(name):
     import sage_kernels
-    from sage_kernels import compat, made_again
+    from sage_kernels import compat, replay
     from sage_kernels.testing import make_qkv
     from sage_kernels.reference import ref_attention
     inputs = make_qkv("normal", 1, 30, 40, 2, 1, 64, dtype=torch.float16)
@@ -81,7 +81,7 @@ def check(name):
     assert all(torch.equal(x, decoded[0]) for x in decoded)
     assert (decoded[0] - out[:, :1]).abs().max() < 0.05, "decode"
     looked_up = ("_C._dispatch", "_C._len", "_C.Dispatch", "_profiler_enabled", "_current_level")
-    assert made_again.is_plain_call(q) == (not any(part in name for part in looked_up)), "plain"
+    assert replay.is_plain_call(q) == (not any(part in name for part in looked_up)), "plain"
     # what sage_processors asks for
     compat.mark_static_address(torch.zeros(1))
     class Mode(torch.overrides.TorchFunctionMode):
@@ -131,11 +131,11 @@ def check(name):
     q, k, v = make_qkv("normal", 1, 30, 70, 2, 1, 64, dtype=torch.float16)
     options = dict(scale=0.125, scaling="per_token", smooth_k=True)
     if "gdc" not in name:
-        from sage_kernels._triton.launch_attention import launch_attention_fwd
+        from sage_kernels._triton.attention.launch import launch_attention_fwd
         out, _ = launch_attention_fwd(q, k, v, state=None, return_lse=False, **options)
         assert (out - ref_attention(q, k, v, **options)[0]).abs().max() < 5e-3, "attention"
-    from sage_kernels._triton.attention_decode import launch_decode_attention
-    from sage_kernels.reference_decode import ref_append_kv, ref_decode_attention
+    from sage_kernels._triton.decode.attention import launch_decode_attention
+    from sage_kernels.reference import ref_append_kv, ref_decode_attention
     from sage_kernels.masking import UNLIMITED, Masking
     cache = []
     for _ in "kv":
@@ -192,7 +192,9 @@ def hide(name):
     compat.attribute = attribute
 
 def check(name, launched={{}}):
-    from sage_kernels._triton import compat, launch as launching, launch_attention, prologue
+    from sage_kernels._triton import compat, launch as launching
+    from sage_kernels._triton.attention import launch as launch_attention
+    from sage_kernels._triton.prologue import prologue
     from sage_kernels.masking import make_masking
     launch_attention.processors_of = prologue.processors_of = lambda device: 132
     real = launch_attention.device_tile
@@ -276,7 +278,9 @@ def test_E22_every_name_of_gluon_that_is_used_is_known_and_its_absence_noticed(m
     pytest.importorskip("triton", reason="triton is not installed")
     from sage_kernels._triton import compat
 
-    sources = "".join(file.read_text() for file in (ROOT / "kernels/sage_kernels/_triton").glob("*hopper*.py"))
+    sources = "".join(
+        file.read_text() for file in (ROOT / "kernels/sage_kernels/_triton/attention/hopper").glob("*.py")
+    )
     used = {name.rstrip(".") for name in re.findall(r"\bgl\.([A-Za-z_0-9.]+)", sources)}
     assert used == {name.partition("gluon.language.")[2] for name in compat.GLUON if ".language." in name and
                     ".nvidia." not in name}  # fmt: skip
@@ -347,12 +351,12 @@ def test_E23_a_call_is_made_while_another_thread_forgets_all(monkeypatch):
     x = torch.zeros(1, 2)
 
     def again(given, numbers=None):
-        thread = threading.Thread(target=made_again.forget)
+        thread = threading.Thread(target=replay.forget)
         thread.start()
         thread.join()
         return "made again"
 
-    key = (("options",), made_again.layout_of(x), made_again.layout_of(x))
-    monkeypatch.setitem(made_again.made, key, again)
-    assert made_again.make_again(key, (x, x)) == (key, "made again")
+    key = (("options",), replay.layout_of(x), replay.layout_of(x))
+    monkeypatch.setitem(replay.made, key, again)
+    assert replay.make_again(key, (x, x)) == (key, "made again")
     assert sage_kernels.sage_attention(*torch.zeros(3, 1, 2, 1, 8)).shape == (1, 2, 1, 8)

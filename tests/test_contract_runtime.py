@@ -178,7 +178,7 @@ def test_E07_a_sample_has_the_same_bits_alone_and_in_a_batch_of_8(attend):
 
 def test_E09_a_gpu_that_is_too_old_is_named(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.launch_attention import device_tile
+    from sage_kernels._triton.attention.launch import device_tile
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
@@ -190,7 +190,7 @@ def test_E09_a_gpu_that_is_too_old_is_named(monkeypatch):
 def test_E09_a_gpu_without_fp8_is_named_with_the_recipe_that_it_runs(capability, monkeypatch):
     """(9, 4) on ROCm: its e4m3 is another format."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.launch_attention import device_tile
+    from sage_kernels._triton.attention.launch import device_tile
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
@@ -202,8 +202,8 @@ def test_E09_a_gpu_without_fp8_is_named_with_the_recipe_that_it_runs(capability,
 def test_E09_small_shared_memory_gets_smaller_tiles(monkeypatch):
     """99 KB a block on sm_86 and sm_89 (and 120) against 163 KB: codes and values of all stages must fit."""
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.launch_attention import device_tile
-    from sage_kernels._triton.tiles import head_width
+    from sage_kernels._triton.attention.launch import device_tile
+    from sage_kernels._triton.primitives import head_width
 
     monkeypatch.setattr(torch.version, "hip", None)
     for capability, limit in (((8, 0), 163), ((8, 6), 99), ((8, 9), 99), ((12, 0), 99), ((10, 0), 227)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_kernels import append_kv, sage_decode_attention
-from sage_kernels.reference_decode import ref_append_kv
+from sage_kernels.reference import ref_append_kv
 from sage_kernels.testing import FAMILIES, FP32_ROUNDING, relative_l2, sqnr_db
 from tests.decode_cases import SPARE, Decode, exact, filled, inputs, length
 
@@ -275,7 +275,7 @@ def test_empty_cache_and_empty_batch(decode):
 
 def test_splits_are_few_and_leave_nothing_idle():
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.decode_tiles import choose_splits
+    from sage_kernels._triton.decode.tiles import choose_splits
 
     slots = 132 * 4
     for programs in (1, 8, 64, 256, 600, 5000):
@@ -293,7 +293,7 @@ def test_splits_are_few_and_leave_nothing_idle():
 
 def test_the_tile_of_long_caches_is_that_of_the_gpu_it_was_timed_on():
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.decode_tiles import LONG, decode_tile
+    from sage_kernels._triton.decode.tiles import LONG, decode_tile
 
     usual = decode_tile(128, 4)
     assert len({decode_tile(128, 4, LONG, 90), decode_tile(128, 4, LONG - 1, 90), usual}) == 3

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sage_kernels import made_again, sage_attention
+from sage_kernels import replay, sage_attention
 from sage_kernels.state import new_head_state
 
 
@@ -23,11 +23,13 @@ import torch
 from recording_driver import install
 
 install(device=None, stream=7)
-from sage_kernels._triton import launch as launching, launch_attention, prologue
-from sage_kernels._triton import attention_decode
-from sage_kernels._triton.attention_decode import launch_decode_attention
-from sage_kernels._triton.direct_launch import DirectLaunch, NotDirect
-from sage_kernels._triton.tiles import choose_tile
+from sage_kernels._triton import launch as launching
+from sage_kernels._triton.attention import launch as launch_attention
+from sage_kernels._triton.prologue import prologue
+from sage_kernels._triton.decode import attention as attention_decode
+from sage_kernels._triton.decode.attention import launch_decode_attention
+from sage_kernels._triton.launch.direct import DirectLaunch, NotDirect
+from sage_kernels._triton.attention.tiles import choose_tile
 from sage_kernels.masking import UNLIMITED, Masking, make_masking
 from sage_kernels.state import new_head_state
 
@@ -179,7 +181,7 @@ def compiled_for(kinds=("*bf16", "i32"), backend="cuda", **metadata):
 
 
 def test_what_needs_more_than_a_grid_is_left_to_triton():
-    from sage_kernels._triton.direct_launch import parameters_of
+    from sage_kernels._triton.launch.direct import parameters_of
 
     assert [x.nbytes for x in parameters_of(compiled_for())] == [8, 4, 8, 8]
     assert [x.nbytes for x in parameters_of(compiled_for(("constexpr", "fp32")))] == [4, 8, 8]
@@ -192,7 +194,7 @@ def test_what_needs_more_than_a_grid_is_left_to_triton():
 
 
 def test_results_are_made_like_a_tensor_of_their_kind_only():
-    from sage_kernels._triton.launch import _like
+    from sage_kernels._triton.launch.replay import _like
 
     result = torch.empty(2, 3, 4, 8)
     other, turned = torch.empty(2, 3, 4, 8, dtype=torch.float16), torch.empty(2, 4, 3, 8).transpose(1, 2)
@@ -211,10 +213,10 @@ def test_calls_made_again_are_launched_by_the_driver(recipe):
     generator = torch.Generator("cuda").manual_seed(3)
     q, k, v = (torch.randn(1, 700, 4, 64, device="cuda", generator=generator).bfloat16() for _ in range(3))
     state = new_head_state(4, 64, "cuda")
-    before = set(made_again.made)
+    before = set(replay.made)
     first = sage_attention(q, k, v, state=state, recipe=recipe)
-    (key,) = set(made_again.made) - before
-    assert all(step.direct is not None for step in made_again.made[key].launches)
+    (key,) = set(replay.made) - before
+    assert all(step.direct is not None for step in replay.made[key].launches)
     results = [sage_attention(q, k, v, state=state, recipe=recipe)]
     in_the_way = torch.empty(3 << 20, device="cuda")  # the next buffers lie elsewhere
     thread = threading.Thread(target=lambda: results.append(sage_attention(q, k, v, state=state, recipe=recipe)))

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sage_kernels
-from sage_kernels import append_kv, compat, made_again, new_head_state, sage_attention, sage_decode_attention
+from sage_kernels import append_kv, compat, new_head_state, replay, sage_attention, sage_decode_attention
 from sage_kernels.planning.state import ScaleState, Site
 from tests import decode_cases
 from tests.attention_cases import Attend, normal
@@ -95,7 +95,7 @@ def test_L20_a_tensor_that_is_not_what_lies_in_memory(attention, name, qkv):
     for i in range(3):
         changed = list(inputs)
         changed[i] = RESOLVED[name](inputs[i])
-        assert not made_again.is_plain_call(*changed)
+        assert not replay.is_plain_call(*changed)
         assert torch.equal(run(*changed), wanted), "qkv"[i]
 
 
@@ -130,7 +130,7 @@ def test_L21_zeros_that_have_no_memory(attention, qkv):
         zeros, plain = list(inputs), list(inputs)
         zeros[i] = torch._efficientzerotensor(inputs[i].shape, dtype=inputs[i].dtype, device=device)
         plain[i] = torch.zeros_like(inputs[i])
-        assert zeros[i].data_ptr() == 0 and not made_again.is_plain_call(*zeros)
+        assert zeros[i].data_ptr() == 0 and not replay.is_plain_call(*zeros)
         assert torch.equal(run(*zeros), run(*plain)), "qkv"[i]
 
 
@@ -140,7 +140,7 @@ def test_L22_a_tensor_without_strides_in_memory_is_refused(name, qkv):
     for i in range(3):
         changed = list(qkv)
         changed[i] = REFUSED[name](qkv[i])
-        assert not made_again.is_plain_call(*changed)
+        assert not replay.is_plain_call(*changed)
         with pytest.raises((TypeError, ValueError), match="expected"):
             sage_attention(*changed)
         assert sage_kernels.unsupported(*changed, enable_gqa=True) is not None
@@ -162,9 +162,9 @@ def test_L23_ordinary_tensors_go_round_the_dispatcher(name, qkv):
     """Else the short way would be of no use, and nobody would notice."""
     assert compat.SEES_DISPATCH
     changed = [ORDINARY[name](x) for x in qkv]
-    assert made_again.is_plain_call(*changed, None)
+    assert replay.is_plain_call(*changed, None)
     with torch.inference_mode():
-        assert made_again.is_plain_call(*changed)
+        assert replay.is_plain_call(*changed)
     assert torch.equal(sage_attention(*changed), sage_attention(*qkv))
 
 
@@ -173,7 +173,7 @@ def test_L23_ordinary_tensors_go_round_the_dispatcher(name, qkv):
 def test_L23_on_a_gpu(name, qkv):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    assert made_again.is_plain_call(*(ORDINARY[name](x.cuda()) for x in qkv))
+    assert replay.is_plain_call(*(ORDINARY[name](x.cuda()) for x in qkv))
 
 
 @pytest.mark.parametrize(
@@ -182,9 +182,9 @@ def test_L23_on_a_gpu(name, qkv):
 def test_L24_the_negative_bit_of_a_cache_and_of_what_is_appended(tier, monkeypatch):
     decode = decode_cases.Decode(tier, monkeypatch)
     if tier == "interpreter":
-        from sage_kernels._triton.append_kv import launch_append_kv
+        from sage_kernels._triton.decode.append_kv import launch_append_kv
 
-        monkeypatch.setattr(sage_kernels.reference_decode, "ref_append_kv", launch_append_kv_as(launch_append_kv))
+        monkeypatch.setattr(sage_kernels.reference, "ref_append_kv", launch_append_kv_as(launch_append_kv))
     q, k, v = (x.to(decode.device) for x in decode_cases.inputs(1, 1, 9, 2, 1, 64))
     cache = [x.to(decode.device) for x in decode_cases.filled(k.cpu(), v.cpu(), capacity=10)]
     lengths = torch.tensor(9, device=decode.device)
@@ -242,12 +242,12 @@ def test_L20_no_call_with_a_negative_bit_is_made_again(planned, qkv):
         return sage_attention(*inputs, **options)
 
     wanted = [run(*inputs) for _ in range(4)][-1]
-    known = len(made_again.made)
+    known = len(replay.made)
     for i in range(3):
         changed = list(inputs)
         changed[i] = negative(inputs[i])
         assert torch.equal(run(*changed), wanted), "qkv"[i]
-    assert known and len(made_again.made) >= known
+    assert known and len(replay.made) >= known
 
 
 def test_E20_a_derivative_is_refused_not_lost(qkv):
@@ -258,7 +258,7 @@ def test_E20_a_derivative_is_refused_not_lost(qkv):
     cache = decode_cases.filled(k.transpose(1, 2), v.transpose(1, 2))
     with forward_ad.dual_level():
         dual = [forward_ad.make_dual(x, torch.ones_like(x)) for x in (q, k, v)]
-        assert not made_again.is_plain_call(dual[0])  # or a GPU would make the call again, unchecked
+        assert not replay.is_plain_call(dual[0])  # or a GPU would make the call again, unchecked
         for i in range(3):
             changed = [q, k, v]
             changed[i] = dual[i]

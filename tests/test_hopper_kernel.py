@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sage_kernels import RECIPES, sage_attention
-from sage_kernels._triton.tiles import Tile
+from sage_kernels._triton.attention.tiles import Tile
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from tests.attention_cases import FP8, Attend, key_padding, normal
@@ -48,7 +48,7 @@ def hopper_gpu():
 @pytest.fixture(params=TILES)
 def hopper(request, monkeypatch, hopper_gpu):
     """The op on the GPU, whose calls all take the Hopper kernel with one tile; 16-bit P with either reference."""
-    from sage_kernels._triton import launch_attention
+    from sage_kernels._triton.attention import launch as launch_attention
 
     head_dim, tile = TILES[request.param]
     monkeypatch.setattr(launch_attention, "device_tile", lambda *_, **__: tile)
@@ -86,7 +86,7 @@ def test_hidden_keys_are_hidden_and_may_be_nan(recipe, hopper):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_planned_steps_match_the_reference(recipe, mask, hopper, monkeypatch):
-    from sage_kernels._triton import launch_attention
+    from sage_kernels._triton.attention import launch as launch_attention
 
     skip_what_is_the_same(hopper, recipe)
     monkeypatch.setattr(launch_attention, "choose_tail", lambda *_: None)  # cut ones: test_split_tails.py
@@ -138,7 +138,7 @@ def test_rows_that_see_nothing_or_a_nan_do_not_cost_a_second_try(hopper):
 def test_only_warpgroups_whose_rows_left_the_range_do_theirs_again(left, keys, hopper, monkeypatch):
     """Whichever of a program's they are, with fewer key tiles than warpgroups too; other rows keep their bits.
     (Those done again may keep theirs, too: their number is counted.)"""
-    from sage_kernels._triton import launch_attention
+    from sage_kernels._triton.attention import launch as launch_attention
 
     monkeypatch.setattr(launch_attention, "choose_tail", lambda *_: None)  # cut ones: test_split_tails.py
     skip_what_is_the_same(hopper, FP8)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sage_kernels import append_kv, sage_decode_attention
-from sage_kernels.reference_decode import ref_append_kv
+from sage_kernels.reference import ref_append_kv
 from sage_kernels.testing import relative_l2
 from tests.decode_cases import Decode, exact, filled, inputs, length
 from tests.test_append_kv import GUARD, buffers, tokens
@@ -48,7 +48,7 @@ def unbalanced(batch, seq_q, seq_kv, heads, kv_heads, head_dim):
 @pytest.mark.parametrize("head_dim", [64, 7])
 @pytest.mark.parametrize("power_of_two", [True, False])
 def test_V30_append_kernel_balances_as_the_reference(kernel_device, head_dim, power_of_two):
-    from sage_kernels._triton.append_kv import launch_append_kv
+    from sage_kernels._triton.decode.append_kv import launch_append_kv
 
     k, v = tokens(17, head_dim)
     balance = balance_of(*k.shape[:2], head_dim) * (1.0 if power_of_two else 1.1)

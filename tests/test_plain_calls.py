@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_kernels import attention, made_again, new_head_state, sage_attention
+from sage_kernels import attention, new_head_state, replay, sage_attention
 from sage_kernels.testing import make_qkv
 
 
@@ -20,7 +20,7 @@ def qkv():
 
 
 def is_plain(*tensors):
-    return made_again.is_plain_call(*tensors)
+    return replay.is_plain_call(*tensors)
 
 
 @pytest.mark.parametrize("planned", [False, True])

@@ -25,7 +25,7 @@ def in_one_launch(state, finished, following, begins=None):
     if state.device.type == "cuda":
         state._advance_in_one_launch(finished, following, begins)
         return
-    from sage_kernels._triton.plan_step import launch_plan_step
+    from sage_kernels._triton.prologue.plan_step import launch_plan_step
 
     launch_plan_step(*state._launch_tensors(finished, following, begins), **state._launch_numbers())
     if begins is not None:

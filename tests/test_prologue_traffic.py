@@ -27,7 +27,7 @@ class Traffic:
     def __init__(self, patch):
         from triton.runtime import interpreter
 
-        from sage_kernels._triton import launch_attention
+        from sage_kernels._triton.attention import launch as launch_attention
 
         self.launches, self.touched, self.keys = [], [], None
         builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
@@ -97,7 +97,7 @@ def traffic(monkeypatch):
 
 
 def attend(traffic, q, k, v, **options):
-    from sage_kernels._triton.launch_attention import launch_attention_fwd
+    from sage_kernels._triton.attention.launch import launch_attention_fwd
 
     traffic.clear()
     options = {"scaling": "per_token", "state": None} | options
@@ -197,8 +197,8 @@ def test_scales_of_the_call_itself(traffic, scaling):
 
 
 def test_the_prologue_zeroes_what_it_is_asked_to_and_nothing_beside(traffic):
-    from sage_kernels._triton.launch_attention import launch_prologue
-    from sage_kernels._triton.mask_tiles import launch_mask_tiles
+    from sage_kernels._triton.attention.launch import launch_prologue
+    from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
     from sage_kernels.masking import NO_MASKING
 
     q, k, _ = inputs(seq=100)
@@ -267,7 +267,7 @@ def test_rotation_reads_and_writes_q_and_k_once_in_one_launch_more(traffic):
 
 def test_decoding_reads_its_inputs_and_nothing_beside_them(traffic):
     """A cache that is full to its end, within larger memory: looking a tile ahead must not look beyond."""
-    from sage_kernels._triton.attention_decode import launch_decode_attention
+    from sage_kernels._triton.decode.attention import launch_decode_attention
     from sage_kernels.masking import UNLIMITED, Masking
 
     tokens, guard = 3 * BLOCK, 4096

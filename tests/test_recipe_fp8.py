@@ -66,9 +66,9 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     """stateful: with a state that has no plan yet, so that each program looks for the largest values itself."""
     if not runs_fp8(kernel_device.type):
         pytest.skip("needs a GPU of compute capability 8.9 or newer")
-    from sage_kernels._triton.mask_tiles import launch_mask_tiles
-    from sage_kernels._triton.prologue import launch_prologue
-    from sage_kernels._triton.tiles import head_width
+    from sage_kernels._triton.primitives import head_width
+    from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
+    from sage_kernels._triton.prologue.prologue import launch_prologue
     from sage_kernels.masking import make_masking
 
     batch, seq, heads, head_dim = shape
@@ -235,7 +235,7 @@ def test_sums_of_many_keys_are_not_cut_off(name, head_dim):
 def test_planned_values_record_and_clip_as_the_reference(kernel_device):
     if not runs_fp8(kernel_device.type):
         pytest.skip("needs a GPU of compute capability 8.9 or newer")
-    from sage_kernels._triton.launch_attention import launch_attention_fwd
+    from sage_kernels._triton.attention.launch import launch_attention_fwd
     from sage_kernels.reference import ref_attention
 
     state = ScaleState([Site("a", 2, 40)], device=kernel_device)

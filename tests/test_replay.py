@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels import append_kv, decode, made_again, sage_attention, sage_decode_attention
+from sage_kernels import append_kv, decode, replay, sage_attention, sage_decode_attention
 from sage_kernels.state import new_head_state
 
 
@@ -20,8 +20,10 @@ import torch, triton
 from recording_driver import install, named
 
 handed = install(device=None, stream=7)
-from sage_kernels._triton import launch as launching, launch_attention, prologue
-from sage_kernels._triton.tiles import Tile, choose_tile
+from sage_kernels._triton import launch as launching
+from sage_kernels._triton.attention import launch as launch_attention
+from sage_kernels._triton.prologue import prologue
+from sage_kernels._triton.attention.tiles import Tile, choose_tile
 from sage_kernels.masking import make_masking
 from sage_kernels.recipe import RECIPES
 from sage_kernels.state import new_head_state
@@ -110,7 +112,8 @@ from recording_driver import install, named
 
 handed = install(device=None, stream=7)
 from sage_kernels import decode
-from sage_kernels._triton import append_kv, attention_decode, launch as launching
+from sage_kernels._triton import launch as launching
+from sage_kernels._triton.decode import append_kv, attention as attention_decode
 
 attention_decode.decode_capability = lambda device: 90
 attention_decode.programs_at_once = lambda device, tile: 528
@@ -141,7 +144,7 @@ for name, kind in KINDS.items():
         key, given, numbers = decode._attend_key(q, (*whole, kind["balance"]), kind["lengths"], kind["sinks"], options)
         keys.append(key)
         from sage_kernels.masking import Masking
-        from sage_kernels.reference_decode import decode_band
+        from sage_kernels.masking import decode_band
 
         def call():
             masking = Masking(None, *decode_band(kind["causal"], kind["window"]), softcap=0.0, sinks=kind["sinks"])
@@ -229,24 +232,24 @@ def test_the_key_of_a_decoding_step_holds_all_that_decides_it():
 
 
 def test_calls_are_told_apart_by_options_and_all_tensors():
-    made_again.forget()
+    replay.forget()
     x, y = torch.zeros(2, 3), torch.zeros(4)
     tensors = [(x, x), (x, x, y), (x, x, y.half()), (x.half(), x), (x, x, y[:2]), (torch.zeros(3, 2).T, x), (x.T, x)]
     calls = [(options, given) for options in ((1, int), (1.0, float)) for given in tensors]
     try:
         for number, (options, given) in enumerate(calls):
-            key, results = made_again.make_again((options, *map(made_again.layout_of, given)), given)
+            key, results = replay.make_again((options, *map(replay.layout_of, given)), given)
             assert results is None
-            made_again.made[key] = lambda *_, number=number: number
+            replay.made[key] = lambda *_, number=number: number
         for _ in range(3):
             for number, (options, given) in enumerate(calls):
-                key = (options, *map(made_again.layout_of, given))
-                assert made_again.make_again(key, given) == (key, number)
-        key = ((1, int), *map(made_again.layout_of, (x, y)))
-        assert made_again.make_again(key, (x, y)) == (key, None)
-        assert made_again.make_again(([], list), (x, x)) == (None, None)
+                key = (options, *map(replay.layout_of, given))
+                assert replay.make_again(key, given) == (key, number)
+        key = ((1, int), *map(replay.layout_of, (x, y)))
+        assert replay.make_again(key, (x, y)) == (key, None)
+        assert replay.make_again(([], list), (x, x)) == (None, None)
     finally:
-        made_again.forget()
+        replay.forget()
 
 
 def inputs(seed):
@@ -266,15 +269,15 @@ def as_tuple(results):
 @pytest.mark.parametrize("recipe", sorted(sage_kernels.RECIPES))
 @pytest.mark.parametrize("planned", [False, True])
 def test_calls_made_again_give_the_same_bits(options, recipe, planned, monkeypatch):
-    made_again.forget()
-    from sage_kernels._triton.launch import Replay
+    replay.forget()
+    from sage_kernels._triton.launch.replay import Replay
 
     states = [new_head_state(4, 64, "cuda") if planned else None for _ in range(5)]
     new = []
     for seed in (0, 1):
-        made_again.forget()
+        replay.forget()
         new.append(sage_attention(*inputs(seed), recipe=recipe, state=states[seed], **options))
-    assert len(made_again.made) == 1
+    assert len(replay.made) == 1
     again, calls = Replay.__call__, []
     monkeypatch.setattr(Replay, "__call__", lambda *arguments: calls.append(1) or again(*arguments))
     for seed in (0, 1, 0):  # found by its key, by what was found before, and once more
@@ -291,12 +294,12 @@ def test_calls_made_again_give_the_same_bits(options, recipe, planned, monkeypat
 
 @pytest.mark.gpu
 def test_a_known_call_still_meets_its_checks():
-    made_again.forget()
+    replay.forget()
     q, k, v = inputs(0)
     state = new_head_state(4, 64, "cuda")
     out = sage_attention(q, k, v, state=state)
     sage_attention(q, k, v, state=state)
-    assert len(made_again.made) == 1
+    assert len(replay.made) == 1
     with pytest.raises(NotImplementedError):
         sage_attention(q.requires_grad_(), k, v, state=state)
     q.requires_grad_(False)
@@ -313,7 +316,7 @@ def test_a_known_call_still_meets_its_checks():
 
 @pytest.mark.gpu
 def test_a_call_made_again_is_captured_and_runs_on_the_current_stream():
-    made_again.forget()
+    replay.forget()
     q, k, v = inputs(0)
     other = inputs(1)
     wanted = sage_attention(*other)
@@ -354,7 +357,7 @@ def test_a_growing_cache_is_decoded_again_with_the_same_bits():
         append_kv(*first, mean, *buffers, position=0)
         for step, (k, v, q) in enumerate(new):
             if forget:
-                made_again.forget()
+                replay.forget()
             append_kv(k, v, mean, *buffers, position=600 + step)
             held = [x[:, :, : 601 + step] for x in buffers]
             outs.append(sage_decode_attention(q, *held, mean, causal=True, return_lse=True))
@@ -362,9 +365,9 @@ def test_a_growing_cache_is_decoded_again_with_the_same_bits():
 
     one, two = ((codes[i], scales[i], codes[i + 1], scales[i + 1]) for i in (0, 2))
     fresh = decode_all(one, forget=True)
-    made_again.forget()
+    replay.forget()
     again = decode_all(two, forget=False)
-    kinds = sorted(key[0] for key in made_again.made)
+    kinds = sorted(key[0] for key in replay.made)
     assert kinds == ["append", "append", "decode"]  # the prompt, one token, and all steps of attention
     assert all(torch.equal(a, b) for pair in zip(fresh, again, strict=True) for a, b in zip(*pair, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

@@ -50,7 +50,7 @@ def test_reference_is_one_orthogonal_matrix(head_dim):
 
 @pytest.mark.parametrize("head_dim", [8, 40, 64, 96, 128, 256])
 def test_kernel_rotates_as_the_reference_from_any_strides(head_dim, kernel_device):
-    from sage_kernels._triton.rotate import launch_rotate
+    from sage_kernels._triton.prologue.rotate import launch_rotate
 
     dtypes = (torch.float16, torch.float32) + ((torch.bfloat16,) if kernel_device.type == "cuda" else ())
     for dtype in dtypes:
@@ -74,7 +74,7 @@ def test_kernel_rotates_as_the_reference_from_any_strides(head_dim, kernel_devic
 
 
 def test_what_is_no_number_stays_in_its_token(kernel_device):
-    from sage_kernels._triton.rotate import launch_rotate
+    from sage_kernels._triton.prologue.rotate import launch_rotate
 
     q, k, _ = normal(1, 70, 70, 2, 2, 40)
     k[0, 3, 1, 7] = float("nan")

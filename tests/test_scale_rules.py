@@ -132,7 +132,7 @@ def test_static_of_a_loaded_table_needs_no_first_run():
 
 
 def bin_of(state, u):
-    return int(state._bin_of(u))
+    return int(state._noise_bins.of(u))
 
 
 @pytest.mark.parametrize("gamma", [1.0, -1.0, 0.5])

@@ -181,8 +181,8 @@ def test_a_head_that_left_its_plan_does_not_trust_the_table(factor, strayed):
     own, table = state._shared.stats.clone(), entries(state)
     state.advance(1.0, LEVELS[1])
     from_own, from_table = new_state(), new_state()
-    for other, stats in ((from_own, own), (from_table, table[int(state._bin_of(LEVELS[1]))])):
-        other._plan(other.rule.following(other, other._bin_of(1.0), other._seen())._replace(
+    for other, stats in ((from_own, own), (from_table, table[int(state._noise_bins.of(LEVELS[1]))])):
+        other._plan(other.rule.following(other, other._noise_bins.of(1.0), other._seen())._replace(
             stats=stats, known=torch.ones(2, dtype=torch.bool)
         ))  # fmt: skip
     expected = from_own if strayed else from_table

@@ -170,11 +170,11 @@ def test_a_site_that_was_not_called_in_a_step_keeps_its_plan():
 
 def test_a_noise_level_is_in_one_bin_however_it_is_given():
     state = two_head_state(bins=16)
-    edges = state._bin_edges
+    edges = state._noise_bins.edges
     below = torch.nextafter(edges, torch.zeros(()))
     for u, expected in [(0.0, 0), (1.0, 15), (-0.5, 0), (1.5, 15)] + [
         (float(level), i + first) for first, levels in ((0, below), (1, edges)) for i, level in enumerate(levels)
     ]:
-        assert int(state._bin_of(u)) == int(state._bin_of(torch.tensor(u))) == expected
+        assert int(state._noise_bins.of(u)) == int(state._noise_bins.of(torch.tensor(u))) == expected
     middles = state.bin_levels()  # uniform in asin(u)
-    assert [int(state._bin_of(u)) for u in middles] == list(range(16))
+    assert [int(state._noise_bins.of(u)) for u in middles] == list(range(16))

@@ -18,8 +18,8 @@ def kernels(request, attend, monkeypatch):
     beside which scores become floats by an addition, as GPUs without wgmma have it."""
     if attend.tier == "reference":
         pytest.skip("the reference has no key tiles")
-    from sage_kernels._triton import launch_attention
-    from sage_kernels._triton.tiles import Tile
+    from sage_kernels._triton.attention import launch as launch_attention
+    from sage_kernels._triton.attention.tiles import Tile
 
     choose = launch_attention.device_tile
 
@@ -129,8 +129,8 @@ def test_scales_too_large_for_added_bits_are_converted(attend):
     """At 100 a code, 1.5·2^23 of them leave the reference 2^6 off and more: P would be inf, or nothing."""
     if attend.tier == "reference":
         pytest.skip("the reference has no key tiles")
-    from sage_kernels._triton.launch_attention import launch_attention_fwd
-    from sage_kernels._triton.tiles import Tile
+    from sage_kernels._triton.attention.launch import launch_attention_fwd
+    from sage_kernels._triton.attention.tiles import Tile
 
     q, k, v = (x.to(attend.device) for x in normal(1, SEQ_Q, SEQ_KV, HEADS, HEADS, HEAD_DIM))
     options = {"scale": HEAD_DIM**-0.5, "scaling": "per_block", "smooth_k": True, "state": None, "return_lse": True}

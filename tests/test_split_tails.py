@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_kernels import RECIPES, sage_attention
-from sage_kernels._triton.tiles import MAX_PIECES, Tail, Tile, choose_tail
+from sage_kernels._triton.attention.tiles import MAX_PIECES, Tail, Tile, choose_tail
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
@@ -59,8 +59,8 @@ def test_a_cut_tail_is_shorter_and_every_piece_has_keys():
 
 def test_only_tiles_of_one_length_in_the_hopper_kernel_are_cut():
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.launch_attention import can_be_cut
-    from sage_kernels._triton.mask_tiles import MaskTiles
+    from sage_kernels._triton.attention.launch import can_be_cut
+    from sage_kernels._triton.prologue.mask_tiles import MaskTiles
 
     none, keys = (MaskTiles(kind, *(None,) * (len(MaskTiles._fields) - 1)) for kind in ("none", "keys"))
     hopper, other = Tile(192, 64, 4, 6, "hopper"), Tile(64, 128, 4, 3, "tma")
@@ -72,7 +72,7 @@ def test_only_tiles_of_one_length_in_the_hopper_kernel_are_cut():
 
 def test_fp8_runs_in_the_hopper_kernel_with_a_running_max_on_larger_tiles(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
-    from sage_kernels._triton.launch_attention import device_tile
+    from sage_kernels._triton.attention.launch import device_tile
 
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
@@ -96,7 +96,7 @@ def hopper(request, monkeypatch):
     """The op on the GPU, whose calls take the Hopper kernel; `cut` says how their tails are cut."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    from sage_kernels._triton import launch_attention
+    from sage_kernels._triton.attention import launch as launch_attention
 
     head_dim, tile = TILES[request.param]
     monkeypatch.setattr(launch_attention, "device_tile", lambda *_, **__: tile)

@@ -41,9 +41,10 @@ from triton.experimental.gluon import language as gl
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES
 from sage_kernels import recipe as constants
-from sage_kernels._triton import attention_fwd_hopper, hopper_parts
-from sage_kernels._triton.hopper_parts import bits_of, max_in_lanes
-from sage_kernels._triton.launch_attention import device_tile, launch_attention_fwd
+from sage_kernels._triton.attention.hopper import kernel as attention_fwd_hopper
+from sage_kernels._triton.attention.hopper import parts as hopper_parts
+from sage_kernels._triton.attention.hopper.parts import bits_of, max_in_lanes
+from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import FP8_RECIPE
 from sage_kernels.results import append_row

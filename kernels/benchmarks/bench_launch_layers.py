@@ -4,8 +4,8 @@
     python kernels/benchmarks/bench_launch_layers.py --case llama8b_decode_b1_4k --out rows.csv
     python kernels/benchmarks/bench_launch_layers.py --tiny --device cpu --out rows.csv
 
-Layers: `replay` (made_again.py: a call like an earlier one is only launched; the two below go with it), `direct`
-(direct_launch.py: through the CUDA driver itself), `way_round` (calls that go round PyTorch's dispatcher). They are
+Layers: `replay` (replay.py: a call like an earlier one is only launched; the two below go with it), `direct`
+(launch/direct.py: through the CUDA driver itself), `way_round` (calls that go round PyTorch's dispatcher). They are
 switched off in this process alone, by what stands in their place here.
 
 Variants take turns, in another order in each round, and all give the same bits: a variant that does not gets no row.
@@ -37,7 +37,7 @@ from model_cases import LLAMA_8B, Llama, make_inputs, make_model
 
 import sage_kernels
 import sage_processors as sp
-from sage_kernels import DEFAULT_RECIPE, attention, decode, made_again
+from sage_kernels import DEFAULT_RECIPE, attention, decode, replay
 from sage_kernels.results import append_row
 
 
@@ -97,7 +97,7 @@ class NoDirectLaunch:
     """Stands for DirectLaunch where Triton has to launch."""
 
     def __init__(self, *_):
-        from sage_kernels._triton.direct_launch import NotDirect
+        from sage_kernels._triton.launch.direct import NotDirect
 
         raise NotDirect
 
@@ -113,14 +113,14 @@ def replaced(original, stand_in) -> list:
 
 def plain_without_replay(q, *tensors) -> tuple:
     """What decode's look-ups return where calls still go round the dispatcher, but none is made again."""
-    plain = made_again.is_plain_call(q, *(x for x in tensors if isinstance(x, torch.Tensor)))
+    plain = replay.is_plain_call(q, *(x for x in tensors if isinstance(x, torch.Tensor)))
     return (_PLAIN, None, None, None) if plain else decode._ANEW
 
 
 def _patches(off: frozenset) -> list:
     change, patches = mock.patch.object, []
     if "direct" in off:
-        from sage_kernels._triton import launch
+        from sage_kernels._triton.launch import launcher as launch
 
         patches.append(change(launch, "DirectLaunch", NoDirectLaunch))
     if "replay" in off:
@@ -155,7 +155,7 @@ class Variant:
     @contextmanager
     def on(self):
         with ExitStack() as stack:
-            patches = [mock.patch.object(made_again, "made", self.made)]
+            patches = [mock.patch.object(replay, "made", self.made)]
             for patch in patches + _patches(self.off):
                 stack.enter_context(patch)
             yield

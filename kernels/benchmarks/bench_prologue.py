@@ -18,9 +18,9 @@ from bench import FP8_RECIPE, GATE_ROWS, MAX_ERROR, RESULTS, exact_rows, make_in
 from cases import Case, square
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
-from sage_kernels._triton.launch_attention import device_tile
-from sage_kernels._triton.mask_tiles import launch_mask_tiles
-from sage_kernels._triton.prologue import launch_prologue
+from sage_kernels._triton.attention.launch import device_tile
+from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
+from sage_kernels._triton.prologue.prologue import launch_prologue
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.results import append_row

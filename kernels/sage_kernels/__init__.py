@@ -1,7 +1,11 @@
-"""INT8 attention kernels and their reference. Knows torch and (on a GPU) triton, nothing of Hugging Face."""
+"""INT8 attention kernels and their reference. Knows torch and (on a GPU) triton, nothing of Hugging Face.
+
+Ops (attention, decode, plan_step) may import all below: checks, `reference` and, where they run on a GPU, `_triton`;
+planning/ may import ops; recipe, numerics, masking, state and compat are the ground floor, and import each other alone.
+"""
 
 from .attention import sage_attention
-from .checks import REASONS, unsupported
+from .checks.attention import REASONS, unsupported
 from .decode import append_kv, sage_decode_attention
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from . import reference
-from .checks import check_attention_inputs, check_masking, check_options, check_state
-from .made_again import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
+from .checks.attention import check_attention_inputs, check_masking, check_options, check_state
 from .masking import make_masking
 from .recipe import DEFAULT_RECIPE
+from .replay import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
 from .state import HeadState
 
 
@@ -83,7 +83,7 @@ def sage_attention(
         cu_seqlens: not supported; anything but None raises.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log.
         S_kv = 0 gives zeros and -inf.
-    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks.py.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/.
     Source: SageAttention (arXiv:2410.02367) for INT8 scores and smoothed K; the planned scales are ours. Maths:
         kernels/README.md.
     """
@@ -159,7 +159,7 @@ def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window
     options = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "state": state, "masking": masking}
     options |= {"recipe": recipe, "rotation": rotation}
     if q.is_cuda:
-        from ._triton.launch_attention import launch_attention_fwd
+        from ._triton.attention.launch import launch_attention_fwd
 
         out, lse = launch_attention_fwd(q, k, v, return_lse=return_lse, **options)
     else:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from . import reference_decode
-from .checks_decode import check_append, check_decode_inputs, check_decode_options
-from .made_again import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
-from .masking import Masking, canonical_mask
+from . import reference
+from .checks.decode import check_append, check_decode_inputs, check_decode_options
+from .masking import Masking, canonical_mask, decode_band
+from .replay import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -52,7 +52,7 @@ def append_kv(
             position is an int, and is not written where it is a tensor (attention then returns NaN).
         k_balance: fp32 [B, H_kv, D], positive, or None for ones: smaller for a channel that is larger than the others,
             whose scale they would have to share. It has to be the same in all calls, and given to attention, too.
-    Raises: TypeError, ValueError, NotImplementedError before anything is written; see checks_decode.py.
+    Raises: TypeError, ValueError, NotImplementedError before anything is written; see checks/.
     """
     tensors = (k, v, k_mean, k_codes, k_scale, v_codes, v_scale)
     key = None
@@ -110,7 +110,7 @@ def sage_decode_attention(
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log. A row
         that sees nothing gives 0 and -inf. A token appended with NaN or inf gives NaN in all channels of the rows
         that see it.
-    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks_decode.py.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/.
     """
     cache = (k_codes, k_scale, v_codes, v_scale, k_mean)
     key = None
@@ -156,10 +156,10 @@ def _attend_key(q, cache, lengths, sinks, options):
         return _ANEW[:3]
     if type(window) not in (int, _NONE):
         return _ANEW[:3]
-    from ._triton.attention_decode import cut_decode
+    from ._triton.decode.attention import cut_decode
 
     tokens = k_codes.shape[2]
-    left, _ = reference_decode.decode_band(True, window)
+    left, _ = decode_band(True, window)
     cut = cut_decode(q.shape, k_codes.shape[1], tokens, left, q.device)
     key = ["decode", options, *map(type, options), cut, layout_of(q)]
     for x in cache[:4]:
@@ -204,7 +204,7 @@ def _found(key, given, numbers):
 
 def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, causal, window, softcap,
             scale, k_balance=None, *, return_lse):  # fmt: skip
-    left, right = reference_decode.decode_band(causal, window)
+    left, right = decode_band(causal, window)
     masking = Masking(
         canonical_mask(attn_mask, k_codes.shape[2]), left, right, softcap=softcap,
         sinks=None if sinks is None else sinks.float().contiguous(),
@@ -216,13 +216,13 @@ def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, s
         if sinks is not None:
             lse = torch.maximum(lse, masking.sinks)
     elif q.is_cuda:
-        from ._triton.attention_decode import launch_decode_attention
+        from ._triton.decode.attention import launch_decode_attention
 
         out, lse = launch_decode_attention(
             q, *cache, lengths, ring=ring, masking=masking, scale=scale, return_lse=return_lse, k_balance=k_balance
         )
     else:
-        out, lse = reference_decode.ref_decode_attention(
+        out, lse = reference.ref_decode_attention(
             q, *cache, lengths, ring=ring, masking=masking, scale=scale, k_balance=k_balance
         )
     return (out, lse) if return_lse else out
@@ -241,7 +241,7 @@ def _append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, start, r
     if k.numel() == 0:
         return
     if k.is_cuda:
-        from ._triton.append_kv import launch_append_kv
+        from ._triton.decode.append_kv import launch_append_kv
 
         launch_append_kv(
             k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=position, start=start, ring=ring,
@@ -249,7 +249,7 @@ def _append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, start, r
         )  # fmt: skip
         return
     start = start if position is None else int(position)
-    reference_decode.ref_append_kv(
+    reference.ref_append_kv(
         k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=start, ring=ring, k_balance=k_balance
     )
 

@@ -123,3 +123,8 @@ def visible(masking: Masking, rows: torch.Tensor, seq_kv: int) -> torch.Tensor |
     if masking.right != UNLIMITED:
         seen &= distance <= masking.right
     return seen
+
+
+def decode_band(causal: bool, window: int | None) -> tuple[int, int]:
+    """left and right of the Masking of a decode call."""
+    return UNLIMITED if window is None else window - 1, 0 if causal else UNLIMITED

@@ -21,13 +21,13 @@ _OF_STATE = len(HeadState._fields)
 def plan_step(state: HeadState, *tensors: torch.Tensor, **numbers: float) -> None:
     """Keep a step's statistics under its noise level, plan the next step and clear what it records, all in place.
 
-    For CUDA tensors. Arguments as _triton/plan_step.py's `launch_plan_step`, which has their shapes.
+    For CUDA tensors. Arguments as _triton/prologue/plan_step.py's `launch_plan_step`, which has their shapes.
     """
     torch.ops.sage_kernels.plan_step(*state, *tensors, *(numbers[name] for name in _NUMBERS))
 
 
 def _plan_step(*arguments):
-    from ._triton.plan_step import launch_plan_step
+    from ._triton.prologue.plan_step import launch_plan_step
 
     tensors, numbers = arguments[_OF_STATE : -len(_NUMBERS)], arguments[-len(_NUMBERS) :]
     launch_plan_step(HeadState(*arguments[:_OF_STATE]), *tensors, **dict(zip(_NUMBERS, numbers, strict=True)))

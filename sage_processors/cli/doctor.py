@@ -150,9 +150,9 @@ def kernels(device: torch.device) -> list[dict]:
             row = {"head_dim": head_dim, "scaling": scaling, "kernel": None, "tile": None, "problem": ""}
             try:
                 # by name: this package doesn't import triton, nor what does, until a kernel is about to run
-                tiles = importlib.import_module("sage_kernels._triton.tiles")
-                launcher = importlib.import_module("sage_kernels._triton.launch_attention")
-                tile = launcher.device_tile(device, tiles.head_width(head_dim), scaling)
+                primitives = importlib.import_module("sage_kernels._triton.primitives")
+                launcher = importlib.import_module("sage_kernels._triton.attention.launch")
+                tile = launcher.device_tile(device, primitives.head_width(head_dim), scaling)
                 row |= {"kernel": tile.kernel, "tile": tile._asdict()}
             except Exception as error:  # whatever is wrong with this machine is the answer
                 row["problem"] = _summary(error)

@@ -35,6 +35,11 @@ ADDED_BITS_LIMIT = tl.constexpr(1 / 16)
 _SCORE_LIMIT = tl.constexpr(2.0**27)
 
 
+def head_width(head_dim: int) -> int:
+    """Channels a tile holds: a power of two, at least 64 (at 32, Triton 3.7 reads out of bounds on sm_90)."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
+
+
 @triton.jit
 def record_amax(stat, amax, channels, HEAD_DIM: tl.constexpr):
     """Raise the fp32 numbers from `stat` on to amax >= 0; its NaNs do not count.

@@ -7,10 +7,9 @@ of tokens that does not fit gets its own larger scale inside the kernel (counted
 
 From the per-channel statistics of a step, per head: c = (max k + min k) / 2 (of all shared vectors the one that needs
 the smallest scale), b = sqrt(amax|q| / amax|k - c|), s = margin · max_d sqrt(amax|q_d| · amax|k_d - c_d|) / 127.
-The next step runs K_int = round((k - c)·b/s): one vector per head each, one scale per head, no reduction pass. Q
-needs no
-planned scale: a row of Q lies in the attention kernel's registers, where its own exact scale costs nothing and halves
-Q's error; Q_int = round((q/b) / s_row).
+The next step runs K_int = round((k - c)·b/s): one vector per head each, one scale per head, no reduction pass. Q needs
+no planned scale: a row of Q lies in the attention kernel's registers, where its own exact scale costs nothing and
+halves Q's error; Q_int = round((q/b) / s_row).
 Where V is quantised too (recipe "qk_int8_pv_fp8"), its scale per channel is planned from the same step's amax, with
 room for growth by 7 times: a floating-point format is as precise there. What grew further is clipped, and counted.
 Which step's statistics these are is the rule's business (rules.py), what of them is kept for later runs that of
@@ -19,9 +18,7 @@ table.py. Derivation and measurements: kernels/README.md.
 
 from __future__ import annotations
 
-import ctypes
 import math
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,24 +27,18 @@ from ..numerics import padded_head_dim
 from ..plan_step import plan_step
 from ..recipe import INT8_MAX
 from ..state import (
-    COUNT_BELOW,
     COUNT_CALLS,
-    COUNT_CLIPPED,
-    COUNT_DYNAMIC,
     COUNT_KEY_MAX,
     COUNT_KEY_MIN,
-    COUNT_KEYS,
-    COUNT_MISFIT,
-    COUNT_OUTSIDE,
     COUNT_PLAN_KEY_A,
     COUNT_PLAN_KEY_B,
-    COUNT_REDONE,
-    COUNT_TRIED,
     STAT_FIELDS,
     HeadState,
     clear_step,
     new_head_state,
 )
+from .counts import fractions
+from .noise_bins import NoiseBins
 from .plan import V_CHANNEL_FLOOR, write_plan
 from .row_maxima import RowMaxima
 from .rules import Source, Timestep, ranges
@@ -132,9 +123,7 @@ class ScaleState:
         self._frozen = torch.zeros((), dtype=torch.int32, device=device)
         self._frozen_keys = torch.zeros(rows, 2, dtype=torch.int32, device=device)
         self._goes_on = torch.zeros((), dtype=torch.int32, device=device)  # no run begins
-        # uniform in asin(u), as fp32: a level is in one bin however it is given
-        edges = (torch.arange(1, self.bins, dtype=torch.float64) * (math.pi / 2 / self.bins)).sin().float()
-        self._bin_edges, self._edges = edges.to(device), edges.tolist()
+        self._noise_bins = NoiseBins(self.bins, device)
         self._totals = torch.zeros(rows, COUNT_KEY_MAX, dtype=torch.int64, device=device)
         self.bin = torch.zeros((), dtype=torch.int64, device=device)  # of the running step
         self.rule.refit(self)
@@ -163,7 +152,7 @@ class ScaleState:
         begins: int32 [] on the device, 1 where the next step is the first of another run; None: it is not.
         """
         self.row_maxima.next_step()
-        finished, following = self._bin_of(u_finished), self._enter(u_next)
+        finished, following = self._noise_bins.of(u_finished), self._enter(u_next)
         if type(self.rule).following is Timestep.following and self.device.type == "cuda":
             self._advance_in_one_launch(finished, following, begins)
         else:
@@ -243,17 +232,8 @@ class ScaleState:
         """Forget every scale, table entry and count, in place; the table is frozen no longer."""
         shared = self._shared
         self.row_maxima.clear()
-        for tensor in (
-            shared.plan,
-            shared.plan_scale,
-            shared.counts,
-            self._table,
-            self._table_run,
-            self._run,
-            self._frozen,
-            self._frozen_keys,
-            self._totals,
-        ):
+        learnt = (shared.plan, shared.plan_scale, shared.counts, self._table, self._table_run, self._run, self._totals)
+        for tensor in (*learnt, self._frozen, self._frozen_keys):
             tensor.zero_()
         self.bin.zero_()
         clear_step(shared.stats, shared.counts)
@@ -340,25 +320,11 @@ class ScaleState:
         """
         totals = (self._totals + self._shared.counts[:, :COUNT_KEY_MAX]).cpu()
         known = (self._shared.plan_scale > 0).cpu()
-        rows = []
-        for site, first in zip(self.sites, self._first_rows, strict=True):
-            part = totals[first : first + site.kv_heads].double()
-            elements = part[:, COUNT_KEYS].sum().clamp_min(1)
-            rows.append(
-                {
-                    "name": site.name,
-                    "calls": int(part[:, COUNT_CALLS].max()),
-                    "dynamic_calls": float(part[:, COUNT_DYNAMIC].mean()),
-                    "outside": float(part[:, COUNT_OUTSIDE].sum() / elements),
-                    "below": float(part[:, COUNT_BELOW].sum() / elements),
-                    "misfit": float(part[:, COUNT_MISFIT].sum() / elements),
-                    "clipped": float(part[:, COUNT_CLIPPED].sum() / elements),
-                    "lagged": int(part[:, COUNT_TRIED].sum()),
-                    "redone": float(part[:, COUNT_REDONE].sum() / part[:, COUNT_TRIED].sum().clamp_min(1)),
-                    "known": bool(known[first : first + site.kv_heads].all()),
-                }
-            )
-        return rows
+        heads = [slice(first, first + site.kv_heads) for site, first in zip(self.sites, self._first_rows, strict=True)]
+        return [
+            {"name": site.name, **fractions(totals[own]), "known": bool(known[own].all())}
+            for site, own in zip(self.sites, heads, strict=True)
+        ]
 
     def _seen(self) -> torch.Tensor:
         """Heads [R] that were called in this step and whose statistics are finite."""
@@ -367,17 +333,9 @@ class ScaleState:
         usable = torch.isfinite(torch.where(self._is_channel, reached, 0.0)).all(-1)
         return (self._shared.counts[:, COUNT_CALLS] > 0) & usable
 
-    def _bin_of(self, u: float | torch.Tensor) -> torch.Tensor:
-        """Bin of noise level u, int64 [1] on the device, without a host sync."""
-        if isinstance(u, torch.Tensor):
-            level = u.detach().to(self.device, torch.float32).reshape(1)
-            return torch.bucketize(level, self._bin_edges, right=True)
-        bin_ = bisect_right(self._edges, ctypes.c_float(u).value)  # in fp32, as a tensor would be
-        return torch.full((1,), bin_, dtype=torch.int64, device=self.device)
-
     def _enter(self, u: float | torch.Tensor) -> torch.Tensor:
-        """`_bin_of(u)`, which is the running step's from now on."""
-        bin_ = self._bin_of(u)
+        """The bin of noise level u, int64 [1], which is the running step's from now on."""
+        bin_ = self._noise_bins.of(u)
         self.bin.copy_(bin_[0])
         return bin_
 
@@ -410,8 +368,7 @@ class ScaleState:
 
     def bin_levels(self) -> torch.Tensor:
         """Noise level u at the middle of every bin, fp32 [bins]."""
-        middle = (torch.arange(self.bins, device=self.device, dtype=torch.float32) + 0.5) / self.bins
-        return (middle * (math.pi / 2)).sin()
+        return self._noise_bins.levels()
 
     def head_scales(self, stats: torch.Tensor) -> torch.Tensor:
         """INT8 scale that statistics [..., R, 4, D] need, without margin -> [..., R]."""

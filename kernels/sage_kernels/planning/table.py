@@ -3,7 +3,7 @@
 A step that agrees with the plan it ran with, which was made from another step, is believed. One that does not, or had
 no plan, moves what an earlier run left by at most MOVE_LIMIT. Where nothing is known, a step without a plan (the first
 of a run) is noted until the next step confirms or refutes it, and one that contradicts its plan is not kept at all.
-A GPU does all of this in one launch: sage_kernels/_triton/plan_step.py.
+A GPU does all of this in one launch: sage_kernels/_triton/prologue/plan_step.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .checks import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable
+from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable
 
 
 def _is_number(x) -> bool:

@@ -9,14 +9,13 @@ import math
 
 import torch
 
-from .compat import differentiates_forward, has_tangent
-from .numerics import padded_head_dim
-from .recipe import RECIPES, ROTATIONS, SCALINGS
-from .state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
+from ..compat import differentiates_forward, has_tangent
+from ..numerics import padded_head_dim
+from ..recipe import RECIPES, ROTATIONS, SCALINGS
+from ..state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
+from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable, is_strided
 
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 CAUSAL = ("top_left", "bottom_right")
 # what `unsupported` returns
 REASONS = (
@@ -93,34 +92,6 @@ def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: b
     if (torch.is_grad_enabled() and attn_mask.requires_grad) or has_tangent(attn_mask):
         return "requires_grad"
     return None
-
-
-def is_strided(x: torch.Tensor) -> bool:
-    """Whether the elements of a tensor lie in memory by strides: not sparse, nested or blocked for some library."""
-    return x.layout is torch.strided and not x.is_nested
-
-
-def check_strided(name: str, x: torch.Tensor) -> None:
-    if not is_strided(x):
-        got = "a nested tensor" if x.is_nested else f"layout {x.layout}"
-        raise TypeError(f"{name}: got {got}, expected a strided tensor; pass {name}.to_dense(), or pad it")
-
-
-def check_writable(name: str, x: torch.Tensor) -> None:
-    """Raise for a view through which nothing can be written: PyTorch resolves it into a copy."""
-    if not torch.compiler.is_compiling() and x.is_neg():
-        raise ValueError(
-            f"{name}: got a view with its negative bit set, expected memory to write to; pass {name}.resolve_neg()"
-        )
-
-
-def check_no_tangent(name: str, x: torch.Tensor) -> None:
-    """Raise where forward-mode differentiation would take the result for a constant."""
-    if has_tangent(x):
-        raise NotImplementedError(
-            f"{name}: got a tangent (forward-mode differentiation), expected inference: there is no derivative; use "
-            "scaled_dot_product_attention for that"
-        )
 
 
 def _broadcasts(mask, q, k) -> bool:

@@ -4,9 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch
-from .primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int8
-from .tiles import head_width
+from ..launch import launch
+from ..primitives import AMAX_FLOOR, INT8_MAX, head_width, nan_unless_finite, round_to_int8
 
 
 @triton.jit

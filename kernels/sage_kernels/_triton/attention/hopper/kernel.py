@@ -1,8 +1,8 @@
 """The attention kernel for Hopper (sm_90) in Gluon: one warp copies, two or three warpgroups compute.
 
-Same mathematics as attention_fwd.py, for masks that need not be read beside the loop: bands and masks of keys. What
+Same mathematics as ../kernel.py, for masks that need not be read beside the loop: bands and masks of keys. What
 Triton's own pipeliner can't give: the copy engine runs ahead by NUM_BUFFERS tiles, and P·V of one tile stays in flight
-under the softmax of the next. REFERENCE and PV are those of attention_fwd.py.
+under the softmax of the next. REFERENCE and PV are those of ../kernel.py.
 """
 
 import functools
@@ -19,9 +19,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from .. import recipe
-from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
-from .hopper_parts import (
+from .... import recipe
+from ....state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
+from ..key_tiles import band_tiles
+from ..tiles import MAX_PIECES
+from .parts import (
     ROWS,
     Copied,
     Format,
@@ -54,8 +56,6 @@ from .hopper_parts import (
     wait_for_prologue,
     with_kept,
 )
-from .mask_tiles import band_tiles
-from .tiles import MAX_PIECES
 
 
 _thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
@@ -663,7 +663,7 @@ def _load_queries(q_base, stride_qs, first, seq_q, HEAD_DIM: gl.constexpr, WIDTH
 
 @gluon.jit
 def _to_middle(center, recorded, h_kv, channels, HEAD_DIM: gl.constexpr):
-    """As attention_fwd._to_middle: q · this takes a score to the terms of the kept ones."""
+    """As _to_middle of ../kernel.py: q · this takes a score to the terms of the kept ones."""
     is_channel = channels < HEAD_DIM
     stat = recorded.stats_ptr + (gl.load(recorded.row_ptr) + h_kv) * (_STATS * recorded.state_width) + channels
     high = gl.load(stat + _STAT_K_MAX * recorded.state_width, mask=is_channel, other=0.0)

@@ -7,9 +7,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .. import recipe
-from .mask_tiles import tile_at
-from .prepare_values import KEYS
+from .... import recipe
+from ...prologue.prepare_values import KEYS
+from ..key_tiles import tile_at
 
 
 def bits_of(number: float) -> int:
@@ -32,7 +32,7 @@ class Ring(NamedTuple):
 
 class Seen(NamedTuple):
     """Who sees what: a program visits `visited` key tiles from `first` on, or those of a list, `full` of them seen
-    wholly; the rest as in mask_tiles.py.
+    wholly; the rest as in ../key_tiles.py.
     """
 
     reach: gl.tensor
@@ -65,7 +65,7 @@ class Copied(NamedTuple):
 
 
 class MaskKind(NamedTuple):
-    """MASK, HAS_BIAS, HAS_LEFT and HAS_RIGHT of attention_fwd.py."""
+    """MASK, HAS_BIAS, HAS_LEFT and HAS_RIGHT of ../kernel.py."""
 
     mask: gl.constexpr
     has_bias: gl.constexpr
@@ -74,7 +74,7 @@ class MaskKind(NamedTuple):
 
 
 class Format(NamedTuple):
-    """SCALE_PER_KEY, PV and REFERENCE of attention_fwd.py."""
+    """SCALE_PER_KEY, PV and REFERENCE of ../kernel.py."""
 
     scale_per_key: gl.constexpr
     pv: gl.constexpr
@@ -281,7 +281,7 @@ def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top
 def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, reference, running_sum, top,
                         SCORES: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
                         LAGGED: gl.constexpr):  # fmt: skip
-    """As attention_fwd._masked_step."""
+    """As _masked_step of ../kernel.py."""
     keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
     if MASKING.mask == "keys":

@@ -11,9 +11,9 @@ With a state only the device knows whether a head has a plan, so there a program
 import triton
 import triton.language as tl
 
-from .. import recipe
-from ..masking import FAINT
-from ..state import (
+from ... import recipe
+from ...masking import FAINT
+from ...state import (
     COUNT_CLIPPED,
     COUNT_FIELDS,
     COUNT_PLAN_KEY_A,
@@ -23,9 +23,9 @@ from ..state import (
     STAT_FIELDS,
     STAT_V_AMAX,
 )
-from .launch import buffer, launch
+from ..launch import buffer, launch
+from ..primitives import E4M3_MAX, RELAXED, record_amax, to_e4m3
 from .mask_tiles import MaskTiles
-from .primitives import E4M3_MAX, RELAXED, record_amax, to_e4m3
 
 
 _CLIPPED = tl.constexpr(COUNT_CLIPPED)

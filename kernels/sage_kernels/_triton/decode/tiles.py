@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from .tiles import head_width
+from ..primitives import head_width
 
 
 class DecodeTile(NamedTuple):
@@ -51,7 +51,7 @@ def decode_tile(head_dim: int, rows: int, tokens: int = 0, capability: int = 0) 
     block_m = max(8, min(16 if few_warps and width == 256 else 32, triton.next_power_of_2(rows)))
     if few_warps:
         # Two warps, so no wgmma: ptxas loses its descriptors where the loop over whole tiles is skipped (as in
-        # attention_fwd_hopper.py), and with four warps the loop over the other tiles gave NaN on an H200.
+        # attention/hopper), and with four warps the loop over the other tiles gave NaN on an H200.
         return DecodeTile(block_m, 32, 2, 2, 4)
     if width == 128 and capability == 90:
         return _LONG_TILE if tokens >= LONG else _SHORT_TILE

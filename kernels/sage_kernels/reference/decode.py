@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from .masking import NO_MASKING, UNLIMITED, Masking, log2_bias, visible
-from .numerics import LOG2_E, divide
-from .recipe import AMAX_FLOOR, INT8_MAX
+from ..masking import NO_MASKING, Masking, log2_bias, visible
+from ..numerics import LOG2_E, divide
+from ..recipe import AMAX_FLOOR, INT8_MAX
 
 
 LOW_STEPS = 254  # a query is the sum of two codes, the second in steps 254 times as fine: |remainder| <= 1/2 -> 127
@@ -160,8 +160,3 @@ def _softmax_values(x, v, v_scale, shift, masking: Masking, own: slice, round_p:
         total = total * torch.exp2(below - top) + torch.exp2(sink - top)
     log_sum = (top + torch.log2(total)) / LOG2_E + shift
     return torch.where(total == 0, 0.0, o / total), log_sum[..., 0]
-
-
-def decode_band(causal: bool, window: int | None) -> tuple[int, int]:
-    """left and right of the Masking of a decode call."""
-    return UNLIMITED if window is None else window - 1, 0 if causal else UNLIMITED

@@ -7,8 +7,8 @@ does not fit this call, takes center and balance from a sample of its tokens.
 import triton
 import triton.language as tl
 
-from ..masking import FAINT
-from ..state import (
+from ...masking import FAINT
+from ...state import (
     COUNT_BELOW,
     COUNT_CALLS,
     COUNT_DYNAMIC,
@@ -28,7 +28,7 @@ from ..state import (
     STAT_K_MAX,
     STAT_K_MIN,
 )
-from .primitives import (
+from ..primitives import (
     INT8_MAX,
     RELAXED,
     SHRINK_LIMIT,

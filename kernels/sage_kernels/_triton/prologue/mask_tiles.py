@@ -10,13 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ..masking import FAINT, Masking
-from .launch import launch
-from .primitives import RELAXED
+from ...masking import FAINT, Masking
+from ..launch import launch
+from ..masks import as_loadable, broadcast_strides, load_bias
+from ..primitives import RELAXED
 
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _FAINT = tl.constexpr(FAINT)
 TILES_PER_STEP = tl.constexpr(32)  # key tiles looked at together
 
@@ -48,53 +47,6 @@ class MaskTiles(NamedTuple):
             return 0, 0
         batch, heads, width = self.reach.shape
         return (heads * width if batch > 1 else 0), (width if heads > 1 else 0)
-
-
-@triton.jit
-def band_tiles(first_row, seq_q, seq_kv, left, right, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-               HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """The key tiles of BLOCK_M query rows from first_row on: the first visited one, the first that every row sees
-    wholly, how many are so, and how many are visited. Scalars only: Gluon calls it too."""
-    last_row = tl.minimum(first_row + BLOCK_M, seq_q) - 1
-    any_first = 0
-    all_first = 0
-    any_last = seq_kv
-    all_last = seq_kv
-    if HAS_LEFT:
-        any_first = tl.maximum(first_row + offset - left, 0)
-        all_first = tl.maximum(last_row + offset - left, 0)
-    if HAS_RIGHT:
-        any_last = tl.minimum(last_row + offset + right + 1, seq_kv)
-        all_last = tl.minimum(first_row + offset + right + 1, seq_kv)
-    first = any_first // BLOCK_N
-    visited = tl.maximum(tl.cdiv(tl.maximum(any_last, 0), BLOCK_N) - first, 0)
-    first_full = tl.cdiv(all_first, BLOCK_N)
-    full = tl.maximum(tl.maximum(all_last, 0) // BLOCK_N - first_full, 0)
-    return tl.where(visited > 0, first, 0), first_full, full, visited
-
-
-@triton.jit
-def tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK: tl.constexpr, HAS_LEFT: tl.constexpr):
-    """The i-th visited key tile: the wholly visible ones come first."""
-    if MASK != "none":
-        tile = tl.load(tiles_ptr + tl.where(i < full, i, n_tiles - 1 - (i - full)))
-    elif HAS_LEFT:
-        edge = first + i - full
-        tile = tl.where(i < full, first_full + i, tl.where(edge >= first_full, edge + full, edge))
-    else:
-        tile = first + i
-    return tile
-
-
-@triton.jit
-def load_bias(pointers, inside):
-    """Mask elements as biases on base-2 scores: bool (as uint8) gives 0 and -inf; -inf outside. No overflow."""
-    if pointers.dtype.element_ty == tl.uint8:
-        bias = tl.where(tl.load(pointers, mask=inside, other=0) != 0, 0.0, float("-inf"))
-    else:
-        given = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
-        bias = tl.where(given == float("-inf"), given, tl.maximum(given * _LOG2_E, _LOWEST))
-    return bias
 
 
 @triton.jit
@@ -167,16 +119,6 @@ def _row_mask_kernel(mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, stride_mb, str
             full, partial,
         )  # fmt: skip
     _close(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
-
-
-def as_loadable(mask: torch.Tensor) -> torch.Tensor:
-    """The mask itself in a type that kernels load: bool as the bytes that it is."""
-    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-
-
-def broadcast_strides(mask: torch.Tensor) -> list[int]:
-    """Strides of the mask, 0 where one element serves the whole dimension."""
-    return [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
 
 
 def launch_mask_tiles(

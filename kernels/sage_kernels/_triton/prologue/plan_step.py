@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..recipe import CHANNEL_FLOOR, V_AMAX_FLOOR, V_CODE
-from ..state import (
+from ...recipe import CHANNEL_FLOOR, V_AMAX_FLOOR, V_CODE
+from ...state import (
     COUNT_CALLS,
     COUNT_FIELDS,
     COUNT_KEY_MAX,
@@ -30,8 +30,8 @@ from ..state import (
     STAT_V_AMAX,
     HeadState,
 )
-from .launch import launch
-from .primitives import INT8_MAX, nan_unless_finite
+from ..launch import launch
+from ..primitives import INT8_MAX, nan_unless_finite
 
 
 _CALLS = tl.constexpr(COUNT_CALLS)

@@ -2,17 +2,19 @@
 
 import torch
 
-from ..masking import NO_MASKING, UNLIMITED, Masking
-from ..numerics import LOG2_E, padded_head_dim, pv_dtype
-from ..recipe import DEFAULT_RECIPE, RECIPES
-from ..state import HeadState, keeps_row_max, reads_row_max
-from . import compat
-from .attention_fwd import _attention_fwd_kernel
-from .launch import buffer, launch, processors_of
-from .mask_tiles import MaskTiles, as_loadable, broadcast_strides, launch_mask_tiles
-from .prologue import launch_prologue
-from .rotate import launch_rotate
-from .tiles import Tile, choose_tail, choose_tile, head_width, query_slice
+from ...masking import NO_MASKING, UNLIMITED, Masking
+from ...numerics import LOG2_E, padded_head_dim, pv_dtype
+from ...recipe import DEFAULT_RECIPE, RECIPES
+from ...state import HeadState, keeps_row_max, reads_row_max
+from .. import compat
+from ..launch import buffer, launch, processors_of
+from ..masks import as_loadable, broadcast_strides
+from ..primitives import head_width
+from ..prologue.mask_tiles import MaskTiles, launch_mask_tiles
+from ..prologue.prologue import launch_prologue
+from ..prologue.rotate import launch_rotate
+from .kernel import _attention_fwd_kernel
+from .tiles import Tile, choose_tail, choose_tile, query_slice
 
 
 def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
@@ -152,7 +154,7 @@ def launch_attention_fwd(
             row_max = state.row_max if lagged else state.row_max_next
             kept = [state.counts, row_max if keeps_max else none]
         if tile.kernel == "hopper":
-            from . import attention_fwd_hopper as hopper
+            from .hopper import kernel as hopper
 
             scales = prepared.scale
             if scaling == "per_token":

@@ -8,9 +8,9 @@ reference too.
 import triton
 import triton.language as tl
 
-from .. import numerics
-from ..masking import FAINT
-from .primitives import (
+from ... import numerics
+from ...masking import FAINT
+from ..primitives import (
     AMAX_FLOOR,
     BALANCE_NEAR_ABOVE,
     BALANCE_NEAR_BELOW,

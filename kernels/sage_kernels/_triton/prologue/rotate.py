@@ -8,8 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..numerics import rotation_block
-from .launch import buffer, launch
+from ...numerics import rotation_block
+from ..launch import buffer, launch
 
 
 ROWS = 64  # vectors of one matmul

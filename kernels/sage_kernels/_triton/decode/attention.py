@@ -13,19 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..masking import UNLIMITED, Masking
-from ..numerics import LOG2_E
-from .compat import PROGRAMMATIC, gdc_launch_dependents, gdc_wait
-from .decode_tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
-from .launch import buffer, launch
-from .mask_tiles import as_loadable, broadcast_strides, load_bias
-from .primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int
-from .tiles import head_width
+from ...masking import UNLIMITED, Masking
+from ...numerics import LOG2_E
+from ..compat import PROGRAMMATIC, gdc_launch_dependents, gdc_wait
+from ..launch import buffer, launch
+from ..masks import as_loadable, broadcast_strides, load_bias
+from ..primitives import AMAX_FLOOR, INT8_MAX, head_width, nan_unless_finite, round_to_int
+from .tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
 
 
 _LN_2 = tl.constexpr(0.6931471805599453)
 _LOG2_E = tl.constexpr(LOG2_E)
-_LOW_STEPS = tl.constexpr(254.0)  # steps of a query's second code in one of its first; see reference_decode.py
+_LOW_STEPS = tl.constexpr(254.0)  # steps of a query's second code in one of its first; see reference/decode.py
 _LOW_STEPS_INT = tl.constexpr(254)
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
 # Two words of 16 bits, each the codes of an even and an odd channel of one value -> two fp16 numbers of the even and

@@ -13,11 +13,10 @@ wrong.
 import triton
 import triton.language as tl
 
-from .. import recipe
-from ..state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
-from .mask_tiles import band_tiles, load_bias, tile_at
-from .prepare_values import KEYS as _STEP_KEYS
-from .primitives import (
+from ... import recipe
+from ...state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
+from ..masks import load_bias
+from ..primitives import (
     ADDED_BITS_LIMIT,
     P_EXPONENT_LIMIT,
     RELAXED,
@@ -33,6 +32,8 @@ from .primitives import (
     record_amax,
     round_to_int8,
 )
+from ..prologue.prepare_values import KEYS as _STEP_KEYS
+from .key_tiles import band_tiles, tile_at
 
 
 _STATS = tl.constexpr(STAT_FIELDS)

@@ -15,7 +15,7 @@ import ctypes
 import re
 from typing import NamedTuple
 
-from .compat import attribute, cuda_driver, descriptor_types
+from ..compat import attribute, cuda_driver, descriptor_types
 
 
 _SUCCESS = 0

@@ -9,11 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ..masking import FAINT
-from ..numerics import divide, sampled_balance, sampled_center
-from ..state import HeadState, shape_key
-from .compat import gdc_launch_dependents
-from .launch import buffer, launch, processors_of
+from ...masking import FAINT
+from ...numerics import divide, sampled_balance, sampled_center
+from ...state import HeadState, shape_key
+from ..compat import gdc_launch_dependents
+from ..launch import buffer, launch, processors_of
 from .mask_tiles import MaskTiles
 from .prepare_keys import prepare_keys
 from .prepare_values import KEYS, launch_value_amax, prepare_values

@@ -99,11 +99,6 @@ _FP8_HOPPER_ROWS = {64: Tile(64, 64, 4, 3, "tma"), 128: Tile(64, 64, 8, 2, "tma"
 _FP8_OTHER_ROWS = Tile(32, 64, 8, 2, "pointers")
 
 
-def head_width(head_dim: int) -> int:
-    """Channels a tile holds: a power of two, at least 64 (at 32, Triton 3.7 reads out of bounds on sm_90)."""
-    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
-
-
 def choose_tile(
     capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit", running: bool = False
 ) -> Tile:

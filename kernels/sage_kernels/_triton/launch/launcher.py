@@ -1,0 +1,85 @@
+"""A launch of a Triton kernel, without what Triton does on the host again for each; and calls made once more.
+
+What a call of an op launches follows from shapes, strides, types and options; from call to call only addresses
+change. So the launches of a first call can be written down (`record`) and made again with other addresses.
+"""
+
+import torch
+
+from .. import compat
+from .recording import recording
+
+
+_READY_LIMIT = 4096  # launches that are remembered
+_ready = {}
+
+
+def launch(kernel, programs: int, *arguments, **constants):
+    """kernel[(programs,)](*arguments, **constants), sooner where it was launched like that before.
+
+    Triton binds and specialises the arguments of each launch anew and compares all globals of the kernel: half of what
+    a short call costs. A launch is like an earlier one if constants, options, types and the integers that the kernel
+    is specialised on are the same, all addresses are multiples of 16 bytes, and the other integers have 32 bits. Any
+    other goes through Triton, as all do in its interpreter.
+
+    Args:
+        arguments: tensors, tensor descriptors, integers and floats, in the kernel's order; the rest of its parameters
+            are constants.
+    Returns: the compiled kernel; in the interpreter None.
+    """
+    tape = getattr(recording, "tape", None)
+    parameters = compat.parameters(kernel)
+    if parameters is None:
+        if tape is not None:
+            tape.complete = False
+        return kernel[(programs,)](*arguments, **constants)
+    device = compat.current_device()
+    key = [id(kernel), device, *constants.items()]
+    values = []  # addresses for tensors: the driver's own way to them is longer
+    usual = True
+    for x, (_, is_specialized, is_aligned) in zip(arguments, parameters, strict=False):
+        kind = type(x)
+        if kind is int:
+            key.append(x if is_specialized else int)
+            values.append(x)
+            if not (is_specialized or -(2**31) <= x < 2**31):
+                usual = False
+        elif kind is float:
+            key.append(float)
+            values.append(x)
+        else:
+            tensor = x
+            if not isinstance(x, torch.Tensor):
+                if not hasattr(x, "block_shape"):
+                    usual = False
+                    break
+                key.append(tuple(x.block_shape))  # a descriptor's; it lies as its shape and dtype say
+                tensor = x.base
+            address = tensor.data_ptr()
+            key.append(tensor.dtype)
+            values.append(address if tensor is x else x)
+            if is_aligned and address & 15:
+                usual = False
+    key = tuple(key)
+    found = _ready.get(key) if usual and not compat.someone_looks_on() else None
+    if found is not None:
+        compiled, start, rest = found
+        start(programs, compat.current_stream(device), values, rest)
+    else:
+        compiled = kernel[(programs,)](*arguments, **constants)
+        start = compat.starter(compiled) if usual else None
+        usual = start is not None
+        rest = tuple(constants[name] for name, *_ in parameters[len(arguments) :]) if usual else ()
+        if usual:
+            if len(_ready) >= _READY_LIMIT:
+                _ready.clear()
+            _ready[key] = compiled, start, rest
+    if tape is not None:
+        tape.complete = tape.complete and usual
+        tape.launches.append((parameters, compiled, start, programs, arguments, rest))
+    return compiled
+
+
+def processors_of(device: torch.device) -> int:
+    """How many SMs it has; one where there are none, in Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

@@ -1,0 +1,19 @@
+"""The specification in plain PyTorch, which rounds where the kernels round: oracle of the tests, and the CPU path.
+
+May import torch and the ground floor (recipe, numerics, masking, state); never `_triton`, which never imports this.
+"""
+
+from .attention import ref_attention
+from .decode import ref_append_kv, ref_decode_attention, ref_quantize_queries, ref_quantize_tokens
+from .quantize import ref_quantize, ref_rotate
+
+
+__all__ = [
+    "ref_append_kv",
+    "ref_attention",
+    "ref_decode_attention",
+    "ref_quantize",
+    "ref_quantize_queries",
+    "ref_quantize_tokens",
+    "ref_rotate",
+]

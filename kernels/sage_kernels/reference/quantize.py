@@ -1,0 +1,49 @@
+"""The rotation and the INT8 codes of attention's inputs, rounded where the kernels round."""
+
+from __future__ import annotations
+
+import torch
+
+from ..numerics import divide, padded_head_dim, rotation_block
+from ..recipe import AMAX_FLOOR, INT8_MAX, SHRINK_LIMIT
+
+
+def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """x [B, S, H, D] times the block-diagonal Hadamard matrix, [B, S, H, padded_head_dim(D)] in x's dtype.
+
+    Blocks of n = rotation_block(D) channels with entries (-1)^popcount(i & j) / sqrt(n): symmetric and orthogonal.
+    Summed and scaled in fp32, rounded once, to `dtype` (x's if None).
+    """
+    block, channels = rotation_block(x.shape[3]), padded_head_dim(x.shape[3])
+    y = torch.nn.functional.pad(x.detach().float(), (0, channels - x.shape[3])).unflatten(3, (-1, block))
+    width = 1
+    while width < block:  # one bit of the channel's number at a time
+        low, high = y.unflatten(-1, (-1, 2, width)).unbind(-2)
+        y = torch.stack((low + high, low - high), -2).flatten(-3)
+        width *= 2
+    return (y * block**-0.5).flatten(3).to(dtype or x.dtype)
+
+
+def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | None = None):
+    """Symmetric INT8 codes of x [B, H, S, D] (fp32) with one scale per `group` tokens (None: per head).
+
+    planned [B or 1, H, 1, 1]: dequantisation scale folded into x already, 0 for a head without a plan. A group of a
+    planned head keeps that scale while its largest code is between SHRINK_LIMIT · 127 and 127. Any other group takes
+    its own: nothing is clipped, and nothing loses its resolution.
+
+    Returns: codes [B, H, S, D] fp32 integers in [-127, 127], scale [B, H, S, 1] fp32.
+    """
+    batch, heads, seq, _ = x.shape
+    amax = x.abs().amax(-1)
+    if group is None:
+        amax = amax.amax(-1, keepdim=True).expand(-1, -1, seq)
+    elif group > 1:
+        padded = torch.nn.functional.pad(amax, (0, -seq % group)).unflatten(-1, (-1, group))
+        amax = padded.amax(-1).repeat_interleave(group, -1)[..., :seq]
+    amax = amax.clamp_min(AMAX_FLOOR)[..., None]
+    scale, inverse = amax / INT8_MAX, divide(INT8_MAX, amax)
+    if planned is not None:
+        as_planned = (planned > 0) & (amax <= INT8_MAX) & (amax >= SHRINK_LIMIT * INT8_MAX)
+        scale = torch.where(planned > 0, planned * torch.where(as_planned, 1.0, scale), scale)
+        inverse = torch.where(as_planned, 1.0, inverse)
+    return torch.round(x * inverse), scale
