@@ -120,9 +120,9 @@ def plain_without_replay(q, *tensors) -> tuple:
 def _patches(off: frozenset) -> list:
     change, patches = mock.patch.object, []
     if "direct" in off:
-        from sage_kernels._triton.launch import launcher as launch
+        from sage_kernels._triton.launch import replay as calls
 
-        patches.append(change(launch, "DirectLaunch", NoDirectLaunch))
+        patches.append(change(calls, "DirectLaunch", NoDirectLaunch))
     if "replay" in off:
         patches.append(change(attention, "_make_again", lambda *_: (None, None)))
         patches.append(change(decode, "make_and_remember", lambda key, call, given, numbers=None: call()))
