@@ -104,7 +104,7 @@ def test_processors_use_the_ops_not_their_insides():
     assert imported(files("sage_processors"), "sage_kernels.reference", "examples", "tests") == []
 
 
-# What each room may import besides itself: everything below it. A folder that is not named is part of the one above it.
+# What each room may import besides itself: everything below it. A folder that is not named is part of its parent.
 GROUND = "sage_kernels, ground floor"
 GROUND_FILES = {f"sage_kernels.{name}" for name in ("compat", "masking", "numerics", "recipe", "state")}
 TRITON = "sage_kernels._triton"  # its own files: what its rooms share

@@ -1,8 +1,4 @@
-"""A launch of a Triton kernel, without what Triton does on the host again for each; and calls made once more.
-
-What a call of an op launches follows from shapes, strides, types and options; from call to call only addresses
-change. So the launches of a first call can be written down (`record`) and made again with other addresses.
-"""
+"""A launch of a Triton kernel, without what Triton does on the host again for each."""
 
 import torch
 

@@ -160,7 +160,7 @@ def _fit_steps(seq, ROWS: tl.constexpr):
 def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, extent, reach_ptr, center, k_weight,
               q_weight, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
               HAS_MASK: tl.constexpr):  # fmt: skip
-    """reference._plan_fits of one head. Every program of the head has the same sample, so all decide alike.
+    """plan_fits (reference/plan.py) of one head. Every program of the head has the same sample, so all decide alike.
 
     One pass: squares about the middle of K's range follow from those about the center. Reductions are joined, as each
     on its own makes all warps wait for each other a few times.
