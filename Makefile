@@ -32,19 +32,19 @@ test-gpu: $(INSTALLED)
 # the lowest and the newest versions that pyproject.toml allows, each in an environment of its own; `--resolve` downloads
 # nothing, `--with torch==2.13.0` tries a build for CPUs
 test-versions:
-	$(PYTHON) tests/versions.py $(ARGS)
+	$(PYTHON) tests/project/versions.py $(ARGS)
 
 # the kernels under compute-sanitizer's four tools, on a GPU; the result is committed as data
 sanitize: $(INSTALLED)
-	$(RUN) tests/sanitize.py --tools
+	$(RUN) tests/kernels/codegen/sanitize.py --tools
 
 # registers, shared memory and loop counts of every kernel for every target; test_aot.py holds the machine code to it
 codegen: $(INSTALLED)
-	PYTHONPATH=kernels $(RUN) tests/codegen.py --write tests/codegen.json
+	PYTHONPATH=kernels $(RUN) tests/kernels/codegen/codegen.py --write tests/codegen.json
 
 # kernels/CASES.md; its CPU column comes from `make test ARGS="--outcomes tests/outcomes/cpu.json"`
 cases: $(INSTALLED)
-	$(RUN) tests/case_table.py
+	$(RUN) tests/project/case_table.py
 
 # notebooks/*.ipynb and the figures, executed in full, from the committed data; new data on a GPU comes from
 #   python notebooks/measure.py --device cuda --images 256 --steps 25 --batch 32 --work measured

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import gc
 import importlib.util
 import inspect
-import json
 import os
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.case_table import worst_by_case
+from tests.support.outcomes import pytest_addoption, pytest_configure  # noqa: F401 (options that pytest finds here)
 
 
 # Without a GPU the kernels run in Triton's interpreter, which is chosen when a kernel is defined: before any import
@@ -98,22 +95,6 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 50)
 
 
-def pytest_addoption(parser):
-    parser.addoption("--outcomes", type=Path, help="write every test's outcome, and where it ran, to this JSON file")
-
-
-def pytest_configure(config):
-    # with xdist, the workers report to this process, which alone writes
-    if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
-        from sage_processors.whole_file import check_output
-
-        try:
-            check_output(config.getoption("--outcomes"), "--outcomes")
-        except ValueError as error:  # before all tests, not behind them
-            raise pytest.UsageError(str(error)) from error
-        config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """A worker of xdist whose CUDA context is lost ends here: xdist fails this test and replaces the worker. It would
@@ -124,49 +105,6 @@ def pytest_runtest_makereport(item, call):
         print(f"{item.nodeid}\n{report.longreprtext[-3000:]}", file=sys.__stderr__, flush=True)
         os._exit(1)
     return report
-
-
-class Outcomes:
-    """Collects what CI can't run (`make test-gpu`) and what kernels/CASES.md shows, to be committed as data.
-
-    A run that is stopped has no end: failures are written as they happen, all outcomes every WRITE_EVERY tests, with
-    `"finished": false` until the run is over.
-    """
-
-    WRITE_EVERY = 50
-
-    def __init__(self, path: Path):
-        from sage_kernels.results import commit, kernel_sources
-
-        self.path, self.tests = path, {}
-        self.sources, _ = kernel_sources(), commit()  # as they are now, when the tests import them
-        self.failures = path.with_suffix(".failures.txt")
-        self.failures.unlink(missing_ok=True)  # of the run before
-
-    def pytest_runtest_logreport(self, report):
-        name = report.nodeid.removeprefix("tests/")
-        if report.when == "call" or report.outcome != "passed":  # set-up and tear-down count when they fail or skip
-            self.tests[name] = report.outcome
-            if len(self.tests) % self.WRITE_EVERY == 0:
-                self.write(finished=False)
-        if report.failed:
-            with self.failures.open("a") as file:
-                file.write(f"{name} ({report.when})\n{report.longreprtext[-3000:]}\n\n")
-
-    def pytest_sessionfinish(self, exitstatus):
-        self.write(finished=exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED))
-
-    def write(self, finished: bool):
-        from sage_kernels.results import outcome_meta
-        from sage_processors.whole_file import write_whole
-
-        outcomes = list(self.tests.values())
-        counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
-        time = datetime.datetime.now().isoformat(timespec="seconds")
-        meta = {**outcome_meta(self.sources), **counts, "time": time}
-        meta["finished"] = finished
-        content = {"meta": meta, "cases": worst_by_case(self.tests), "tests": dict(sorted(self.tests.items()))}
-        write_whole(self.path, json.dumps(content, indent=1) + "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -246,6 +184,6 @@ def tier(request):
 @pytest.fixture
 def attend(tier, monkeypatch):
     """`sage_attention` on each of its implementations: see attention_cases.Attend."""
-    from tests.attention_cases import Attend
+    from tests.kernels.attention.attention_cases import Attend
 
     return Attend(tier, monkeypatch)

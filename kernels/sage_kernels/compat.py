@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 
 
-# tests/test_compat.py deletes each
+# tests/kernels/launch/test_compat.py deletes each
 NAMES = (
     "torch.Tensor._make_wrapper_subclass",
     "torch._C._dispatch_keys",

@@ -51,8 +51,8 @@ class Crossover(NamedTuple):
 
 _FLUX_1024 = 24 * 4608**2  # scores; half as many, in as few tokens, were not worth it: D128_N4096_full_BH16
 
-# Filled from `bench.py --set crossover` and `--set all`. tests/test_crossover.py holds every row to its evidence: the
-# shortest measured case is the row's number of tokens, so nothing is interpolated.
+# Filled from `bench.py --set crossover` and `--set all`. tests/kernels/test_crossover.py holds every row to its
+# evidence: the shortest measured case is the row's number of tokens, so nothing is interpolated.
 _16_BIT_PV = (
     Crossover(
         "hopper", 64, DEFAULT_RECIPE, False, 4096, 2**30, CUDNN,

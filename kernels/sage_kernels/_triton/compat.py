@@ -15,7 +15,7 @@ import triton
 
 
 logger = logging.getLogger("sage_kernels")
-# tests/test_compat.py deletes each
+# tests/kernels/launch/test_compat.py deletes each
 NAMES = (
     "triton.runtime.driver",
     "triton.knobs.runtime",

@@ -39,7 +39,7 @@ def decode_tile(head_dim: int, rows: int, tokens: int = 0, capability: int = 0) 
     """The tile of a call with `rows` rows (queries · heads of a group) per key/value head.
 
     Not timed but for the two above: chosen from registers, spills and loop counts of the compiled kernels
-    (`python tests/codegen.py`).
+    (`python tests/kernels/codegen/codegen.py`).
 
     Args:
         tokens: of all key/value heads and samples.

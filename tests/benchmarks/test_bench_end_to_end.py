@@ -1,0 +1,285 @@
+"""The benchmark of whole models, at sizes for a CPU: its cases are the published models, its gates close."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+
+import sage_kernels
+import sage_processors as sp
+from sage_kernels.results import read_rows
+from tests.support.repository import ROOT, fresh
+
+
+pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+
+BENCHMARKS = ROOT / "kernels" / "benchmarks"
+CPU = torch.device("cpu")
+# of the published checkpoints, by the headers of their files
+PARAMETERS = {
+    "wan21_1_3b_480p81": 1_418_996_800,
+    "flux_1024": 11_901_408_320,
+    "sdxl_1024": 2_567_463_684,
+    "llama8b_prefill_512": 8_030_261_248,
+}
+
+
+@pytest.fixture(scope="module")
+def bench():
+    sys.path.insert(0, str(BENCHMARKS))  # as when it is run
+    try:
+        import bench_end_to_end
+
+        yield bench_end_to_end
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture
+def small(bench):
+    """small(name): Bench of a tiny case."""
+
+    def make(name, min_tokens=None, reps=1):
+        case = bench.CASES[name].tiny()
+        model = bench.make_model(case, CPU, torch.bfloat16)
+        options = {"recipe": sage_kernels.DEFAULT_RECIPE, "min_tokens": min_tokens, "reps": reps}
+        return bench.Bench(case, model, CPU, torch.bfloat16, **options)
+
+    return make
+
+
+def test_models_are_the_published_ones():
+    """In a process of its own: here torch.empty fills what it makes, and these models would fill the machine."""
+    code = f"""
+        from model_cases import CASES, parameters_on_meta
+        with parameters_on_meta():
+            for name in {list(PARAMETERS)}:
+                model = CASES[name].build()
+                assert all(p.is_meta for p in model.parameters())
+                print(name, sum(p.numel() for p in model.parameters()))
+        """
+    printed = fresh(code, path=(ROOT, ROOT / "kernels", BENCHMARKS)).split()
+    assert dict(zip(printed[::2], map(int, printed[1::2]), strict=True)) == PARAMETERS
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_drawn_and_buffers_are_kept(name, bench):
+    """RoPE's tables are buffers: a model from the meta device alone would hold garbage there."""
+    from model_cases import parameters_on_meta
+
+    case = bench.CASES[name].tiny()
+    with parameters_on_meta():
+        model = case.build()
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    made, stock = bench.make_model(case, CPU, torch.bfloat16), case.build()
+    assert all(p.dtype == torch.bfloat16 and p.any() for n, p in made.named_parameters() if "bias" not in n)
+    buffers = dict(made.named_buffers())
+    assert buffers.keys() == dict(stock.named_buffers()).keys()
+    assert all(torch.equal(buffers[n], b) for n, b in stock.named_buffers())
+
+
+def test_sizes_are_those_of_the_names(bench):
+    seq = {name: case.attention()["seq_q"] for name, case in bench.CASES.items()}
+    assert seq == {
+        "wan21_1_3b_480p81": 32_760, "flux_1024": 4608, "flux_2048": 16_896, "sdxl_1024": 4096,
+        "llama8b_prefill_512": 512, "llama8b_prefill_32768": 32_768, "llama8b_prefill_131072": 131_072,
+    }  # fmt: skip
+    calls = {name: case.int8_calls() for name, case in bench.CASES.items()}
+    assert (calls["wan21_1_3b_480p81"], calls["flux_2048"], calls["sdxl_1024"]) == (30, 57, 10)
+    thin = bench.CASES["flux_1024"].thinned(2)
+    assert thin.int8_calls() == 4 and thin.name == "flux_1024/layers2"
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_rows_of_a_case(name, bench, tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    assert bench.main(["--tiny", "--device", "cpu", "--case", name, "--csv", str(path)]) == 0
+    rows = read_rows(path)
+    assert {row["suite"] for row in rows} == {"end_to_end"} and {row["case"] for row in rows} == {f"{name}/tiny"}
+    stock = ["torch_sdpa_cudnn"] + ["torch_sdpa_flash"] * name.startswith("llama")
+    times = [row for row in rows if row["metric"] == "time"]
+    assert [row["provider"] for row in times] == [*stock, "attention_removed", "sage_kernels"]
+    for row in times:
+        assert row["unit"] == "ms" and float(row["p20"]) <= float(row["median"]) <= float(row["p80"])
+        ratio = float(times[0]["median"]) / float(row["median"])
+        assert float(row["ratio_vs_cudnn"]) == pytest.approx(ratio, abs=2e-3, rel=2e-3)
+        assert (row["recipe"] != "") == (row["includes_quantization"] == "True") == (row["provider"] == "sage_kernels")
+    [calls] = [row for row in rows if row["metric"] == "int8_calls"]
+    assert calls["provider"] == "sage_kernels" and float(calls["median"]) > 0
+    [error] = [row for row in rows if row["metric"] == "rel_l1"]
+    assert error["provider"] == "sage_kernels" and 0 < float(error["median"]) <= bench.MAX_ERROR
+    printed = capsys.readouterr().out
+    assert all(provider in printed for provider in stock) and "exact {}" in printed
+
+
+def test_k_and_v_are_made_for_a_removed_attention_too(bench):
+    """A compiler leaves out what nobody reads; the forward would be faster by more than attention."""
+    products = []
+
+    def count(graph, _):
+        products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
+        return graph
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(16, 16, bias=False) for _ in range(3))
+
+        def forward(self, x):
+            q, k, v = (make(x).unflatten(-1, (2, 8)).transpose(0, 1) for make in (self.q, self.k, self.v))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+    model, x = Attention(), torch.randn(6, 16)
+    with torch.no_grad(), bench.attention_removed():
+        out = torch.compile(model, backend=aot_autograd(fw_compiler=count), fullgraph=True)(x)
+        torch.testing.assert_close(out, model(x))
+    assert products == [3]
+
+
+def test_compiled_blocks_are_timed_and_forgotten(bench, tmp_path, monkeypatch):
+    """Language models are left out; what was compiled for one provider is not the next one's."""
+    monkeypatch.setattr(bench, "COMPILER", "aot_eager")  # no C++ compiler needed
+    path, calls = tmp_path / "rows.csv", []
+    compile_blocks = bench.compiled_blocks
+
+    def watched(model):
+        assert not any(module._compiled_call_impl for module in model.modules())
+        calls.append(model)
+        return compile_blocks(model)
+
+    monkeypatch.setattr(bench, "compiled_blocks", watched)
+    cases = ["--case", "wan21_1_3b_480p81", "--case", "llama8b_prefill_512"]
+    assert bench.main(["--tiny", "--device", "cpu", *cases, "--called", "compiled", "--csv", str(path)]) == 0
+    rows = read_rows(path)
+    assert {row["case"] for row in rows} == {"wan21_1_3b_480p81/compiled/tiny"} and len(calls) == 3
+    assert not any(module._compiled_call_impl for module in calls[-1].modules())
+    [error] = [row for row in rows if row["metric"] == "rel_l1"]
+    assert 0 < float(error["median"]) <= bench.MAX_ERROR
+    with pytest.raises(SystemExit):
+        bench.main(["--tiny", "--device", "cpu", "--called", "cuda_graph"])
+
+
+def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path, monkeypatch):
+    """A GPU that has been busy is a slower one. Both turns are one row, and the others are compared with both."""
+    one, path, measured = small("flux_1024", reps=2), tmp_path / "rows.csv", []
+    measure = one.measure
+
+    def slower_each_time(warm_up):
+        result = measure(warm_up)
+        measured.append([100.0 * len(measured) + i for i in range(2)])
+        return result._replace(times=measured[-1])
+
+    monkeypatch.setattr(one, "measure", slower_each_time)
+    with torch.no_grad():
+        assert bench.run_case(one, path) == []
+    times = {row["provider"]: float(row["median"]) for row in read_rows(path) if row["metric"] == "time"}
+    cudnn, removed, ours, cudnn_again = measured
+    assert times == {
+        "torch_sdpa_cudnn": statistics.median(cudnn + cudnn_again), "attention_removed": statistics.median(removed),
+        "sage_kernels": statistics.median(ours),
+    }  # fmt: skip
+    [ratio] = [
+        row["ratio_vs_cudnn"]
+        for row in read_rows(path)
+        if row["metric"] == "time" and row["provider"] == "sage_kernels"
+    ]
+    assert float(ratio) == pytest.approx(times["torch_sdpa_cudnn"] / times["sage_kernels"], abs=1e-3)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_case_knows_its_largest_attention(name, small, bench, monkeypatch):
+    """Sizes and number of the calls are those that reach the op."""
+    warm_up = bench.WARM_UP
+    bench, seen = small(name), []
+    op = sage_kernels.sage_attention
+
+    def recording(q, k, v, **options):
+        seen.append((q.shape, k.shape, bool(options["causal"])))
+        return op(q, k, v, **options)
+
+    monkeypatch.setattr(sage_kernels, "sage_attention", recording)
+    with torch.no_grad():
+        (bench.ours_denoiser if bench.case.is_denoiser else bench.ours_language)()
+    sizes = bench.case.attention()
+    largest = max(seen, key=lambda call: call[0][1] * call[1][1])
+    q = (sizes["batch"], sizes["seq_q"], sizes["heads"], sizes["head_dim"])
+    k = (sizes["batch"], sizes["seq_kv"], sizes["kv_heads"], sizes["head_dim"])
+    assert largest == (q, k, sizes["causal"])
+    forwards = 1 + (warm_up if bench.case.is_denoiser else 1)
+    assert seen.count(largest) == forwards * bench.case.int8_calls()
+
+
+def test_timestep_scaling_runs_on_plans(small):
+    """Warmed up, a denoiser's timed forward is not the first step of a run."""
+    bench = small("flux_1024")
+    with torch.no_grad(), sp.apply(bench.model, sp.SageAttnProcessor()) as handle:
+        bench.measure(3)
+        report = handle.report()
+    assert [row["calls"] for row in report.rows] == [4, 4]
+    assert [row["dynamic_calls"] for row in report.rows] == [1, 1]
+
+
+def test_nothing_is_written_for_layers_that_ran_exact_for_no_good_reason(small, bench, tmp_path):
+    path = tmp_path / "rows.csv"
+    for name in ("flux_1024", "llama8b_prefill_512"):
+        one = small(name)
+        one.model.train()
+        with torch.no_grad():
+            [failure] = bench.run_case(one, path)
+        assert "sage_kernels" in failure and "training" in failure
+    assert not [row for row in read_rows(path) if row["provider"] == "sage_kernels"]
+
+
+def test_Q41_short_calls_are_meant_to_be_exact_and_have_no_ratio(small, bench, tmp_path, capsys):
+    path = tmp_path / "rows.csv"
+    for name in ("flux_1024", "llama8b_prefill_512"):
+        with torch.no_grad():
+            assert bench.run_case(small(name, min_tokens=10_000), path) == []
+    ours = [row for row in read_rows(path) if row["provider"] == "sage_kernels"]
+    of = {name: [row for row in ours if row["metric"] == name] for name in ("rel_l1", "int8_calls", "time")}
+    assert [float(row["median"]) for row in of["rel_l1"]] == [0, 0] == [float(x["median"]) for x in of["int8_calls"]]
+    assert [row["ratio_vs_cudnn"] for row in of["time"]] == ["", ""]
+    assert capsys.readouterr().out.count(" ms  no call ran in INT8") == 2
+
+
+def test_wrong_outputs_are_gated(small, bench):
+    for name in PARAMETERS:
+        one = small(name)
+        with torch.no_grad():
+            stock, without = one.stock("torch_sdpa_cudnn").output, one.removed().output
+        with pytest.raises(bench.Gated, match="relative L1"):
+            bench.check_output(without, stock)
+        with pytest.raises(bench.Gated, match="relative L1 nan"):
+            bench.check_output(without * torch.nan, stock)
+        assert bench.check_output(stock, stock) == (0, 0)
+
+
+def test_names_say_what_differs_and_tiny_rows_need_a_file(bench, tmp_path, monkeypatch):
+    results = tmp_path / "results.csv"
+    monkeypatch.setattr(bench, "RESULTS", results)
+    tiny = ["--tiny", "--device", "cpu", "--case", "llama8b_prefill_512", "--layers", "1"]
+    assert bench.main(tiny) == 0 and not results.exists()
+    assert bench.main([*tiny, "--min-tokens", "0", "--csv", str(results)]) == 0
+    assert {row["case"] for row in read_rows(results)} == {"llama8b_prefill_512/layers1/tiny/min_tokens0"}
+    with pytest.raises(SystemExit):
+        bench.main(["--case", "llama9b"])
+
+
+def test_without_a_gpu_it_says_so(bench, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert bench.main([]) == 2 and "no CUDA GPU" in capsys.readouterr().err
+
+
+def test_the_crossover_set_is_what_the_table_is_filled_from(bench):
+    from cases import SETS
+
+    cases = SETS["crossover"]
+    assert len({case.name for case in cases}) == len(cases) == 60
+    assert {case.batch * case.heads for case in cases} == {16, 64} and {case.head_dim for case in cases} == {64, 128}
+    assert {(case.causal, case.heads // case.kv_heads) for case in cases} == {(False, 1), (True, 1), (True, 4)}
+    assert min(case.seq_q for case in cases) == 128 and max(case.seq_q for case in cases) == 2048

@@ -1,0 +1,215 @@
+"""The command line, called as a user does: what it writes and prints, and short messages for what can't work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+import sage_processors as sp
+from sage_processors import pipelines
+from sage_processors.cli import loading
+from sage_processors.cli import main as cli
+from sage_processors.evaluation import quality
+from sage_processors.evaluation.side_by_side import LABEL, MARGIN
+from tests.support.repository import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _offline_and_wide(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+def invoke(*arguments, code=0) -> str:
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result.output
+
+
+def demo(tmp_path, name: str, *arguments) -> tuple[str, Path]:
+    path = tmp_path / "demo.png"
+    return invoke("demo", "--pipeline", name, "--steps", 2, "--output", path, *arguments), path
+
+
+# --- demo ---
+
+
+@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+def test_demo_draws_prints_and_saves(name, tmp_path):
+    prompts = ["a red circle", "a yellow star on a black background"]
+    output, path = demo(tmp_path, name, "--prompt", prompts[0], "--prompt", prompts[1], "--seed", 5, "--device", "cpu")
+    assert str(path) in output.replace("\n", "")
+    mean, worst = map(
+        float, re.search(r"PSNR ([\d.]+) dB, SSIM [\d.]+ \(means\), worst PSNR ([\d.]+) dB", output).groups()
+    )
+    assert mean >= worst >= 45 and mean < quality.PSNR_CEILING  # not identical: INT8 really ran
+    assert "active" in output and prompts[1] in output and "No attention call ran in INT8" not in output
+
+    canvas = Image.open(path)
+    assert canvas.size == (2 * (256 + MARGIN) + MARGIN, 3 * (LABEL + 256 + MARGIN))
+    pipe = loading.load_pipeline(name, "cpu")
+    stock = quality.generate(pipe, prompts, [5, 6], steps=2, **pipelines.call_arguments(name))
+    shown = np.asarray(canvas)[LABEL : LABEL + 256 : 2, MARGIN : MARGIN + 256 : 2]
+    expected = (stock[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    assert np.abs(shown.astype(int) - expected).max() <= 1
+
+
+def test_P29_demo_says_when_nothing_ran_in_int8(tmp_path, monkeypatch):
+    config = sp.SageAttnProcessor(min_tokens=100_000)
+    monkeypatch.setattr(cli, "_config", lambda recipe, scaling: config)
+    output, _ = demo(tmp_path, "tiny_flux", "--images", 1, "--device", "cpu")
+    assert "No attention call ran in INT8" in output and "no call ran in INT8: both pictures are stock" in output
+    assert not re.search(r"PSNR|\d dB|inf", output)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+def test_demo_on_a_gpu(name, tmp_path):
+    output, path = demo(tmp_path, name, "--steps", 20)
+    # the mean: a bf16 pipeline's own rounding turns single pictures by more (the stock_bf16 rows of results.csv)
+    assert path.is_file() and float(re.search(r"PSNR ([\d.]+) dB, SSIM [\d.]+ \(means\)", output)[1]) >= 45
+
+
+# --- messages ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--pipeline", "tiny_flax"], "'tiny_flax' is no embedded pipeline, no folder and no name on the Hub"),
+        (["demo", "--pipeline", "nobody/nothing"], "nobody/nothing could not be loaded"),
+        (["demo", "--pipeline", "../nowhere"], "no folder"),
+        (["demo", "--scaling", "per_galaxy"], "got 'per_galaxy', expected one of"),
+        (["demo", "--recipe", "int1"], "got 'int1', expected one of"),
+        (["demo", "--device", "abacus"], "abacus"),
+        (["demo", "--output", "no/such/folder/x.png"], "no/such/folder does not exist"),
+        (["demo", "--steps", "0"], "Invalid value for '--steps'"),
+        (["report", "tests"], "folder tests has no model_index.json"),
+        (["bench", "quality", "--outlier", "3"], "3 is not a power of two"),
+        (["bench", "quality", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
+        (["bench", "tables", "--readme", "NOFILE.md"], "NOFILE.md does not exist"),
+    ],
+)
+def test_mistakes_get_a_message(arguments, message, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    output = " ".join(invoke(*arguments, code=2).replace("│", "").split())
+    assert message in output and "Traceback" not in output
+
+
+def test_a_broken_folder_gets_a_message(tmp_path):
+    folder = tmp_path / "pipe"
+    shutil.copytree(sp.pipelines.path("tiny_sd"), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    output = invoke("demo", "--pipeline", folder, "--device", "cpu", code=2)
+    assert "could not be loaded" in output and "Traceback" not in output
+
+
+def test_help_lists_the_commands():
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
+    command = [sys.executable, "-m", "sage_processors.cli.main", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    assert all(command in result.stdout for command in ("demo", "report", "doctor", "bench"))
+
+
+# --- report ---
+
+
+@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+def test_report_lists_every_layer_without_weights(name, tmp_path):
+    folder = tmp_path / name
+    shutil.copytree(sp.pipelines.path(name), folder, ignore=shutil.ignore_patterns("*.safetensors", "*.bin"))
+    output = invoke("report", folder)
+    pipe = loading.load_pipeline(name, "cpu")
+    part = "unet" if name == "tiny_sd" else "transformer"
+    layers = [f"{part}.{n.removesuffix('.processor')}" for n in getattr(pipe, part).attn_processors]
+    assert len(layers) >= 5 and all(layer in output for layer in layers)
+    assert output.count("active") == len(layers) and "Nothing ran" in output
+
+
+def test_report_reads_the_folder_of_one_model():
+    output = invoke("report", sp.pipelines.path("tiny_flux") / "transformer", "--scaling", "per_block")
+    assert "per_block" in output and output.count("active") >= 5
+
+
+def test_report_of_a_model_without_attention(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"_class_name": "AutoencoderTiny"}))
+    assert "no attention processor" in " ".join(invoke("report", tmp_path, code=2).replace("│", "").split())
+
+
+# --- bench ---
+
+
+def test_bench_quality_appends_the_rows(tmp_path, monkeypatch):
+    from sage_kernels.results import read_rows
+
+    variants = quality.default_variants()
+    assert [v.name for v in variants] == ["dynamic", "timestep", "timestep_warm", "per_block", "per_head"]
+    monkeypatch.setattr(quality, "default_variants", lambda recipe: variants[:2])
+    path = tmp_path / "results.csv"
+    size = ("--steps", 2, "--images", 3, "--batch", 2, "--device", "cpu")
+    output = invoke("bench", "quality", "--pipeline", "tiny_flux", *size, "--csv", path)
+    rows = read_rows(path)
+    cases = ["tiny_flux/dynamic", "tiny_flux/timestep", "tiny_flux_hard/dynamic", "tiny_flux_hard/timestep"]
+    assert list(dict.fromkeys(row["case"] for row in rows)) == cases
+    assert {row["metric"] for row in rows} >= {"psnr_db", "ssim", "psnr_db_mean"} and {r["batch"] for r in rows} == {
+        "3"
+    }
+    mean = {row["case"]: float(row["median"]) for row in rows if row["metric"] == "psnr_db_mean"}
+    # the balance of every scaling undoes planted outliers
+    assert mean["tiny_flux_hard/dynamic"] > mean["tiny_flux_hard/timestep"] - 3
+    assert min(mean.values()) > max(mean.values()) - 8
+    assert all(f"{value:.2f}" in output for value in mean.values())
+
+
+def test_bench_quality_records_nothing_when_nothing_ran(tmp_path, monkeypatch):
+    exact = quality.Variant("dynamic", sp.SageAttnProcessor(scaling="dynamic", min_tokens=100_000))
+    monkeypatch.setattr(quality, "default_variants", lambda recipe: (exact,))
+    path = tmp_path / "results.csv"
+    size = ("--steps", 1, "--images", 1, "--device", "cpu", "--no-hard")
+    output = invoke("bench", "quality", "--pipeline", "tiny_flux", *size, "--csv", path, code=1)
+    assert "no attention call of dynamic ran in INT8" in output and not path.exists()
+
+
+def test_bench_attention_runs_the_checkouts_benchmark(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "REPOSITORY", tmp_path)
+    assert "clone the repository" in invoke("bench", "attention", code=1)
+    script = tmp_path / "kernels" / "benchmarks" / "bench.py"
+    script.parent.mkdir(parents=True)
+    script.write_text(
+        f"import sys, pathlib; pathlib.Path({str(tmp_path / 'got')!r}).write_text(' '.join(sys.argv[1:])); sys.exit(3)"
+    )
+    invoke("bench", "attention", "--suite", "prologue", code=3)
+    assert (tmp_path / "got").read_text() == "--suite prologue"
+
+
+def test_bench_tables_updates_the_readme(tmp_path):
+    readme = tmp_path / "README.md"
+    shutil.copy(ROOT / "README.md", readme)
+    results = tmp_path / "results.csv"
+    for name in ("results.csv", "RESULTS.md"):
+        shutil.copy(ROOT / "kernels" / "benchmarks" / name, tmp_path)
+    assert "already up to date" in invoke("bench", "tables", "--readme", readme, "--results", results)
+    (tmp_path / "RESULTS.md").write_text("old")
+    assert "updated" in invoke("bench", "tables", "--readme", readme, "--results", results)
+    readme.write_text("no markers")
+    assert "once each" in invoke("bench", "tables", "--readme", readme, "--results", results, code=2)
+
+
+def test_prompts_are_distinct_words_the_pipelines_know():
+    prompts = loading.example_prompts(64)
+    assert len(set(prompts)) == 64
+    assert all(color != ground for color, ground in (re.findall(r"^a (\w+) \w+ on a (\w+)", p)[0] for p in prompts))

@@ -1,0 +1,287 @@
+"""The doctor: passes what is right, fails what is wrong, and needs nothing but torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sage_kernels
+from sage_processors.cli import doctor
+from sage_processors.cli import main as cli
+from tests.support.repository import OPTIONAL, fresh
+
+
+CPU = torch.device("cpu")
+
+
+def invoke(*arguments, code=0) -> str:
+    result = CliRunner().invoke(cli.app, ["doctor", "--device", "cpu", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == code, (result.output, result.exception)
+    return result.output
+
+
+def few(monkeypatch, *names):
+    monkeypatch.setattr(doctor, "CASES", tuple(case for case in doctor.CASES if case.name in names))
+
+
+def test_doctor_tests_every_recipe_scaling_and_case():
+    outcomes = doctor.self_test(CPU)
+    assert all(outcome.passed for outcome in outcomes), outcomes
+    done = {(outcome.recipe, outcome.scaling, outcome.case) for outcome in outcomes}
+    scalings = (*sage_kernels.SCALINGS, "timestep")
+    assert done == {(r, s, c.name) for r in sage_kernels.RECIPES for s in scalings for c in doctor.CASES}
+    assert any(case.mask == "bool" for case in doctor.CASES) and any(case.causal for case in doctor.CASES)
+    assert any(case.mask == "bias" for case in doctor.CASES)
+
+
+def test_the_threshold_is_the_theory_of_rounding_less_a_factor_of_two():
+    """The theory itself is right to a decibel: scales of whole heads and of tokens, whatever the head dim."""
+    for head_dim in (32, 64, 128):
+        q, k, v = doctor.make_qkv("biased_keys", 1, 512, 512, 2, 2, head_dim, dtype=torch.bfloat16)
+        exact = doctor._exact(q, k, v, None)
+        for scaling in ("per_head", "per_token"):
+            out = sage_kernels.sage_attention(q, k, v, scaling=scaling)
+            got = -20 * math.log10(doctor.relative_l2(out, exact).item())
+            theory = doctor.least_sqnr_db(q, k, scaling) + 20 * math.log10(2)
+            assert theory - 0.5 < got < theory + 2, (head_dim, scaling)
+
+
+def _ignoring(*names):
+    def broken(*args, **kwargs):
+        return sage_kernels.sage_attention(*args, **{k: v for k, v in kwargs.items() if k not in names})
+
+    return broken
+
+
+def _one_head_off(*args, **kwargs):
+    out = sage_kernels.sage_attention(*args, **kwargs)
+    out[:, :, -1] *= 1.05
+    return out
+
+
+def _coarser(q, *args, **kwargs):
+    """A kernel that loses two of the eight bits of Q."""
+    step = q.float().abs().amax(-1, keepdim=True) / 31
+    return sage_kernels.sage_attention(((q / step).round() * step).to(q), *args, **kwargs)
+
+
+def _cut_off(q, k, v, **kwargs):
+    """FP8 matrix units that keep all keys in one sum: what an H200's did, 5 % short at 4,096 keys."""
+    out = sage_kernels.sage_attention(q, k, v, **kwargs)
+    return out * (1 - 0.0125 * k.shape[1] / 1024) if kwargs["recipe"] == sage_kernels.recipe.FP8_RECIPE else out
+
+
+def _nan(*args, **kwargs):
+    return sage_kernels.sage_attention(*args, **kwargs) * math.nan
+
+
+def _crash(*args, **kwargs):
+    raise RuntimeError("illegal instruction\nand more")
+
+
+BROKEN = {
+    "mask": (_ignoring("attn_mask"), {"padding mask", "additive bias"}),
+    "causal": (_ignoring("causal"), {"causal"}),
+    "smoothing": (lambda *a, **k: sage_kernels.sage_attention(*a, **k, smooth_k=False), None),
+    "head": (_one_head_off, {case.name for case in doctor.CASES}),
+    "bits": (_coarser, {case.name for case in doctor.CASES if not case.same_values}),
+    "sums": (_cut_off, {case.name for case in doctor.CASES if case.same_values}),
+    "nan": (_nan, {case.name for case in doctor.CASES}),
+    "crash": (_crash, {case.name for case in doctor.CASES}),
+    "unplanned": (_ignoring("state"), {case.name for case in doctor.CASES}),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_doctor_fails_a_wrong_kernel(how, monkeypatch):
+    broken, cases = BROKEN[how]
+    monkeypatch.setattr(doctor, "sage_attention", broken)
+    outcomes = doctor.self_test(CPU)
+    failed = {outcome.case for outcome in outcomes if not outcome.passed}
+    assert failed == cases if cases else failed
+    json.dumps([doctor.asdict(outcome) for outcome in outcomes], allow_nan=False)
+    if how == "unplanned":
+        assert {outcome.scaling for outcome in outcomes if not outcome.passed} == {"timestep"}
+
+
+def test_doctor_prints_what_it_found_and_exits_with_1_if_a_check_fails(monkeypatch):
+    few(monkeypatch, "causal")
+    output = invoke()
+    assert all(word in output for word in ("reference (CPU)", "timestep", "All checks passed", torch.__version__))
+    assert "Triton's cache" in output
+    monkeypatch.setattr(doctor, "sage_attention", _crash)
+    output = invoke(code=1)
+    assert "Error: RuntimeError: illegal instruction" in output
+    number = 4 * len(sage_kernels.RECIPES)
+    assert f"{number} of {number} checks failed" in output
+    assert "and more" not in output and "Traceback" not in output
+
+
+def test_doctor_speaks_json(monkeypatch):
+    few(monkeypatch, "causal")
+    found = json.loads(invoke("--json"))
+    keys = {"environment", "device", "kernels", "self_test", "self_test_seconds", "triton_cache", "passed"}
+    assert set(found) == keys and found["passed"] is True
+    assert {"torch", "triton", "diffusers", "transformers", "sage_processors"} <= set(found["environment"])
+    worst = {"qk_int8_pv_bf16": 25, "qk_int8_pv_fp8": 20}
+    assert all(row["sqnr_db"] > row["least_db"] > worst[row["recipe"]] for row in found["self_test"])
+    monkeypatch.setattr(doctor, "sage_attention", _nan)
+    found = json.loads(invoke("--json", code=1))
+    assert found["passed"] is False and "not finite" in found["self_test"][0]["error"]
+
+
+def test_E10_doctor_needs_torch_alone():
+    code = f"""
+        import json, torch
+        from sage_processors.cli import doctor
+        doctor.CASES = doctor.CASES[:1]
+        found = doctor.examine(torch.device("cpu"))
+        assert not set({OPTIONAL!r}) & set(sys.modules)
+        print(json.dumps([found["passed"], found["environment"]["torch"] is None]))
+        """
+    assert json.loads(fresh(code, without=OPTIONAL)) == [True, False]
+
+
+def test_doctor_says_what_is_not_installed(monkeypatch):
+    few(monkeypatch, "causal")
+    version = doctor.importlib.metadata.version
+
+    def hidden(name):
+        if name in ("triton", "diffusers"):
+            raise doctor.importlib.metadata.PackageNotFoundError(name)
+        return version(name)
+
+    monkeypatch.setattr(doctor.importlib.metadata, "version", hidden)
+    output = invoke()
+    assert "Without triton" in output and 'pip install "sage-processors[diffusers]"' in output
+    assert output.count("not installed") == 2
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_doctor_shows_the_tiles_of_a_gpu(capability, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    rows = doctor.kernels(torch.device("cuda"))
+    assert [row["head_dim"] for row in rows] == [64] * 4 + [128] * 4 + [256] * 4
+    assert [row["problem"] for row in rows if not row["tile"]] == []
+
+
+def test_E09_doctor_says_why_a_gpu_can_not_run_the_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    rows = doctor.kernels(torch.device("cuda"))
+    assert all("compute capability 7.5" in row["problem"] and row["kernel"] is None for row in rows)
+
+
+# --- Triton's cache ---
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """A cache that nobody else can write to, wherever the tests run."""
+    monkeypatch.setattr(doctor, "file_system", lambda place: "ext4")
+    folder = tmp_path / "home" / "cache"
+    folder.mkdir(parents=True)
+    for place in (folder, folder.parent):
+        place.chmod(0o755)
+    return folder
+
+
+def test_the_cache_is_where_triton_looks(monkeypatch, tmp_path):
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    assert doctor.triton_cache() == tmp_path / ".triton" / "cache"
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "x"))
+    assert doctor.triton_cache() == tmp_path / "x"
+    knobs = pytest.importorskip("triton.knobs")
+    assert str(doctor.triton_cache()) == knobs.cache.dir
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    assert str(doctor.triton_cache()) == knobs.cache.dir
+    monkeypatch.delenv("TRITON_HOME")
+    assert str(doctor.triton_cache()) == knobs.cache.dir
+
+
+def test_a_private_cache_is_fine_and_a_missing_one_is_not_made(cache):
+    found = doctor.examine_cache(cache)
+    assert found["warnings"] == [] and found["mode"] == "0755" and found["exists"] and found["owner"]
+    found = doctor.examine_cache(cache / "not" / "there")
+    assert not found["exists"] and found["mode"] is None and found["warnings"] == []
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "who"), [(0o775, "group"), (0o777, "group and others"), (0o1777, "group and others")]
+)
+def test_a_cache_that_others_can_write_to_is_warned_of_and_left_alone(mode, who, cache):
+    cache.chmod(mode)
+    (warning,) = doctor.examine_cache(cache)["warnings"]
+    assert f"{cache} is writable by {who}, who can put code there" in warning
+    assert stat.S_IMODE(cache.stat().st_mode) == mode
+
+
+def test_a_cache_whose_folder_others_can_replace_is_warned_of(cache):
+    cache.parent.chmod(0o777)
+    (warning,) = doctor.examine_cache(cache)["warnings"]
+    assert warning.startswith(f"{cache.parent} is writable by group and others")
+    cache.parent.chmod(0o1777)  # as /tmp: nobody can rename what is not theirs
+    assert doctor.examine_cache(cache)["warnings"] == []
+
+
+def test_a_cache_of_somebody_else_or_on_a_network_is_warned_of(cache, monkeypatch):
+    monkeypatch.setattr(doctor, "file_system", lambda place: "nfs4")
+    assert "network file system (nfs4)" in doctor.examine_cache(cache)["warnings"][0]
+    monkeypatch.setattr(doctor, "file_system", lambda place: "ext4")
+    monkeypatch.setattr(os, "getuid", lambda: 123456)
+    if cache.stat().st_uid:  # root's folders are everybody's to trust
+        assert any(f"{cache} belongs to" in warning for warning in doctor.examine_cache(cache)["warnings"])
+    else:
+        os.chown(cache, 54321, -1)
+        found = doctor.examine_cache(cache)
+        assert found["owner"] == "54321" and f"{cache} belongs to 54321" in found["warnings"][0]
+
+
+def test_the_file_system_is_that_of_the_nearest_mount(monkeypatch, tmp_path):
+    lines = [
+        "22 1 8:1 / / rw - ext4 /dev/sda rw",
+        "23 22 0:5 / /data rw shared:1 - nfs4 server:/x rw",
+        r"24 23 0:6 / /data/with\040space rw - xfs /dev/sdb rw",
+        "25 22 0:7 / /twice rw - ext4 /dev/sdc rw",
+        "26 22 0:8 / /twice rw - lustre mgs:/fs rw",
+    ]
+    read = doctor.Path.read_text
+    monkeypatch.setattr(
+        doctor.Path,
+        "read_text",
+        lambda self, **kw: "\n".join(lines) if str(self) == "/proc/self/mountinfo" else read(self, **kw),
+    )
+    expected = {
+        "/home": "ext4",
+        "/data/x": "nfs4",
+        "/database": "ext4",
+        "/data/with space/x": "xfs",
+        "/twice": "lustre",
+    }
+    assert {place: doctor.file_system(doctor.Path(place)) for place in expected} == expected
+
+
+@pytest.mark.gpu
+def test_doctor_passes_on_a_gpu():
+    found = json.loads(CliRunner().invoke(cli.app, ["doctor", "--json"]).output)
+    assert found["passed"], found["self_test"]
+    assert found["device"]["compute_capability"] and all(not row["problem"] for row in found["kernels"])
+
+
+def test_doctor_skips_a_recipe_that_this_gpu_cannot_run_and_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(torch.version, "hip", None)
+    reason = doctor.recipe_problem("qk_int8_pv_fp8", torch.device("cuda"))
+    assert "8.9" in reason and "8.0" in reason
+    assert doctor.recipe_problem("qk_int8_pv_bf16", torch.device("cuda")) == ""
+    assert doctor.recipe_problem("qk_int8_pv_fp8", torch.device("cpu")) == ""
+    assert doctor.Outcome("qk_int8_pv_fp8", "per_token", "any", skipped=reason).passed

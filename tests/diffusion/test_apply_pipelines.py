@@ -1,0 +1,317 @@
+"""The swap on real pipelines: one line in, one line out, scales that follow the scheduler."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import subprocess
+import sys
+import weakref
+
+import diffusers
+import pytest
+import torch
+
+import sage_kernels
+import sage_processors as sp
+from sage_processors.diffusion import processors
+from sage_processors.diffusion.discovery import attention_modules
+from tests.diffusion.test_processors import sdpa_as_op, sqnr_db
+from tests.support.repository import ROOT
+from tests.support.tiny_models import MODELS
+
+
+EVERYTHING = sp.SageAttnProcessor(min_tokens=1)
+
+
+def processors_of(model):
+    return {name: module.processor for name, module in attention_modules(model)}
+
+
+def tiny_vae(channels=4):
+    torch.manual_seed(0)
+    blocks = {
+        "block_out_channels": (8, 8),
+        "down_block_types": ("DownEncoderBlock2D",) * 2,
+        "up_block_types": ("UpDecoderBlock2D",) * 2,
+    }
+    return diffusers.AutoencoderKL(**blocks, norm_num_groups=4, latent_channels=channels, sample_size=8).eval()
+
+
+def ddpm_pipe():
+    model, _ = MODELS["unet_unconditional"]()
+    pipe = diffusers.DDPMPipeline(model, diffusers.DDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe, lambda steps=4, seed=0: torch.as_tensor(
+        pipe(num_inference_steps=steps, generator=torch.Generator().manual_seed(seed), output_type="np").images
+    )
+
+
+def flux_pipe():
+    torch.manual_seed(0)
+    model, inputs = MODELS["flux"]()
+    config = dict(model.config) | {"in_channels": 16}
+    model = diffusers.FluxTransformer2DModel.from_config(config).eval()
+    pipe = diffusers.FluxPipeline(
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(),
+        vae=tiny_vae(),
+        text_encoder=None,
+        tokenizer=None,
+        text_encoder_2=None,
+        tokenizer_2=None,
+        transformer=model,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    embeds = {"prompt_embeds": inputs["encoder_hidden_states"], "pooled_prompt_embeds": inputs["pooled_projections"]}
+    return (
+        pipe,
+        lambda steps=4, seed=0: (
+            pipe(
+                **{name: tensor.to(pipe._execution_device) for name, tensor in embeds.items()},
+                height=16,
+                width=16,
+                num_inference_steps=steps,
+                generator=torch.Generator().manual_seed(seed),
+                output_type="latent",
+            ).images
+        ),
+    )
+
+
+def sd_controlnet_pipe():
+    unet, _ = MODELS["unet_sd15"]()
+    controlnet, _ = MODELS["controlnet"]()
+    pipe = diffusers.StableDiffusionControlNetPipeline(
+        vae=tiny_vae(),
+        text_encoder=None,
+        tokenizer=None,
+        unet=unet,
+        controlnet=controlnet,
+        scheduler=diffusers.EulerDiscreteScheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    torch.manual_seed(0)
+    embeds, image = torch.randn(2, 7, 32), torch.rand(1, 3, 16, 16)
+    return (
+        pipe,
+        lambda steps=3, seed=0: (
+            pipe(
+                prompt_embeds=embeds[:1],
+                negative_prompt_embeds=embeds[1:],
+                image=image,
+                height=16,
+                width=16,
+                num_inference_steps=steps,
+                generator=torch.Generator().manual_seed(seed),
+                output_type="latent",
+            ).images
+        ),
+    )
+
+
+PIPES = {"ddpm": ddpm_pipe, "flux": flux_pipe, "sd_controlnet": sd_controlnet_pipe}
+
+
+@pytest.mark.parametrize("name", PIPES)
+def test_pipeline_one_line_in_and_out(name, monkeypatch):
+    pipe, run = PIPES[name]()
+    parts = {key: part for key, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+    denoisers = [key for key in parts if key != "vae"]
+    before = {key: processors_of(part) for key, part in parts.items()}
+    scheduler, scheduler_class = pipe.scheduler, type(pipe.scheduler)
+    stock = run()
+
+    handle = pipe.set_attn_processor(EVERYTHING)
+    assert processors_of(parts["vae"]) == before["vae"] if "vae" in parts else True
+    assert all(processors.is_sage(p) for key in denoisers for p in processors_of(parts[key]).values())
+    int8 = run()
+    assert sqnr_db(int8, stock) > 25 and not torch.equal(int8, stock)
+    report = handle.report()
+    layers = [f"{key}.{layer}" for key in denoisers for layer in before[key]]
+    assert [row["layer"] for row in report.rows] == layers
+    assert all(row["calls"] > 0 and row["scaling"] == "timestep" and row["fallbacks"] == {} for row in report.rows), (
+        str(report)
+    )
+
+    monkeypatch.setattr(sage_kernels, "sage_attention", sdpa_as_op)
+    assert torch.equal(run(), stock)
+    monkeypatch.undo()
+
+    handle.remove()
+    handle.remove()
+    for key, part in parts.items():
+        now = processors_of(part)
+        assert all(now[layer] is before[key][layer] for layer in now) and now.keys() == before[key].keys()
+        assert not part._forward_pre_hooks
+    assert pipe.scheduler is scheduler and type(scheduler) is scheduler_class
+    assert torch.equal(run(), stock)
+    assert "removed" in str(handle.report())
+    with pytest.raises(RuntimeError, match="apply again"):
+        handle.refresh()
+
+
+def test_pipeline_plans_follow_the_scheduler_and_frozen_scales():
+    pipe, run = flux_pipe()
+    handle = pipe.set_attn_processor(EVERYTHING)
+    run(steps=6)
+    first = handle.report()
+    assert all((row["calls"], row["dynamic_calls"]) == (6, 1) for row in first.rows), str(first)
+    handle.freeze_scales()
+    run(steps=6, seed=1)
+    second = handle.report()
+    # this time even the first step is planned, from the table at the same noise level
+    assert all((row["calls"], row["dynamic_calls"]) == (12, 1) for row in second.rows), str(second)
+    assert first.calls == 12 and first.bytes_saved > 0 and second.bytes_saved == 2 * first.bytes_saved
+
+
+def test_pipeline_fresh_state_repeats_bit_for_bit():
+    pipe, run = flux_pipe()
+    handle = pipe.set_attn_processor(EVERYTHING)
+    first = run()
+    assert torch.equal(run(), first)
+    handle.freeze_scales()
+    assert not torch.equal(run(), first)  # planned from the first run now
+    handle.reset()
+    assert handle.report().calls == 0
+    assert torch.equal(run(), first)
+    handle.remove()
+    pipe.set_attn_processor(EVERYTHING)
+    assert torch.equal(run(), first)
+
+
+def test_pipeline_forward_hook_does_not_advance_a_second_time():
+    pipe, run = flux_pipe()
+    handle = pipe.set_attn_processor(EVERYTHING)
+    advances = []
+    state = handle._parts[0].state
+    original = state.advance
+    state.advance = lambda *levels: (advances.append([round(float(u), 4) for u in levels]), original(*levels))
+    run(steps=4)
+    sigmas = pipe.scheduler.sigmas
+    levels = (sigmas / ((1 - sigmas) ** 2 + sigmas**2).sqrt())[:-1]
+    assert [a[0] for a in advances] == pytest.approx(levels.tolist(), abs=1e-3)
+
+
+@pytest.mark.parametrize("when", ["between runs", "told by refresh"])
+def test_pipeline_scheduler_replaced_after_the_swap(when):
+    pipe, run = flux_pipe()
+    handle = pipe.set_attn_processor(EVERYTHING)
+    old = pipe.scheduler
+    pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
+    if when == "told by refresh":
+        handle.refresh()
+        assert type(old) is diffusers.FlowMatchEulerDiscreteScheduler
+    torch.manual_seed(0)
+    pipe.scheduler.set_timesteps(5)
+    x = torch.randn(1, 64, 16)
+    ids = torch.zeros(64, 3)
+    embeds = {
+        "encoder_hidden_states": torch.randn(1, 12, 32),
+        "pooled_projections": torch.randn(1, 32),
+        "txt_ids": torch.zeros(12, 3),
+    }
+    with torch.no_grad():
+        for t in pipe.scheduler.timesteps:
+            noise = pipe.transformer(hidden_states=x, timestep=t[None] / 1000, img_ids=ids, **embeds).sample
+            x = pipe.scheduler.step(noise, t, x).prev_sample
+    report = handle.report()
+    assert type(old) is diffusers.FlowMatchEulerDiscreteScheduler
+    assert all((row["calls"], row["dynamic_calls"]) == (9, 1) for row in report.rows), str(report)
+
+
+def test_two_denoisers_share_a_scheduler_and_keep_their_own_scales():
+    torch.manual_seed(0)
+    high, inputs = MODELS["wan_t2v"]()
+    low = copy.deepcopy(high)
+    pipe = type(
+        "TwoStage",
+        (),
+        {"components": property(lambda s: {"transformer": high, "transformer_2": low, "scheduler": s.scheduler})},
+    )()
+    pipe.scheduler = diffusers.UniPCMultistepScheduler(use_flow_sigmas=True, prediction_type="flow_prediction")
+    with sp.apply(pipe, EVERYTHING) as handle, torch.no_grad():
+        for _ in range(2):
+            pipe.scheduler.set_timesteps(6)
+            x = inputs["hidden_states"]
+            for i, t in enumerate(pipe.scheduler.timesteps):
+                model = high if i < 3 else low
+                noise = sum(
+                    model(**inputs | {"hidden_states": x, "timestep": t[None]}).sample for _ in range(2)
+                )  # guidance: two calls
+                x = pipe.scheduler.step(noise / 2, t, x).prev_sample
+        rows = handle.report().rows
+    assert {row["layer"].split(".")[0] for row in rows} == {"transformer", "transformer_2"}
+    # dynamic: both calls of each run's first step of the denoiser
+    assert all((row["calls"], row["dynamic_calls"]) == (12, 4) for row in rows), rows
+
+
+def test_handle_lives_as_long_as_the_pipeline():
+    pipe, run = flux_pipe()
+    pipe.set_attn_processor(EVERYTHING)  # nobody keeps the handle
+    gc.collect()
+    run()
+    assert sp.handle_of(pipe).report().calls == 8
+    gone = weakref.ref(pipe.transformer)
+    del pipe, run
+    gc.collect()
+    assert gone() is None
+
+
+def test_P31_a_handle_whose_pipeline_is_gone_says_so():
+    pipe, run = flux_pipe()
+    handle, model = pipe.set_attn_processor(EVERYTHING), pipe.transformer
+    del pipe, run
+    gc.collect()
+    assert "was garbage-collected" in str(handle.report())
+    with pytest.raises(RuntimeError, match="pipeline was garbage-collected.*keep a reference"):
+        handle.refresh()
+    assert handle.report().rows and sp.handle_of(model) is handle
+    handle.remove()
+    assert not any(processors.is_sage(p) for p in processors_of(model).values())
+
+
+IMPORTS = """
+import sys
+{first}
+assert ("sage_processors" in sys.modules) == ("sage" in "{order}".split()[0])
+{second}
+from diffusers import DiffusionPipeline
+assert DiffusionPipeline.set_attn_processor.__module__.startswith("sage_processors")
+import importlib.util, diffusers.pipelines.pipeline_utils as utils
+assert "Sage" not in type(utils.__spec__.loader).__name__ and "Patching" not in type(utils.__spec__.loader).__name__
+"""
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        "sage_processors diffusers",
+        "diffusers sage_processors",
+        "pipeline_utils sage_processors",
+        "sage_processors pipeline_utils",
+    ],
+)
+def test_pipeline_method_exists_in_every_import_order(order):
+    light = "assert not any(m.split('.')[0] in ('diffusers', 'transformers', 'triton') for m in sys.modules)"
+    lines = {
+        "sage_processors": "import sage_processors\n" + (light if order.startswith("sage") else ""),
+        "diffusers": "import diffusers",
+        "pipeline_utils": "import diffusers.pipelines.pipeline_utils",
+    }
+    first, second = (lines[name] for name in order.split())
+    code = IMPORTS.format(first=first, second=second, order=order)
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": paths}, cwd="/")
+
+
+def test_pipeline_method_of_somebody_else_is_left_alone(monkeypatch):
+    from sage_processors.diffusion.pipeline_method import add_pipeline_method
+
+    theirs = object()
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "set_attn_processor", theirs)
+    add_pipeline_method(sp.apply)
+    assert diffusers.DiffusionPipeline.set_attn_processor is theirs

@@ -1,0 +1,47 @@
+"""torch.export of a swapped model: the program runs INT8 attention, in both of its ways."""
+
+from __future__ import annotations
+
+import diffusers
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import sage_processors as sp
+from tests.diffusion.test_compile import Pipe
+from tests.support.tiny_models import MODELS
+
+
+def targets(program):
+    return {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("scaling", ["dynamic", "timestep"])
+@pytest.mark.parametrize("name", ["unet_sd15", "flux"])
+def test_P36_an_exported_program_runs_int8_attention(name, scaling, strict):
+    model, inputs = MODELS[name]()
+    config = sp.SageAttnProcessor(min_tokens=1, scaling=scaling)
+    pipe = Pipe(model, diffusers.DDIMScheduler())
+    with torch.no_grad(), sp.apply(pipe, config) as handle:
+        ours = model(**inputs).sample
+        program = torch.export.export(model, (), inputs, strict=strict)
+        found = {name for name in targets(program) if "attention" in name}
+        assert found == {f"sage_kernels.attention{'' if scaling == 'dynamic' else '_planned'}.default"}
+        assert torch.equal(program.module()(**inputs).sample, ours)
+        assert handle.report().fallbacks == {}
+
+
+def test_P36_other_function_modes_still_see_stock_attention():
+    class Seeing(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, fn, types, args=(), kwargs=None):
+            Seeing.calls += fn is torch.nn.functional.scaled_dot_product_attention
+            return fn(*args, **(kwargs or {}))
+
+    model, inputs = MODELS["flux"]()
+    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="dynamic")) as handle:
+        with Seeing():
+            model(**inputs)
+        assert Seeing.calls == 2 and handle.report().fallbacks == {"function_mode": 2}

@@ -1,0 +1,142 @@
+"""Forwards one by one: which belong to the running step; and threads that share a handle."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import diffusers
+import pytest
+import torch
+
+import sage_processors as sp
+from sage_kernels.planning import state as scales
+from sage_processors.diffusion.forwards import Forwards
+from sage_processors.diffusion.noise_level import noise_levels
+from sage_processors.diffusion.windows import Progress
+from sage_processors.event_counter import EventCounter
+from tests.diffusion.test_compile import Pipe, denoise
+from tests.diffusion.test_following import SD, ddim, draw, options
+from tests.diffusion.test_lifecycle_adapters import sd_pipe
+from tests.support.tiny_models import MODELS
+
+
+def progress_of(scheduler, windowed=True, **kwargs):
+    progress = Progress(windowed)
+    progress.begin(noise_levels(scheduler), 0, scheduler.timesteps, **kwargs)
+    return progress
+
+
+@pytest.mark.parametrize("form", ["t", "thousandths", "reversed", "its own"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_P26_models_are_given_the_timestep_in_several_forms(form, dtype):
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(20)
+    give = {
+        "t": lambda t: t,
+        "thousandths": lambda t: t / 1000,
+        "reversed": lambda t: 1 - t / 1000,
+        "its own": lambda t: (t / 1000) / (1 + t / 1000) + 2000,
+    }[form]
+    progress, forwards = progress_of(scheduler), Forwards("cpu")
+    for t in scheduler.timesteps:
+        given = give(t.to(dtype))
+        assert forwards.belongs(progress, given) and forwards.belongs(progress, given.expand(2))
+        assert not forwards.belongs(progress, given + 0.3 * given.abs().clamp_min(1.0))
+        progress.finish(torch.ones(()))
+    assert not forwards.belongs(progress, give(scheduler.timesteps[-1]))  # the run is over
+
+
+def test_P26_another_timestep_after_a_step_is_another_scheduler():
+    scheduler = ddim()
+    scheduler.set_timesteps(10)
+    progress, forwards = progress_of(scheduler), Forwards("cpu")
+    assert forwards.belongs(progress, scheduler.timesteps[0])
+    progress.finish(torch.ones(()))
+    assert not forwards.belongs(progress, scheduler.timesteps[1] - 7)
+    assert not forwards.belongs(progress, scheduler.timesteps[3])
+    assert not forwards.belongs(progress, torch.tensor(torch.nan))
+    assert forwards.belongs(progress, int(scheduler.timesteps[1]))
+    assert forwards.belongs(progress, None) and not forwards.belongs(progress_of(scheduler, is_told=False), None)
+
+
+def test_P26_a_timestep_written_in_place_is_another_one():
+    scheduler = ddim()
+    scheduler.set_timesteps(10)
+    progress, forwards = progress_of(scheduler), Forwards("cpu")
+    buffer = scheduler.timesteps[:1].clone()
+    assert forwards.belongs(progress, buffer) and forwards.belongs(progress, buffer)
+    buffer.fill_(float(scheduler.timesteps[1]))
+    assert not forwards.belongs(progress, buffer)
+
+
+# --- threads ---
+
+
+def test_P27_threads_with_pipelines_of_their_own_keep_their_windows():
+    pipe, _ = sd_pipe()
+    handle = pipe.set_attn_processor(options(keep_first_steps=3))
+    pipes = [SD.from_pipe(pipe, scheduler=ddim()) for _ in range(2)]
+    for other in pipes:
+        other.set_progress_bar_config(disable=True)
+    start, errors = threading.Barrier(2), []
+
+    def work(other):
+        try:
+            start.wait(60)
+            draw(other, 8)
+        except Exception as error:  # handed to the thread that can fail the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(other,)) for other in pipes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors
+    rows = handle.report().rows
+    assert all((row["calls"], row["fallbacks"]) == (10, {"window": 6}) for row in rows), rows
+
+
+def test_P37_a_call_beside_the_end_of_a_step_is_counted(monkeypatch):
+    """The counts of a step are added up and cleared: a call of another thread waits, or its count would be lost."""
+    model, inputs = MODELS["flux"]()
+    pipe = Pipe(model, diffusers.FlowMatchEulerDiscreteScheduler())
+    clearing, clear, counts = threading.Event(), scales.clear_step, []
+
+    def clear_slowly(*tensors):
+        clearing.set()
+        time.sleep(0.5)
+        clear(*tensors)
+
+    def call():
+        clearing.wait(60)
+        with torch.no_grad():
+            model(**inputs)
+
+    with sp.apply(pipe, options(scaling="timestep")) as handle:
+        denoise(pipe, model, inputs, steps=3)
+        counts.append(handle.report().calls)
+        monkeypatch.setattr(scales, "clear_step", clear_slowly)
+        thread = threading.Thread(target=call)
+        thread.start()
+        pipe.scheduler.set_timesteps(3)
+        thread.join(60)
+        monkeypatch.undo()
+        assert handle.report().calls == counts[0] + 2
+
+
+def test_P37_eager_counts_of_many_threads_add_up():
+    counter = EventCounter(2)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=lambda: [counter.add(1) for _ in range(5000)]) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert counter.numbers() == [0, 20_000]

@@ -1,0 +1,404 @@
+"""Everything in diffusers that replaces attention processors or goes around them: reported, and healed by refresh().
+
+The case IDs in the names are those of the project's list of failure cases.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import diffusers
+import pytest
+import torch
+
+import sage_processors as sp
+from sage_processors.diffusion import processors
+from tests.diffusion.test_apply import processors_of
+from tests.diffusion.test_apply_pipelines import flux_pipe, tiny_vae
+from tests.diffusion.test_lifecycle import statuses
+from tests.diffusion.test_processors import forward, sqnr_db
+from tests.support.tiny_models import MODELS
+
+
+EVERYTHING = sp.SageAttnProcessor(min_tokens=1)
+# What it has learnt shows in the runs after: that it was kept is seen there.
+LEARNING = sp.SageAttnProcessor(min_tokens=1, scaling="timestep_adaptive")
+STRICT = sp.SageAttnProcessor(min_tokens=1, policy="strict")
+
+
+def calls_of(handle):
+    """Calls of every layer, and those without a plan: 1, if its state was kept.
+
+    A plan that does not fit a call of these random models is another matter, and leaves nothing to be told.
+    """
+    rows = handle.report().rows
+    assert any(row["misfit_fraction"] == 0 for row in rows)
+    return {row["layer"]: (row["calls"], 1 if row["misfit_fraction"] else row["dynamic_calls"]) for row in rows}
+
+
+def sd_pipe(kind=diffusers.StableDiffusionPipeline, **options):
+    pipe = kind(
+        vae=tiny_vae(),
+        text_encoder=None,
+        tokenizer=None,
+        unet=MODELS["unet_sd15"]()[0],
+        scheduler=diffusers.EulerDiscreteScheduler(steps_offset=1),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+        **options,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    torch.manual_seed(0)
+    embeds = torch.randn(2, 7, 32)
+
+    def run(**inputs):
+        generator = torch.Generator().manual_seed(0)
+        inputs |= {"prompt_embeds": embeds[:1], "negative_prompt_embeds": embeds[1:], "output_type": "latent"}
+        return pipe(height=16, width=16, num_inference_steps=3, generator=generator, **inputs).images
+
+    return pipe, run
+
+
+# --- P03: IP-Adapters ---
+
+
+def image_projection(width, image_width=24):
+    shapes = {"proj.weight": (4 * width, image_width), "proj.bias": (4 * width,), "norm.weight": (width,)}
+    return {name: torch.randn(shape) * 0.2 for name, shape in shapes.items()} | {"norm.bias": torch.zeros(width)}
+
+
+def unet_ip_adapter(unet):
+    torch.manual_seed(3)
+    width, weights = unet.config.cross_attention_dim, {}
+    cross = [name.removesuffix(".processor") for name in unet.attn_processors if name.endswith("attn2.processor")]
+    for i, name in enumerate(cross):
+        hidden = unet.get_submodule(name).to_q.out_features
+        weights |= {f"{2 * i + 1}.to_{x}_ip.weight": torch.randn(hidden, width) * 0.2 for x in "kv"}
+    return {"image_proj": image_projection(width), "ip_adapter": weights}
+
+
+def flux_ip_adapter(transformer):
+    torch.manual_seed(3)
+    inner, width, weights = transformer.inner_dim, transformer.config.joint_attention_dim, {}
+    for i in range(transformer.config.num_layers):
+        weights |= {f"{i}.to_{x}_ip.weight": torch.randn(inner, width) * 0.2 for x in "kv"}
+        weights |= {f"{i}.to_{x}_ip.bias": torch.zeros(inner) for x in "kv"}
+    return {"image_proj": image_projection(width), "ip_adapter": weights}
+
+
+def sd_with_adapter():
+    pipe, run = sd_pipe()
+    image = torch.randn(2, 1, 24)
+    adapter = unet_ip_adapter(pipe.unet)
+
+    def load():
+        pipe.load_ip_adapter(adapter, subfolder="", weight_name="", image_encoder_folder=None)
+
+    return pipe, pipe.unet, run, lambda: run(ip_adapter_image_embeds=[image]), load
+
+
+def flux_with_adapter():
+    pipe, run = flux_pipe()
+    image, inputs = torch.randn(1, 1, 24), MODELS["flux"]()[1]
+    adapter = flux_ip_adapter(pipe.transformer)
+
+    def load():
+        pipe.load_ip_adapter(adapter, "", image_encoder_pretrained_model_name_or_path=None)
+
+    def run_with_image():
+        return pipe(
+            prompt_embeds=inputs["encoder_hidden_states"],
+            pooled_prompt_embeds=inputs["pooled_projections"],
+            ip_adapter_image_embeds=[image],
+            negative_ip_adapter_image_embeds=[image],
+            height=16,
+            width=16,
+            num_inference_steps=3,
+            generator=torch.Generator().manual_seed(0),
+            output_type="latent",
+        ).images
+
+    return pipe, pipe.transformer, lambda: run(steps=3), run_with_image, load
+
+
+@pytest.mark.parametrize("make", [sd_with_adapter, flux_with_adapter])
+def test_P03_ip_adapter_load_and_unload(make):
+    pipe, model, run, run_with_image, load = make()
+    original, stock = processors_of(model), run()
+    load()
+    stock_with_image = run_with_image()
+    pipe.unload_ip_adapter()
+    assert sqnr_db(stock_with_image, stock) < 20
+    model.set_attn_processor({f"{name}.processor": p for name, p in original.items()})
+
+    handle = pipe.set_attn_processor(LEARNING)
+    run()
+    learnt = calls_of(handle)
+    assert set(learnt.values()) == {(3, 1)}
+    load()
+    report = handle.report()
+    assert statuses(handle) == {"replaced"} and all("refresh" in row["note"] for row in report.rows)
+    with_image = {row["layer"] for row in report.rows if "IPAdapter" in row["processor"]}
+    made_anew = {row["layer"] for row in report.rows if row["processor"].startswith("Sage")}
+    assert with_image and made_anew and with_image | made_anew == set(learnt)
+    run_with_image()  # nobody refreshed: counted, and what was learnt stays
+    assert set(handle.report().fallbacks) == {"replaced"} and calls_of(handle) == learnt
+
+    handle.refresh()
+    assert sqnr_db(run_with_image(), stock_with_image) > 25
+    report = handle.report()
+    assert statuses(handle) == {"active"}, str(report)
+    for row in report.rows:
+        # the first call of every layer goes on with its plans; the image's is new, and dynamic in its first step
+        calls, dynamic = (9, 2) if row["layer"] in with_image else (6, 1)
+        assert row["calls"] == calls and row["fallbacks"] == {"replaced": 3}, str(report)
+        assert (
+            row["dynamic_calls"] == dynamic
+            or row["misfit_fraction"] > 0
+            and dynamic <= row["dynamic_calls"] <= dynamic + 1
+        )
+
+    pipe.unload_ip_adapter()
+    assert statuses(handle) == {"replaced"}
+    handle.refresh()
+    assert statuses(handle) == {"active"} and sqnr_db(run(), stock) > 25
+    assert set(calls_of(handle).values()) == {(9, 1)}
+    load()
+    handle.refresh()
+    run_with_image()
+    for row in handle.report().rows:  # the image's call had not been forgotten
+        if row["layer"] in with_image:
+            assert row["calls"] == 18 and (row["dynamic_calls"] == 2 or row["misfit_fraction"] > 0)
+    pipe.unload_ip_adapter()
+    handle.refresh()
+    handle.remove()
+    assert torch.equal(run(), stock)
+    assert {type(p) for p in processors_of(model).values()} == {type(p) for p in original.values()}
+    assert all(processors_of(model)[n] is original[n] for n in original if n.endswith(("attn1", "single_attn")))
+
+
+@pytest.mark.parametrize("make", [sd_with_adapter, flux_with_adapter])
+def test_P03_ip_adapter_scale_that_was_set_meanwhile_stays_after_remove(make):
+    pipe, model, run, run_with_image, load = make()
+    load()
+    full = run_with_image()
+    pipe.set_ip_adapter_scale(0.5)
+    half = run_with_image()
+    pipe.set_ip_adapter_scale(1.0)
+    with sp.apply(pipe, EVERYTHING):
+        pipe.set_ip_adapter_scale(0.5)
+        assert sqnr_db(run_with_image(), half) > 25 > sqnr_db(full, half)
+        twin = copy.deepcopy(model)  # these processors are modules with weights
+    assert torch.equal(run_with_image(), half)
+    assert twin.state_dict().keys() == model.state_dict().keys()
+    assert all(processors.is_sage(p) for p in processors_of(twin).values())
+
+
+def test_P03_strict_does_not_run_replaced_layers():
+    pipe, _, run, run_with_image, load = flux_with_adapter()
+    handle = pipe.set_attn_processor(STRICT)
+    load()
+    with pytest.raises(sp.UnsupportedAttentionError, match=r"replaced.*handle\.refresh"):
+        run_with_image()
+    handle.refresh()
+    run_with_image()
+    assert statuses(handle) == {"active"}
+
+
+# --- P04: LoRA, fused projections, slicing, backends, defaults ---
+
+
+@pytest.mark.parametrize("name", ["flux", "unet_sd15"])
+def test_P04_lora_load_fuse_unload(name):
+    peft = pytest.importorskip("peft")
+    model, inputs = MODELS[name]()
+    adapted = copy.deepcopy(model)
+    adapted.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False))
+    weights = peft.get_peft_model_state_dict(adapted)
+    adapted = copy.deepcopy(model)
+    adapted.load_lora_adapter(weights, prefix=None)
+    stock, with_lora = forward(model, inputs), forward(adapted, inputs)
+    assert sqnr_db(with_lora, stock) < 40
+    with sp.apply(model, EVERYTHING) as handle:
+        layers = len(processors_of(model))
+        assert sqnr_db(forward(model, inputs), stock) > 40
+        model.load_lora_adapter(weights, prefix=None)
+        assert sqnr_db(forward(model, inputs), with_lora) > 40
+        model.fuse_lora()
+        assert sqnr_db(forward(model, inputs), with_lora) > 40
+        model.unfuse_lora()
+        model.unload_lora()
+        assert sqnr_db(forward(model, inputs), stock) > 40
+        report = handle.report()
+        assert statuses(handle) == {"active"} and report.fallbacks == {} and report.calls == 4 * layers, str(report)
+    model.load_lora_adapter(weights, prefix=None)
+    with sp.apply(model, EVERYTHING) as handle:  # the other order: layers are found behind LoRA's wrappers
+        assert sqnr_db(forward(model, inputs), with_lora) > 40
+        assert {row["scaling"] for row in handle.report().rows} == {"timestep"}
+
+
+def test_P04_fused_projections():
+    pipe, run = sd_pipe()
+    stock = run()
+    with sp.apply(pipe, LEARNING) as handle:
+        run()
+        for change in (pipe.unet.fuse_qkv_projections, pipe.unet.unfuse_qkv_projections):
+            change()
+            assert statuses(handle) == {"replaced"}
+            run()
+            assert set(handle.report().fallbacks) == {"replaced"}
+            handle.refresh()
+            assert statuses(handle) == {"active"} and sqnr_db(run(), stock) > 25
+        # the plans lived through it; unfusing puts our earlier processors back, which run in INT8 before the refresh
+        assert set(calls_of(handle).values()) == {(12, 1)}
+    assert torch.equal(run(), stock)
+    model, inputs = MODELS["flux"]()  # newer models keep their processors
+    with sp.apply(model, EVERYTHING) as handle:
+        model.fuse_qkv_projections()
+        forward(model, inputs)
+        assert statuses(handle) == {"active"} and handle.report().calls == 2
+
+
+def test_P04_attention_slicing():
+    pipe, run = sd_pipe()
+    stock = run()
+    original = processors_of(pipe.unet)
+    with sp.apply(pipe, LEARNING) as handle:
+        run()
+        learnt = calls_of(handle)
+        pipe.enable_attention_slicing()
+        rows = handle.report().rows
+        assert all(row["status"] == "replaced" and "no SDPA call" in row["note"] for row in rows)
+        handle.refresh()  # there is nothing to swap now: the handle lives on, and says so
+        rows = handle.report().rows
+        assert all(row["status"] == "not swappable" and "SlicedAttn" in row["note"] for row in rows)
+        assert sqnr_db(run(), stock) > 80
+        pipe.disable_attention_slicing()
+        assert statuses(handle) == {"replaced"}
+        handle.refresh()
+        assert statuses(handle) == {"active"} and calls_of(handle) == learnt
+        assert sqnr_db(run(), stock) > 25 and set(calls_of(handle).values()) == {(6, 1)}
+    assert {type(p) for p in processors_of(pipe.unet).values()} == {type(p) for p in original.values()}
+    assert torch.equal(run(), stock)
+
+
+def test_P04_attention_backend():
+    model, inputs = MODELS["flux"]()
+    stock = forward(model, inputs)
+    with sp.apply(model, EVERYTHING) as handle:
+        model.set_attention_backend("native")
+        assert torch.equal(forward(model, inputs), stock)
+        report = handle.report()
+        assert report.fallbacks == {"backend": 2} and all("refresh" in row["note"] for row in report.rows)
+        handle.refresh()
+        assert not torch.equal(forward(model, inputs), stock)
+        report = handle.report()
+        assert report.calls == 2 and not any(row["note"] for row in report.rows)
+        model.reset_attention_backend()
+        assert all("refresh" in row["note"] for row in handle.report().rows)
+    model, inputs = MODELS["unet_sd15"]()  # its processors know no backends, before and after
+    with sp.apply(model, EVERYTHING) as handle:
+        model.set_attention_backend("native")
+        forward(model, inputs)
+        assert handle.report().calls == len(handle.report().rows) and handle.report().fallbacks == {}
+
+
+def test_P04_default_processors():
+    model, inputs = MODELS["unet_sd15"]()
+    with sp.apply(model, EVERYTHING) as handle:
+        assert statuses(handle) == {"active"}
+    model.set_default_attn_processor()
+    model, inputs = MODELS["hunyuan_dit"]()
+    stock = forward(model, inputs)
+    with sp.apply(model, EVERYTHING) as handle:
+        model.set_default_attn_processor()
+        swapped = [row for row in handle.report().rows if row["status"] == "replaced"]
+        assert len(swapped) == len(processors_of(model))
+        handle.refresh()
+        assert sqnr_db(forward(model, inputs), stock) > 30
+        assert not [row for row in handle.report().rows if row["status"] == "replaced"]
+
+
+def test_P04_xformers_that_is_missing_or_switched_off():
+    if diffusers.utils.is_xformers_available():
+        pytest.skip("xformers is installed")
+    pipe, run = sd_pipe()
+    with sp.apply(pipe, EVERYTHING) as handle:
+        with pytest.raises(ModuleNotFoundError, match="xformers"):
+            pipe.enable_xformers_memory_efficient_attention()
+        assert statuses(handle) == {"active"}
+        pipe.disable_xformers_memory_efficient_attention()  # puts new default processors there
+        assert statuses(handle) == {"replaced"}
+        handle.refresh()
+        run()
+        assert statuses(handle) == {"active"}
+
+
+def test_P04_a_new_component_is_reported_until_refresh():
+    pipe, run = flux_pipe()
+    handle = pipe.set_attn_processor(EVERYTHING)
+    pipe.transformer = copy.deepcopy(pipe.transformer)
+    run()
+    assert handle.report().calls == 0 and "transformer came after the swap" in str(handle.report())
+    handle.refresh()
+    run()
+    assert handle.report().calls == 8 and "came after" not in str(handle.report())
+
+
+# --- P04: guidance and caches that go around attention ---
+
+
+def test_P04_perturbed_attention_guidance_is_counted_although_it_cleans_up():
+    pipe, run = sd_pipe(diffusers.StableDiffusionPAGPipeline, pag_applied_layers="mid")
+    stock = run()
+    with sp.apply(pipe, EVERYTHING) as handle:
+        assert sqnr_db(run(), stock) > 25
+        assert statuses(handle) == {"active"}
+        for row in handle.report().rows:
+            perturbed = "mid_block" in row["layer"] and row["layer"].endswith("attn1")
+            assert row["fallbacks"] == ({"replaced": 3} if perturbed else {}) and row["calls"] == 3 * (not perturbed)
+    assert torch.equal(run(), stock)
+
+
+def test_P04_first_block_cache_skips_layers_and_the_report_shows_it():
+    pipe, run = flux_pipe()
+    cache = diffusers.FirstBlockCacheConfig(threshold=0.5)
+    pipe.transformer.enable_cache(cache)
+    stock = run(steps=6)
+    pipe.transformer.disable_cache()
+    with sp.apply(pipe, EVERYTHING) as handle:
+        pipe.transformer.enable_cache(cache)
+        assert sqnr_db(run(steps=6), stock) > 25
+        assert [row["calls"] for row in handle.report().rows] == [6, 1]  # the second block ran in the first step only
+        pipe.transformer.disable_cache()
+        run(steps=6)
+        assert [row["calls"] for row in handle.report().rows] == [12, 7]
+
+
+def test_P04_pyramid_attention_broadcast_skips_calls_and_the_report_shows_it():
+    pipe, run = flux_pipe()
+    cache = diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1001),
+        current_timestep_callback=lambda: pipe._current_timestep,
+    )
+    pipe.transformer.enable_cache(cache)
+    stock = run(steps=6)
+    pipe.transformer.disable_cache()
+    with sp.apply(pipe, EVERYTHING) as handle:
+        pipe.transformer.enable_cache(cache)
+        assert sqnr_db(run(steps=6), stock) > 25
+        assert all(0 < row["calls"] < 6 and row["fallbacks"] == {} for row in handle.report().rows)
+
+
+def test_P04_skip_layer_guidance_finds_our_processors():
+    from diffusers.hooks import LayerSkipConfig, apply_layer_skip
+
+    model, inputs = MODELS["cogview4"]()
+    skip = LayerSkipConfig(indices=[0], skip_attention=True, skip_ff=False)
+    with sp.apply(model, EVERYTHING) as handle:
+        apply_layer_skip(model, skip)
+        skipped = forward(model, inputs)
+        assert handle.report().calls == 0 and statuses(handle) == {"active"}
+    assert torch.equal(skipped, forward(model, inputs))

@@ -1,0 +1,266 @@
+"""README's tables come from results.csv and from nowhere else."""
+
+import pytest
+
+from sage_kernels.recipe import DEFAULT_RECIPE
+from sage_kernels.results import append_row, is_without_int8, read_rows
+from sage_processors.evaluation.tables import (
+    BEGIN,
+    END,
+    LANGUAGE,
+    PAGE,
+    PAGE_HEADER,
+    replace_section,
+    results_markdown,
+    update,
+)
+from tests.support.repository import ROOT
+
+
+QUALITY = {"suite": "quality", "provider": "sage_kernels", "recipe": "r", "batch": 32, "unit": "dB", "gpu": "cpu"}
+TIMED = {"suite": "attention_fwd", "provider": "sage_kernels", "recipe": "r", "gpu": "H200", "unit": "TFLOPS"}
+TIMED |= {"case": "D128_N8192_full", "metric": "throughput", "includes_quantization": True}
+
+
+def test_readme_is_what_results_csv_says():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = ROOT / "kernels" / "benchmarks" / "results.csv"
+    rows = read_rows(results)
+    assert text == replace_section(text, results_markdown(rows, summary=True)), "run `sage-processors bench tables`"
+    assert results.with_name(PAGE).read_text(encoding="utf-8") == f"{PAGE_HEADER}{results_markdown(rows)}\n"
+
+
+def test_the_summary_shows_the_largest_run_on_a_gpu_and_lengths_worth_int8(tmp_path):
+    path = tmp_path / "results.csv"
+    quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean"}
+    for gpu, pictures, values in (("H200", 8, (1.0, 2.0)), ("H200", 256, (51.0, 52.0)), ("cpu", 512, (61.0, 62.0))):
+        for way, value in zip(("dynamic", "timestep"), values, strict=True):
+            append_row(path, **quality | {"gpu": gpu, "batch": pictures}, case=f"tiny_sd/{way}", median=value)
+    append_row(path, **quality | {"gpu": "H200", "batch": 999}, case="tiny_sd/policy", median=3.0)  # another question
+    sqnr = {"metric": "attention_sqnr_db_mean", "gpu": "H200"}
+    for way, value in (("dynamic", 45.5), ("timestep", 44.25)):
+        append_row(path, **quality | sqnr, case=f"tiny_sd/{way}", median=value)
+    append_row(path, **quality | {"gpu": "H200"}, case="tiny_sd_Euler:20/timestep", median=4.0)
+    for case in ("D128_N4096_full", "D128_N512_full", "D128_N4096_full/per_block", "D40_N4096_full", "flux_1024"):
+        append_row(path, **TIMED | {"case": case}, median=650)
+    text = results_markdown(read_rows(path), summary=True)
+    assert "| tiny_sd | H200 | 256 | 51.00 | 52.00 | – | – | – | 45.50 | 44.25 |" in text and "Euler" not in text
+    assert text.count("| tiny_sd |") == 1
+    assert text.count("| D128_N4096_full | H200 |") == text.count("| flux_1024 | H200 |") == 1
+    assert not any(name in text for name in ("N512", "per_block", "D40"))
+    assert results_markdown(read_rows(path)).count("| tiny_sd |") == 5
+
+
+def test_quality_table_shows_the_newest_mean_and_worst(tmp_path):
+    path = tmp_path / "results.csv"
+    for metric, values in (
+        ("psnr_db_mean", (50.0, 61.5)),
+        ("psnr_db_worst", (40.0, 58.0)),
+        ("ssim_mean", (0.9, 0.999)),
+    ):
+        for value in values:  # the second is the newer one
+            append_row(path, **QUALITY, case="tiny_sd/timestep", metric=metric, median=value)
+    append_row(path, **QUALITY | {"gpu": "H200"}, case="tiny_sd/timestep", metric="psnr_db_mean", median=55.0)
+    append_row(path, **QUALITY | {"batch": 256}, case="tiny_sd/timestep", metric="psnr_db_mean", median=52.34567)
+    append_row(path, **QUALITY | {"batch": 256}, case="tiny_sd/stock", metric="feature_fd", median=33.0)
+    append_row(path, **QUALITY, case="tiny_sd/dynamic", metric="psnr_db_mean", median=60.0)
+    text = results_markdown(read_rows(path))
+    assert "| pipeline | recipe | on | pictures | timestep | dynamic |" in text
+    assert "| tiny_sd | r | cpu | 32 | 61.50 (58.00) | 60.00 (–) |" in text
+    assert " pictures | timestep |\n| --- | --- | --- | --- | --- |\n| tiny_sd | r | cpu | 32 | 0.9990 (–) |" in text
+    assert "| tiny_sd | r | H200 | 32 | 55.00 (–) | – |" in text
+    assert "| tiny_sd | r | cpu | 256 | 52.35 (–) | – |" in text and "stock" not in text
+    assert "50.0" not in text and "No rows yet: `make bench`" in text
+
+
+def test_transferred_scales_have_a_table_of_their_own(tmp_path):
+    path = tmp_path / "results.csv"
+    quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean"}
+    append_row(path, **quality, case="tiny_sd/timestep_warm", median=61.0)
+    append_row(path, **quality, case="tiny_sd_DDIMScheduler:20/timestep_warm", median=51.0)
+    append_row(path, **quality, case="tiny_sd_DDIMScheduler:20/timestep_transferred", median=50.5)
+    text = results_markdown(read_rows(path))
+    assert "| pipeline | recipe | on | pictures | own table | transferred |" in text
+    assert f"| tiny_sd_DDIMScheduler:20 | {DEFAULT_RECIPE} | cpu | 32 | 51.00 (–) | 50.50 (–) |" in text
+    assert f"| tiny_sd | {DEFAULT_RECIPE} | cpu | 32 | 61.00 (–) |" in text and text.count("tiny_sd_DDIM") == 1
+
+
+def test_another_dtype_is_another_line_and_attention_has_a_table_of_its_own(tmp_path):
+    path = tmp_path / "results.csv"
+    quality = QUALITY | {"recipe": DEFAULT_RECIPE}
+    append_row(path, **quality, case="tiny_sd/timestep", metric="psnr_db_mean", median=50.0)
+    append_row(path, **quality, case="tiny_sd/dynamic", metric="psnr_db_mean", median=51.0)
+    before = results_markdown(read_rows(path))
+    assert "SQNR" not in before
+    for metric, value in (
+        ("psnr_db_mean", 70.0),
+        ("attention_sqnr_db_mean", 60.25),
+        ("attention_sqnr_db_worst", 59.5),
+    ):
+        append_row(path, **quality, case="tiny_sd_float32/timestep", metric=metric, median=value)
+        append_row(path, **quality, case="tiny_sd_DDIMScheduler:20/timestep_warm", metric=metric, median=value + 1)
+    text = results_markdown(read_rows(path))
+    r = DEFAULT_RECIPE
+    assert (
+        f"| tiny_sd | {r} | cpu | 32 | 50.00 (–) | 51.00 (–) |\n| tiny_sd_float32 | {r} | cpu | 32 | 70.00 (–) | – |"
+        in text
+    )
+    assert (
+        f" timestep |\n| --- | --- | --- | --- | --- |\n| tiny_sd_float32 | {r} | cpu | 32 | 60.25 (59.50) |" in text
+    )
+    assert f"| tiny_sd_DDIMScheduler:20 | {r} | cpu | 32 | 61.25 (60.50) |" in text
+    assert text.count("SQNR of attention's") == 2
+
+
+def test_attention_table_sets_cudnn_beside_ours(tmp_path):
+    path = tmp_path / "results.csv"
+    stock = {"provider": "torch_sdpa_cudnn", "recipe": "", "includes_quantization": False}
+    append_row(path, **TIMED | stock, median=620, ratio_vs_cudnn=1.0)
+    append_row(path, **TIMED, median=600, ratio_vs_cudnn=0.97)
+    append_row(path, **TIMED, median=650, ratio_vs_cudnn=1.05, rel_l2_error=0.011)  # newer
+    append_row(path, **TIMED | {"case": "D128_N8192_full/per_block"}, median=640, ratio_vs_cudnn=1.03)
+    append_row(path, **TIMED | {"metric": "time", "unit": "ms"}, median=3)
+    text = results_markdown(read_rows(path))
+    assert "| shape | on | cuDNN | timestep, r | per_block, r |" in text
+    assert "| D128_N8192_full | H200 | 620 | 650 (1.05×) | 640 (1.03×) |" in text
+    assert "| r | timestep | 0.011 |" in text and "| r | per_block | – |" in text
+    assert text.count("| D128_N8192_full |") == 1 and "No rows yet: `sage-processors bench quality" in text
+
+
+def test_decoding_is_held_against_the_fastest_other_of_its_run(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "decode", "gpu": "H200", "metric": "time", "unit": "ms"}
+    for case, provider, median in (
+        ("llama/cuda_graph", "flash", 3.0), ("llama/packed/cuda_graph", "cudnn", 2.0), ("llama", "flash", 1.0),
+        ("llama/cuda_graph", "sage_kernels", 1.6), ("llama", "sage_kernels", 2.0),
+    ):  # fmt: skip
+        append_row(path, **timed, case=case, provider=provider, median=median)
+    text = results_markdown(read_rows(path))
+    assert "| llama | cuda_graph | H200 | 1.6 | 2.0 | cudnn | 1.25 |" in text
+    assert "| llama | as called | H200 | 2.0 | 1.0 | flash | 0.50 |" in text
+
+
+def test_ways_of_calling_are_of_one_run_and_no_scalings(tmp_path):
+    path = tmp_path / "results.csv"
+    for commit, speed in (("a", 100), ("b", 200), ("c", 300)):
+        for way in ("/eager", "/cuda_graph", "/compiled", "")[3 if commit == "c" else 0 :]:
+            case = TIMED | {"case": f"D128_N8192_full{way}", "commit": commit}
+            append_row(path, **case, median=speed + len(way), ratio_vs_cudnn=1.5)
+            append_row(path, **case | {"metric": "host_time", "unit": "us"}, median=20 + len(way))
+            append_row(path, **case | {"metric": "launches", "unit": "1"}, median=2)
+    text = results_markdown(read_rows(path))
+    assert "| D128_N8192_full | r | H200 | 206 (1.5×) | 211 (1.5×) | 209 (1.5×) | 26 | 31 | 29 | 2 | 2 | 2 |" in text
+    assert "| shape | on | cuDNN | timestep, r |\n" in text  # what was timed last, and nothing else
+    assert "300 (1.5×)" in text and "called" not in results_markdown(read_rows(path), summary=True)
+
+
+def test_what_a_guard_costs_is_worked_out(tmp_path):
+    path = tmp_path / "results.csv"
+    for what, speed in (("guarded", 90), ("unguarded", 100), ("never_fixed", 80), ("all_redone", 50)):
+        append_row(path, **TIMED | {"case": f"D128_N8192_full/{what}"}, median=speed, ratio_vs_cudnn=speed / 100)
+    again = {"case": "D128_N8192_full/guarded", "metric": "redone_share", "unit": "1"}
+    append_row(path, **TIMED | again, median=0.0123)
+    text = results_markdown(read_rows(path))
+    line = "| D128_N8192_full | r | H200 | 90 (0.9×) | 100 (1.0×) | 80 (0.8×) | 50 (0.5×) | 10.0% | 1.23% |"
+    assert line in text and "No rows yet: `make bench`" in text
+
+
+def test_crossover_rows_stay_off_the_page(tmp_path):
+    path = tmp_path / "results.csv"
+    append_row(path, **TIMED, median=650)
+    append_row(path, **TIMED | {"case": "D128_N512_full_BH16/per_token"}, median=12)
+    text = results_markdown(read_rows(path))
+    assert "D128_N8192_full" in text and "BH16" not in text
+
+
+def test_whole_models_sets_ours_beside_the_others(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "end_to_end", "case": "flux_2048", "gpu": "H200", "metric": "time", "unit": "ms"}
+    memory = timed | {"metric": "peak_memory", "unit": "GiB"}
+    ours = {"provider": "sage_kernels", "recipe": "r"}
+    for median in (900, 858):  # the second is the newer one
+        append_row(path, **timed, provider="torch_sdpa_cudnn", median=median, ratio_vs_cudnn=1.0)
+    append_row(path, **memory, provider="torch_sdpa_cudnn", median=30.5)
+    append_row(path, **timed, provider="attention_removed", median=536)
+    append_row(path, **timed, **ours, median=750, ratio_vs_cudnn=1.144)
+    append_row(path, **memory, **ours, median=31)
+    append_row(path, **timed | {"metric": "rel_l1", "unit": "1"}, **ours, median=0.02)
+    text = results_markdown(read_rows(path))
+    assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 | 1.144 | 30.5 | 31 | 0.02 |" in text
+    assert text.count("| flux_2048 |") == 1 and "bench_end_to_end.py" not in text
+    append_row(path, **timed | {"case": "flux_2048/min_tokens0"}, **ours, median=740, ratio_vs_cudnn=1.16)
+    rows = read_rows(path)
+    assert "| flux_2048 |" in results_markdown(rows) and "| flux_2048/min_tokens0 |" in results_markdown(rows)
+    summary = results_markdown(rows, summary=True)
+    assert "| flux_2048 |" in summary and "| flux_2048/min_tokens0 |" not in summary  # what a user gets
+    others = [row for row in rows if row["case"] != "flux_2048" or row["provider"] != "sage_kernels"]
+    assert "| flux_2048/min_tokens0 |" in results_markdown(others, summary=True)
+    # of two runs with one commit, each has the others' rows that came before its own
+    again = [row | {"recipe": row["recipe"] and "s", "median": str(2 * float(row["median"]))} for row in rows]
+    twice = results_markdown(rows + again)
+    assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 |" in twice
+    assert "| flux_2048 | s | H200 | 1500.0 | 1716.0 | – | 1072.0 |" in twice
+    # a later run of the others belongs to a later one of ours
+    later = [row | {"commit": "later", "median": "1000"} for row in rows if row["provider"] == "torch_sdpa_cudnn"]
+    assert "| flux_2048 | r | H200 | 750 | 858 | – | 536 | 1.144 | 30.5 | 31 | 0.02 |" in results_markdown(
+        rows + later
+    )
+
+
+def test_Q41_a_model_without_int8_calls_has_no_ratio_of_ours(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "end_to_end", "gpu": "H200", "metric": "time", "unit": "ms", "provider": "sage_kernels"}
+    timed |= {"recipe": "r", "median": 58.5, "ratio_vs_cudnn": 1.058}
+    calls = timed | {"metric": "int8_calls", "unit": "1", "ratio_vs_cudnn": ""}
+    append_row(path, **timed, case="unrecorded", rel_l2_error="0.00000")
+    append_row(path, **timed, case="recorded")
+    append_row(path, **calls | {"median": 0}, case="recorded")
+    append_row(path, **timed, case="ran", rel_l2_error="0.00000")
+    append_row(path, **calls | {"median": 57}, case="ran")
+    append_row(path, **timed, case="measured", rel_l2_error="0.01")
+    append_row(path, **timed | {"commit": "older"}, case="again", rel_l2_error="0.01")
+    append_row(path, **calls | {"median": 0, "commit": "older"}, case="again")
+    append_row(path, **timed | {"commit": "newer"}, case="again", rel_l2_error="0.01")
+    for text in (results_markdown(read_rows(path)), results_markdown(read_rows(path), summary=True)):
+        lines = [[x.strip() for x in line.strip("|").split("|")] for line in text.splitlines()]
+        ratios = {line[0]: line[7] for line in lines if len(line) == 11 and line[1] == "r"}
+        none = "none: no call ran in INT8"
+        assert ratios == {"unrecorded": none, "recorded": none, "ran": "1.058", "measured": "1.058", "again": "1.058"}
+
+
+def test_Q41_no_committed_ratio_is_of_a_model_without_int8_calls():
+    rows = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
+    assert [row["case"] for row in rows if row["suite"] == "end_to_end" and is_without_int8(row)] != []
+    for file in ("README.md", "kernels/benchmarks/RESULTS.md"):
+        (line,) = (
+            x for x in (ROOT / file).read_text(encoding="utf-8").splitlines() if x.startswith("| sdxl_1024 | qk")
+        )
+        assert "none: no call ran in INT8" in line and "1.058" not in line
+
+
+def test_update_rewrites_between_the_markers_only(tmp_path):
+    readme, path = tmp_path / "README.md", tmp_path / "results.csv"
+    for way in ("dynamic", "timestep"):
+        ours = QUALITY | {"recipe": DEFAULT_RECIPE}
+        append_row(path, **ours, case=f"tiny_sd/{way}", metric="psnr_db_mean", median=61.0)
+    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    assert update(readme, path) and not update(readme, path)
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith(f"before\n{BEGIN}\n### Picture quality") and text.endswith(f"\n{END}\nafter\n")
+    assert "61.0" in text and "old" not in text
+    assert "61.0" in (tmp_path / PAGE).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("text", ["none", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}"])
+def test_missing_markers_raise(text):
+    with pytest.raises(ValueError, match="results:begin.*results:end.* once each"):
+        replace_section(text, "")
+
+
+def test_language_rows_stay_out_of_the_picture_table():
+    """Every metric that `bench language` writes has a heading of its own: the committed rows are such."""
+    rows = [
+        row for row in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv") if row["case"].startswith("tiny_lm/")
+    ]
+    assert rows and {row["metric"] for row in rows} <= set(LANGUAGE)
+    assert "tiny_lm" not in results_markdown(rows).split("### Language models")[0]

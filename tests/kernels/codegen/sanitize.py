@@ -1,0 +1,246 @@
+"""Every kernel once or twice on small, ragged shapes, to be watched by NVIDIA's compute-sanitizer.
+
+`python tests/kernels/codegen/sanitize.py` runs the kernels and checks them against the reference; put
+`compute-sanitizer --tool memcheck` before it to watch them. With `--tools` (`make sanitize`) it does that with all
+four tools and writes tests/outcomes/sanitizer.json. compute-sanitizer comes with the CUDA toolkit.
+
+Racecheck reports two things as races that are none: what Triton's warp_specialize hands to its warps (what to run, its
+arguments), though barriers of the whole block lie between; and the scale of a key tile, which the producer writes into
+the ring once the consumers have freed its place, though these meet at a barrier before they say so. Each report is
+looked up in the machine code: where that is so it counts as ordered, and anything else as an error.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+RACE = re.compile(r"(Read|Write) access at \w+\+(0x[0-9a-f]+)")
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error")
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+FP8 = "qk_int8_pv_fp8"
+PARTS = 6  # processes that compile
+REPORTED_LINES = 200  # of a tool that found something
+BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
+
+
+def maskings(device):
+    """One set of options for each code path."""
+    import torch
+
+    from tests.kernels.attention.attention_cases import key_padding
+
+    generator = torch.Generator().manual_seed(0)
+    bias = torch.randn(1, HEADS, SEQ_Q, SEQ_KV, generator=generator).to(device)
+    return {
+        "full": {},
+        "causal": {"causal": "bottom_right"},
+        "window": {"causal": "top_left", "window": 40},
+        "keys": {"attn_mask": key_padding([SEQ_KV, 77], SEQ_KV).to(device)},
+        "rows": {"attn_mask": bias.masked_fill(bias > 1, -torch.inf)},
+        "softcap_sinks": {"softcap": 20.0, "sinks": torch.zeros(HEADS, device=device)},
+    }
+
+
+class Launch(NamedTuple):
+    """tile: of the attention kernel, as the fields of a Tile; (): the tile table's choice."""
+
+    head_dim: int
+    scaling: str
+    masking: str
+    tile: tuple = ()
+    recipe: str = "qk_int8_pv_bf16"
+    seq_kv: int = SEQ_KV
+
+
+def selection() -> list[Launch]:
+    """Every kernel, every code path."""
+    launches = []
+    for head_dim in (64, 128):
+        for scaling in ("per_token", "per_block", "per_head", "planned"):
+            launches.append(Launch(head_dim, scaling, "full"))
+    for masking in ("causal", "window", "keys", "rows", "softcap_sinks"):
+        launches.append(Launch(64, "per_token", masking))
+        launches.append(Launch(128, "planned", masking))
+    for head_dim in (40, 59, 256):
+        launches.append(Launch(head_dim, "per_token", "full"))
+        launches.append(Launch(head_dim, "planned", "causal"))
+    for masking in ("full", "keys", "rows"):
+        launches.append(Launch(64, "per_block", masking, (64, 64, 4, 2, "pointers")))
+    for masking in ("full", "causal", "keys"):
+        for head_dim in (64, 128):
+            launches.append(Launch(head_dim, "planned", masking, recipe=FP8))
+            launches.append(Launch(head_dim, "per_token", masking, recipe=FP8))
+    for scaling in ("per_token", "planned"):
+        launches.append(Launch(64, scaling, "full", (192, 64, 4, 6, "hopper", True)))
+    for recipe in ("qk_int8_pv_bf16", FP8):  # so many keys that programs share them
+        launches.append(Launch(128, "planned", "full", recipe=recipe, seq_kv=2100))
+    return launches
+
+
+def unordered_races(report: str, disassemble) -> tuple[list[str], int]:
+    """The races that racecheck reports whose instructions no barriers keep apart, and how many reports there are.
+
+    Args:
+        report: with a line "code FILE ..." after the reports of each launch: its machine code.
+        disassemble: path of such a file -> text.
+    """
+    from tests.kernels.codegen.sass import is_ordered_by_the_block, is_ordered_by_the_ring
+
+    def is_ordered(code, at):
+        return any(f(code, at["Read"], at["Write"]) for f in (is_ordered_by_the_block, is_ordered_by_the_ring))
+
+    unordered, pairs, first, number = [], [], None, 0
+    for line in report.splitlines():
+        access = RACE.search(line)
+        if line.startswith("code "):
+            codes = [disassemble(path) for path in line.split()[1:]]
+            for accesses in pairs:
+                at = {kind: int(address, 16) for kind, address in accesses}
+                if len(at) < 2 or not any(is_ordered(code, at) for code in codes):
+                    unordered.append(str(accesses))
+            pairs = []
+        elif access and "Race reported" in line:
+            first, number = access.groups(), number + 1
+        elif access:
+            pairs.append((first, access.groups()))
+    return unordered + [str(accesses) for accesses in pairs], number
+
+
+def run_kernels(launches: list[Launch], folder: Path | None = None):
+    """folder: where the machine code of the Hopper kernel goes, printed after each launch."""
+    import torch
+
+    from sage_kernels import HeadState
+    from sage_kernels._triton.attention import launch as launch_attention
+    from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel
+    from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
+    from sage_kernels._triton.attention.tiles import Tile
+    from sage_kernels._triton.primitives import head_width
+    from sage_kernels._triton.prologue.rotate import launch_rotate
+    from sage_kernels.numerics import padded_head_dim
+    from sage_kernels.planning.state import ScaleState, Site
+    from sage_kernels.recipe import RECIPES
+    from sage_kernels.reference import ref_rotate
+    from sage_kernels.state import reads_row_max
+    from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
+
+    device = torch.device("cuda")
+    launch, launched = launch_attention.launch, {}
+
+    def recorded(kernel, *arguments, **constants):
+        compiled = launch(kernel, *arguments, **constants)
+        if kernel is attention_fwd_hopper_kernel:
+            launched[compiled.hash] = compiled
+        return compiled
+
+    launch_attention.launch = recorded
+    for head_dim, scaling, name, chosen, recipe, seq_kv in launches:
+        launched.clear()
+        shape = (BATCH, SEQ_Q, seq_kv, HEADS, KV_HEADS, head_dim)
+        q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
+        if head_dim == padded_head_dim(head_dim):  # others are padded first
+            for x, rotated in zip((q, k), launch_rotate(q, k), strict=True):
+                torch.testing.assert_close(rotated, ref_rotate(x))
+        k, v, masking = masked_keys(k, v, SEQ_Q, **maskings(device)[name])
+        scales = ScaleState([Site("a", KV_HEADS, head_dim)], device=device)
+        row_max = torch.full((BATCH, HEADS, SEQ_Q), -torch.inf, device=device)
+        for step in range(2 if scaling == "planned" else 1):  # without a plan, then with one
+            state = scales.head_state(0) if scaling == "planned" else None
+            if state is not None and recipe == FP8:
+                state = state.keeping(row_max, known=step > 0)
+            before = None if state is None else HeadState(*(x.clone() for x in state))
+            lagged = recipe == FP8 and reads_row_max(state, masking)
+            tile = device_tile(device, head_width(head_dim), scaling, masking, RECIPES[recipe].pv, lagged)
+            tile = Tile(*chosen) if chosen else tile
+            rest = {"scaling": "per_token" if state else scaling, "scale": head_dim**-0.5, "smooth_k": True}
+            out, lse = launch_attention_fwd(
+                q, k, v, **rest, state=state, return_lse=True, recipe=recipe, masking=masking, tile=tile
+            )  # fmt: skip
+            rest |= {"block_q": tile.scale_rows, "block_k": tile.block_n, "first_max": tile.keep_first_max}
+            assert_matches_reference(out, lse, q, k, v, state=before, recipe=recipe, masking=masking, **rest)
+            scales.advance(1.0, 0.9)
+        torch.cuda.synchronize()
+        print(head_dim, scaling, name, tile, recipe, flush=True)
+        if folder:
+            for key, compiled in launched.items():
+                (folder / key).write_bytes(compiled.asm["cubin"])
+            print("code", *(folder / key for key in launched), flush=True)
+
+
+def disassemble(path: str) -> str:
+    import triton
+
+    nvdisasm = Path(triton.backends.nvidia.__file__).parent / "bin" / "nvdisasm"
+    return subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
+
+
+def run_tools() -> int:
+    from sage_kernels.results import commit, kernel_sources, outcome_meta
+    from sage_processors.whole_file import write_whole
+
+    sources, _ = kernel_sources(), commit()
+
+    sanitizer = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer")
+    if not sanitizer:
+        print(
+            "compute-sanitizer: not found; it comes with the CUDA toolkit. Or name it: COMPUTE_SANITIZER=/path/to/it"
+        )
+        return 1
+    script = [sys.executable, str(Path(__file__).resolve())]
+    # so that the tools need not wait for compilation
+    compiling = [subprocess.Popen([*script, "--part", str(part)]) for part in range(PARTS)]
+    if any([process.wait() for process in compiling]):
+        return 1
+    # one allocation a tensor: inside of a cached block no access is out of bounds
+    watched = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+    errors, ordered, reports = {}, {}, {}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+
+        def run(tool):
+            # prints 100 reports unless told, and those not printed could not be looked up
+            command = [sanitizer, "--tool", tool, "--print-limit", "0", *script]
+            command += ["--code", folder] if tool == "racecheck" else []
+            return subprocess.run(command, capture_output=True, text=True, env=watched)
+
+        runs = dict(zip(TOOLS, pool.map(run, TOOLS), strict=True))
+        unordered, races = unordered_races(runs["racecheck"].stdout + runs["racecheck"].stderr, disassemble)
+    for tool, done in runs.items():
+        report = done.stdout + done.stderr
+        found = SUMMARY.search(report)
+        errors[tool] = int(found[1] or found[2]) if found and done.returncode == 0 else None
+        if tool == "racecheck" and errors[tool] == races:  # every report was read
+            print(f"{tool}: {races} reported", *unordered, sep="\n")
+            errors[tool], ordered[tool] = len(unordered), races
+        print(f"{tool}: {errors[tool]} errors", flush=True)
+        if errors[tool] != 0:
+            print(report[-8000:], flush=True)
+            reports[tool] = [line for line in report.splitlines() if line.startswith("=========")][:REPORTED_LINES]
+    cases = {tool: "passed" if number == 0 else "failed" for tool, number in errors.items()}
+    cases["E08"] = "passed" if set(cases.values()) == {"passed"} else "failed"
+    content = {"meta": outcome_meta(sources) | {"launches": len(selection())}, "cases": cases, "errors": errors}
+    content["reported_but_ordered"] = {tool: number for tool, number in ordered.items() if errors[tool] == 0}
+    content |= {"reports": reports} if reports else {}
+    write_whole(ROOT / "tests" / "outcomes" / "sanitizer.json", json.dumps(content, indent=1) + "\n")
+    return cases["E08"] != "passed"
+
+
+if __name__ == "__main__":
+    if "--tools" in sys.argv:
+        sys.exit(run_tools())
+    options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
+    part = slice(int(options["--part"]), None, PARTS) if "--part" in options else slice(None)
+    run_kernels(selection()[part], Path(options["--code"]) if "--code" in options else None)

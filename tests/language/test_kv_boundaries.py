@@ -1,0 +1,103 @@
+"""Where one rule of the KV cache and of windows ends and the next begins: one more or one less is another result."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers.modeling_utils import AttentionInterface  # noqa: E402
+
+from sage_kernels import append_kv  # noqa: E402
+from sage_kernels.testing import relative_l2  # noqa: E402
+from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
+from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
+from sage_processors.language.masks import BandMask  # noqa: E402
+from sage_processors.language.quantized_kv import StoredKV, stored_int8  # noqa: E402
+from sage_processors.language.report import INT8, INT8_CACHE, counted  # noqa: E402
+from tests.language.test_transformers_models import ANY_LENGTH  # noqa: E402
+from tests.language.tiny_cache_models import assert_holds, states  # noqa: E402
+from tests.support.tiny_language_models import MODELS  # noqa: E402
+
+
+def attention_layer():
+    model, _ = MODELS["llama"]()
+    model.set_attn_implementation(ANY_LENGTH)
+    return AttentionInterface._global_mapping[ANY_LENGTH], model.model.layers[0].self_attn
+
+
+@pytest.mark.parametrize("through", ["op", "layer"])
+def test_C16_values_of_another_dtype_than_the_keys_are_refused(through):
+    layer = Int8Layer()
+    layer.update(*(x.half() for x in states(4)))
+    before = [x.clone() for x in (layer.k_codes, layer.v_codes)]
+    k, v = states(2, seed=1)
+    with pytest.raises(ValueError, match=r"v: got torch.float32 .*, expected k's torch.float16"):
+        if through == "layer":
+            layer.update(k.half(), v)
+        else:
+            buffers = (layer.k_codes, layer.k_scale, layer.v_codes, layer.v_scale)
+            append_kv(k.half(), v, layer.k_mean, *buffers, position=4)
+    assert layer.end == layer.cumulative_length == 4
+    assert all(torch.equal(a, b) for a, b in zip(before, (layer.k_codes, layer.v_codes), strict=True))
+
+
+@pytest.mark.parametrize(("window", "expected"), [(8, "window_without_mask"), (9, INT8), (10, INT8)])
+def test_C17_a_window_matters_where_it_is_shorter_than_the_keys(window, expected):
+    """Nine keys, no mask: a window of nine hides nothing."""
+    attend, module = attention_layer()
+    query, key, value = torch.randn(1, 4, 9, 16), torch.randn(1, 2, 9, 16), torch.randn(1, 2, 9, 16)
+    with torch.no_grad():
+        attend(module, query, key, value, sliding_window=window)
+    assert set(counted(module)) == {expected}
+
+
+def test_C18_a_window_to_both_sides_over_a_cache():
+    """The op's window looks back alone, so this one has to be a mask."""
+    attend, module = attention_layer()
+    layer = Int8Layer()
+    k, v = (x[:, :2] for x in states(12))
+    layer.update(k, v)
+    query = torch.randn(2, 4, 12, 16)
+    band = BandMask((2, 1, 12, 12), 0, 2, 2, torch.empty(0))
+    with torch.no_grad():
+        got, _ = attend(module, query, layer.keys, layer.values, attention_mask=band)
+    k, v = (x.repeat_interleave(2, 1) for x in (k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(query, k, v, attn_mask=band.plain()).transpose(1, 2)
+    assert relative_l2(got, want) < 0.02
+    assert set(counted(module)) == {INT8_CACHE}
+
+
+@pytest.mark.parametrize("prompt", [5, 6, 7, 8])
+@pytest.mark.parametrize("number", [2, 3])
+def test_C19_tokens_that_fill_a_ring_exactly_and_one_more(prompt, number):
+    """One token too many overwrites what the first of the new ones still sees."""
+    ring = Int8StaticSlidingLayer(64, 8)
+    first, new = states(prompt), states(number, seed=1)
+    ring.update(*first)
+    shown, offset = ring.get_mask_sizes(number)
+    stored, _ = ring.update(*new)
+    assert isinstance(stored, StoredKV) and stored.ring == (prompt + number <= 8)
+    want = [torch.cat(x, 2) for x in zip(first, new, strict=True)]
+    if stored.ring:
+        assert (shown, offset) == (8, 0)
+        assert_holds(stored, *want)
+    else:
+        reach = min(prompt, 7) + number
+        assert (shown, offset) == (reach, prompt + number - reach)
+        assert_holds(stored, *(x[:, :, -reach:] for x in want))
+
+
+def test_C20_key_and_value_of_two_layers_are_refused():
+    """Layers that hold as many tokens look alike."""
+    stored = []
+    for seed in (0, 1):
+        layer = Int8Layer()
+        layer.update(*states(4, seed=seed))
+        stored.append(layer.update(*states(1, seed=seed))[0])
+    with pytest.raises(TypeError, match="do not belong together"):
+        stored_int8(*stored)
+    assert stored[0].owner is not stored[1].owner and stored[1].owner is layer
+    assert stored_int8(layer.keys, layer.values).owner is layer  # which are made anew each time

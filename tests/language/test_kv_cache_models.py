@@ -1,0 +1,123 @@
+"""Which models an Int8KVCache is for, and what it says to the others: encoder-decoders, models without attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+tf = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
+
+import sage_processors as sp  # noqa: E402
+from tests.language.tiny_cache_models import cached, states  # noqa: E402
+from tests.support.tiny_language_models import MODELS  # noqa: E402
+
+
+def encoder_decoder(name, layers=2):
+    model, inputs = cached(name)
+    if layers != 2:
+        config = model.config
+        config.num_layers = config.num_decoder_layers = config.decoder_layers = layers
+        torch.manual_seed(0)
+        model = type(model)(config).eval()
+        model.set_attn_implementation("sage_int8")
+    return model, inputs["input_ids"], inputs["decoder_input_ids"]
+
+
+@torch.no_grad()
+def step_by_step(model, ids, decoder_ids, cache):
+    """Logits of a prompt of 4 tokens and of those after it, one by one."""
+    encoded = model.get_encoder()(ids)
+    parts = decoder_ids.split([4] + [1] * (decoder_ids.shape[1] - 4), 1)
+    outputs = [model(encoder_outputs=encoded, decoder_input_ids=part, past_key_values=cache) for part in parts]
+    return torch.cat([output.logits for output in outputs], 1)
+
+
+@pytest.mark.parametrize(("layers", "capacity"), [(1, None), (2, None), (2, 48)])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_C12_an_encoder_decoder_model_refuses_a_cache_by_itself(name, layers, capacity):
+    model, ids, decoder_ids = encoder_decoder(name, layers)
+    for run in (
+        lambda cache: model.generate(ids, past_key_values=cache, max_new_tokens=3),
+        lambda cache: step_by_step(model, ids, decoder_ids, cache),
+    ):
+        with pytest.raises(TypeError, match=r"past_key_values: .*EncoderDecoderCache\(Int8KVCache\(model.config\), "):
+            run(sp.Int8KVCache(model.config, capacity))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize(("capacity", "cross"), [(None, "exact"), (48, "int8")], ids=["growing", "static"])
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_C13_an_encoder_decoder_model_with_a_cache_for_each(name, capacity, cross, layers):
+    model, ids, decoder_ids = encoder_decoder(name, layers)
+    own = sp.Int8KVCache(model.config, capacity)
+    other = DynamicCache() if cross == "exact" else sp.Int8KVCache(model.config, capacity)
+    got = step_by_step(model, ids, decoder_ids, EncoderDecoderCache(own, other))
+    assert own.nbytes() > 0
+    assert cross == "exact" or other.nbytes() > 0
+    with torch.no_grad():
+        without = model(ids, decoder_input_ids=decoder_ids).logits
+        model.set_attn_implementation("eager")
+        want = model(ids, decoder_input_ids=decoder_ids).logits
+    assert (got - want).norm() < max(0.01 * want.norm(), 1.5 * (without - want).norm())
+
+
+@pytest.mark.parametrize("name", ["t5", "bart"])
+def test_C13_generation_with_a_cache_for_each_writes_the_same_text(name):
+    model, ids, _ = encoder_decoder(name)
+    both = EncoderDecoderCache(sp.Int8KVCache(model.config), sp.Int8KVCache(model.config))
+    got = model.generate(ids, past_key_values=both, max_new_tokens=6)
+    both.reset()  # and is as new
+    assert torch.equal(got, model.generate(ids, past_key_values=both, max_new_tokens=6))
+    model.set_attn_implementation("eager")
+    assert torch.equal(got, model.generate(ids, max_new_tokens=6))
+
+
+def test_C12_a_forward_that_begins_anew_is_no_cross_attention():
+    """One layer, and a mask's size asked for between two updates; a layer that is not the one before; a reset."""
+    model, _, _ = encoder_decoder("bart", 1)
+    cache = sp.Int8KVCache(model.config)
+    k, v = (x.repeat(1, 2, 1, 1)[:, :4] for x in states(2))
+    for _ in range(3):
+        cache.get_mask_sizes(2, 0)
+        cache.update(k, v, 0)
+    cache.reset()
+    cache.update(k, v, 0)
+    with pytest.raises(TypeError, match="updated twice"):
+        cache.update(k, v, 0)
+    assert cache.get_seq_length() == 2
+    cache = sp.Int8KVCache(encoder_decoder("bart")[0].config)
+    for layer in (0, 1, 0, 1):
+        cache.update(k, v, layer)
+    assert cache.get_seq_length() == 4
+
+
+@pytest.mark.parametrize("capacity", [None, 48], ids=["growing", "static"])
+@pytest.mark.parametrize("name", ["MambaConfig", "Mamba2Config", "FalconMambaConfig", "RwkvConfig", "xLSTMConfig"])
+def test_C14_a_model_without_keys_is_refused(name, capacity):
+    with pytest.raises(NotImplementedError, match=f"{name} .*nothing would be stored"):
+        sp.Int8KVCache(getattr(tf, name)(), capacity)
+
+
+def test_C14_a_model_with_some_keys_is_not():
+    config = tf.JambaConfig(num_hidden_layers=8, attn_layer_offset=4, attn_layer_period=8)
+    assert len(sp.Int8KVCache(config).layers) == 8
+
+
+def test_C15_advice_for_another_batch_works():
+    """A growing cache is ready after reset(); a static one keeps its buffers, and says so."""
+    config = MODELS["llama"]()[0].config
+    k, v = (x[:, :2] for x in states(6, batch=3))
+    growing, static = sp.Int8KVCache(config), sp.Int8KVCache(config, 20)
+    for cache, advice in ((growing, r"call reset\(\)"), (static, "make a new Int8KVCache")):
+        cache.update(k, v, 0)
+        with pytest.raises(ValueError, match=f"{advice}.*"):
+            cache.update(k[:2], v[:2], 0)
+        cache.reset()
+    growing.update(k[:2], v[:2], 0)
+    with pytest.raises(ValueError, match=r"make a new Int8KVCache: reset\(\) keeps"):
+        static.update(k[:2], v[:2], 0)
+    static.batch_select_indices(torch.tensor([0, 1]))  # the other half of the advice
+    static.update(k[:2], v[:2], 0)

@@ -1,0 +1,380 @@
+"""The attention implementations under our names: how transformers finds them, what they run, what they refuse."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+
+import pytest
+import torch
+
+import sage_kernels
+import sage_processors as sp
+from sage_kernels.testing import relative_l2
+from sage_processors.language import attention
+from sage_processors.language import call as transformers_call
+from sage_processors.language.masks import sage_mask
+from sage_processors.language.report import counted
+from sage_processors.on_import import when_imported
+from tests.support.repository import fresh
+
+
+transformers = pytest.importorskip("transformers")
+
+from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
+from transformers.modeling_utils import AttentionInterface  # noqa: E402
+
+from tests.language.test_transformers_models import ANY_LENGTH, exact_op, forward  # noqa: E402
+from tests.support.tiny_language_models import MODELS, padded, tokens  # noqa: E402
+
+
+STRICT = sp.register_transformers("sage_strict_any_length", min_tokens=1, policy="strict")[0]
+STANDARD = {"sage_int8", *(f"sage_{recipe}" for recipe in sage_kernels.RECIPES)}
+STANDARD |= {f"{name}_strict" for name in STANDARD}
+
+
+def tiny(name="llama", implementation=ANY_LENGTH):
+    model, inputs = MODELS[name]()
+    stock = forward(model, inputs)
+    model.set_attn_implementation(implementation)
+    return model, inputs, stock
+
+
+@pytest.fixture
+def op_calls(monkeypatch):
+    """The options of every call of the op, which is exact here; shapes of q and k under "shape"."""
+    calls = []
+
+    def recorded(q, k, v, **options):
+        calls.append(options | {"shape": (tuple(q.shape), tuple(k.shape)), "views": (q, k, v)})
+        return exact_op(q, k, v, **options)
+
+    monkeypatch.setattr(sage_kernels, "sage_attention", recorded)
+    return calls
+
+
+# being found
+
+
+def test_importing_the_package_first_is_enough():
+    code = """
+        import sage_processors
+        assert "transformers" not in sys.modules
+        from transformers import LlamaConfig, LlamaForCausalLM
+        sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+        model = LlamaForCausalLM._from_config(LlamaConfig(**sizes), attn_implementation="sage_int8")
+        print(model.config._attn_implementation)
+        """
+    assert fresh(code).strip() == "sage_int8"
+
+
+def test_our_module_may_come_first():
+    code = "import sage_processors.language.attention as ours\nprint(sorted(ours.register_transformers()))"
+    assert fresh(code).strip() == str(sorted(STANDARD))
+
+
+def test_a_missing_transformers_names_the_command():
+    code = """
+        import sage_processors as sp
+        try:
+            sp.register_transformers()
+        except ImportError as error:
+            print(error)
+        """
+    assert "pip install 'sage-processors[transformers]'" in fresh(code, without=("transformers",))
+
+
+def test_a_transformers_we_can_not_serve_stays_importable(monkeypatch, caplog):
+    def missing(name):
+        raise ImportError(f"cannot import name 'sdpa_mask' for {name}")
+
+    monkeypatch.setattr(sp.importlib, "import_module", missing)
+    with caplog.at_level(logging.WARNING, "sage_processors"):
+        sp._meet_transformers()
+    assert "not available in this transformers" in caplog.text and "sdpa_mask" in caplog.text
+
+
+def test_what_waits_for_a_module_is_called_once_it_ran(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("sage_test_early", "sage_test_late"):
+        (tmp_path / f"{name}.py").write_text("finished = True\n")
+    calls = []
+
+    def callback():
+        calls.append([name for name in sys.modules if name.startswith("sage_test_")])
+
+    importlib.import_module("sage_test_early")
+    when_imported("sage_test_early", callback, ready="finished")
+    assert calls == [["sage_test_early"]]
+    waiting = list(sys.meta_path)
+    when_imported("sage_test_late", callback, ready="finished")
+    when_imported("sage_test_late", callback, ready="finished")
+    assert len(calls) == 1
+    late = importlib.import_module("sage_test_late")
+    assert calls[1:] == [["sage_test_early", "sage_test_late"]] and sys.meta_path == waiting
+    assert type(late.__loader__).__name__ == "SourceFileLoader"
+
+
+def test_M12_attention_and_mask_function_are_registered_together():
+    assert set(sp.register_transformers()) == STANDARD
+    before = {name: AttentionInterface._global_mapping[name] for name in STANDARD}
+    sp.register_transformers()
+    assert {name: AttentionInterface._global_mapping[name] for name in STANDARD} == before  # nothing was made anew
+    for name in [*STANDARD, ANY_LENGTH, STRICT]:
+        assert name in AttentionInterface._global_mapping
+        assert AttentionMaskInterface._global_mapping[name] is sage_mask
+
+
+@pytest.mark.parametrize("name", ["my_flash", "org/sage", "sdpa_sage", "my_flex_attention", "paged|sage", "eager", ""])
+def test_names_that_mean_something_to_transformers_are_refused(name):
+    with pytest.raises(ValueError, match="name: got"):
+        sp.register_transformers(name)
+    assert name not in attention._implementations
+
+
+@pytest.mark.parametrize(
+    "options", [{"recipe": "int3"}, {"policy": "maybe"}, {"min_tokens": -1}, {"min_tokens": True}]
+)
+def test_bad_options_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        sp.register_transformers("sage_never", **options)
+    with pytest.raises(ValueError, match="name"):
+        sp.register_transformers(**options)
+
+
+def test_from_pretrained_takes_the_name_and_the_folder_stays_stock(tmp_path):
+    model, inputs, _ = tiny()
+    wanted = forward(model, inputs)
+    model.save_pretrained(tmp_path)
+    assert "sage" not in (tmp_path / "config.json").read_text()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=ANY_LENGTH)
+    assert torch.equal(forward(loaded, inputs), wanted)
+    assert sp.attention_report(loaded).calls == 2
+
+
+def test_one_implementation_per_sub_model():
+    model, inputs, _ = tiny("siglip", {"text_config": ANY_LENGTH, "vision_config": "eager"})
+    forward(model, inputs)
+    rows = sp.attention_report(model).rows
+    status = {(row["layer"].partition(".")[0], row["status"], row["calls"]) for row in rows if row["calls"]}
+    assert status == {("text_model", "active", 1)}
+    assert {row["implementation"] for row in rows if row["layer"].startswith("vision")} == {"eager"}
+
+
+# what reaches the op
+
+
+def test_prefill_is_causal_without_a_mask_and_heads_are_not_repeated(op_calls):
+    model, inputs, _ = tiny()
+    forward(model, inputs)
+    call = op_calls[0]
+    assert call["attn_mask"] is None and call["causal"] == "top_left" and call["window"] is None
+    assert call["shape"] == ((2, 37, 4, 16), (2, 37, 2, 16))
+    assert all(x._base is not None for x in call["views"])  # nothing was copied on the way
+
+
+def test_a_prompt_behind_a_cache_is_causal_from_the_bottom_right(op_calls):
+    model, inputs, stock = tiny()
+    cache = transformers.DynamicCache(config=model.config)
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        rest = model(ids[:, 20:], past_key_values=cache).logits
+    assert [call["causal"] for call in op_calls] == ["top_left"] * 2 + ["bottom_right"] * 2
+    assert all(call["attn_mask"] is None for call in op_calls)
+    assert relative_l2(rest, stock[:, 20:]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_windows_sinks_and_soft_caps_reach_the_op(name, op_calls):
+    model, inputs, _ = tiny(name)
+    forward(model, inputs)
+    window = [call["window"] for call in op_calls]
+    assert window == ([11, 11] if name == "mistral" else [11, None])
+    assert all(call["attn_mask"] is None and call["causal"] for call in op_calls)
+    assert all((call["sinks"] is not None) == (name == "gpt_oss") for call in op_calls)
+
+
+def test_an_empty_static_cache_is_cut_to_what_was_written(op_calls):
+    model, inputs, stock = tiny()
+    cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        first = model(ids[:, :20], past_key_values=cache).logits
+        rest = model(ids[:, 20:], past_key_values=cache).logits
+    assert op_calls[0]["shape"][1][1] == 20 and op_calls[0]["causal"] == "bottom_right"
+    assert op_calls[2]["shape"][1][1] == 37 and op_calls[2]["causal"] == "bottom_right"
+    assert relative_l2(torch.cat([first, rest], 1), stock) < 1e-5
+
+
+def test_padding_of_an_encoder_reaches_the_op_as_a_mask_of_keys(op_calls):
+    model, inputs, _ = tiny("bert")
+    forward(model, padded(inputs, "right"))
+    assert all(call["attn_mask"].stride(2) == 0 and not call["causal"] for call in op_calls)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_masks_of_the_user_are_used(dtype, op_calls):
+    model, inputs = MODELS["llama"]()
+    seen = (torch.rand(2, 1, 37, 37, generator=torch.Generator().manual_seed(3)) < 0.6) | torch.eye(
+        37, dtype=torch.bool
+    )
+    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    stock = forward(model, inputs | {"attention_mask": bias})
+    model.set_attn_implementation(ANY_LENGTH)
+    mask = seen if dtype == torch.bool else bias
+    swapped = forward(model, inputs | {"attention_mask": mask})
+    assert relative_l2(swapped, stock) < 1e-5
+    assert all(call["attn_mask"] is mask for call in op_calls)
+
+
+def test_packed_sequences_stay_apart(op_calls):
+    model, inputs, _ = tiny()
+    ids = inputs["input_ids"][:1]
+    positions = torch.cat([torch.arange(20), torch.arange(17)])[None]
+    with torch.no_grad():
+        both = model(ids, position_ids=positions, use_cache=False).logits
+        second = model(ids[:, 20:], use_cache=False).logits
+    assert relative_l2(both[:, 20:], second) < 1e-5
+    # with lengths alone there is no mask: refused, not ignored
+    lengths = torch.tensor([0, 20, 37])
+    with pytest.raises(NotImplementedError, match="cu_seq_lens.*2 packed sequences"), torch.no_grad():
+        model(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, use_cache=False)
+
+
+def test_autocast_gives_the_op_its_dtype():
+    model, inputs, stock = tiny()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = forward(model, inputs)
+    report = sp.attention_report(model)
+    assert report.calls == 2 and not report.fallbacks
+    assert relative_l2(out, stock) < 0.05  # bf16 through two layers
+
+
+# what stays exact, and what is refused
+
+
+def test_training_is_exact_counted_and_has_gradients():
+    model, inputs, _ = tiny()
+    model.train().requires_grad_(True)
+    model(**inputs).logits.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    report = sp.attention_report(model)
+    assert report.calls == 0 and report.fallbacks == {"training": 2} and "model.eval()" in str(report)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "t5", "whisper"])
+def test_attention_weights_come_from_the_models_own_function(name):
+    model, inputs = MODELS[name]()
+    with torch.no_grad():
+        stock = model(**inputs, output_attentions=True)
+        model.set_attn_implementation(ANY_LENGTH)
+        out = model(**inputs, output_attentions=True)
+    for key in ("attentions", "decoder_attentions", "cross_attentions", "encoder_attentions"):
+        if key in stock:
+            assert all(torch.equal(a, b) for a, b in zip(out[key], stock[key], strict=True))
+    report = sp.attention_report(model)
+    assert report.calls == 0 and set(report.fallbacks) == {"output_attentions"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_short_calls_are_the_models_own_exact_attention(name):
+    """Two prompts of which one is padded: also the way to exact attention takes every mask."""
+    model, inputs = MODELS[name]()
+    if "decoder_input_ids" not in inputs and "input_ids" in inputs:
+        inputs = padded(inputs, "left")
+    stock = forward(model, inputs)
+    name = sp.register_transformers("sage_strict_from_513", min_tokens=513, policy="strict")[0]
+    model.set_attn_implementation(name)  # short is no failure
+    real = slice(None)
+    if "attention_mask" in inputs and stock.shape[1] == inputs["attention_mask"].shape[1]:
+        real = inputs["attention_mask"].bool()
+    assert relative_l2(forward(model, inputs)[real], stock[real]) < 1e-4
+    report = sp.attention_report(model)
+    assert report.calls == 0 and set(report.fallbacks) == {"short"}
+
+
+@pytest.mark.parametrize("length", [512, 513])
+def test_min_tokens_is_the_first_length_that_runs_in_int8(length):
+    model, _, _ = tiny(implementation=sp.register_transformers("sage_from_513", min_tokens=513)[0])
+    forward(model, {"input_ids": tokens(1, length)})
+    report = sp.attention_report(model)
+    assert (report.calls, report.fallbacks) == ((0, {"short": 2}) if length == 512 else (2, {}))
+
+
+def llama_attention():
+    """(attention function, module, query, key, value): one call outside of a model."""
+    model, _, _ = tiny()
+    attend = AttentionInterface._global_mapping[ANY_LENGTH]
+    torch.manual_seed(5)
+    query, key, value = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16)
+    return attend, model.model.layers[0].self_attn, query, key, value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"some_new_option": 3}, "unknown_argument"),
+        ({"sliding_window": 4}, "window_without_mask"),
+        ({"scaling": torch.tensor(0.3)}, "softmax_scale"),
+        ({"attention_mask": torch.zeros(2, 1, 9, 9).double()}, "mask_type"),
+    ],
+)
+def test_what_the_op_can_not_do_is_exact_and_counted(arguments, reason, caplog):
+    attend, module, query, key, value = llama_attention()
+    attention._logged.clear()
+    if reason == "mask_type":
+        with pytest.raises(RuntimeError, match="mask dtype"):  # by PyTorch: its own function can't do it either
+            attend(module, query, key, value, **arguments)
+    else:
+        with caplog.at_level(logging.WARNING, "sage_processors"), torch.no_grad():
+            for _ in range(2):
+                out, weights = attend(module, query, key, value, **arguments)
+        scaling = arguments.get("scaling")
+        plain = transformers_call.sdpa_attention_forward(module, query, key, value, None, scaling=scaling)[0]
+        assert relative_l2(out, plain) < 1e-6
+        assert [reason in record.getMessage() for record in caplog.records] == [True]  # once
+    assert set(counted(module)) == {reason}
+    strict = AttentionInterface._global_mapping[STRICT]
+    with pytest.raises(sp.UnsupportedAttentionError, match=f"LlamaAttention 0.*{reason}.*_strict") as caught:
+        strict(module, query, key, value, **arguments)
+    assert caught.value.reason == reason
+
+
+@pytest.mark.parametrize(("head_dim", "value_dim", "reason"), [(264, 264, "head_dim"), (24, 16, "value_head_dim")])
+def test_head_dims_of_no_kernel_are_exact(head_dim, value_dim, reason):
+    attend, module, *_ = llama_attention()
+    query, key, value = torch.randn(1, 4, 9, head_dim), torch.randn(1, 2, 9, head_dim), torch.randn(1, 2, 9, value_dim)
+    out, _ = attend(module, query, key, value)
+    plain, _ = transformers_call.sdpa_attention_forward(module, query, key, value, None)
+    assert torch.equal(out, plain) and counted(module) == {reason: 1}
+
+
+def test_arguments_that_change_nothing_change_nothing():
+    attend, module, query, key, value = llama_attention()
+    plain, _ = attend(module, query, key, value)
+    positions = {"position_ids": torch.arange(9)[None], "num_items_in_batch": torch.tensor(3), "use_cache": True}
+    out, _ = attend(module, query, key, value, **positions, some_new_option=None)
+    assert torch.equal(out, plain) and counted(module) == {"int8": 2}
+
+
+def test_a_paged_cache_is_refused():
+    attend, module, query, key, value = llama_attention()
+    with pytest.raises(NotImplementedError, match="cache of LlamaAttention 0: got a paged cache"):
+        attend(module, query, key, value, cache=object())
+
+
+# the report
+
+
+def test_the_report_reads_like_the_one_of_pipelines():
+    model, inputs, _ = tiny()
+    forward(model, inputs)
+    text = str(sp.attention_report(model))
+    assert "model.layers.1.self_attn" in text and "qk_int8_pv_bf16" in text and "per_token" in text
+    model.set_attn_implementation("sdpa")
+    assert {row["status"] for row in sp.attention_report(model).rows} == {"not selected"}
+    assert not [key for key in model.state_dict() if "sage" in key]
+    with pytest.raises(TypeError, match="model: got"):
+        sp.attention_report("llama")

@@ -1,0 +1,263 @@
+"""The embedded language model is real, small, and learnt more than pairs of tokens; its text is what it says it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import runpy
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+
+pytest.importorskip("transformers")
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sage_processors.evaluation import language
+from tests.support.repository import ROOT
+
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import tiny_dialogues
+import tiny_text
+
+
+EXAMPLES = Path(tiny_text.__file__).parent
+FOLDER = language.EMBEDDED
+MAX_WEIGHT_BYTES, MAX_OTHER_BYTES = 16_000_000, 1_000_000
+DIALOGUES = 4000  # of the 40,000 that training reads: enough for a bigram model
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    return language.load()
+
+
+@pytest.fixture(scope="module")
+def training_text():
+    return tiny_text.corpus(DIALOGUES)[0]
+
+
+@pytest.fixture(scope="module")
+def heldout():
+    return json.loads((FOLDER / "heldout.json").read_text())
+
+
+# --- the folder ---
+
+
+def test_folder_is_small_and_holds_nothing_that_runs():
+    files = [file for file in FOLDER.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} == {".json", ".safetensors", ".md", ".txt"}
+    weights = [file for file in files if file.suffix == ".safetensors"]
+    assert sum(file.stat().st_size for file in weights) <= MAX_WEIGHT_BYTES
+    assert sum(file.stat().st_size for file in set(files) - set(weights)) <= MAX_OTHER_BYTES
+    assert not any(file.stat().st_mode & 0o111 for file in files)
+
+
+def test_weights_are_stored_fp16():
+    from safetensors import safe_open
+
+    with safe_open(FOLDER / "model.safetensors", "pt") as file:
+        assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"F16"}
+
+
+def test_plain_loading_gives_a_llama_with_grouped_heads_of_64():
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(FOLDER), AutoTokenizer.from_pretrained(FOLDER)
+    config = model.config
+    assert type(model).__name__ == "LlamaForCausalLM" and model.dtype == torch.float32
+    assert config.head_dim == 64 and config.num_attention_heads >= 2 * config.num_key_value_heads > 2
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert config.max_position_embeddings >= 512 and tokenizer.model_max_length == config.max_position_embeddings
+    assert len(tokenizer) == config.vocab_size and tokenizer.eos_token_id == config.eos_token_id
+
+
+def test_licence_and_source_are_stated():
+    readme, licence = (FOLDER / "README.md").read_text(), (FOLDER / "LICENSE-PYTHON.txt").read_text()
+    assert "LICENSE-PYTHON.txt" in readme and all(kind in readme for kind in tiny_text.KINDS)
+    assert "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2" in licence
+
+
+# --- tokenizer ---
+
+
+@pytest.mark.parametrize(
+    "text", ["", " two  spaces\n\tand a tab ", "naïve — 数字 12345 🦉", "def f(x):\n    return x[0]"]
+)
+def test_tokenizer_gives_back_any_text(loaded, text):
+    ids = loaded[1](text).input_ids
+    assert loaded[1].decode(ids) == text and all(0 <= i < len(loaded[1]) for i in ids)
+
+
+def test_digits_and_special_tokens_are_tokens_of_their_own(loaded):
+    assert loaded[1].tokenize("1234") == list("1234")
+    marks = [tiny_text.PAD, tiny_dialogues.END, tiny_dialogues.USER, tiny_dialogues.ASSISTANT]
+    assert [len(loaded[1](mark).input_ids) for mark in marks] == [1] * 4
+
+
+def test_chat_template_writes_what_the_dialogues_have(loaded):
+    exchanges = [("Hello!", "Hello! How can I help you?"), ("Thank you.", "You are welcome!")]
+    said = [{"role": r, "content": c} for e in exchanges for r, c in zip(("user", "assistant"), e, strict=True)]
+    assert loaded[1].apply_chat_template(said, tokenize=False) == tiny_dialogues.conversation(exchanges)
+    with pytest.raises(Exception, match="roles user and assistant"):
+        loaded[1].apply_chat_template([{"role": "system", "content": "no"}], tokenize=False)
+
+
+# --- what it learnt ---
+
+
+def test_predicts_held_out_text_far_better_than_a_bigram_model(loaded, training_text):
+    """Both are measured here, on a slice of every kind; the perplexity is at most half, and lower for every kind."""
+    model, tokenizer = loaded
+    bigram = tiny_text.Bigram(torch.cat(list(tiny_text.encode(tokenizer, training_text).values())), len(tokenizer))
+    margins = {}
+    for kind in tiny_text.KINDS:
+        windows = language.heldout_windows(tokenizer, 512, count=4, kinds=(kind,))
+        margins[kind] = bigram.loss(windows) - math.log(language.perplexity(model, windows).value)
+    assert min(margins.values()) > 0, margins
+    assert sum(margins.values()) / len(margins) > math.log(2), margins
+
+
+def test_recorded_losses_are_those_of_the_shipped_weights(loaded):
+    model, tokenizer = loaded
+    recorded = json.loads((FOLDER / "metrics.json").read_text())
+    assert recorded["parameters"] == sum(p.numel() for p in model.parameters())
+    windows = language.heldout_windows(tokenizer, model.config.max_position_embeddings, kinds=("topics",))
+    measured = math.log(language.perplexity(model, windows).value)
+    assert recorded["heldout_loss_nats_per_token"]["model"]["topics"] == pytest.approx(measured, abs=2e-3)
+
+
+def test_answers_what_it_was_taught_and_stops(loaded):
+    model, tokenizer = loaded
+    days, right = tiny_dialogues.DAYS, 0
+    for day, after in zip(days, [*days[1:], days[0]], strict=True):
+        ids = language.chat_ids(tokenizer, f"Which day comes after {day}?")
+        answer = tokenizer.decode(model.generate(ids, max_new_tokens=20, do_sample=False)[0, ids.shape[1] :])
+        right += answer == f"{after} comes after {day}.{tiny_dialogues.END}"
+    assert right >= 6
+
+
+# --- corpus ---
+
+
+def test_held_out_documents_are_none_of_the_training_documents(training_text, heldout):
+    names, texts = {d.name for d in training_text}, {d.text for d in training_text}
+    assert {document["kind"] for document in heldout} == set(tiny_text.KINDS)
+    assert not names & {document["name"] for document in heldout}
+    assert not texts & {document["text"] for document in heldout}
+    assert not any(document.held_out for document in training_text)
+    assert all(tiny_text.Document(d["kind"], d["name"], d["text"]).held_out for d in heldout)
+
+
+def test_text_with_another_copyright_is_left_out(training_text, heldout):
+    python = [d.text for d in training_text if d.kind in ("docs", "code")]
+    python += [d["text"] for d in heldout if d["kind"] in ("docs", "code")]
+    named = [line for text in python for line in text.splitlines() if tiny_text.OTHER_COPYRIGHT.search(line)]
+    assert all("Python Software" in line for line in named)
+    assert not any(name in "\n".join(python) for name in ("Secret Labs", "Vinay Sajip <", "Google, Inc."))
+
+
+def test_dialogues_depend_on_their_seed_alone():
+    state = random.getstate()
+    first = list(tiny_dialogues.dialogues(3, 50))
+    assert first == list(tiny_dialogues.dialogues(3, 50)) and first[:20] == list(tiny_dialogues.dialogues(3, 20))
+    assert first != list(tiny_dialogues.dialogues(4, 50)) and random.getstate() == state
+
+
+def test_dialogues_answer_truly():
+    text = "".join(tiny_dialogues.dialogues(5, 2000))
+    sums = re.findall(r"(\d+) (plus|minus|times) (\d+) is (\d+)\.", text)
+    exact = {"plus": int.__add__, "minus": int.__sub__, "times": int.__mul__}
+    assert len(sums) > 100 and all(exact[how](int(a), int(b)) == int(c) for a, how, b, c in sums)
+    told = re.findall(
+        r"([A-Z][a-z]+) has an? (\w+) (\w+)\.[^<]*What colour is the (\w+) of \1\?<\|assistant\|>(.*?)<", text
+    )
+    assert len(told) > 30 and all(f"The {thing} of {who} is {color}." == said for who, color, thing, _, said in told)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (0, "zero"),
+        (13, "thirteen"),
+        (20, "twenty"),
+        (47, "forty-seven"),
+        (100, "one hundred"),
+        (312, "three hundred and twelve"),
+    ],
+)
+def test_number_words(number, words):
+    assert tiny_dialogues.number_words(number) == words
+
+
+# --- bigram ---
+
+
+def test_bigram_is_a_distribution_and_equals_a_count_by_hand():
+    vocabulary = 7
+    tokens = torch.randint(vocabulary - 1, (101,), generator=torch.Generator().manual_seed(0))  # 6 never comes
+    bigram = tiny_text.Bigram(tokens, vocabulary)
+    sequence = tokens.tolist()
+    pairs, before = Counter(zip(sequence, sequence[1:], strict=False)), Counter(sequence[:-1])
+    single, kinds = Counter(sequence), Counter(a for a, _ in set(zip(sequence, sequence[1:], strict=False)))
+
+    def single_probability(b):
+        trust = len(sequence) / (len(sequence) + len(single))
+        return trust * single[b] / len(sequence) + (1 - trust) / vocabulary
+
+    def probability(a, b):
+        if not before[a]:
+            return single_probability(b)
+        return (pairs[a, b] + kinds[a] * single_probability(b)) / (before[a] + kinds[a])
+
+    for a in range(vocabulary):
+        ours = [math.exp(-bigram.loss(torch.tensor([a, b]))) for b in range(vocabulary)]
+        assert ours == pytest.approx([probability(a, b) for b in range(vocabulary)], rel=1e-9)
+        assert sum(ours) == pytest.approx(1, rel=1e-9)
+
+
+# --- training ---
+
+
+@pytest.fixture
+def workdir(tmp_path, loaded, heldout):
+    """A prepared work folder with little text: what `--prepare` leaves behind."""
+    loaded[1].save_pretrained(tmp_path / "tokenizer")
+    few = {d["kind"]: {**d, "text": (d["text"] * 9)[:4000]} for d in heldout}
+    documents = [tiny_text.Document(d["kind"], d["name"], d["text"]) for d in few.values()]
+    torch.save(tiny_text.encode(loaded[1], documents), tmp_path / "tokens.pt")
+    (tmp_path / "heldout.json").write_text(json.dumps(list(few.values())))
+    precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
+    yield tmp_path
+    torch.set_float32_matmul_precision(precision)  # the script sets both for the process
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+def train(monkeypatch, workdir: Path, out: str, *arguments) -> None:
+    options = ("--preset", "cpu", "--device", "cpu", "--workdir", workdir, "--out", workdir / out, "--batch", 1)
+    monkeypatch.setattr(sys, "argv", ["train_tiny_lm.py", *map(str, (*options, *arguments))])
+    runpy.run_path(str(EXAMPLES / "train_tiny_lm.py"), run_name="__main__")
+
+
+def test_training_in_sessions_gives_the_weights_of_training_in_one_go(workdir, monkeypatch, capsys):
+    train(monkeypatch, workdir, "whole", "--steps", 3)
+    with pytest.raises(SystemExit, match="--resume"):
+        train(monkeypatch, workdir, "parts", "--steps", 3)
+    (workdir / "tiny_lm_cpu.pt").unlink()
+    train(monkeypatch, workdir, "parts", "--steps", 3, "--minutes", 0)
+    assert not (workdir / "parts").exists() and "session over at step 1 of 3" in capsys.readouterr().out
+    train(monkeypatch, workdir, "parts", "--steps", 3, "--resume")
+    assert "saved" in capsys.readouterr().out
+    whole, parts = (workdir / name / "model.safetensors" for name in ("whole", "parts"))
+    assert whole.read_bytes() == parts.read_bytes()
+    metrics = json.loads((workdir / "parts" / "metrics.json").read_text())
+    assert metrics["training"]["steps"] == 3 and metrics["training"]["tokens"] == 3 * 512
+    shutil.rmtree(workdir / "whole")

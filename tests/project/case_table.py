@@ -1,0 +1,135 @@
+"""kernels/CASES.md, made from tests/cases.json and the committed outcomes: `python tests/project/case_table.py`.
+
+A test names the cases that it shows: test_M03_M04_a_row_that_sees_nothing. conftest's --outcomes writes the worst
+outcome of every case's tests to tests/outcomes/*.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+
+TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "kernels" / "CASES.md"
+TIERS = {"C": "CPU, eager", "I": "CPU, Triton's interpreter", "G": "one GPU", "2G": "two GPUs"}
+WORST_FIRST = ("failed", "skipped", "passed")
+# the column of the table, and the files that fill it, each for the cases that it has
+COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "two_gpus", "sanitizer")}
+RENEWED_BY = {
+    "cpu": 'make test ARGS="--outcomes tests/outcomes/cpu.json"',
+    "gpu": "make test-gpu",
+    "two_gpus": 'make test-gpu ARGS="-m two_gpus --outcomes tests/outcomes/two_gpus.json"',
+    "sanitizer": "make sanitize",
+}
+OTHER = "of other sources"  # an outcome of kernels that are not those of this checkout, or of none that is named
+GROUPS = {
+    "V": "Values",
+    "M": "Masks",
+    "K": "Causal",
+    "S": "Shapes",
+    "L": "Layouts and memory",
+    "D": "Number formats",
+    "E": "Devices and execution",
+    "T": "Autograd, compilation, threads",
+    "P": "Pipelines and processors",
+    "Q": "Scale files and timesteps",
+    "C": "KV cache",
+}
+
+
+def case_ids(test_name: str) -> list[str]:
+    """The cases that a test's name or node id starts with: ["M03", "M04"] of test_x.py::test_M03_M04_zero[cuda]."""
+    function = test_name.rpartition("::")[2].partition("[")[0]
+    return re.findall(r"[A-Z]\d\d", re.match(r"(test_(?:[A-Z]\d\d(?:_|$))+)?", function)[0])
+
+
+def worst_by_case(tests: dict[str, str]) -> dict[str, str]:
+    """{case: worst outcome} of {node id: outcome}."""
+    worst: dict[str, str] = {}
+    for name, outcome in tests.items():
+        for case in case_ids(name):
+            worst[case] = min(outcome, worst.get(case, "passed"), key=WORST_FIRST.index)
+    return dict(sorted(worst.items()))
+
+
+def cases() -> list[dict]:
+    """The rows of cases.json: id, case, expected, tiers, reason (why no test can bear the id; "" if one must)."""
+    return json.loads((TESTS / "cases.json").read_text(encoding="utf-8"))
+
+
+def read_outcomes(folder: Path = TESTS / "outcomes", sources: str | None = None) -> dict[str, dict]:
+    """{column: {"where": what ran there, "cases": {id: outcome}, "other": files of other sources}} of a folder.
+
+    sources: hash of the kernels that outcomes must be of; None: of this checkout's.
+    """
+    sources = _own_sources() if sources is None else sources
+    found = {}
+    for column, names in COLUMNS.items():
+        found[column] = {"where": [], "cases": {}, "other": []}
+        for path in (folder / f"{name}.json" for name in names):
+            if path.is_file():
+                content = json.loads(path.read_text(encoding="utf-8"))
+                meta = content["meta"]
+                about = f"{meta['gpu']}, torch {meta['torch']}, triton {meta['triton'] or 'not installed'}"
+                about += f", {meta['date']}, on commit {meta['commit']} ({path.name})"
+                if not meta.get("finished", True):
+                    about += ", stopped before its end"
+                tried = content["cases"]
+                if meta.get("kernel_sources") != sources:
+                    about += f", {OTHER}"
+                    tried = {case: f"{outcome}, {OTHER}" for case, outcome in tried.items()}
+                    found[column]["other"].append(path.name)
+                found[column]["where"].append(about)
+                found[column]["cases"] |= tried
+    return found
+
+
+def _own_sources() -> str:
+    from sage_kernels.results import kernel_sources
+
+    return kernel_sources(TESTS.parent / "kernels" / "sage_kernels")
+
+
+def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
+    """The Markdown page."""
+    lines = [
+        "# Named cases",
+        "",
+        "Bad inputs and faults, what happens then, and whether it did when last tried. Made by `make cases` from",
+        "[tests/cases.json](../tests/cases.json) and [tests/outcomes](../tests/outcomes): not written by hand. A test",
+        "that shows a case bears its name: `pytest -k V01`.",
+        "",
+        f"Tiers: {'; '.join(f'{tier}: {meaning}' for tier, meaning in TIERS.items())}. An outcome is the worst of a",
+        f"case's tests; – is one that was not tried; one {OTHER} was found with kernels that are not these, or does",
+        "not say with which.",
+        "",
+    ]
+    for column, found in outcomes.items():
+        lines += [f"- {column}: {where}" for where in found["where"] or ["not tried yet"]]
+    for letter, title in GROUPS.items():
+        lines += ["", f"## {title}", "", f"| ID | case | expected | tier | {' | '.join(outcomes)} | note |"]
+        lines.append("| --- | --- | --- | --- |" + " --- |" * len(outcomes) + " --- |")
+        for row in (row for row in rows if row["id"].startswith(letter)):
+            tried = [found["cases"].get(row["id"], "–") for found in outcomes.values()]
+            cells = [row["id"], row["case"], row["expected"], " ".join(row["tiers"]), *tried, row["reason"]]
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the page, and say which outcomes are of other sources, and what renews them."""
+    from sage_processors.whole_file import write_whole
+
+    outcomes = read_outcomes()
+    write_whole(PAGE, page(cases(), outcomes))
+    print(PAGE)
+    for name in (name for found in outcomes.values() for name in found["other"]):
+        print(f"tests/outcomes/{name}: {OTHER}; renew it with `{RENEWED_BY[Path(name).stem]}`")
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(TESTS.parent), str(TESTS.parent / "kernels")]  # this checkout's, not an installed one
+    main()

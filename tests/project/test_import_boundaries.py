@@ -1,0 +1,306 @@
+"""What may import what: read from the source, and tried in fresh interpreters that lack the optional packages."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import HUGGING_FACE, OPTIONAL, ROOT, files, fresh
+
+
+def imports(file: Path) -> list[tuple[str, bool]]:
+    """(absolute module name, runs when the file is imported) of every import statement of a file."""
+    source_root = ROOT / "kernels" if "kernels" in file.relative_to(ROOT).parts else ROOT
+    package = file.relative_to(source_root).with_suffix("").parts[:-1]
+    found = []
+
+    def visit(node, at_import):
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                found.extend((alias.name, at_import) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                base = package[: len(package) - child.level + 1] if child.level else ()
+                module = ".".join((*base, *([child.module] if child.module else [])))
+                found.append((module, at_import))
+                found.extend((f"{module}.{alias.name}", at_import) for alias in child.names)
+            visit(child, at_import and not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)))
+
+    visit(ast.parse(file.read_text(encoding="utf-8")), True)
+    return found
+
+
+def imported(folder_files, *names: str, only_at_import=False) -> list[str]:
+    """`file: module` of every import of one of the modules or of something inside it."""
+    return [
+        f"{file.relative_to(ROOT)}: {module}"
+        for file in folder_files
+        for module, at_import in imports(file)
+        if any(module == name or module.startswith(name + ".") for name in names) and (at_import or not only_at_import)
+    ]
+
+
+def test_imports_finds_every_form(tmp_path):
+    file = ROOT / "kernels" / "sage_kernels" / "_triton" / "attention" / "kernel.py"
+    found = imports(file)
+    assert ("triton", True) in found and any(m.startswith("sage_kernels._triton.") for m, _ in found)
+    lazy = imports(ROOT / "kernels" / "sage_kernels" / "attention.py")
+    assert any(module.startswith("sage_kernels._triton") and not at_import for module, at_import in lazy)
+
+
+def test_kernels_know_nothing_of_hugging_face():
+    above = ("sage_processors", "examples", "tests", "rich", "typer", "torchmetrics", *HUGGING_FACE)
+    assert imported(files("kernels/sage_kernels"), *above) == []
+
+
+def test_only_the_triton_folder_imports_triton():
+    others = [f for f in files("kernels/sage_kernels", "sage_processors") if "_triton" not in f.parts]
+    assert imported(others, "triton") == []
+
+
+def test_the_triton_folder_is_imported_lazily_and_by_the_ops_alone():
+    inside, outside = [], []
+    for file in files("kernels/sage_kernels", "sage_processors"):
+        (inside if "_triton" in file.parts else outside).append(file)
+    assert imported(outside, "sage_kernels._triton", only_at_import=True) == []
+    assert imported([f for f in outside if f.parts[-2] == "sage_processors"], "sage_kernels._triton") == []
+    assert imported(files("kernels/sage_kernels/reference"), "sage_kernels._triton") == []
+    assert imported(inside, "sage_kernels.reference", "sage_kernels.attention", "sage_kernels.decode") == []
+
+
+def test_processors_use_the_ops_not_their_insides():
+    assert imported(files("sage_processors"), "sage_kernels.reference", "examples", "tests") == []
+
+
+# What each room may import besides itself: everything below it. A folder that is not named is part of its parent.
+GROUND = "sage_kernels, ground floor"
+GROUND_FILES = {f"sage_kernels.{name}" for name in ("compat", "masking", "numerics", "recipe", "state")}
+TRITON = "sage_kernels._triton"  # its own files: what its rooms share
+KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "linear")}
+BELOW = {
+    "sage_processors": set(),
+    "sage_processors.diffusion": {"sage_processors"},
+    "sage_processors.language": {"sage_processors"},
+    "sage_processors.evaluation": {"sage_processors", "sage_processors.diffusion", "sage_processors.language"},
+    "sage_processors.calibration": {"sage_processors", "sage_processors.diffusion", "sage_processors.evaluation"},
+    "sage_processors.cli": {
+        "sage_processors",
+        "sage_processors.diffusion",
+        "sage_processors.language",
+        "sage_processors.evaluation",
+        "sage_processors.calibration",
+    },
+    "sage_kernels.planning": {"sage_kernels", GROUND},
+    "sage_kernels": {GROUND, "sage_kernels.checks", "sage_kernels.reference", f"{TRITON}.launch", *KERNELS},
+    "sage_kernels.checks": {GROUND},
+    "sage_kernels.reference": {GROUND},
+    f"{TRITON}.attention": {GROUND, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue"},
+    f"{TRITON}.prologue": {GROUND, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.decode": {GROUND, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.linear": {GROUND, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.launch": {TRITON},
+    TRITON: {GROUND},
+    GROUND: set(),
+}
+FRONT_DOOR = ("sage_processors", "sage_processors.diffusion.pipeline_method")  # the package itself is above all rooms
+
+
+def edges() -> dict[str, set[str]]:
+    """file → files of ours that it imports, at any time; a package stands for its __init__."""
+    modules = {}
+    for file in files("sage_processors", "kernels/sage_kernels"):
+        root = ROOT / "kernels" if "kernels" in file.relative_to(ROOT).parts else ROOT
+        modules[".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")] = file
+    graph = {}
+    for name, file in modules.items():
+        found = {module for module, _ in imports(file)} & set(modules)
+        # `from ..room import file` is an import of the file: the package's own __init__ has nothing to give
+        packages = {module for module in found if any(other.startswith(module + ".") for other in found)}
+        graph[name] = found - packages - {name}
+    return graph
+
+
+def room(module: str) -> str:
+    """The innermost folder of BELOW that a module lies in."""
+    if module in GROUND_FILES:
+        return GROUND
+    return max((name for name in BELOW if f"{module}.".startswith(f"{name}.")), key=len)
+
+
+def test_arrows_between_rooms_point_down():
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in edges().items()
+        for other in others
+        if room(module) != room(other)
+        and room(other) not in BELOW[room(module)]
+        and module.partition(".")[0] == other.partition(".")[0]
+        and (module, other) != FRONT_DOOR
+    ]
+    wrong += [
+        f"{module} imports {other}"
+        for module, others in edges().items()
+        for other in others
+        if module.startswith("sage_kernels") and other.startswith("sage_processors")
+    ]
+    assert wrong == []
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Late imports of functions included."""
+    left = edges()
+    while free := {name for name, others in left.items() if not others & set(left)}:
+        left = {name: others for name, others in left.items() if name not in free}
+    # what is left is in a circle or above one: drop what nothing of the rest imports
+    while above := set(left) - {other for others in left.values() for other in others}:
+        left = {name: others for name, others in left.items() if name not in above}
+    assert {name: sorted(others & set(left)) for name, others in left.items()} == {}
+
+
+def test_every_room_says_what_lives_there_and_what_it_may_import():
+    rooms = {file.parent for file in files("sage_processors", "kernels/sage_kernels") if file.name == "__init__.py"}
+    rooms -= {ROOT / "sage_processors", ROOT / "sage_processors" / "pipelines"}
+    assert {file.parent for file in files("kernels/sage_kernels")} <= rooms
+    for folder in rooms:
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+        assert text and "import" in text, folder
+
+
+def test_kernels_is_a_source_root():
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "it would shadow Hugging Face's `kernels`"
+    assert not (ROOT / "tests" / "__init__.py").exists()
+
+
+def test_hugging_face_kernels_wins_over_the_folder(tmp_path):
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("get_kernel = 'hugging face'\n")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.get_kernel)"
+    # the checkout comes first on the path, as in a notebook or with `python -m pytest` in it
+    assert fresh(code, path=(ROOT, ROOT / "kernels")).strip() == "hugging face"
+
+
+def test_no_module_shadows_a_dependency():
+    taken = {"diffusers", "transformers", "triton", "torch", "kernels", "utils"}
+    assert [
+        str(f) for f in files("sage_processors", "kernels") if f.stem in taken or f.parent.name in taken - {"kernels"}
+    ] == []
+
+
+def test_E10_import_needs_torch_alone():
+    code = f"""
+        import sage_processors as sp
+        import sage_kernels
+        import torch
+        sp.SageAttnProcessor(scaling="per_block")
+        q = torch.randn(1, 16, 2, 32)
+        print(tuple(sage_kernels.sage_attention(q, q, q).shape))
+        sp.metrics.sqnr_db(q, q), sp.metrics.rel_l1(q, q)
+        loaded = set({OPTIONAL!r}) & set(sys.modules)
+        assert not loaded, loaded
+        """
+    assert fresh(code, without=OPTIONAL).strip() == "(1, 16, 2, 32)"
+
+
+def test_import_loads_nothing_optional():
+    code = f"""
+        import torch
+        before = set(sys.modules)
+        import sage_processors, sage_kernels
+        print(sorted({{m.partition('.')[0] for m in set(sys.modules) - before}} & set({OPTIONAL!r})))
+        """
+    assert fresh(code).strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("missing", "code"),
+    [
+        ("diffusers", "sp.apply(torch.nn.Linear(1, 1))"),
+        ("diffusers", "sp.SageFluxAttnProcessor"),
+        ("torchmetrics", "sp.metrics.psnr(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))"),
+        ("torchmetrics", "sp.metrics.ssim(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))"),
+    ],
+)
+def test_a_missing_extra_names_the_command(missing, code):
+    program = f"""
+        import torch
+        import sage_processors as sp
+        try:
+            {code}
+        except ImportError as error:
+            print(error)
+        """
+    assert 'pip install "sage-processors[diffusers]"' in fresh(program, without=(missing,)).replace("'", '"')
+
+
+def test_the_command_line_names_the_command():
+    code = """
+        import sage_processors.cli.main as cli
+        sys.argv, sys.stderr = ["sage-processors", "demo"], sys.stdout
+        try:
+            cli.main()
+        except SystemExit as stop:
+            print(stop.code)
+        """
+    hidden = fresh(code, without=("diffusers",))
+    assert 'pip install "sage-processors[diffusers]"' in hidden and hidden.strip().endswith("1")
+    assert "Traceback" not in hidden
+    no_typer = fresh("try:\n import sage_processors.cli.main\nexcept ImportError as e: print(e)", without=("typer",))
+    assert "pip install sage-processors" in no_typer and "typer" in no_typer
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel of this checkout, built from a copy so that setuptools leaves nothing in the tree."""
+    import shutil
+
+    copy = tmp_path_factory.mktemp("wheel") / "source"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for name in ("sage_processors", "kernels", "tests", "examples"):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        str(copy / "dist"),
+        ".",
+    ]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next((copy / "dist").glob("*.whl"))
+
+
+def test_wheel_holds_both_packages_and_the_pipelines(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {str(f.relative_to(ROOT)) for f in files("sage_processors")}
+    sources |= {str(f.relative_to(ROOT / "kernels")) for f in files("kernels/sage_kernels")}
+    data = {
+        str(f.relative_to(ROOT))
+        for f in (ROOT / "sage_processors" / "pipelines").rglob("*")
+        if f.is_file() and f.suffix not in (".py", ".pyc")
+    }
+    assert any(name.endswith(".safetensors") for name in data)
+    assert (sources | data) - names == set()
+    outside = {name.partition("/")[0] for name in names} - {"sage_processors", "sage_kernels"}
+    assert all(name.endswith(".dist-info") for name in outside), outside
+    assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_wheel_runs_outside_of_the_checkout(wheel, tmp_path):
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = """
+        import sage_processors as sp, sage_kernels
+        print(sp.__file__, sage_kernels.__file__, *map(sp.pipelines.path, sp.pipelines.names()))
+        """
+    places = fresh(code, path=(tmp_path / "site",), cwd=tmp_path).split()
+    assert len(places) == 4 and all(place.startswith(str(tmp_path / "site")) for place in places), places

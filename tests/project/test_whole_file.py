@@ -1,0 +1,378 @@
+"""Every file of ours is there whole or not at all, and nothing that was planted beside it is followed."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+import re
+import stat
+import subprocess
+import sys
+import textwrap
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import sage_processors as sp
+from sage_kernels.results import COLUMNS, append_row, read_rows
+from sage_processors.calibration import policy_files as policy
+from sage_processors.evaluation import drawing, tables
+from sage_processors.whole_file import check_output, whole_file, write_whole
+from tests.diffusion.test_scale_files import learnt
+from tests.support.repository import ROOT, files
+
+
+def save_scales(path):
+    learnt("ddpm")[1].save_scales(path)
+
+
+def save_policy(path):
+    policy.write_policy(path, sp.SageAttnProcessor(), [], budget={}, result={}, curve=[])
+
+
+def save_figure(path):
+    pytest.importorskip("matplotlib", reason="the notebooks extra is not installed")
+    drawing.save(drawing.figure()[0], path)
+
+
+def save_tables(path):
+    """The page beside results.csv; the README's section is as it should be already."""
+    readme, results = path.parent / "readme.md", path.parent / "results.csv"
+    results.write_text(",".join(COLUMNS) + "\n")
+    readme.write_text(tables.replace_section(f"{tables.BEGIN}{tables.END}", tables.results_markdown([], summary=True)))
+    tables.update(readme, results)
+    readme.unlink()
+    results.unlink()
+
+
+SAVERS = {
+    "scales.safetensors": save_scales,
+    "policy.json": save_policy,
+    "figure.png": save_figure,
+    tables.PAGE: save_tables,
+    "any": lambda path: write_whole(path, "new"),
+}
+
+
+@contextmanager
+def no_file_longer_than(size: int):
+    """The system refuses to write more, as on a full disk."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture
+def victim(tmp_path_factory):
+    """A file elsewhere that nobody may touch."""
+    path = tmp_path_factory.mktemp("elsewhere") / "victim"
+    path.write_bytes(b"precious")
+    return path
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_saving_replaces_in_one_step_what_a_reader_has_open(name, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(b"old")
+    os.link(path, tmp_path / "another name of the old file")
+    with path.open("rb") as reader:
+        SAVERS[name](path)
+        assert reader.read() == b"old"
+    assert (tmp_path / "another name of the old file").read_bytes() == b"old" != path.read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([name, "another name of the old file"])
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_Q30_a_planted_link_is_not_followed(name, tmp_path, victim, monkeypatch):
+    """Neither at a temporary name that can be foretold, nor where the file itself goes: there the link is replaced."""
+    path = tmp_path / name
+    path.symlink_to(victim)
+    planted = [f".{name}.{os.getpid()}.part", f"{name}.part", f"{name}.tmp", f".{name}.part"]
+    for other in planted:
+        (tmp_path / other).symlink_to(victim)
+    SAVERS[name](path)
+    assert victim.read_bytes() == b"precious"
+    assert not path.is_symlink() and path.is_file() and path.read_bytes() != b"precious"
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([name, *planted])
+
+
+def test_Q30_a_link_under_the_very_temporary_name_is_an_error(tmp_path, victim, monkeypatch):
+    path, names = tmp_path / "file", []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda source, target: (names.append(Path(source)), replace(source, target)))
+    write_whole(path, b"one")
+    write_whole(path, b"two")
+    assert len(set(names)) == 2 and all(name.parent == tmp_path for name in names)  # another one every time
+    drawn = re.fullmatch(r"\.sage-([0-9a-f]{32,})\.part", names[1].name)[1]
+    monkeypatch.setattr("secrets.token_hex", lambda size: drawn)  # foretold for once
+    names[1].symlink_to(victim)
+    with pytest.raises(FileExistsError, match=re.escape(str(path))):
+        write_whole(path, b"three")
+    assert victim.read_bytes() == b"precious" and names[1].is_symlink() and path.read_bytes() == b"two"
+
+
+def test_Q30_no_other_code_of_ours_opens_a_file_to_write():
+    """results.csv is appended to; everything else goes through whole_file.py."""
+
+    def writes(node) -> bool:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, (ast.Attribute, ast.Name)):
+            return False
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
+        texts = [x.value for x in (*node.args, *(k.value for k in node.keywords)) if isinstance(x, ast.Constant)]
+        modes = [text for text in texts if isinstance(text, str) and re.fullmatch(r"[rwaxbt+]+", text)]
+        to_write = name in ("open", "fdopen") and any(set(mode) & set("wax+") for mode in modes)
+        return to_write or name in {"write_text", "write_bytes", "replace_file", "save_file", "mkstemp"}
+
+    found = {
+        str(file.relative_to(ROOT))
+        for file in files("sage_processors", "kernels/sage_kernels")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if writes(node)
+    }
+    assert found == {"sage_processors/whole_file.py", "kernels/sage_kernels/results.py"}
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_Q31_a_write_that_fails_leaves_the_old_file(name, tmp_path):
+    path = tmp_path / name
+    path.write_bytes(b"old")
+    save = SAVERS[name]
+    if name == "scales.safetensors":
+        handle = learnt("ddpm")[1]
+        save = handle.save_scales
+    elif name == "figure.png":
+        save_figure(tmp_path / "first.png")  # matplotlib writes a font cache of its own
+        (tmp_path / "first.png").unlink()
+    elif name == tables.PAGE:
+        pytest.skip("its own inputs are written by the test")
+    with no_file_longer_than(2), pytest.raises(OSError) as error:
+        save(path)
+    assert error.value.errno == errno.EFBIG
+    assert [file.name for file in tmp_path.iterdir()] == [name] and path.read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_Q31_whatever_step_fails_the_old_file_stays(step, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, step, full)
+        with pytest.raises(OSError, match="No space left"):
+            write_whole(path, b"new")
+    with pytest.raises(KeyboardInterrupt), whole_file(path) as file:
+        file.write(b"ne")
+        raise KeyboardInterrupt
+    assert [file.name for file in tmp_path.iterdir()] == ["file"] and path.read_bytes() == b"old"
+
+
+def test_Q31_file_and_folder_are_synced_before_anyone_is_told(tmp_path, monkeypatch):
+    synced, fsync = [], os.fsync
+
+    def watched(descriptor):
+        kind = "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
+        synced.append((kind, (tmp_path / "file").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    write_whole(tmp_path / "file", b"new")
+    assert synced == [("file", False), ("folder", True)]
+
+
+@pytest.mark.parametrize(("number", "is_raised"), [(errno.EINVAL, False), (errno.ENOTSUP, False), (errno.EIO, True)])
+def test_a_file_system_that_syncs_no_folders_is_none_the_worse(number, is_raised, tmp_path, monkeypatch):
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, "not here")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    if is_raised:
+        with pytest.raises(OSError, match="not here"):
+            write_whole(tmp_path / "file", b"new")
+    else:
+        write_whole(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
+def test_Q32_a_read_only_folder_is_an_error_that_names_the_file(tmp_path):
+    path = tmp_path / "file.json"
+    path.write_bytes(b"old")
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(PermissionError, match=re.escape(str(path))):
+            write_whole(path, b"new")
+        with pytest.raises(ValueError, match="path: got .*nothing can be written to folder"):
+            check_output(path)
+        assert path.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 1
+        tmp_path.chmod(0o300)  # may be written to, not listed
+        write_whole(path, b"new")
+    finally:
+        tmp_path.chmod(0o700)
+    assert path.read_bytes() == b"new"
+
+
+def test_permissions_are_those_of_any_new_file(tmp_path):
+    for umask, mode in ((0o027, 0o640), (0, 0o666)):
+        before = os.umask(umask)
+        try:
+            write_whole(tmp_path / "ours", b"")
+            (tmp_path / f"any{umask}").write_bytes(b"")
+        finally:
+            os.umask(before)
+        modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("ours", f"any{umask}")]
+        assert modes == [mode, mode]
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+def test_nothing_stays_open(tmp_path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        write_whole(tmp_path / "file", b"x")
+        check_output(tmp_path / "file")
+    assert len(os.listdir("/proc/self/fd")) < before + 10
+
+
+def test_a_temporary_file_that_is_gone_hides_no_error(tmp_path):
+    with pytest.raises(ZeroDivisionError), whole_file(tmp_path / "file"):
+        next(tmp_path.iterdir()).unlink()
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pipes_devices_and_folders_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name in ("pipe", "folder"):
+        with pytest.raises(FileExistsError, match="no regular file"):
+            write_whole(tmp_path / name, b"")
+        with pytest.raises(ValueError, match="output: got .*no regular file"):
+            check_output(tmp_path / name, "output")
+    with pytest.raises(ValueError, match="output: got .*nowhere/x.json.* does not exist; make it first"):
+        check_output(tmp_path / "nowhere" / "x.json", "output")
+    check_output(tmp_path / "new")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["folder", "pipe"]
+
+
+def whole(content: bytes) -> bool:
+    return len(content) == 4096 * (content[0] - ord("a") + 1) and len(set(content)) == 1
+
+
+WRITE = "write_whole(path, bytes([ord('a') + number]) * 4096 * (number + 1))"
+
+
+def test_Q33_threads_that_save_at_once_never_mix(tmp_path):
+    """Threads share a process id."""
+    path, errors, stop = tmp_path / "file", [], threading.Event()
+    write_whole(path, b"a" * 4096)
+
+    def save(number):
+        try:
+            for _ in range(20):
+                write_whole(path, bytes([ord("a") + number]) * 4096 * (number + 1))
+        except BaseException as error:
+            errors.append(error)
+
+    def read():
+        while not stop.is_set():
+            if not whole(path.read_bytes()):
+                errors.append("half a file")
+
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(6)]
+    reader = threading.Thread(target=read)
+    reader.start()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    reader.join()
+    assert errors == [] and [file.name for file in tmp_path.iterdir()] == ["file"] and whole(path.read_bytes())
+
+
+def test_Q33_processes_that_save_at_once_never_mix(tmp_path):
+    path = tmp_path / "file"
+    write_whole(path, b"a" * 4096)
+    program = f"""
+        import importlib.util, pathlib, sys
+        where = {str(ROOT / "sage_processors" / "whole_file.py")!r}
+        spec = importlib.util.spec_from_file_location("whole_file", where)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        path, number, write_whole = pathlib.Path({str(path)!r}), int(sys.argv[1]), module.write_whole
+        for _ in range(30):
+            {WRITE}
+        """
+    command = [sys.executable, "-I", "-c", textwrap.dedent(program)]
+    running = [subprocess.Popen([*command, str(number)]) for number in range(4)]
+    while any(process.poll() is None for process in running):
+        assert whole(path.read_bytes())
+    assert [process.returncode for process in running] == [0] * 4
+    assert [file.name for file in tmp_path.iterdir()] == ["file"] and whole(path.read_bytes())
+
+
+ROW = {"suite": "decode", "provider": "x", "metric": "time", "unit": "ms", "median": 1, "commit": "abc"}
+
+
+def test_Q33_rows_appended_at_once_are_all_there_under_one_header(tmp_path):
+    path = tmp_path / "results.csv"
+    threads = [threading.Thread(target=append_row, args=(path,), kwargs=ROW | {"case": str(i)}) for i in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(int(row["case"]) for row in read_rows(path)) == list(range(12))
+
+
+def test_Q33_a_row_waits_for_who_is_writing(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / "results.csv"
+    append_row(path, **ROW, case="first")
+    thread = threading.Thread(target=append_row, args=(path,), kwargs=ROW | {"case": "second"})
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive() and len(read_rows(path)) == 1
+    thread.join(60)
+    assert [row["case"] for row in read_rows(path)] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"speed": 1}, r"unknown \['speed'\] and missing \[\]"),
+        ({"case": None}, r"unknown \[\] and missing \['case'\]"),
+        ({"suite": "x"}, "suite: got 'x'"),
+    ],
+)
+def test_rows_of_other_fields_are_refused(fields, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        append_row(tmp_path / "results.csv", **ROW | {"case": "a"} | fields)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_Q31_a_row_that_does_not_fit_leaves_no_half(tmp_path):
+    path = tmp_path / "results.csv"
+    append_row(path, **ROW, case="first")
+    before = path.read_bytes()
+    with no_file_longer_than(len(before) + 20), pytest.raises(OSError):
+        append_row(path, **ROW, case="second")
+    assert path.read_bytes() == before
+    path.write_text("a,b\n")
+    with pytest.raises(ValueError, match="got columns"):
+        append_row(path, **ROW, case="third")
+    assert path.read_text() == "a,b\n"
