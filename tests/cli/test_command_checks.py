@@ -30,7 +30,6 @@ from sage_processors.strict_json import strict_json
 from tests.support.repository import ROOT, files
 
 
-pytest_plugins = ["pytester"]
 SMALL = ["--pipeline", "tiny_flux", "--images", "1", "--steps", "1", "--batch", "1", "--device", "cpu"]
 
 
@@ -112,17 +111,6 @@ def test_Q36_a_csv_that_may_not_be_written_to(tmp_path):
         tmp_path.chmod(0o700)
     check_appendable(path)
     assert not path.exists()
-
-
-def test_Q36_outcomes_of_tests_are_tried_before_the_tests(pytester):
-    pytester.makeconftest(
-        f"import sys\nsys.path[:0] = {[str(ROOT), str(ROOT / 'kernels')]!r}\n"
-        "from tests.support.outcomes import pytest_addoption, pytest_configure\n"
-    )
-    pytester.makepyfile("def test_a(): open('ran', 'w')")
-    done = pytester.runpytest_subprocess("--outcomes", "nowhere/out.json")
-    done.stderr.fnmatch_lines(["*--outcomes: got 'nowhere/out.json', but folder nowhere does not exist*"])
-    assert done.ret == pytest.ExitCode.USAGE_ERROR and not (pytester.path / "ran").exists()
 
 
 @pytest.mark.parametrize("module", ["bench_end_to_end", "measure"])

@@ -6,7 +6,6 @@ import ast
 import json
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -24,9 +23,6 @@ from tests.project.case_table import (
     read_outcomes,
     worst_by_case,
 )
-
-
-pytest_plugins = ["pytester"]
 
 
 def names_of_tests() -> list[str]:
@@ -242,53 +238,3 @@ def test_committed_outcomes_have_the_agreed_form(file):
     assert set(content["cases"].values()) <= set(WORST_FIRST)
     if "tests" in content:
         assert content["cases"] == worst_by_case(content["tests"])
-
-
-@pytest.fixture
-def run_with_outcomes(pytester):
-    """Outcomes of a test file's run by itself."""
-    pytester.makeconftest(
-        f"import sys\nsys.path[:0] = {[str(TESTS.parent), str(TESTS.parent / 'kernels')]!r}\n"
-        "from tests.support.outcomes import pytest_addoption, pytest_configure\n"
-    )
-
-    def run(source: str) -> dict:
-        pytester.makepyfile(source)
-        pytester.runpytest_subprocess("--outcomes", "out.json")
-        return json.loads((Path(pytester.path) / "out.json").read_text())
-
-    return run
-
-
-def test_outcomes_of_a_stopped_run_say_so(run_with_outcomes):
-    source = """
-        import pytest
-
-        def test_a(): pass
-        def test_b(): {}
-        def test_c(): pass
-        """
-    assert run_with_outcomes(source.format("assert False"))["meta"]["finished"]
-    stopped = run_with_outcomes(source.format("raise KeyboardInterrupt"))
-    assert not stopped["meta"]["finished"] and len(stopped["tests"]) == 1
-
-
-def test_outcomes_of_a_run_are_written(run_with_outcomes):
-    content = run_with_outcomes(
-        """
-        import pytest
-
-        @pytest.fixture
-        def broken():
-            raise OSError
-
-        def test_V01_a(): pass
-        def test_V01_V02_b(): assert False
-        def test_V03_c(broken): pass
-        def test_V04_d(): pytest.skip()
-        def test_e(): pass
-        """
-    )
-    assert content["meta"]["kernel_sources"] == kernel_sources() and content["meta"]["dirty"] in (True, False, None)
-    assert content["cases"] == {"V01": "failed", "V02": "failed", "V03": "failed", "V04": "skipped"}
-    assert len(content["tests"]) == 5 and content["meta"]["failed"] == 2 and content["meta"]["passed"] == 2
