@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import inspect
 import os
@@ -71,10 +72,87 @@ def _fuse_as_a_gpu_does():
     InterpreterBuilder.create_fma = once
 
 
+def _do_nothing_twice():
+    """The interpreter's arithmetic without what costs two thirds of its time and changes nothing.
+
+    Sums and products of int32 are computed once more in int64 and compared with the range, for an assertion that is
+    off; operands of one shape are broadcast to it, since a list is compared with a tuple; and shapes are checked and
+    unwrapped anew for every value.
+    """
+    try:
+        import triton.language as tl
+        from triton.language.semantic import TritonSemantic
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+    builder = interpreter.interpreter_builder
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+    numpy_type, numpy_types = interpreter._get_np_dtype, {}
+
+    def known_numpy_type(tt_dtype):
+        name = tt_dtype.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = numpy_type(tt_dtype)
+        return numpy_types[name]
+
+    interpreter._get_np_dtype = known_numpy_type
+
+    broadcast = TritonSemantic.broadcast_impl_value
+
+    def broadcast_if_needed(self, lhs, rhs):
+        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    TritonSemantic.broadcast_impl_value = broadcast_if_needed
+
+    block_init, tensor_init, blocks, tensors = tl.block_type.__init__, tl.tensor.__init__, {}, {}
+
+    def init_block(self, element_ty, shape):
+        key = tuple([s.value if isinstance(s, tl.constexpr) else s for s in shape])
+        if key not in blocks:
+            block_init(self, element_ty, shape)
+            blocks[key] = self.shape, self.numel
+        self.element_ty, self.name = element_ty, f"<{key}, {element_ty}>"
+        self.shape, self.numel = blocks[key]  # one object a shape, which nobody writes to
+
+    def init_tensor(self, handle, type):
+        if not type.is_block():
+            return tensor_init(self, handle, type)
+        key = id(type.shape)  # of those in `blocks`, which live as long as the process
+        if key not in tensors:
+            tensor_init(self, handle, type)
+            tensors[key] = self.shape, self.numel
+        self.handle, self.type, self.dtype = handle, type, type.element_ty
+        self.shape, self.numel = tensors[key]
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_block, init_tensor
+
+
+def _multiply_codes_by_blas():
+    """NumPy multiplies integers without BLAS. Sums of up to 1024 products of INT8 codes are exact in fp32."""
+    try:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    except ImportError:
+        return
+    slow = InterpreterBuilder.create_dot
+
+    def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        if not (a.data.dtype == b.data.dtype == np.int8 and a.data.shape[-1] <= 1024):
+            return slow(self, a, b, d, input_precision, max_num_imprecise_acc)
+        product = np.matmul(a.data.astype(np.float32), b.data.astype(np.float32))
+        return TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = dot
+
+
 def mend() -> None:
     """Patch the interpreter of this process, if its kernels are interpreted. Once, before the first launch."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         _patch_language_once_a_launch()
+        _do_nothing_twice()
+        _multiply_codes_by_blas()
         _drop_nan_as_a_gpu_does()
         _fuse_as_a_gpu_does()
 
