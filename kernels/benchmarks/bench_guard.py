@@ -41,9 +41,10 @@ from triton.experimental.gluon import language as gl
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES
 from sage_kernels import recipe as constants
+from sage_kernels._triton.attention.hopper import consumer, epilogue, main_loop, softmax
 from sage_kernels._triton.attention.hopper import kernel as attention_fwd_hopper
-from sage_kernels._triton.attention.hopper import parts as hopper_parts
-from sage_kernels._triton.attention.hopper.parts import bits_of, max_in_lanes
+from sage_kernels._triton.attention.hopper.epilogue import bits_of
+from sage_kernels._triton.attention.hopper.softmax import max_in_lanes
 from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import FP8_RECIPE
@@ -79,11 +80,14 @@ def _copy_of(module):
 
 def unguarded_kernel():
     """The Hopper kernel with nothing in it that finds out whether a row's reference fits."""
-    parts, copied = _copy_of(hopper_parts), _copy_of(attention_fwd_hopper)
-    parts.max_in_lanes = _as_expected
-    copied.fixed_softmax_tile, copied.masked_softmax_tile = parts.fixed_softmax_tile, parts.masked_softmax_tile
-    copied.outgrown = _never
-    return copied.attention_fwd_hopper_kernel
+    # each file anew that has one of the two, or what is copied of another
+    unguarded, loop, end, group, kernel = map(_copy_of, (softmax, main_loop, epilogue, consumer, attention_fwd_hopper))
+    unguarded.max_in_lanes = _as_expected
+    loop.fixed_softmax_tile, loop.masked_softmax_tile = unguarded.fixed_softmax_tile, unguarded.masked_softmax_tile
+    end.outgrown = _never
+    group.sum_up, group.finish = loop.sum_up, end.finish
+    kernel.consume = group.consume
+    return kernel.attention_fwd_hopper_kernel
 
 
 class Planned:

@@ -125,7 +125,7 @@ def _patches(off: frozenset) -> list:
         patches.append(change(calls, "DirectLaunch", NoDirectLaunch))
     if "replay" in off:
         patches.append(change(attention, "_make_again", lambda *_: (None, None)))
-        patches.append(change(decode, "make_and_remember", lambda key, call, given, numbers=None: call()))
+        patches.append(change(decode, "remember", lambda key, call, given, numbers=None: call()))
         anew = (lambda *_: decode._ANEW) if "way_round" in off else None
         attend = anew or (lambda q, cache, lengths, sinks, options: plain_without_replay(q, *cache, lengths, sinks))
         append = anew or (lambda tensors, position, ring: plain_without_replay(*tensors))

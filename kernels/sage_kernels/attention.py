@@ -1,6 +1,14 @@
-"""The public op: check, then the Triton kernels on a GPU or the reference on the CPU."""
+"""The public op: check, then the Triton kernels on a GPU or the reference on the CPU.
+
+The way of a call: `sage_attention` checks it, `_run` decides what to launch, `_triton/attention/launch.py` launches.
+Two ways are shorter. A call like an earlier one is launched again as that one was (replay.py): no checks, nothing to
+decide. And where PyTorch's dispatcher would only hand a call on (`is_plain_call`), it is not asked. Who has to see an
+op (torch.compile, a profiler, a tracer) sees those that are defined here.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -8,7 +16,7 @@ from . import reference
 from .checks.attention import check_attention_inputs, check_masking, check_options, check_state
 from .masking import make_masking
 from .recipe import DEFAULT_RECIPE
-from .replay import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
+from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
 from .state import HeadState
 
 
@@ -102,10 +110,8 @@ def sage_attention(
     arguments += (rotation,)
     if state is not None:
         check_state(state, q.shape, k.shape[2], q.device)
-    if key is not None:
-        return _run_and_remember(key, *arguments, state=state, return_lse=return_lse)
-    if is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
-        return _run(*arguments, state=state, return_lse=return_lse)
+    if key is not None or is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
+        return _run(*arguments, state=state, return_lse=return_lse, key=key)
     ops = torch.ops.sage_kernels
     if state is None:
         return (ops.attention_lse if return_lse else ops.attention)(*arguments)
@@ -113,10 +119,10 @@ def sage_attention(
 
 
 def _make_again(q, k, v, state, options):
-    """What decides how the host makes a call and whether it is valid; and its results, if such a call was made before.
+    """A call's key (all that decides whether it is valid and what it launches), and its results if it was made before.
 
-    Reads all that the checks read, so that call need not be checked. Results are None where it has to be made anew;
-    both are None without a GPU, and where someone looks on (`is_plain_call`).
+    The key holds all that the checks read, so a known call need not be checked. Results are None where the call has to
+    be made anew; both are None without a GPU, and where someone looks on (`is_plain_call`).
     """
     if type(q) not in TENSOR or type(k) not in TENSOR or type(v) not in TENSOR or not q.is_cuda:
         return None, None
@@ -131,22 +137,23 @@ def _make_again(q, k, v, state, options):
     return make_again((options, *map(type, options), *map(layout_of, tensors)), tensors)
 
 
-def _run_and_remember(key, q, k, v, *arguments, state, **options):
-    """`_run`, the next time like it is made again."""
-    given = (q, k, v, *(state or ()))
-    return make_and_remember(key, lambda: _run(q, k, v, *arguments, state=state, **options), given)
+def _run(q, k, v, *arguments, state, return_lse, key=None):
+    """The checked call, outside of autocast, which would cast the reference's own matmuls too.
 
-
-def _run(q, *arguments, **options):
-    """The computation. Under autocast the reference's own matmuls would be cast too."""
-    if not torch.is_autocast_enabled(q.device.type):
-        return _compute(q, *arguments, **options)
-    with torch.autocast(q.device.type, enabled=False):
-        return _compute(q, *arguments, **options)
+    key: from `_make_again`; the launches are then remembered for the next such call.
+    """
+    if torch.is_autocast_enabled(q.device.type):
+        with torch.autocast(q.device.type, enabled=False):
+            return _run(q, k, v, *arguments, state=state, return_lse=return_lse, key=key)
+    if key is None:
+        return _compute(q, k, v, *arguments, state=state, return_lse=return_lse)
+    call = functools.partial(_compute, q, k, v, *arguments, state=state, return_lse=return_lse)
+    return remember(key, call, (q, k, v, *(state or ())))
 
 
 def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, recipe, rotation, *,
              state, return_lse):  # fmt: skip
+    """What to launch: the keys that are seen at all, on their device. Nothing where there is nothing to attend to."""
     masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, q.shape[1], k.shape[1])
     if (keys.start, keys.stop) != (0, k.shape[1]):  # a view costs a microsecond
         k, v = k[:, keys], v[:, keys]
@@ -171,17 +178,18 @@ _INPUTS = 13  # arguments before the state
 
 
 def _implementation(planned: bool, return_lse: bool):
+    """What the dispatcher hands an op's checked arguments to."""
+
     def run(*arguments):
         state = HeadState(*arguments[_INPUTS:]) if planned else None
         q, k, v, attn_mask, sinks, *options = arguments[:_INPUTS]
+        key = None
         if attn_mask is None and sinks is None:
             # other keys than those of sage_attention, whose options are not checked yet
             key, result = _make_again(q, k, v, state, ("op", *options, return_lse))
             if result is not None:
                 return result
-            if key is not None:
-                return _run_and_remember(key, *arguments[:_INPUTS], state=state, return_lse=return_lse)
-        return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse)
+        return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse, key=key)
 
     return run
 

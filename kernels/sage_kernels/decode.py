@@ -1,13 +1,19 @@
-"""The INT8 cache's ops, append and attend: check, then the Triton kernels on a GPU or the reference on the CPU."""
+"""The INT8 cache's ops, append and attend: check, then the Triton kernels on a GPU or the reference on the CPU.
+
+The way of a call is that of attention.py: the op checks it, `_attend` or `_append` decides what to launch, and a call
+like an earlier one is launched again as that one was (replay.py).
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
 from . import reference
 from .checks.decode import check_append, check_decode_inputs, check_decode_options
 from .masking import Masking, canonical_mask, decode_band
-from .replay import TENSOR, is_plain_call, layout_of, make_again, make_and_remember
+from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -66,7 +72,7 @@ def append_kv(
     if key is None:
         torch.ops.sage_kernels.append_kv(*arguments)
     else:
-        make_and_remember(key, lambda: _append(*arguments), given, numbers)
+        remember(key, functools.partial(_append, *arguments), given, numbers)
 
 
 def sage_decode_attention(
@@ -124,7 +130,7 @@ def sage_decode_attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     arguments = (q, *cache, lengths, attn_mask, sinks, ring, bool(causal), window, float(softcap), scale, k_balance)
     if key is not None:
-        return make_and_remember(key, lambda: _implementation(return_lse)(*arguments), given, numbers)
+        return remember(key, functools.partial(_implementation(return_lse), *arguments), given, numbers)
     ops = torch.ops.sage_kernels
     return (ops.decode_attention_lse if return_lse else ops.decode_attention)(*arguments)
 
@@ -134,7 +140,8 @@ _NONE = type(None)
 
 
 def _attend_again(q, cache, lengths, sinks, options):
-    """(key, tensors, numbers, results) of `sage_decode_attention` without a mask, as attention._make_again has them.
+    """(key, tensors, numbers, results) of `sage_decode_attention` without a mask: the key is all that decides whether
+    the call is valid and what it launches, and results are None where no such call was made before.
 
     All are None without a GPU, where someone looks on, and for arguments that the checks will refuse.
     """
@@ -146,17 +153,17 @@ def _attend_again(q, cache, lengths, sinks, options):
 
 
 def _attend_key(q, cache, lengths, sinks, options):
-    """What decides how the host makes a call; the tensors; the numbers that are no part of that.
+    """A call's key; its tensors; its numbers, which are no part of the key.
 
     cache: codes and scales, and what K was stored with. A growing one holds a token more in every call: the key has
-    what follows from that, not the number itself.
+    what follows from that (tile, splits), not the number itself.
     """
     k_codes, window = cache[0], options[2]
     if any(x is None for x in cache[:4]) or q.dim() != 4 or k_codes.dim() != 4 or 0 in q.shape or 0 in k_codes.shape:
         return _ANEW[:3]
     if type(window) not in (int, _NONE):
         return _ANEW[:3]
-    from ._triton.decode.attention import cut_decode
+    from ._triton.decode.launch import cut_decode
 
     tokens = k_codes.shape[2]
     left, _ = decode_band(True, window)
@@ -196,6 +203,7 @@ def _append_key(tensors, position, ring):
 
 
 def _found(key, given, numbers):
+    """A key, with what belongs to it, and the results of a call like it."""
     if key is None:
         return _ANEW
     key, results = make_again(key, given, numbers)
@@ -204,6 +212,7 @@ def _found(key, given, numbers):
 
 def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, causal, window, softcap,
             scale, k_balance=None, *, return_lse):  # fmt: skip
+    """What to launch for a checked call; nothing where there is nothing to attend to."""
     left, right = decode_band(causal, window)
     masking = Masking(
         canonical_mask(attn_mask, k_codes.shape[2]), left, right, softcap=softcap,
@@ -216,7 +225,7 @@ def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, s
         if sinks is not None:
             lse = torch.maximum(lse, masking.sinks)
     elif q.is_cuda:
-        from ._triton.decode.attention import launch_decode_attention
+        from ._triton.decode.launch import launch_decode_attention
 
         out, lse = launch_decode_attention(
             q, *cache, lengths, ring=ring, masking=masking, scale=scale, return_lse=return_lse, k_balance=k_balance
@@ -238,6 +247,7 @@ def _implementation(return_lse: bool):
 
 
 def _append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, start, ring, k_balance=None):
+    """What to launch for a checked call."""
     if k.numel() == 0:
         return
     if k.is_cuda:

@@ -1,4 +1,10 @@
-"""Calls of an op that were made before: found by all that decides how the host makes them, then only launched."""
+"""Calls of an op like an earlier one: found by all that decides what they launch, then only launched.
+
+Imported without Triton; what is remembered is a Replay of `_triton/launch`. An op asks in this order:
+    is_plain_call(*tensors)          nobody has to see this call but its implementation
+    make_again(key, given)           the results, if a call of this key was made before
+    remember(key, call, given)       else, checked: make the call, and keep its launches under the key
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from . import compat
 TENSOR = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = {*TENSOR, type(None)}
 _LIMIT = 4096  # kinds of calls that are remembered
-made = {}  # key → Replay
+made = {}  # key → Replay: results of a call with these tensors and numbers
 
 
 def forget() -> None:
@@ -35,9 +41,9 @@ def layout_of(x: torch.Tensor | None) -> tuple | None:
 
 
 def make_again(key: tuple, given, numbers=None):
-    """The key, and the results of a call whose like was made before, of these tensors and numbers.
+    """The key, and the results for these tensors and numbers if a call of this key was made before.
 
-    Results are None where the call has to be made anew; both are None for an option that can't be part of a key.
+    Results are None where the call has to be made anew; both are None where something unhashable is in the key.
     """
     try:
         again = made.get(key)
@@ -46,8 +52,12 @@ def make_again(key: tuple, given, numbers=None):
     return key, None if again is None else again(given, numbers)
 
 
-def make_and_remember(key: tuple, call, given, numbers=None):
-    """What `call` returns; how such a call is made again is remembered, if it can be. Arguments of `launch.record`."""
+def remember(key: tuple, call, given, numbers=None):
+    """What `call()` returns. Its launches are kept under the key, if they can be made again.
+
+    given, numbers: the tensors, and the integers, that another call of this key may have others of; see
+    `_triton.launch.record`.
+    """
     from ._triton.launch import record
 
     results, again = record(call, given, numbers)

@@ -31,6 +31,7 @@ ATTRIBUTES = (
 )  # fmt: skip
 DRIVER = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo")  # the last one from CUDA 12.4 on
 GLUON = (
+    "triton.experimental.gluon.constexpr_function",
     "triton.experimental.gluon.jit",
     *(
         f"triton.experimental.gluon.language.{name}"
@@ -49,6 +50,7 @@ GLUON = (
         for name in ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
     ),
     "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
+    "triton.language.core._aggregate",
 )  # fmt: skip
 
 # Earlier names, which the kernel goes by as well: until 3.6
@@ -100,6 +102,10 @@ def has_gluon() -> bool:
             triton.__version__, " and ".join(missing),
         )  # fmt: skip
     return not missing
+
+
+# A decorator for values with fields and methods in Gluon code
+aggregate = find("triton.language.core._aggregate")
 
 
 # launches

@@ -148,11 +148,11 @@ def ref_attention(
                 if keeps_max:
                     top = s.amax(-1)
                     kept = (state.row_max if lagged else state.row_max_next)[b, h, part]
-                    to_kept = (qf[b, h, part] @ _to_middle(center[b, kv, 0], state, kv)) * (scale * LOG2_E)
+                    kept_shift = (qf[b, h, part] @ _to_midrange(center[b, kv, 0], state, kv)) * (scale * LOG2_E)
                     if lagged:
                         counts_of_head = state.counts[int(state.row) + kv]
-                        reference = _lagged(top, kept - to_kept, reference, block_q, counts_of_head)
-                    top = top + to_kept
+                        reference = _lagged(top, kept - kept_shift, reference, block_q, counts_of_head)
+                    top = top + kept_shift
                     kept.copy_(torch.where(torch.isfinite(top), top, 0.0))
                 o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
                 if is_fp8:  # the rounding of P may push a mean of finite values beyond the largest number
@@ -176,26 +176,29 @@ def _masked_scores(s, shift, masking: Masking, b: int, h: int, rows) -> torch.Te
 
 
 def _reference(s, exponent: float) -> torch.Tensor:
-    """What the exponents of each row are taken against [R, 1]: its largest P is 2^exponent."""
+    """Softmax reference in log2, [R, 1]: what exponents are taken against. The largest P of a row is 2^exponent."""
     top = s.amax(-1, keepdim=True)
     return torch.where(top.abs() < P_EXPONENT_LIMIT, top - exponent, top)
 
 
-def _to_middle(center, state: HeadState, kv_head: int) -> torch.Tensor:
-    """From a head's center [D] to the middle of the range of each channel of its keys in this call.
+def _to_midrange(center, state: HeadState, kv_head: int) -> torch.Tensor:
+    """A head's smoothing vector [D] less the midrange of each channel of its keys in this call.
 
-    Row maxima are kept on the terms of that: the center is the middle of an earlier call, and its moves from step to
-    step, which outliers decide, would move every score of a row.
+    Row maxima are kept as max scores (log2) with K centred on the midrange: the smoothing vector is the midrange of an
+    earlier call, and its moves from step to step, which outliers decide, would move every score of a row.
     """
     high, low = state.stats[int(state.row) + kv_head, (STAT_K_MAX, STAT_K_MIN), : len(center)]
     return center - (high * 0.5 + low * 0.5)
 
 
 def _lagged(top, row_max, running, block_q: int, counts) -> torch.Tensor:
-    """The reference [R, 1] from the rows' largest scores of the call before, where it fits whole tiles of rows.
+    """Softmax reference (log2) [R, 1] from the max scores of the call before, where it fits whole tiles of rows.
 
-    top [R]: those of this call; row_max [R]; where it is no number, 0 is as good a guess as any. running [R, 1]: for
-    the other tiles. counts: of the head.
+    Args:
+        top, row_max: [R], max score per row of this call and of the one before; where the latter is no number, 0 is as
+            good a guess as any.
+        running: [R, 1], the reference of the other tiles.
+        counts: of the head, raised.
     """
     reference = torch.where(row_max.abs() < P_EXPONENT_LIMIT, row_max - LAGGED_EXPONENT, 0.0)
     rise = top - reference

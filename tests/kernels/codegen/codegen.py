@@ -23,7 +23,8 @@ from triton.compiler import compile as triton_compile
 from sage_kernels._triton.attention.kernel import _attention_fwd_kernel
 from sage_kernels._triton.attention.tiles import Tile, choose_tile, query_slice
 from sage_kernels._triton.decode.append_kv import _append_kv_kernel
-from sage_kernels._triton.decode.attention import _combine_kernel, _decode_attention_kernel
+from sage_kernels._triton.decode.combine import _combine_kernel
+from sage_kernels._triton.decode.kernel import _decode_attention_kernel
 from sage_kernels._triton.decode.tiles import LONG, decode_tile
 from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prologue.plan_step import _plan_step_kernel

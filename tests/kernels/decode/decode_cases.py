@@ -24,14 +24,14 @@ class Decode:
         self.dtypes = DTYPES.get(tier, DTYPES["reference"])
         self.splits = None
         if tier == "interpreter":
-            from sage_kernels._triton.decode.attention import launch_decode_attention
+            from sage_kernels._triton.decode.launch import launch_decode_attention
 
             def launch(*args, **options):
                 return launch_decode_attention(*args, **options, return_lse=True, splits=self.splits)
 
             patch.setattr(sage_kernels.reference, "ref_decode_attention", launch)
         elif tier == "cuda":
-            from sage_kernels._triton.decode import attention as attention_decode
+            from sage_kernels._triton.decode import launch as attention_decode
 
             choose = attention_decode.choose_splits
             patch.setattr(attention_decode, "choose_splits", lambda *shape: self.splits or choose(*shape))

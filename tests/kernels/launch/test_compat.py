@@ -134,7 +134,7 @@ def check(name):
         from sage_kernels._triton.attention.launch import launch_attention_fwd
         out, _ = launch_attention_fwd(q, k, v, state=None, return_lse=False, **options)
         assert (out - ref_attention(q, k, v, **options)[0]).abs().max() < 5e-3, "attention"
-    from sage_kernels._triton.decode.attention import launch_decode_attention
+    from sage_kernels._triton.decode.launch import launch_decode_attention
     from sage_kernels.reference import ref_append_kv, ref_decode_attention
     from sage_kernels.masking import UNLIMITED, Masking
     cache = []
@@ -282,7 +282,7 @@ def test_E22_every_name_of_gluon_that_is_used_is_known_and_its_absence_noticed(m
         file.read_text() for file in (ROOT / "kernels/sage_kernels/_triton/attention/hopper").glob("*.py")
     )
     used = {name.rstrip(".") for name in re.findall(r"\bgl\.([A-Za-z_0-9.]+)", sources)}
-    assert used == {name.partition("gluon.language.")[2] for name in compat.GLUON if ".language." in name and
+    assert used == {name.partition("gluon.language.")[2] for name in compat.GLUON if "gluon.language." in name and
                     ".nvidia." not in name}  # fmt: skip
     assert compat.has_gluon.__wrapped__() and not caplog.records
     find = compat.find

@@ -26,8 +26,8 @@ install(device=None, stream=7)
 from sage_kernels._triton import launch as launching
 from sage_kernels._triton.attention import launch as launch_attention
 from sage_kernels._triton.prologue import prologue
-from sage_kernels._triton.decode import attention as attention_decode
-from sage_kernels._triton.decode.attention import launch_decode_attention
+from sage_kernels._triton.decode import launch as attention_decode
+from sage_kernels._triton.decode.launch import launch_decode_attention
 from sage_kernels._triton.launch.direct import DirectLaunch, NotDirect
 from sage_kernels._triton.attention.tiles import choose_tile
 from sage_kernels.masking import UNLIMITED, Masking, make_masking

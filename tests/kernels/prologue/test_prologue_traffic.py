@@ -267,7 +267,7 @@ def test_rotation_reads_and_writes_q_and_k_once_in_one_launch_more(traffic):
 
 def test_decoding_reads_its_inputs_and_nothing_beside_them(traffic):
     """A cache that is full to its end, within larger memory: looking a tile ahead must not look beyond."""
-    from sage_kernels._triton.decode.attention import launch_decode_attention
+    from sage_kernels._triton.decode.launch import launch_decode_attention
     from sage_kernels.masking import UNLIMITED, Masking
 
     tokens, guard = 3 * BLOCK, 4096

@@ -15,25 +15,17 @@ import triton.language as tl
 
 from ... import recipe
 from ...state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
-from ..masks import load_bias
 from ..primitives import (
-    ADDED_BITS_LIMIT,
-    P_EXPONENT_LIMIT,
     RELAXED,
     dynamic_scale,
-    fixed_softmax_step,
-    in_operand_order,
     load_tokens,
-    masked_scores,
-    masked_softmax_step,
     nan_unless_finite,
-    online_softmax_step,
-    outgrown,
     record_amax,
     round_to_int8,
 )
-from ..prologue.prepare_values import KEYS as _STEP_KEYS
 from .key_tiles import band_tiles, tile_at
+from .operands import add_product, load_keys, load_values
+from .softmax import ADDED_BITS_LIMIT, P_EXPONENT_LIMIT, fixed_softmax_step, masked_step, online_softmax_step, outgrown
 
 
 _STATS = tl.constexpr(STAT_FIELDS)
@@ -59,124 +51,18 @@ def _record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM
 
 
 @triton.jit
-def _to_middle(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
-    """What takes a center of K to the middle of the range that each of its channels has in this call: [WIDTH].
+def _to_midrange(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
+    """The smoothing vector less the midrange of each channel of K in this call, [WIDTH].
 
-    Kept row maxima are on the terms of that. The plan's center is the middle of an earlier call, and moves from step
-    to step with the outliers that it was made of, and with it every score of a row by q · the move. The range of this
-    call is known as soon as K is quantised.
+    Row maxima are kept as max scores (log2) with K centred on the midrange. The smoothing vector would not do: it is
+    the midrange of an earlier call, and moves from step to step with the outliers that it was made of, and with it
+    every score of a row by q · the move. The midrange of this call is known as soon as K is quantised.
     """
     is_channel = channels < HEAD_DIM
     stat = stats_ptr + (tl.load(row_ptr) + h_kv) * (_STATS * state_width) + channels
     high = tl.load(stat + _STAT_K_MAX * state_width, mask=is_channel, other=0.0)
     low = tl.load(stat + _STAT_K_MIN * state_width, mask=is_channel, other=0.0)
     return center - (high * 0.5 + low * 0.5)  # no overflow
-
-
-@triton.jit
-def _load_keys(keys, row, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl.constexpr):
-    """Codes of one key tile, transposed for the score matmul: [WIDTH, BLOCK_N]. The buffer is padded: no mask."""
-    if USE_TMA:
-        codes = keys.load([row, 0]).T
-    else:
-        tile = keys + row.to(tl.int64) * WIDTH
-        codes = tl.load(tile + tl.arange(0, BLOCK_N)[None, :] * WIDTH + tl.arange(0, WIDTH)[:, None])
-    return codes
-
-
-@triton.jit
-def _load_values(values, b, token, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
-                 BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl.constexpr,
-                 MASKED: tl.constexpr, MASK: tl.constexpr, PV: tl.constexpr):  # fmt: skip
-    """One value tile [BLOCK_N, WIDTH]; only a masked tile may reach beyond the sequence or hold hidden keys."""
-    offs_n = tl.arange(0, BLOCK_N)
-    channels = tl.arange(0, WIDTH)
-    if PV == "fp8_e4m3":  # prepared: transposed, zero wherever nothing is to be seen
-        row = (kv_head_of_batch * tl.cdiv(seq_kv, _STEP_KEYS) + token // _STEP_KEYS) * WIDTH
-        if USE_TMA:
-            tile = values.load([row, token % _STEP_KEYS]).T
-        else:
-            base = values + row.to(tl.int64) * _STEP_KEYS + token % _STEP_KEYS
-            tile = tl.load(base + channels[None, :] * _STEP_KEYS + offs_n[:, None])
-    else:
-        if USE_TMA:  # the copy engine fills what lies outside with zeros
-            tile = values.load([b, token, h_kv, 0]).reshape([BLOCK_N, WIDTH])
-        else:
-            base = values + b.to(tl.int64) * stride_vb + h_kv.to(tl.int64) * stride_vh + token.to(tl.int64) * stride_vs
-            pointers = base + offs_n.to(tl.int64)[:, None] * stride_vs + channels[None, :]
-            if MASKED:
-                valid = (token + offs_n < seq_kv)[:, None] & (channels < HEAD_DIM)[None, :]
-                tile = tl.load(pointers, mask=valid, other=0.0)
-            elif HEAD_DIM == WIDTH:
-                tile = tl.load(pointers)
-            else:
-                tile = tl.load(pointers, mask=(channels < HEAD_DIM)[None, :], other=0.0)
-        if MASKED and MASK != "none":  # keys that no row sees: a probability of 0 would not silence a NaN
-            seen = tl.load(reach + token + offs_n) > float("-inf")
-            tile = tl.where(seen[:, None], tile, 0.0).to(tile.dtype)
-    return tile
-
-
-@triton.jit
-def _add_product(acc, rescale, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """acc + P·V; with 8-bit P acc is rescaled before. P is cast here: 8-bit tensors carried around a loop are unpacked
-    and packed again.
-
-    8-bit products of a tile are a sum of their own: the matrix unit cuts off what it adds to a long one. With all keys
-    in one sum, outputs came out 5 % short at 4,096 keys and 39 % at 32,768 (kernels/README.md, section 8). Added in an
-    FMA, as Triton makes one sum again of an addition.
-    """
-    if PV == "fp8_e4m3":
-        product = tl.dot(in_operand_order(p.to(tl.float8e4nv), BLOCK_M, BLOCK_N), v)
-        acc = tl.fma(acc, rescale[:, None], product)
-    else:
-        acc = tl.dot(p.to(v.dtype), v, acc)
-    return acc
-
-
-@triton.jit
-def _load_mask(mask_rows, reach, offs_m, offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv,
-               MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """Bias (base 2) and visibility of one tile, each broadcastable to [BLOCK_M, BLOCK_N]."""
-    if MASK == "rows":
-        inside = (offs_m < seq_q)[:, None] & (offs_n < seq_kv)[None, :]
-        rows = offs_m.to(tl.int64)[:, None] * stride_mq
-        bias = load_bias(mask_rows + rows + offs_n.to(tl.int64)[None, :] * stride_mk, inside)
-        visible = bias > float("-inf")
-    elif MASK == "keys":
-        bias = tl.load(reach + offs_n)[None, :]
-        visible = bias > float("-inf")
-    else:
-        visible = (offs_n < seq_kv)[None, :]
-        bias = tl.zeros([1, 1], tl.float32)
-        if HAS_LEFT:
-            visible = visible & (offs_n[None, :] >= offs_m[:, None] + (offset - left))
-        if HAS_RIGHT:
-            visible = visible & (offs_n[None, :] <= offs_m[:, None] + (offset + right))
-    return bias, visible
-
-
-@triton.jit
-def _masked_step(
-    scores, row_scale, key_scale, shift, softcap, mask_rows, reach, offs_m, offs_n, stride_mq, stride_mk,
-    left, right, offset, seq_q, seq_kv, reference, running_sum, top,
-    MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
-    SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, EXPONENT: tl.constexpr, LAGGED: tl.constexpr,
-):  # fmt: skip
-    """Softmax of one tile that may hide keys. Returns P, reference, sum, largest score (LAGGED) and rescale factor."""
-    bias, visible = _load_mask(
-        mask_rows, reach, offs_m, offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv,
-        MASK, HAS_LEFT, HAS_RIGHT,
-    )  # fmt: skip
-    values = masked_scores(scores, row_scale, key_scale, shift, bias, softcap, SCALE_PER_KEY, SOFTCAP, HAS_BIAS)
-    if LAGGED:
-        top = tl.maximum(top, tl.max(tl.where(visible, values, float("-inf")), 1))
-        p = tl.where(visible, tl.exp2(values - reference[:, None]), 0.0)
-        running_sum += tl.sum(p, 1)
-        rescale = running_sum
-    else:
-        p, reference, running_sum, rescale = masked_softmax_step(values, visible, reference, running_sum, EXPONENT)
-    return p, reference, running_sum, top, rescale
 
 
 @triton.jit(do_not_specialize=[
@@ -240,8 +126,8 @@ def _attention_fwd_kernel(
         shift = tl.sum(q * center[None, :], 1) * (softmax_scale * LOG2_E)
 
     if KEEPS_MAX:
-        to_middle = _to_middle(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
-        to_kept = tl.sum(q * to_middle[None, :], 1) * (softmax_scale * LOG2_E)
+        to_midrange = _to_midrange(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
+        kept_shift = tl.sum(q * to_midrange[None, :], 1) * (softmax_scale * LOG2_E)
 
     # the key tiles to visit: from the mask's list, or from the band
     first = 0
@@ -286,12 +172,12 @@ def _attention_fwd_kernel(
     is_row = offs_m < seq_q
     row_max = row_max_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m
     if LAGGED:
-        earlier = tl.load(row_max, mask=is_row, other=0.0) - to_kept
+        earlier = tl.load(row_max, mask=is_row, other=0.0) - kept_shift
         # of a NaN or -inf nothing is known, and 0 is as good a guess as any
         reference = tl.where(tl.abs(earlier) < P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-    scores = tl.dot(q_int, _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
-    p, reference, running_sum, top, rescale = _masked_step(
+    scores = tl.dot(q_int, load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
+    p, reference, running_sum, top, rescale = masked_step(
         scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
         tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum, top,
         MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED,
@@ -306,14 +192,14 @@ def _attention_fwd_kernel(
     for i in tl.range(1, plain, num_stages=STAGES):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-        codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
+        codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         key_scale = tl.load(k_scales + tile * scale_step)
-        v = _load_values(
+        v = load_values(
             values, b, before * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
             BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV,
         )  # fmt: skip
-        acc = _add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
+        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
         if FIXED:
             if LAGGED:  # nothing waits for it: only what is decided after the loop
                 top = tl.maximum(top, tl.max(scores, 1).to(tl.float32) * (row_scale * key_scale))
@@ -327,14 +213,14 @@ def _attention_fwd_kernel(
     for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-        codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
+        codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
-        v = _load_values(
+        v = load_values(
             values, b, before * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
             BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
         )  # fmt: skip
-        acc = _add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
-        p, reference, running_sum, top, factor = _masked_step(
+        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
+        p, reference, running_sum, top, factor = masked_step(
             scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
             tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum,
             top, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED,
@@ -344,11 +230,11 @@ def _attention_fwd_kernel(
         if not LATE:
             acc = acc * factor[:, None]
     tile = tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-    v = _load_values(
+    v = load_values(
         values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
         BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
     )  # fmt: skip
-    acc = _add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
+    acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
     if FIXED:
         if LAGGED:
             # exact: the largest score of each row against the range of e4m3. One of -inf has seen nothing, or only NaN
@@ -367,13 +253,13 @@ def _attention_fwd_kernel(
             acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
             for i in tl.range(0, visited, num_stages=1):
                 tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-                v = _load_values(
+                v = load_values(
                     values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
                     BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV,
                 )  # fmt: skip
-                codes = _load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
+                codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
                 scores = tl.dot(q_int, codes, out_dtype=tl.int32)
-                p, reference, running_sum, top, factor = _masked_step(
+                p, reference, running_sum, top, factor = masked_step(
                     scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
                     tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference,
                     running_sum, top,
@@ -381,13 +267,13 @@ def _attention_fwd_kernel(
                 )  # fmt: skip
                 if not LATE:
                     acc = acc * factor[:, None]
-                acc = _add_product(acc, factor, p, v, PV, BLOCK_M, BLOCK_N)
+                acc = add_product(acc, factor, p, v, PV, BLOCK_M, BLOCK_N)
             top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     elif KEEPS_MAX:
         top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     if KEEPS_MAX:
         # any number does for a row that saw nothing, or a NaN
-        kept = top + to_kept
+        kept = top + kept_shift
         tl.store(row_max, tl.where(tl.abs(kept) < float("inf"), kept, 0.0), mask=is_row)
     if LAGGED:
         reference = tl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen

@@ -155,14 +155,15 @@ def launch_attention_fwd(
             kept = [state.counts, row_max if keeps_max else none]
         if tile.kernel == "hopper":
             from .hopper import kernel as hopper
+            from .hopper.descriptors import describe
 
             scales = prepared.scale
             if scaling == "per_token":
-                scales = hopper.describe(scales.view(-1, tile.block_n), [1, tile.block_n])
+                scales = describe(scales.view(-1, tile.block_n), [1, tile.block_n])
             whole, pieces = tail or (tiles, 1)
             launch(
                 hopper.attention_fwd_hopper_kernel, whole + (tiles - whole) * pieces,
-                q, hopper.describe(codes, [tile.block_n, width]), scales, hopper.describe(v, value_block),
+                q, describe(codes, [tile.block_n, width]), scales, describe(v, value_block),
                 *tensors, *recorded, *kept, v_scale, *numbers,
                 *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
                 mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset,

@@ -9,17 +9,14 @@ Values: INT8 is exact in fp16. A value's scale is part of the exponent, so what 
 probability and value relative to the largest of its tile, whatever the scores and the values are by themselves.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from ...masking import UNLIMITED, Masking
 from ...numerics import LOG2_E
-from ..compat import PROGRAMMATIC, gdc_launch_dependents, gdc_wait
-from ..launch import buffer, launch
-from ..masks import as_loadable, broadcast_strides, load_bias
-from ..primitives import AMAX_FLOOR, INT8_MAX, head_width, nan_unless_finite, round_to_int
-from .tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
+from ..compat import gdc_launch_dependents
+from ..masks import load_bias
+from ..primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int
+from .cache_tiles import as_fp16, load_codes, load_scales
 
 
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -27,18 +24,6 @@ _LOG2_E = tl.constexpr(LOG2_E)
 _LOW_STEPS = tl.constexpr(254.0)  # steps of a query's second code in one of its first; see reference/decode.py
 _LOW_STEPS_INT = tl.constexpr(254)
 _TWO_LOG2_E = tl.constexpr(2.8853900817779268)
-# Two words of 16 bits, each the codes of an even and an odd channel of one value -> two fp16 numbers of the even and
-# two of the odd channel. The byte c + 128 of a code c is the low byte of the fp16 number 1152 + c: 5 instructions for
-# 4 numbers, where conversion instructions run at a quarter of the rate.
-_TO_FP16 = tl.constexpr("""{
-    .reg .b32 bytes, offset;
-    mov.b32 offset, 0x64806480;
-    xor.b32 bytes, $2, 0x80808080;
-    prmt.b32 $0, bytes, 0x64646464, 0x4240;
-    prmt.b32 $1, bytes, 0x64646464, 0x4341;
-    sub.f16x2 $0, $0, offset;
-    sub.f16x2 $1, $1, offset;
-}""")
 
 
 @triton.jit
@@ -50,77 +35,6 @@ def _quantize_queries(q):
     low = round_to_int((ratio - high.to(tl.float32)) * _LOW_STEPS)
     scale = tl.div_rn(amax, amax * 0.0 + INT8_MAX) + nan_unless_finite(q, 1)
     return high.to(tl.int8), low.to(tl.int8), scale
-
-
-@triton.jit
-def _load_tile(base, slots, stride, inside, WORDS: tl.constexpr, USED: tl.constexpr, MASKED: tl.constexpr,
-               EVICTION: tl.constexpr):  # fmt: skip
-    """Words [BLOCK_N, WORDS] of the tokens in `slots`; only the first USED of a token are read."""
-    words = tl.arange(0, WORDS)[None, :]
-    pointers = base + (slots * stride)[:, None] + words
-    if MASKED:
-        tile = tl.load(pointers, mask=inside[:, None] & (words < USED), other=0, eviction_policy=EVICTION)
-    elif USED == WORDS:
-        tile = tl.load(pointers, eviction_policy=EVICTION)
-    else:
-        tile = tl.load(pointers, mask=words < USED, other=0, eviction_policy=EVICTION)
-    return tile
-
-
-@triton.jit
-def _as_fp16(words, ASM: tl.constexpr):
-    """int16 words of two codes as two fp16 tiles, even and odd channels; exact."""
-    if ASM:
-        even, odd = tl.inline_asm_elementwise(
-            _TO_FP16, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
-    else:
-        even = ((words << 8) >> 8).to(tl.float16)
-        odd = (words >> 8).to(tl.float16)
-    return even, odd
-
-
-@triton.jit
-def _slots(tile, first_slot, capacity, BLOCK_N: tl.constexpr, RING: tl.constexpr):
-    """Where the tokens of a key tile lie: (a slot int64, the tokens counted from there [BLOCK_N])."""
-    offs_n = tl.arange(0, BLOCK_N)
-    if RING:
-        slots = (tile * BLOCK_N + offs_n).to(tl.int64) + first_slot
-        first, slots = tl.full([], 0, tl.int64), tl.where(slots >= capacity, slots - capacity, slots)
-    else:
-        first, slots = tl.full([], 0, tl.int64) + tile * BLOCK_N, offs_n
-    return first, slots
-
-
-@triton.jit
-def _load_codes(tile, n_keys, first_slot, capacity, k_base, v_base, stride_kn, stride_vn, HEAD_DIM: tl.constexpr,
-                WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr,
-                EVICTION: tl.constexpr):  # fmt: skip
-    """Of a key tile, the codes of K [BLOCK_N, WIDTH] int8 and the words of V [BLOCK_N, WIDTH / 2] int16."""
-    inside = tile * BLOCK_N + tl.arange(0, BLOCK_N) < n_keys
-    first, slots = _slots(tile, first_slot, capacity, BLOCK_N, RING)
-    k_base += first * stride_kn
-    v_base += first * stride_vn
-    k = _load_tile(k_base, slots, stride_kn, inside, WIDTH, HEAD_DIM, MASKED, EVICTION)
-    v = _load_tile(v_base, slots, stride_vn, inside, WIDTH // 2, HEAD_DIM // 2, MASKED, EVICTION)
-    return k, v
-
-
-@triton.jit
-def _load_scales(tile, n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn, stride_vsn,
-                 BLOCK_N: tl.constexpr, RING: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Of a key tile, the scales of K and of V, bf16 [BLOCK_N] each."""
-    first, slots = _slots(tile, first_slot, capacity, BLOCK_N, RING)
-    k_scales += first * stride_ksn
-    v_scales += first * stride_vsn
-    if MASKED:
-        inside = tile * BLOCK_N + tl.arange(0, BLOCK_N) < n_keys
-        k_scale = tl.load(k_scales + slots * stride_ksn, mask=inside, other=0.0)
-        v_scale = tl.load(v_scales + slots * stride_vsn, mask=inside, other=1.0)
-    else:
-        k_scale = tl.load(k_scales + slots * stride_ksn)
-        v_scale = tl.load(v_scales + slots * stride_vsn)
-    return k_scale, v_scale
 
 
 @triton.jit
@@ -178,7 +92,7 @@ def _step(tile, n_keys, k, v, k_scale, v_scale, high, low, row_scale, shift, pos
     tile_rescale = tl.exp2(tile_top - safe)
     total = tl.fma(share, tile_rescale[None, :], total * rescale[None, :])
     p = e.to(tl.float16)
-    v_even, v_odd = _as_fp16(v.T, ASM)
+    v_even, v_odd = as_fp16(v.T, ASM)
     even = tl.fma(tl.dot(v_even, p), tile_rescale[None, :], even * rescale[None, :])
     odd = tl.fma(tl.dot(v_odd, p), tile_rescale[None, :], odd * rescale[None, :])
     return even, odd, new_top, total
@@ -280,16 +194,16 @@ def _decode_attention_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if full_begin < full_end:
-        k_scale, v_scale = _load_scales(
+        k_scale, v_scale = load_scales(
             full_begin, n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn, stride_vsn, BLOCK_N, RING, False
         )
         for tile in tl.range(full_begin, full_end, num_stages=STAGES):
             # a tile ahead by hand: Triton orders ahead what products read, and none reads the scales
-            next_k_scale, next_v_scale = _load_scales(
+            next_k_scale, next_v_scale = load_scales(
                 tl.minimum(tile + 1, full_end - 1), n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn,
                 stride_vsn, BLOCK_N, RING, False,
             )  # fmt: skip
-            k, v = _load_codes(
+            k, v = load_codes(
                 tile, n_keys, first_slot, capacity, k_base, v_base, stride_kcn, stride_vcn, HEAD_DIM, WIDTH, BLOCK_N,
                 RING, False, EVICTION,
             )  # fmt: skip
@@ -304,10 +218,10 @@ def _decode_attention_kernel(
     for i in tl.range(0, tl.maximum(end - begin, 0) - (full_end - full_begin), num_stages=edge_stages):
         tile = begin + i
         tile += tl.where(tile >= full_begin, full_end - full_begin, 0)
-        k_scale, v_scale = _load_scales(
+        k_scale, v_scale = load_scales(
             tile, n_keys, first_slot, capacity, k_scales, v_scales, stride_ksn, stride_vsn, BLOCK_N, RING, True
         )
-        k, v = _load_codes(
+        k, v = load_codes(
             tile, n_keys, first_slot, capacity, k_base, v_base, stride_kcn, stride_vcn, HEAD_DIM, WIDTH, BLOCK_N,
             RING, True, EVICTION,
         )  # fmt: skip
@@ -346,134 +260,3 @@ def _decode_attention_kernel(
     tl.store(
         out_ptr + batch_rows[:, None] * HEAD_DIM + channels[None, :], out.to(out_ptr.dtype.element_ty), mask=inside
     )
-
-
-@triton.jit(do_not_specialize=["splits", "all_rows"])
-def _combine_kernel(partial_ptr, partial_lse_ptr, out_ptr, lse_ptr, splits, all_rows, HEAD_DIM: tl.constexpr,
-                    WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
-                    RETURN_LSE: tl.constexpr, OVERLAP: tl.constexpr):  # fmt: skip
-    """One program: BLOCK_D channels of one row's splits, in their order, so the sum is the same every time."""
-    if OVERLAP:
-        gdc_wait()
-    parts: tl.constexpr = WIDTH // BLOCK_D
-    row = (tl.program_id(0) // parts).to(tl.int64)
-    part = tl.program_id(0) % parts
-    channels = part * BLOCK_D + tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    top = tl.full([], float("-inf"), tl.float32)
-    total = tl.full([], 0.0, tl.float32)
-    for first in tl.range(0, splits, BLOCK_S):
-        split = first + tl.arange(0, BLOCK_S)
-        rows = split.to(tl.int64) * all_rows + row
-        lse = tl.load(partial_lse_ptr + rows, mask=split < splits, other=float("-inf"))
-        inside = (split < splits)[:, None] & (channels < HEAD_DIM)[None, :]
-        values = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + channels[None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(lse - safe)
-        rescale = tl.exp2(top - safe)
-        acc = acc * rescale + tl.sum(values * weight[:, None], 0)
-        total = total * rescale + tl.sum(weight, 0)
-        top = new_top
-    out = tl.where((total == 0.0) & (top == float("-inf")), 0.0, acc / total)
-    tl.store(out_ptr + row * HEAD_DIM + channels, out.to(out_ptr.dtype.element_ty), mask=channels < HEAD_DIM)
-    if RETURN_LSE:
-        tl.store(lse_ptr + row, (top + tl.log2(total)) * _LN_2, mask=part == 0)
-
-
-def _words(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [B, H_kv, S, D], D even, as 16-bit words [B, H_kv, S, D / 2]; a copy only of layouts append_kv has not."""
-    strides = codes.stride()
-    if strides[3] != 1 or codes.storage_offset() % 2 or any(stride % 2 for stride in strides[:3]):
-        codes = codes.contiguous()
-    return codes.view(torch.int16)
-
-
-def cut_decode(q_shape, kv_heads: int, capacity: int, left: int, device, tile: DecodeTile | None = None):
-    """How a call is cut: (tile, tiles of rows, parts of the keys).
-
-    Args: q_shape: [B, S_q, H, D]. capacity: tokens of the cache. left: of the Masking. tile: overrides the choice.
-    """
-    batch, seq_q, heads, head_dim = q_shape
-    rows = seq_q * (heads // kv_heads)
-    tile = tile or decode_tile(head_dim, rows, batch * kv_heads * capacity, decode_capability(device))
-    row_tiles = -(-rows // tile.block_m)  # triton.cdiv takes two microseconds on the host
-    reach = capacity if left == UNLIMITED else min(capacity, left + seq_q + tile.block_n)
-    programs = batch * kv_heads * row_tiles
-    return tile, row_tiles, choose_splits(programs, -(-reach // tile.block_n), programs_at_once(device, tile))
-
-
-def launch_decode_attention(
-    q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, *, ring: bool, masking: Masking, scale: float,
-    return_lse: bool, splits: int | None = None, tile: DecodeTile | None = None, k_balance=None,
-):  # fmt: skip
-    """Launch the kernel, and the combine step if the keys are split, on q's device and current stream.
-
-    Arguments as `ref_decode_attention`, checked; nothing is empty.
-
-    Args:
-        splits, tile: override the choice (tests, benchmarks).
-    Returns: out [B, S_q, H, D] contiguous in q.dtype, lse [B, S_q, H] fp32 or None.
-    """
-    batch, seq_q, heads, head_dim = q.shape
-    kv_heads, capacity = k_codes.shape[1], k_codes.shape[2]
-    if head_dim % 2:  # no model's: a channel of zeros makes whole words
-        q, k_codes, v_codes = (torch.nn.functional.pad(x, (0, 1)) for x in (q, k_codes, v_codes))
-        k_mean = None if k_mean is None else torch.nn.functional.pad(k_mean, (0, 1))
-        k_balance = None if k_balance is None else torch.nn.functional.pad(k_balance, (0, 1), value=1.0)
-        out, lse = launch_decode_attention(
-            q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, ring=ring, masking=masking, scale=scale,
-            return_lse=return_lse, splits=splits, tile=tile, k_balance=k_balance,
-        )  # fmt: skip
-        return out[..., :head_dim].contiguous(), lse
-    q, k_codes = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k_codes))
-    v_words = _words(v_codes)
-    tile, row_tiles, chosen = cut_decode(q.shape, kv_heads, capacity, masking.left, q.device, tile)
-    splits = splits or chosen
-    all_rows = batch * seq_q * heads
-    out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device, returned=True)
-    lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
-    target, target_lse = out, lse
-    if splits > 1:
-        target = buffer(splits, all_rows, head_dim, device=q.device)
-        target_lse = buffer(splits, all_rows, device=q.device)
-    mask, kind = masking.mask, "none"
-    if mask is not None:
-        kind = "keys" if masking.by_key else "rows"
-    capability = decode_capability(q.device)
-    overlap = splits > 1 and capability >= 90 and PROGRAMMATIC
-    none = k_scale  # never read where a pointer does not apply
-    tensors = (
-        *(x if x is None else x.contiguous() for x in (k_mean, k_balance)), lengths,
-        None if mask is None else as_loadable(mask), masking.sinks, target, target_lse,
-    )  # fmt: skip
-    with torch.cuda.device_of(q):
-        launch(
-            _decode_attention_kernel, row_tiles * splits * batch * kv_heads,
-            q, k_codes, k_scale, v_words, v_scale, *(none if x is None else x for x in tensors), *q.stride()[:3],
-            *k_codes.stride()[:3], *k_scale.stride(), *v_words.stride()[:3], *v_scale.stride(),
-            *((0, 0, 0, 0) if mask is None else broadcast_strides(mask)),
-            0 if lengths is None or lengths.dim() == 0 else lengths.stride(0),
-            seq_q, capacity, kv_heads, row_tiles, splits, all_rows, masking.left, masking.right,
-            masking.softcap * LOG2_E, float(scale),
-            GROUP=heads // kv_heads, HEAD_DIM=head_dim, WIDTH=head_width(head_dim), BLOCK_M=tile.block_m,
-            BLOCK_N=tile.block_n, STAGES=tile.num_stages, MASK=kind,
-            HAS_BIAS=mask is not None and mask.dtype != torch.bool,
-            HAS_LEFT=masking.left != UNLIMITED, HAS_RIGHT=masking.right != UNLIMITED, SOFTCAP=masking.softcap > 0,
-            HAS_MEAN=k_mean is not None, HAS_BALANCE=k_balance is not None, HAS_LENGTHS=lengths is not None,
-            HAS_SINKS=masking.sinks is not None, RING=ring, PARTIAL=splits > 1, RETURN_LSE=return_lse,
-            ASM=capability > 0, EVICTION="evict_first" if tile.read_once else "", OVERLAP=overlap,
-            num_warps=tile.num_warps, enable_fp_fusion=False,
-            **({"maxnreg": tile.max_registers} if tile.max_registers else {}),
-        )  # fmt: skip
-        if splits > 1:
-            width, many = head_width(head_dim), splits > 16
-            block_d = width // 4 if many else width
-            launch(
-                _combine_kernel, all_rows * (width // block_d),
-                target, target_lse, out, target_lse if lse is None else lse, splits, all_rows, HEAD_DIM=head_dim,
-                WIDTH=width, BLOCK_S=64 if many else 16, BLOCK_D=block_d, RETURN_LSE=return_lse,
-                OVERLAP=overlap, num_warps=1 if many else 4, enable_fp_fusion=False,
-                **({"launch_pdl": True} if overlap else {}),
-            )  # fmt: skip
-    return out, lse

@@ -1,0 +1,77 @@
+"""One warpgroup from its query rows to its part of the output."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .... import recipe
+from .epilogue import finish
+from .main_loop import sum_up
+from .queries import quantize_queries
+from .split_keys import with_other_pieces
+from .types import ROW_FIELDS, ROWS, TO_MIDRANGE, Layouts, Warpgroup
+
+
+_P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
+_LAGGED_EXPONENT = gl.constexpr(recipe.LAGGED_EXPONENT)
+
+
+@gluon.jit
+def _kept_reference(program, score_rows, GROUP_INDEX: gl.constexpr, ROW: gl.constexpr):
+    """Softmax reference [ROWS] from the row maxima of the call before: max score per row (log2), K centred on its
+    midrange, which this call's midrange takes the place of."""
+    tile = program.tile
+    row_max = program.recorded.row_max_ptr + (tile.b * tile.heads + tile.h).to(gl.int64) * tile.seq_q + score_rows
+    earlier = gl.load(row_max, mask=score_rows < tile.seq_q, other=0.0)
+    earlier -= program.shared.of_rows.index(GROUP_INDEX * ROW_FIELDS + TO_MIDRANGE).load(ROW)
+    # of a NaN or -inf nothing is known, and 0 is as good a guess as any
+    return gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
+
+
+@gluon.jit
+def consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
+    """One warpgroup: quantise its query rows, walk the key tiles, write the output."""
+    WIDTH: gl.constexpr = KIND.width
+    BLOCK_N: gl.constexpr = KIND.block_n
+    PV_DTYPE: gl.constexpr = KIND.pv_dtype
+    FORMAT: gl.constexpr = KIND.format
+    FP8: gl.constexpr = FORMAT.pv == "fp8_e4m3"
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 32]
+    )
+    BITS: gl.constexpr = PV_DTYPE.primitive_bitwidth
+    OUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 256 // BITS]
+    )
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=32 // BITS)
+    LAYOUTS: gl.constexpr = Layouts(scores=SCORES, out=OUT, p_operand=P_OPERAND)
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+
+    row_scale = quantize_queries(program, GROUP_INDEX, KIND, ROW)
+
+    q_codes = program.shared.q_codes.index(GROUP_INDEX)
+    reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
+    score_rows = program.tile.first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
+    if FORMAT.reference == "lagged":
+        reference = _kept_reference(program, score_rows, GROUP_INDEX, ROW)
+    earlier = program.shared.earlier
+    if FP8:
+        earlier = (earlier[0].index(GROUP_INDEX), earlier[1].index(GROUP_INDEX))
+    group = Warpgroup(
+        q_codes=q_codes, zero=zero, row_scale=row_scale, score_rows=score_rows, earlier=earlier,
+        zeroed=program.shared.zeroed, ring=program.ring, seen=program.seen,
+    )  # fmt: skip
+
+    total = sum_up(reference, group, GROUP_INDEX, KIND, LAYOUTS)
+    if FORMAT.reference != "running":
+        # the ring is free for other use once all warpgroups are through
+        mbarrier.arrive(program.shared.finished, count=1)
+    if KIND.splits:
+        is_last = gl.to_tensor(True)
+        if program.split.pieces > 1:
+            total, is_last = with_other_pieces(total, program.split, GROUP_INDEX, KIND, LAYOUTS)
+        if is_last:
+            finish(program, group, total, GROUP_INDEX, KIND, LAYOUTS)
+    else:
+        finish(program, group, total, GROUP_INDEX, KIND, LAYOUTS)

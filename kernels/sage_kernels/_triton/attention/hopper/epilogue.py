@@ -1,0 +1,113 @@
+"""What a warpgroup does with its sums over all keys: see if they are good, else do them again; then the output."""
+
+import struct
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .... import recipe
+from ....state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
+from .redo import redo
+from .softmax import outgrown
+from .types import LOWERED, ROW_FIELDS, ROWS, TO_MIDRANGE
+
+
+def bits_of(number: float) -> int:
+    """The fp32 number's bits as an integer, which positive numbers are ordered by."""
+    return struct.unpack("<i", struct.pack("<f", number))[0]
+
+
+_COUNTS = gl.constexpr(COUNT_FIELDS)
+_TRIED = gl.constexpr(COUNT_TRIED)
+_REDONE = gl.constexpr(COUNT_REDONE)
+_P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
+_P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
+_SMALLEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_LOWEST))
+_LARGEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_HIGHEST))
+_INFINITY = gl.constexpr(bits_of(float("inf")))
+_LN_2 = gl.constexpr(0.6931471805599453)
+_RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
+
+
+@gluon.jit
+def finish(program, group, total, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """From one warpgroup's sums over all keys to its rows of the output, the LSE and the row maxima that are kept."""
+    HEAD_DIM: gl.constexpr = KIND.head_dim
+    WIDTH: gl.constexpr = KIND.width
+    FP8: gl.constexpr = KIND.format.pv == "fp8_e4m3"
+    LAGGED: gl.constexpr = KIND.format.reference == "lagged"
+    OUT: gl.constexpr = LAYOUTS.out
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUTS.scores)
+    IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+    inputs = program.inputs
+    recorded = program.recorded
+    of_rows = program.shared.of_rows
+    tile = program.tile
+    seq_q = tile.seq_q
+    heads = tile.heads
+    b = tile.b
+    h = tile.h
+    acc = total.acc
+    reference = total.reference
+    running_sum = total.running_sum
+    largest_p = total.largest_p
+    score_rows = group.score_rows
+    h_kv = h // tile.group
+
+    top = reference
+    if KIND.format.reference != "running":
+        if LAGGED:
+            # exact: P of the largest score against the range of e4m3. A row that saw nothing, or a NaN, needs no other
+            saw = ((largest_p != 0) | (tile.full > 0)) & (largest_p <= _INFINITY)
+            fits = (largest_p <= _LARGEST_P) & (largest_p >= _SMALLEST_P) | (saw == 0) | (score_rows >= seq_q)
+            top = gl.where(saw, reference + gl.log2(largest_p.to(gl.float32, bitcast=True)), float("-inf"))
+            again = gl.min(fits.to(gl.int32), 0) == 0
+        else:
+            again = outgrown(acc, running_sum, OUT)
+        if KIND.scaling == "planned":
+            lanes = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
+            count = recorded.counts_ptr + (gl.load(recorded.row_ptr) + h_kv) * _COUNTS + lanes * 0
+            # a warpgroup without rows did nothing
+            one = gl.full_like(lanes, 1) * (tile.first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
+            gl.atomic_add(count + _TRIED, one, mask=lanes == 0, sem=_RELAXED)
+            gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=lanes == 0, sem=_RELAXED)
+        if again:
+            mbarrier.wait(program.shared.finished, 0)
+            acc, reference, running_sum = redo(program, group, GROUP_INDEX, KIND, LAYOUTS)
+            top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
+    elif KIND.keeps_max:
+        top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
+    if KIND.keeps_max:
+        # any number does for a row that saw nothing, or a NaN
+        row_max = recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
+        kept = top + of_rows.index(GROUP_INDEX * ROW_FIELDS + TO_MIDRANGE).load(ROW)
+        gl.store(row_max, gl.where(gl.abs(kept) < float("inf"), kept, 0.0), mask=score_rows < seq_q)
+    if LAGGED:
+        reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
+
+    # one division a row: that of a tensor takes several instructions for each of 64 numbers
+    acc = acc * gl.convert_layout(1.0 / running_sum, gl.SliceLayout(1, OUT))[:, None]
+    sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
+    acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
+    if FP8:
+        v_scale = (
+            inputs.v_scale_ptr
+            + (b * (heads // tile.group) + h_kv) * WIDTH
+            + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
+        )
+        acc = acc * gl.load(v_scale)[None, :]
+        # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
+        LARGEST: gl.constexpr = 65504.0 if inputs.out_ptr.dtype.element_ty == gl.float16 else 3.38e38
+        acc = gl.where(acc > LARGEST, LARGEST, gl.where(acc < -LARGEST, -LARGEST, acc))
+    out = gl.convert_layout(acc.to(inputs.out_ptr.dtype.element_ty), IO)
+    rows = tile.first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
+    channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
+    inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
+    out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
+    gl.store(inputs.out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
+    if KIND.return_lse:
+        lowered = of_rows.index(GROUP_INDEX * ROW_FIELDS + LOWERED).load(ROW)
+        lse = (reference + gl.log2(running_sum)) * _LN_2 + lowered
+        lse_at = inputs.lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
+        gl.store(lse_at, lse, mask=score_rows < seq_q)

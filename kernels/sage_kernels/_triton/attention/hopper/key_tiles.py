@@ -1,0 +1,14 @@
+"""Which key tiles a program visits, read from `Seen`."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..key_tiles import tile_at
+
+
+@gluon.jit
+def seen_tile(i, seen, MASKING: gl.constexpr):
+    """The i-th visited key tile: the wholly visible ones come first."""
+    return tile_at(
+        i, seen.tiles_ptr, seen.n_tiles, seen.first, seen.first_full, seen.full, MASKING.mask, MASKING.has_left
+    )

@@ -1,0 +1,53 @@
+"""The ring of buffers between the warp that copies and the warpgroups that compute."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ...compat import aggregate
+
+
+@aggregate
+class Ring:
+    """Buffers of key and value tiles, the keys' scales, and two barriers a slot: `filled` and `freed`.
+
+    A slot holds a key tile and the value tile BEFORE it, which are multiplied at the same time. Slots are filled and
+    freed in turn; the phase of a slot's barriers is 0 in the first round, 1 in the second, 0 in the third.
+    """
+
+    k_tiles: gl.shared_memory_descriptor
+    v_tiles: gl.shared_memory_descriptor
+    k_scales: gl.shared_memory_descriptor
+    filled: gl.shared_memory_descriptor
+    freed: gl.shared_memory_descriptor
+    buffers: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, k_tiles, v_tiles, k_scales, filled, freed, buffers):
+        self.k_tiles = k_tiles
+        self.v_tiles = v_tiles
+        self.k_scales = k_scales
+        self.filled = filled
+        self.freed = freed
+        self.buffers = gl.constexpr(buffers)
+
+    @gluon.jit
+    def following(self, slot, phase):
+        """The next slot, and the phase of its barriers: i % buffers would take a dozen instructions."""
+        wraps = slot == self.buffers - 1
+        return gl.where(wraps, 0, slot + 1), phase ^ wraps.to(gl.int32)
+
+    @gluon.jit
+    def acquire(self, slot, phase):
+        """The producer waits until all warpgroups have freed a slot. In the first round nobody has to."""
+        mbarrier.wait(self.freed.index(slot), phase ^ 1)
+
+    @gluon.jit
+    def wait_filled(self, slot, phase):
+        """A warpgroup waits until all copies into a slot have arrived."""
+        mbarrier.wait(self.filled.index(slot), phase)
+
+    @gluon.jit
+    def release_before(self, slot):
+        """One warpgroup is done with the slot before this one."""
+        mbarrier.arrive(self.freed.index(gl.where(slot == 0, self.buffers, slot) - 1), count=1)
