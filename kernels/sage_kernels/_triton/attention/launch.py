@@ -1,4 +1,8 @@
-"""How attention is launched: tile, prologues, the kernel that the tile names, on q's device and current stream."""
+"""How attention is launched: tile, prologue, the kernel that the tile names, on q's device and current stream.
+
+Every kernel goes through `launch`, and what they hand on to each other is from `buffer` (../launch): so a call can be
+written down while it is made.
+"""
 
 import torch
 
@@ -88,6 +92,8 @@ def launch_attention_fwd(
             recipe=recipe, masking=masking, rotation=rotation, tile=tile,
         )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse
+
+    # what runs: format of P and V, softmax reference, tile
     width = head_width(head_dim)
     if state is not None:
         scaling = "planned"
@@ -95,6 +101,11 @@ def launch_attention_fwd(
     is_fp8 = pv != "16bit"
     lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
     tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged)
+    reference = "first" if tile.keep_first_max else "running"
+    if is_fp8:
+        reference = "lagged" if lagged else "running"
+
+    # inputs as the kernels read them, outputs
     if rotation == "hadamard":
         q, k = launch_rotate(q, k)
     if not is_fp8:
@@ -103,11 +114,9 @@ def launch_attention_fwd(
     out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device, returned=True)
     lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
     with torch.cuda.device_of(q):
+        # which key tiles are visited, and whether programs share a tile of query rows
         mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
         tiles = -(-seq_q // tile.block_m) * batch * heads  # triton.cdiv takes two microseconds on the host
-        reference = "first" if tile.keep_first_max else "running"
-        if is_fp8:
-            reference = "lagged" if lagged else "running"
         cut = can_be_cut(tile, masking, mask)
         tail = choose_tail(tiles, seq_kv, processors_of(q.device)) if cut else None
         groups = tile.block_m // 64
@@ -116,6 +125,8 @@ def launch_attention_fwd(
             slots = (tiles - tail.whole) * tail.pieces * groups
             partials = buffer(slots, 64, width + 3, device=q.device)
             arrived = buffer(slots // tail.pieces, dtype=torch.int32, device=q.device)
+
+        # codes and scales
         prepared = launch_prologue(
             q, k, v if is_fp8 else None, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
             return_center=return_lse or masking.sinks is not None or masking.softcap > 0 or keeps_max,
@@ -131,6 +142,8 @@ def launch_attention_fwd(
             value_block = [width, tile.block_n]
         elif tile.kernel != "pointers":
             v = _copyable_by_engine(v)
+
+        # what both kernels take
         tensors = [none if x is None else x for x in (out, lse, prepared.center, prepared.q_weight, prepared.q_amax)]
         recorded = [none, none] if state is None else [state.stats, state.row]
         numbers = [0 if state is None else state.plan.shape[-1], q.stride(0), q.stride(1), q.stride(2)]
@@ -153,6 +166,7 @@ def launch_attention_fwd(
         if state is not None:
             row_max = state.row_max if lagged else state.row_max_next
             kept = [state.counts, row_max if keeps_max else none]
+
         if tile.kernel == "hopper":
             from .hopper import kernel as hopper
             from .hopper.descriptors import describe

@@ -1,10 +1,18 @@
 """How kernels are launched: by Triton, sooner where they were before, and whole calls once more with other addresses.
 
-May import `_triton/compat` and torch. What the other rooms use of it:
+May import `_triton/compat` and torch. All that the other rooms and the ops use of it:
     launch(kernel, programs, *arguments, **constants)   one launch on the current stream
     buffer(*shape, device=)                             memory that launches of one call hand on, or return
-    record(call, given)                                 make a call; a Replay that makes it again, if it can be
     processors_of(device)                               how many SMs a GPU has
+    record(call, given, numbers)                        make a call; a Replay that makes it again, if that can be
+    Replay(given, numbers)                              the call again, with other tensors and numbers
+
+Three ways to the driver, each tried where the one above it can't be taken, all with the same launches:
+    direct.py     of a Replay: the driver's own function, arguments written once, addresses put in place
+    replay.py     of a Replay: the compiled kernel's own launcher
+    launcher.py   of a first call: the compiled kernel's launcher where Triton launched the like before, else Triton
+recording.py is what a thread writes down of the call that it is making. What each brings to whole models is measured
+by kernels/benchmarks/bench_launch_layers.py.
 """
 
 from .launcher import launch, processors_of

@@ -1,4 +1,4 @@
-"""A launch of a Triton kernel, without what Triton does on the host again for each."""
+"""One launch of a Triton kernel, without what Triton would do on the host again for each."""
 
 import torch
 

@@ -1,7 +1,8 @@
 """The launches of an earlier call, made again with other addresses.
 
 What a call of an op launches follows from shapes, strides, types and options; from call to call only addresses
-change. So the launches of a first call can be written down (`record`) and made again with other addresses.
+change. So a first call is written down while it is made (`record`); which calls are alike is for the op to say
+(sage_kernels/replay.py).
 """
 
 import ctypes
