@@ -47,11 +47,11 @@ class HeadState(NamedTuple):
             kept from the step before, those of them that were done again, elements of K in tiles that took a smaller
             scale than planned, elements of K in heads whose planned vectors did not fit, shape keys.
         row: int32 0-d tensor: first row of this site; its key/value head h uses row + h.
-        row_max: fp32 [B, H, S_q], read and written: largest score of each query row, base 2, with K taken from the
-            middle of the range that `stats` holds of each of its channels. The recipes with 8-bit P make the softmax
-            reference of the next call of this shape of it. A row that it does not fit, or that is -inf or NaN in it,
-            costs time and no digit. Empty ([0], not None, so that every field is a tensor): running max.
-        row_max_next: the same, written only: of a call that knows none yet. Empty beside row_max.
+        row_max: fp32 [B, H, S_q], read and written: max score per query row (log2), K centred on this call's midrange,
+            the middle of the range that `stats` holds of each channel. Recipes with 8-bit P make the softmax reference
+            of the next call of this shape of it. A row that it does not fit, or that is -inf or NaN in it, costs time
+            and no digit. Empty ([0], not None, so that every field is a tensor): running max.
+        row_max_next: the same, written only: by a call that has none to read yet. Empty beside row_max.
     """
 
     plan: torch.Tensor

@@ -31,8 +31,9 @@ ATTRIBUTES = (
 )  # fmt: skip
 DRIVER = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo")  # the last one from CUDA 12.4 on
 GLUON = (
-    "triton.experimental.gluon.constexpr_function",
     "triton.experimental.gluon.jit",
+    "triton.experimental.gluon.constexpr_function",
+    "triton.language.core._aggregate",
     *(
         f"triton.experimental.gluon.language.{name}"
         for name in (
@@ -50,7 +51,6 @@ GLUON = (
         for name in ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
     ),
     "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
-    "triton.language.core._aggregate",
 )  # fmt: skip
 
 # Earlier names, which the kernel goes by as well: until 3.6

@@ -1,4 +1,4 @@
-"""Every input check of the ops, and the only place that raises on inputs.
+"""Input checks of `sage_attention`, and why a call can't be one of it (`unsupported`).
 
 A message says which argument, what it got, what is expected and what to do about it.
 """

@@ -1,6 +1,6 @@
-"""The largest score of every query row, kept from one denoising step to the next: the softmax reference of 8-bit P.
+"""Max score per query row, kept from one denoising step to the next: the softmax reference of 8-bit P.
 
-Consecutive steps see nearly the same rows, so the row's largest score of the step before lies close to the new one,
+Consecutive steps see nearly the same rows, so a row's max score of the step before lies close to the new one,
 and an attention kernel that takes it as its reference needs no running max. The kernel checks each row and does again
 what does not fit, so what is kept here can cost time, but never a digit. The first steps of a run are further apart.
 """

@@ -7,7 +7,7 @@ from .recording import recording
 
 
 _READY_LIMIT = 4096  # launches that are remembered
-_ready = {}
+_ready = {}  # all that decides how a kernel is compiled and its arguments bound → what starts it
 
 
 def launch(kernel, programs: int, *arguments, **constants):

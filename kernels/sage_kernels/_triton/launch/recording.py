@@ -9,14 +9,23 @@ recording = threading.local()  # .tape: of the call that this thread is recordin
 
 
 class Tape:
-    """What one call did: its launches and buffers. complete: nothing that can't be done again."""
+    """What one call did, in its order.
+
+    Attributes:
+        launches: (parameters, compiled kernel, what starts it, programs, arguments, constants) each, from `launch`.
+        scratch, returned: tensors from `buffer`.
+        complete: whether all of it can be done again.
+    """
 
     def __init__(self):
         self.launches, self.scratch, self.returned, self.complete = [], [], [], True
 
 
 def buffer(*shape: int, dtype: torch.dtype = torch.float32, device, returned: bool = False) -> torch.Tensor:
-    """torch.empty for what launches of one call hand on to each other, or `returned` by the call."""
+    """torch.empty(shape), for what the launches of one call hand on to each other, or what the call returns.
+
+    Such memory is allocated anew when a written-down call is made again; any other tensor ends the recording.
+    """
     x = torch.empty(shape, dtype=dtype, device=device)
     tape = getattr(recording, "tape", None)
     if tape is not None:
