@@ -1,8 +1,8 @@
 """V's part of the prologue, for recipes with P·V in FP8: scale per channel, cast to e4m3, transpose, permute.
 
 The tensor cores take both 8-bit operands with the summed dimension contiguous, so V is stored as [channels, keys]; and
-keys are permuted inside each 16, so that P is in the operand's registers as the softmax left it
-(`in_operand_order`, attention/operands.py). Zero beyond the sequence and the head, and where the mask hides a key from every row.
+keys are permuted inside each 16, so that P is in the operand's registers as the softmax left it (`in_operand_order` of
+attention/operands.py). Zero beyond the sequence and the head, and where the mask hides a key from every row.
 
 Scales come from a plan; without one, from the channels' amax. Without a state at all a launch of its own finds that.
 With a state only the device knows whether a head has a plan, so there a program that finds none looks at all of V.
