@@ -23,6 +23,7 @@ CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is
 LOG_BITS = 14  # of the fraction of a base-2 logarithm in integers: fp32's bits, shifted, are one within 0.09
 LOG_SHIFT = 23 - LOG_BITS
 ROW_CLIP, ROW_STEPS = 8.0, 2.0**12  # of an element in its row's sum; 256 of them fit fp32 as integers
+LARGEST_QUERY = 2.0**60  # that counts when a plan is tried on a sample; an infinite one is as large as this
 BALANCE_STEP = 1 << 20  # of a balance between powers of two, in fp32's bits
 CENTER_STEPS = 2.0**22  # integer steps from 0 to the sample's largest element; 128 of them fit int32
 

@@ -23,7 +23,7 @@ SHRINK_LIMIT = 0.875
 # A plan's center and balance serve a call while the squared error they leave, as a sample of so many tokens has it,
 # is at most this many times that of the best ones, which follow the sample's noise: a plan of other inputs of the same
 # kind is to stay below it, one of keys five times as large or of channels eight times as large above.
-FIT_SAMPLES, FIT_LIMIT = 32, 2.6
+FIT_SAMPLES, FIT_LIMIT = 16, 2.6
 
 # e4m3: 4 significant bits from 2^-6 on, steps of 2^-9 below, nothing above 448 but NaN.
 E4M3_MAX = 448.0

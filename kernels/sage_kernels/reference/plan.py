@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..numerics import fit_tokens, padded_head_dim
+from ..numerics import LARGEST_QUERY, fit_tokens, padded_head_dim
 from ..recipe import AMAX_FLOOR, FIT_LIMIT, FIT_SAMPLES, INT8_MAX, SHRINK_LIMIT
 from ..state import (
     COUNT_BELOW,
@@ -43,7 +43,7 @@ def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
 
     Of Q and K in codes of range A_q, A_k with channel ranges x_d, y_d, the scores' error is about
     A_k²·Σx² + A_q²·Σy². The best center and balance leave 2·max(xy)·Σxy of that, y from the middle of K's range.
-    What is not finite in the sample takes no part.
+    A NaN in the sample of K says nothing: it makes the head's output NaN anyway. In Q it counts as LARGEST_QUERY.
     """
     head_dim, kv_heads = kf.shape[3], kf.shape[1]
     rows = slice(int(state.row), int(state.row) + kv_heads)
@@ -57,15 +57,14 @@ def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     tokens = fit_tokens(extent).expand(kf.shape[0], kv_heads, -1)
     k = kf.gather(2, tokens[..., None].expand(-1, -1, -1, head_dim))
     counted = counted.gather(2, tokens)[..., None]
-    seen = counted & k.isfinite()
     heads = torch.arange(FIT_SAMPLES, device=qf.device) * (qf.shape[1] // kv_heads) // FIT_SAMPLES
     q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, fit_tokens(torch.tensor([qf.shape[2]], device=qf.device))]
-    q = torch.where(q.isfinite(), q.abs(), 0.0) * q_weight[:, :, None]
+    q = q.abs().nan_to_num(LARGEST_QUERY).clamp_max(LARGEST_QUERY) * q_weight[:, :, None]
     q = q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)  # rows have scales of their own
     q_size = (q * q).sum(2)
-    high, low = (k.masked_fill(~seen, -torch.inf).amax(2), k.masked_fill(~seen, torch.inf).amin(2))
+    high, low = (k.masked_fill(~counted, -torch.inf).amax(2), k.masked_fill(~counted, torch.inf).amin(2))
     off = torch.where(high >= low, (high * 0.5 + low * 0.5 - center) * k_weight, 0.0)
-    k = torch.where(seen, (k - center[:, :, None]) * k_weight[:, :, None], 0.0)
+    k = torch.where(counted, (k - center[:, :, None]) * k_weight[:, :, None], 0.0)
     k_size = k.square().sum(2)
     best = (k_size + off * (off * counted.sum(2) - k.sum(2) * 2)).clamp_min(0.0)  # squares about the middle
     best = (best * q_size).sqrt()

@@ -66,9 +66,15 @@ def _prologue_kernel(
         for first in range(0, zeros, _ZEROS):
             number = first + tl.arange(0, _ZEROS)
             tl.store(zeroed_ptr + number, tl.zeros([_ZEROS], tl.int32), mask=number < zeros)
-    if program < key_programs:
+    is_key, number = True, program
+    if HAS_VALUES:
+        # in turns: while programs of keys try their plan, those of values keep the memory busy
+        paired = 2 * tl.minimum(key_programs, tl.num_programs(0) - key_programs)
+        is_key = tl.where(program < paired, program % 2 == 0, paired < 2 * key_programs)
+        number = tl.where(program < paired, program // 2, program - paired // 2)
+    if is_key:
         prepare_keys(
-            program, q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+            number, q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
             plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb,
             stride_rh, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
@@ -76,7 +82,7 @@ def _prologue_kernel(
         )  # fmt: skip
     elif HAS_VALUES:
         prepare_values(
-            program - key_programs, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr,
+            number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr,
             counts_ptr, row_ptr, shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb,
             stride_rh, seq_kv, kv_heads, value_chunks, value_spans, value_steps,
             HEAD_DIM, WIDTH, CHANNELS, SCALING == "planned", HAS_MASK,

@@ -29,6 +29,7 @@ LOG_SHIFT = tl.constexpr(numerics.LOG_SHIFT)
 LOG_ONE = tl.constexpr(1 << numerics.LOG_BITS)
 ROW_CLIP, ROW_STEPS = tl.constexpr(numerics.ROW_CLIP), tl.constexpr(numerics.ROW_STEPS)
 BALANCE_STEP = tl.constexpr(numerics.BALANCE_STEP)
+LARGEST_QUERY = tl.constexpr(numerics.LARGEST_QUERY)
 
 
 @triton.jit
@@ -163,10 +164,11 @@ def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, ext
     """plan_fits (reference/plan.py) of one head. Every program of the head has the same sample, so all decide alike.
 
     One pass: squares about the middle of K's range follow from those about the center. Reductions are joined, as each
-    on its own makes all warps wait for each other a few times.
+    on its own makes all warps wait for each other a few times. All programs do this before anything else, so each
+    instruction counts: a NaN in K makes the head's output NaN, and needs no care here.
     """
     high = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)
-    low = high  # of -k
+    low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     squares, q_squares = total, total
     number = tl.zeros([ROWS], tl.float32)
@@ -174,28 +176,31 @@ def plan_fits(q_base, stride_qs, stride_qh, seq_q, group, k_base, stride_ks, ext
         i = step * ROWS + tl.arange(0, ROWS)
         tokens = _fit_tokens(i, extent)
         k = _load_by_channel(k_base, tokens, stride_ks, extent, HEAD_DIM, WIDTH)
-        counted = tokens >= 0
+        # of the group's heads one after the other
+        q_rows = q_base + (i * group // FIT_SAMPLES).to(tl.int64)[:, None] * stride_qh
+        q = _load_by_channel(q_rows, _fit_tokens(i, seq_q), stride_qs, seq_q, HEAD_DIM, WIDTH)
+        q = tl.minimum(tl.abs(q), LARGEST_QUERY) * q_weight[None, :]
+        # rows have scales of their own: one that is loud is one
+        q = q * (1.0 / tl.maximum(tl.sum(q, 1), AMAX_FLOOR))[:, None]
+        q_squares += q * q
+        x = (k - center[None, :]) * k_weight[None, :]
         if HAS_MASK:
             counted = tl.load(reach_ptr + tokens) > _FAINT
-        heads = i * group // FIT_SAMPLES  # of the group, one after the other
-        q_rows = q_base + heads.to(tl.int64)[:, None] * stride_qh
-        q = _load_by_channel(q_rows, _fit_tokens(i, seq_q), stride_qs, seq_q, HEAD_DIM, WIDTH)
-        q = tl.where(q * 0.0 == 0.0, tl.abs(q), 0.0) * q_weight[None, :]
-        q = q / tl.maximum(tl.sum(q, 1), AMAX_FLOOR)[:, None]  # rows have scales of their own: one that is loud is one
-        q_squares += q * q
-        number += counted.to(tl.float32)
-        seen = counted[:, None] & (k * 0.0 == 0.0)
-        high = tl.maximum(high, tl.where(seen, k, float("-inf")))
-        low = tl.maximum(low, tl.where(seen, -k, float("-inf")))
-        k = tl.where(seen, (k - center[None, :]) * k_weight[None, :], 0.0)
-        total += k
-        squares += k * k
-    high, low = tl.split(tl.max(tl.join(high, low), 0))
+            number += counted.to(tl.float32)
+            high = tl.maximum(high, tl.where(counted[:, None], k, float("-inf")))
+            low = tl.minimum(low, tl.where(counted[:, None], k, float("inf")))
+            x = tl.where(counted[:, None], x, 0.0)
+        else:
+            high, low = tl.maximum(high, k), tl.minimum(low, k)
+        total += x
+        squares += x * x
+    count = tl.sum(number, 0) if HAS_MASK else FIT_SAMPLES * 1.0
+    high, low = tl.split(tl.max(tl.join(high, -low), 0))
     sums, q_sums = tl.split(tl.sum(tl.join(tl.join(total, squares), tl.join(q_squares, q_squares)), 0))
     total, k_size = tl.split(sums)
     q_size, _ = tl.split(q_sums)
     off = tl.where(high >= -low, (high * 0.5 - low * 0.5 - center) * k_weight, 0.0)  # the middle
-    best = tl.maximum(k_size + off * (off * tl.sum(number, 0) - total * 2.0), 0.0)
+    best = tl.maximum(k_size + off * (off * count - total * 2.0), 0.0)
     best = tl.sqrt(best * q_size)
     tops, best_top = tl.split(tl.max(tl.join(tl.join(k_size, q_size), tl.join(best, best)), 0))
     k_top, q_top = tl.split(tops)
