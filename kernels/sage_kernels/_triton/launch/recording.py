@@ -5,11 +5,17 @@ import threading
 import torch
 
 
-recording = threading.local()  # .tape: of the call that this thread is recording
+# .tape: of the call that this thread is recording; .call: the op's call that it is at (ahead.py)
+recording = threading.local()
 
 
 class Tape:
-    """What one call did: its launches and buffers. complete: nothing that can't be done again."""
+    """What one call did: its launches and buffers. complete: nothing that can't be done again.
+
+    found: None; a dict where launches are written down in place of being made (ahead.py).
+    """
+
+    found = None
 
     def __init__(self):
         self.launches, self.scratch, self.returned, self.complete = [], [], [], True
