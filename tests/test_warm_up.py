@@ -53,7 +53,7 @@ def started(monkeypatch):
 
     monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
     monkeypatch.setattr(warm_up, "_on_a_gpu", lambda part: True)
-    monkeypatch.setattr(warm_up, "_closing_call", lambda part, device: None)
+    monkeypatch.setattr(warm_up, "closing_call", lambda state, device: None)
     return calls
 
 

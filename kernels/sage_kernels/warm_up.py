@@ -48,7 +48,7 @@ def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Itera
 
     Args:
         kinds: calls that come first, first.
-        others: functions of no arguments that launch something else, such as `ScaleState.closing_call` gives.
+        others: functions of no arguments that launch something else, such as `planning.warm_up.closing_call` gives.
     Returns: a Compiling, whose `wait` ends when all are there.
     Raises: what such a call would raise on this device, or as its tensors' memory runs out.
     """
@@ -60,15 +60,16 @@ def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Itera
         first += calls[: len(kind.tokens)]
         later += calls[len(kind.tokens) :]
     with torch.no_grad():
-        return launch.compile_ahead([*first, *others, *later])
+        return launch.compile_ahead([*first, *later, *others])
 
 
 def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
-    """Launches of one head, for each length; then those with row maxima kept, and with known ones."""
+    """Launches of one head, for each length; then those with known row maxima, whose kernel compiles longest of all,
+    and those that keep the first ones."""
     from ._triton.attention.launch import launch_attention_fwd
 
     keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].pv != "16bit"
-    for known in (None, False, True)[: 3 if keeps else 1]:
+    for known in (None, True, False)[: 3 if keeps else 1]:
         for tokens in kind.tokens:
 
             def call(tokens=tokens, known=known):

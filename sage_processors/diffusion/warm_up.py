@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from sage_kernels.crossover import is_short
-from sage_kernels.planning.rules import rule_for
-from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.planning.warm_up import closing_call
 from sage_kernels.warm_up import LONG, SHORT, CallKind, compile_ahead
 
 from .discovery import discover_sites
@@ -150,17 +149,8 @@ def _dtype_of(module) -> torch.dtype:
 
 def _compile(part, kinds, device: torch.device):
     """Start what these calls and the end of a step need."""
-    closing = _closing_call(part, device)
+    closing = None if part.state is None else closing_call(part.state, device)
     return compile_ahead(kinds, device, [] if closing is None else [closing])
-
-
-def _closing_call(part, device: torch.device):
-    """The launch that ends a step there; None without one."""
-    state = part.state
-    if state is not None and state.device != device:
-        widest = max(site.head_dim for site in state.sites)
-        state = ScaleState([Site("warm-up", 1, widest)], device=device, rule=rule_for(part.config))
-    return None if state is None else state.closing_call()
 
 
 @contextmanager

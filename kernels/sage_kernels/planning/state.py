@@ -18,9 +18,7 @@ table.py. Derivation and measurements: kernels/README.md.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -165,13 +163,6 @@ class ScaleState:
         plan_step(*self._launch_tensors(finished, following, begins), **self._launch_numbers())
         if begins is not None:
             self._run.add_(begins)
-
-    def closing_call(self) -> Callable | None:
-        """The launch that closes a step of a state like this, for `sage_kernels.warm_up`; None where there is none."""
-        if type(self.rule).following is not Timestep.following or self.device.type != "cuda":
-            return None
-        level = self._noise_bins.of(1.0)
-        return functools.partial(plan_step, *self._launch_tensors(level, level), **self._launch_numbers())
 
     def _launch_tensors(self, finished, following, begins=None) -> tuple:
         """What `launch_plan_step` takes."""

@@ -106,15 +106,20 @@ def kind_of(key: tuple) -> tuple:
 
 
 def collect(calls) -> dict[tuple, Job]:
-    """The kernels that these calls (functions of no arguments) would launch, in their order. Nothing is launched."""
-    tape, before = _Collector(), getattr(recording, "tape", None)
-    recording.tape = tape
+    """The kernels that these calls (functions of no arguments) would launch; nothing is launched.
+
+    In the order of the calls, but of each its last kernel first: that of attention, which compiles longest.
+    """
+    before, jobs = getattr(recording, "tape", None), {}
     try:
         for call in calls:
+            tape = recording.tape = _Collector()
             call()
+            for kind, launch in reversed(tape.found.items()):
+                jobs.setdefault(kind, Job(kind, *launch))
     finally:
         recording.tape = before
-    return {kind: Job(kind, *launch) for kind, launch in tape.found.items()}
+    return jobs
 
 
 def compile_ahead(calls) -> Compiling:

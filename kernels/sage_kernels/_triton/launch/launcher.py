@@ -29,6 +29,8 @@ def launch(kernel, programs: int, *arguments, **constants):
     if parameters is None:
         if tape is not None:
             tape.complete = False
+            if tape.found is not None:
+                return None
         return kernel[(programs,)](*arguments, **constants)
     device = compat.current_device()
     key = [id(kernel), device, *constants.items()]
