@@ -10,11 +10,11 @@ import torch
 
 pytest.importorskip("diffusers")
 import sage_processors as sp  # noqa: E402
-import tests.tiny_image_models  # noqa: E402, F401 (registers them)
+import tests.support.tiny_image_models  # noqa: E402, F401 (registers them)
 from sage_kernels.warm_up import LONG, SHORT, CallKind  # noqa: E402
 from sage_processors.diffusion import warm_up  # noqa: E402
 from sage_processors.diffusion.warm_up import call_kinds  # noqa: E402
-from tests.tiny_models import MODELS  # noqa: E402
+from tests.support.tiny_models import MODELS  # noqa: E402
 
 
 CUDA = torch.device("cuda")

@@ -6,13 +6,13 @@ import pytest
 
 
 pytest.importorskip("triton", reason="triton is not installed")
-from tests.recording_driver import run  # noqa: E402
+from tests.support.recording_driver import run  # noqa: E402
 
 
 # what a Hopper GPU that is not there would compile: noted, not compiled
 RUN = """
 import threading, torch, triton
-from recording_driver import install
+from tests.support.recording_driver import install
 from triton.runtime.jit import JITFunction
 
 install(device=None, stream=7)
@@ -128,10 +128,12 @@ def test_kernels_compiled_ahead_are_those_of_a_run_of_six_steps(tmp_path):
 
 # small kernels, compiled for real
 COMPILES = """
-import os, sys, threading, time, torch, triton
+import os, signal, sys, threading, time, torch, triton
 import triton.language as tl
-from recording_driver import install
+from tests.support.recording_driver import install
 
+if hasattr(signal, "alarm"):
+    signal.alarm(120)  # who waits for a thread that is not there waits for ever
 handed = install(device=None, stream=7)
 from sage_kernels._triton.launch import ahead, compile_ahead, launch
 
@@ -199,6 +201,7 @@ waiting = compile_ahead([use(good, 128)])
 if hasattr(os, "fork"):
     child = os.fork()
     if not child:
+        signal.alarm(60)
         x = torch.zeros(128)
         use(good, 128)()
         os._exit(0 if len(handed) == 4 else 1)
