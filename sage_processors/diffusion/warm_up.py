@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
+from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.crossover import is_short
 from sage_kernels.planning.warm_up import closing_call
 from sage_kernels.warm_up import LONG, SHORT, CallKind, compile_ahead
@@ -41,18 +43,18 @@ class KernelsAhead:
     """Starts the compiles of a handle's parts in the background. Never raises: a launch compiles what is missing."""
 
     def __init__(self):
-        self._forwards: dict[int, int] = {}  # id(part) → forwards seen, up to FORWARDS
+        self._forwards = weakref.WeakKeyDictionary()  # part → forwards seen, up to FORWARDS
 
     def swapped(self, part) -> None:
         """The part's layers were swapped."""
-        self._forwards[id(part)] = 0
+        self._forwards[part] = 0
         self._start(part)
 
     def before_forward(self, part) -> None:
         """A forward of the part begins, which nothing is compiling or capturing."""
-        seen = self._forwards.get(id(part), 0)
+        seen = self._forwards.get(part, 0)
         if seen < FORWARDS:
-            self._forwards[id(part)] = seen + 1
+            self._forwards[part] = seen + 1
             self._start(part)
 
     def _start(self, part) -> None:
@@ -106,7 +108,7 @@ def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen
         shapes = discover_sites(layer.module, layer.sage)
         indices = layer.site_indices or [None] * len(shapes)
         for site, shape, index in zip(layer.sage._sage_sites, shapes, indices, strict=False):
-            if shape is None or (only_seen and site.seen_kind is None):
+            if shape is None or shape[1] > MAX_HEAD_DIM or (only_seen and site.seen_kind is None):
                 continue
             for kind in _kinds_of(site, layer, shape[1], index is not None, device):
                 if kind.tokens:
@@ -123,7 +125,7 @@ def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch
     if site.seen_kind is None:
         lengths = tuple(length for length in (LONG, SHORT) if _is_worth_it(length, head_dim, config, device))
     else:
-        lengths = (LONG if site.seen_seq_kv >= LONG else SHORT,)
+        lengths = (LONG if int(site.seen_seq_kv) >= LONG else SHORT,)
     rotations = {"hadamard" if layer.sage._sage_rotated else "none"}
     if config.rotation == "auto":
         rotations = {"none", "hadamard"}

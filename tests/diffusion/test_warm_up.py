@@ -98,6 +98,13 @@ def test_options_by_layer_decide_and_short_calls_need_nothing(monkeypatch):
         assert [kind.tokens for kind in found] == [lengths] * bool(lengths)
 
 
+def test_heads_too_wide_for_any_kernel_need_none(monkeypatch):
+    model, _ = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, scaling="per_block")) as handle:
+        monkeypatch.setattr(warm_up, "discover_sites", lambda *_: [(2, 512)])
+        assert call_kinds(handle._parts[0], CUDA) == []
+
+
 def test_the_swap_starts_and_the_first_two_forwards(started):
     model, inputs = MODELS["flux"]()
     with sp.apply(model, sp.SageAttnProcessor(recipe=FP8, min_tokens=0)) as handle, torch.no_grad():
@@ -178,3 +185,25 @@ def test_the_command_reads_configs_and_compiles(started, monkeypatch):
     (kind,) = started[-1]
     assert (kind.dtype, kind.recipe, kind.keeps_rows, kind.scaling) == (torch.float16, FP8, True, "planned")
     assert "no call of this model is long enough" in invoke("tiny_flux", "--min-tokens", str(2**40))
+
+
+@pytest.mark.gpu
+def test_after_a_warm_up_a_run_compiles_nothing(monkeypatch):
+    """Seven steps: row maxima come into use in the fifth."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a CUDA GPU that has FP8")
+    import triton
+
+    model, inputs = MODELS["flux"]()
+    inputs = {name: x.to("cuda", BF16 if name != "timestep" else FLOAT) for name, x in inputs.items()}
+    compiled = []
+    with sp.apply(model.to("cuda", BF16), sp.SageAttnProcessor(recipe=FP8, min_tokens=0)) as handle, torch.no_grad():
+        handle.new_run()
+        done = handle.warm_up(progress=False)
+        assert done.kernels >= 5 and handle.warm_up(progress=False).cached >= done.kernels
+        monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
+        for step in range(7):
+            model(**inputs | {"timestep": torch.tensor([1.0 - step / 8], device="cuda")})
+        report = handle.report()
+    assert report.calls == 7 * 2 and not report.fallbacks.get("short")
+    assert not compiled
