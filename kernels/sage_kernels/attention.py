@@ -167,8 +167,9 @@ def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window
     options |= {"recipe": recipe, "rotation": rotation}
     if q.is_cuda:
         from ._triton.attention.launch import launch_attention_fwd
+        from ._triton.launch import compiled_together
 
-        out, lse = launch_attention_fwd(q, k, v, return_lse=return_lse, **options)
+        out, lse = compiled_together(lambda: launch_attention_fwd(q, k, v, return_lse=return_lse, **options))
     else:
         out, lse = reference.ref_attention(q, k, v, **options)
     return (out, lse) if return_lse else out

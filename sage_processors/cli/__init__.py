@@ -1,4 +1,4 @@
-"""The command line, one file a command: sage-processors demo | report | doctor | calibrate | bench.
+"""The command line, one file a command: sage-processors demo | report | doctor | warm-up | calibrate | bench.
 
 May import everything; nothing imports it.
 """

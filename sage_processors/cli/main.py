@@ -1,4 +1,4 @@
-"""The command line: sage-processors demo | report | doctor | calibrate | bench."""
+"""The command line: sage-processors demo | report | doctor | warm-up | calibrate | bench."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from .loading import (
     steps_bar,
     torch_device,
 )
+from .warm_up import warm_up
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
@@ -52,6 +53,7 @@ bench.command("language")(bench_language)
 bench.command("rules")(rules)
 bench.command("transfer")(transfer)
 app.command("calibrate")(calibrate_policy)
+app.command("warm-up")(warm_up)
 RecipeOption = Annotated[str, typer.Option(help="Number formats of the two matmuls.")]
 ScalingOption = Annotated[str, typer.Option(help=f"{', '.join(SCALINGS)}.")]
 

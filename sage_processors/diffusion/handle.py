@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 
+import torch
 from torch import nn
 
 from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
@@ -17,6 +18,7 @@ from .discovery import attention_modules, denoisers, input_device, is_pipeline, 
 from .following import Following
 from .pipeline_method import listen
 from .report import Report, build_report
+from .warm_up import KernelsAhead, WarmUp, warm_up
 from .windows import Steps, check_patterns
 
 
@@ -45,6 +47,7 @@ class Handle:
         self.following = Following(self, self.steps.windowed)
         self._probe = None
         self._rotation = AutoRotation(self)
+        self._kernels = KernelsAhead()
         try:
             self.refresh()
             if not any(part.layers for part in self._parts):
@@ -55,6 +58,8 @@ class Handle:
                 )
             self._check_options()
             self._warn_of_idle_layers()
+            for part in self._parts:
+                self._kernels.swapped(part)
         except Exception:
             self.remove()  # leave nothing half swapped behind
             raise
@@ -186,6 +191,23 @@ class Handle:
                 part.reset()
             self._rotation.reset()
 
+    def warm_up(self, progress: bool = True, *, device: torch.device | str | None = None) -> WarmUp:
+        """Compile the kernels that a run of this model needs, at all of its steps, and wait for them.
+
+        The first run on a machine compiles for some seconds, in the background from the swap on; later ones find the
+        kernels in Triton's cache. Call this to wait before, not within, that run. Does nothing on a CPU.
+
+        Args:
+            progress: show a bar while something is compiled (needs rich).
+            device: where the model will run, if not where it is.
+        Returns: WarmUp(kernels, seconds, cached).
+        Raises: what compiling raised; NotImplementedError for a GPU without such kernels; RuntimeError for a removed
+            handle.
+        """
+        if not self._active:
+            raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
+        return warm_up(self._parts, progress=progress, device=None if device is None else torch.device(device))
+
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32):
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
         from .probe import Probe
@@ -248,6 +270,7 @@ class Handle:
             if part.state is not None:
                 part.state.begin_run(1.0 if level is None else level)
         self._follow_schedulers(thoroughly=False)
+        self._kernels.before_forward(part)
         self.following.place(part, part.timestep_of(args, kwargs))
 
     def _follow_schedulers(self, *, thoroughly: bool = True) -> None:

@@ -72,6 +72,7 @@ class CallSite:
         seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
             numel(Q) + numel(K). Written in forward and never read there: a read would make Dynamo guard on the value,
             and recompile.
+        seen_kind: of the latest call, None before: dtype of Q, causal as the op takes it, dtype of its mask of keys.
     """
 
     def __init__(self, state=None, kv_heads: int = 0, head_dim: int = 0):
@@ -79,6 +80,7 @@ class CallSite:
         self.keeps_rows = False
         self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
         self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
+        self.seen_kind = None
 
 
 class _Running(threading.local):
@@ -168,6 +170,8 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
         site.elements = query.numel() + key.numel()
         site.seen_kv_heads, site.seen_head_dim = key.shape[2], key.shape[3]
         site.seen_batch, site.seen_seq_q, site.seen_seq_kv = query.shape[0], query.shape[1], key.shape[1]
+        by_key = attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1
+        site.seen_kind = query.dtype, "top_left" if is_causal else "", attn_mask.dtype if by_key else None
         if site.state is not None and (key.shape[2], key.shape[3]) == (site.kv_heads, site.head_dim):
             if site.state.plan.device == query.device:
                 state = site.state

@@ -5,10 +5,12 @@ instead of the copy engine, launches that wait for the one before. Slower, the s
 sage_kernels/compat.py.
 """
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import logging
+import threading
 
 import torch
 import triton
@@ -19,6 +21,7 @@ logger = logging.getLogger("sage_kernels")
 NAMES = (
     "triton.runtime.driver",
     "triton.knobs.runtime",
+    "triton.knobs.compilation",
     "triton.language.extra.cuda.gdc_launch_dependents",
     "triton.language.extra.cuda.gdc_wait",
     "triton.tools.tensor_descriptor.TensorDescriptor",
@@ -160,6 +163,33 @@ def starter(compiled):
         run(programs, 1, 1, stream, function, packed, None, None, None, *values, *rest)
 
     return start
+
+
+# compiles
+
+_compilation = find("triton.knobs.compilation")
+_told = threading.local()  # .hits: of the compiles of a thread, while it wants to be told
+
+
+def _tell(*, cache_hit: bool, **_) -> None:
+    hits = getattr(_told, "hits", None)
+    if hits is not None:
+        hits.append(cache_hit)
+
+
+@contextlib.contextmanager
+def told_of_cache_hits():
+    """A list that grows by a bool for each kernel that this thread gets inside: whether it was on the disk.
+
+    Stays empty where Triton doesn't tell, or where somebody else wants to be told of compiles.
+    """
+    if getattr(_compilation, "listener", _tell) is None:
+        _compilation.listener = _tell
+    _told.hits = []
+    try:
+        yield _told.hits
+    finally:
+        _told.hits = None
 
 
 # launches through the CUDA driver

@@ -177,8 +177,8 @@ class Missing(Exception):
 def hide(name):
     '''What Triton itself goes on with: hidden from our look-ups alone.'''
     from sage_kernels._triton import compat
-    if name == "triton.knobs.runtime":
-        compat._knobs = None
+    if name.startswith("triton.knobs."):
+        setattr(compat, "_knobs" if name.endswith("runtime") else "_compilation", None)
         return
     if name.startswith("triton"):
         find = compat.find
@@ -262,7 +262,7 @@ def test_E22_kernels_run_without_each_name_of_triton(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     from sage_kernels._triton.compat import NAMES
 
-    names = ["", *(name for name in NAMES if name != "triton.knobs.runtime")]
+    names = ["", *(name for name in NAMES if not name.startswith("triton.knobs."))]
     assert tried(run(TRITON.format(names=names), tmp_path)) == len(names)
 
 
@@ -270,7 +270,15 @@ def test_E22_launches_are_the_same_without_each_name_of_triton(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     from sage_kernels._triton.compat import ATTRIBUTES, GLUON
 
-    names = ["", "triton.runtime.driver", "triton.knobs.runtime", *ATTRIBUTES, GLUON[0], GLUON[-1]]
+    names = [
+        "",
+        "triton.runtime.driver",
+        "triton.knobs.runtime",
+        "triton.knobs.compilation",
+        *ATTRIBUTES,
+        GLUON[0],
+        GLUON[-1],
+    ]
     assert tried(run(LAUNCHES.format(names=names), tmp_path)) == len(names)
 
 

@@ -6,6 +6,8 @@ May import `_triton/compat` and torch. All that the other rooms and the ops use 
     processors_of(device)                               how many SMs a GPU has
     record(call, given, numbers)                        make a call; a Replay that makes it again, if that can be
     Replay(given, numbers)                              the call again, with other tensors and numbers
+    compile_ahead(calls)                                start to compile what calls will launch
+    compiled_together(call)                             make a call whose kernels are compiled side by side
 
 Three ways to the driver, each tried where the one above it can't be taken, all with the same launches:
     direct.py     of a Replay: the driver's own function, arguments written once, addresses put in place
@@ -15,9 +17,19 @@ recording.py is what a thread writes down of the call that it is making. What ea
 by kernels/benchmarks/bench_launch_layers.py.
 """
 
+from .ahead import Compiling, compile_ahead, compiled_together
 from .launcher import launch, processors_of
 from .recording import buffer
 from .replay import Replay, record
 
 
-__all__ = ["Replay", "buffer", "launch", "processors_of", "record"]
+__all__ = [
+    "Compiling",
+    "Replay",
+    "buffer",
+    "compile_ahead",
+    "compiled_together",
+    "launch",
+    "processors_of",
+    "record",
+]

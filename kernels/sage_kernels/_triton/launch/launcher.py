@@ -3,6 +3,7 @@
 import torch
 
 from .. import compat
+from .ahead import before_compile, kind_of
 from .recording import recording
 
 
@@ -21,13 +22,15 @@ def launch(kernel, programs: int, *arguments, **constants):
     Args:
         arguments: tensors, tensor descriptors, integers and floats, in the kernel's order; the rest of its parameters
             are constants.
-    Returns: the compiled kernel; in the interpreter None.
+    Returns: the compiled kernel; in the interpreter, and where launches are only collected (ahead.py), None.
     """
     tape = getattr(recording, "tape", None)
     parameters = compat.parameters(kernel)
     if parameters is None:
         if tape is not None:
             tape.complete = False
+            if tape.found is not None:
+                return None
         return kernel[(programs,)](*arguments, **constants)
     device = compat.current_device()
     key = [id(kernel), device, *constants.items()]
@@ -57,11 +60,16 @@ def launch(kernel, programs: int, *arguments, **constants):
             if is_aligned and address & 15:
                 usual = False
     key = tuple(key)
+    if tape is not None and tape.found is not None:
+        tape.found.setdefault(kind_of(key), (kernel, arguments, constants))
+        return None
     found = _ready.get(key) if usual and not compat.someone_looks_on() else None
     if found is not None:
         compiled, start, rest = found
         start(programs, compat.current_stream(device), values, rest)
     else:
+        if usual:
+            before_compile(kind_of(key))
         compiled = kernel[(programs,)](*arguments, **constants)
         start = compat.starter(compiled) if usual else None
         usual = start is not None

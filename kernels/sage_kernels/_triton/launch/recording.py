@@ -5,7 +5,8 @@ import threading
 import torch
 
 
-recording = threading.local()  # .tape: of the call that this thread is recording
+# .tape: of the call that this thread is recording; .call: the op's call that it is at (ahead.py)
+recording = threading.local()
 
 
 class Tape:
@@ -15,7 +16,10 @@ class Tape:
         launches: (parameters, compiled kernel, what starts it, programs, arguments, constants) each, from `launch`.
         scratch, returned: tensors from `buffer`.
         complete: whether all of it can be done again.
+        found: None; a dict where launches are written down in place of being made (ahead.py).
     """
+
+    found = None
 
     def __init__(self):
         self.launches, self.scratch, self.returned, self.complete = [], [], [], True

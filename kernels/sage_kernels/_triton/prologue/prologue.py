@@ -190,7 +190,8 @@ def launch_prologue(
         mask.reach if has_mask else none, mask.extent if mask.extent is not None else none, *mask.reach_strides,
         q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads,
         programs * heads, programs, tiles, v_amax.shape[1] if v_amax is not None else 0, spans, steps,
-        none if zeroed is None else zeroed, 0 if zeroed is None else zeroed.numel(),
+        # one type with and without counters: a kernel is compiled for types
+        none.view(torch.int32) if zeroed is None else zeroed, 0 if zeroed is None else zeroed.numel(),
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
         STORE_CENTER=return_center, HAS_MASK=has_mask, HAS_VALUES=has_values, **constants, OVERLAP=overlap,
         num_warps=num_warps, maxnreg=_REGISTERS if k.is_cuda else None, enable_fp_fusion=False,

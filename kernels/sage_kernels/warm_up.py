@@ -1,0 +1,92 @@
+"""Kernels compiled ahead: which ones attention calls of one kind need, whatever their lengths and numbers of heads.
+
+Compiling takes seconds a kernel. `compile_ahead` starts it in the background, for calls that are to come; a call that
+is made before its kernels are ready waits for them. What is compiled is in Triton's cache from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from .masking import Masking, make_masking
+from .recipe import DEFAULT_RECIPE, RECIPES
+from .state import new_head_state
+
+
+# Calls of up to 8,191 keys and longer ones have kernels of their own (query_slice, _triton/attention/tiles.py).
+SHORT, LONG = 4096, 8192
+
+
+class CallKind(NamedTuple):
+    """What decides the kernels of an attention call, beside its length.
+
+    Attributes:
+        dtype: of q, k and v. head_dim: channels a head.
+        recipe, scaling, rotation: as of `sage_attention`; scaling "planned": with a state.
+        keeps_rows: with "planned" and 8-bit P: later calls keep row maxima, and then begin from kept ones.
+        causal: "", "top_left" or "bottom_right".
+        by_key: with a mask of keys, of this type; None: without.
+        tokens: numbers of queries and keys, one of each length that has kernels of its own.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    recipe: str = DEFAULT_RECIPE
+    scaling: str = "planned"
+    rotation: str = "none"
+    keeps_rows: bool = False
+    causal: str = ""
+    by_key: torch.dtype | None = None
+    tokens: tuple[int, ...] = (LONG, SHORT)
+
+
+def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Iterable[Callable] = ()):
+    """Start to compile, in the background, the kernels of attention calls of these kinds on a GPU.
+
+    Args:
+        kinds: calls that come first, first.
+        others: functions of no arguments that launch something else, such as `planning.warm_up.closing_call` gives.
+    Returns: a Compiling, whose `wait` ends when all are there.
+    Raises: what such a call would raise on this device, or as its tensors' memory runs out.
+    """
+    from ._triton import launch
+
+    first, later = [], []
+    for kind in kinds:
+        calls = list(_calls(kind, device))
+        first += calls[: len(kind.tokens)]
+        later += calls[len(kind.tokens) :]
+    with torch.no_grad():
+        return launch.compile_ahead([*first, *later, *others])
+
+
+def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
+    """Launches of one head, for each length; then those with known row maxima, whose kernel compiles longest of all,
+    and those that keep the first ones."""
+    from ._triton.attention.launch import launch_attention_fwd
+
+    keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].pv != "16bit"
+    for known in (None, True, False)[: 3 if keeps else 1]:
+        for tokens in kind.tokens:
+
+            def call(tokens=tokens, known=known):
+                q = torch.empty(1, tokens, 1, kind.head_dim, dtype=kind.dtype, device=device)
+                state = new_head_state(1, kind.head_dim, device) if kind.scaling == "planned" else None
+                if known is not None:
+                    state = state.keeping(torch.empty(1, 1, tokens, device=device), known)
+                launch_attention_fwd(
+                    q, q, q, scale=1.0, scaling=kind.scaling, smooth_k=True, state=state, return_lse=False,
+                    recipe=kind.recipe, rotation=kind.rotation, masking=_masking(kind, tokens, device),
+                )  # fmt: skip
+
+            yield call
+
+
+def _masking(kind: CallKind, tokens: int, device: torch.device) -> Masking:
+    mask = None
+    if kind.by_key is not None:
+        mask = torch.zeros(1, 1, 1, tokens, dtype=kind.by_key, device=device)
+    return make_masking(mask, kind.causal, None, 0.0, None, tokens, tokens)[0]

@@ -1,0 +1,55 @@
+"""The command `warm-up`: kernels are compiled before a model is run for the first time."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+
+from ..options import SCALINGS, SageAttnProcessor
+from . import loading
+from .loading import DTYPES, DeviceOption, console, torch_device
+
+
+def warm_up(
+    model: Annotated[
+        str, typer.Argument(help="Embedded pipeline, folder of a pipeline or model, or name on the Hub.")
+    ],
+    recipe: Annotated[str, typer.Option(help="Number formats of the two matmuls.")] = "qk_int8_pv_bf16",
+    scaling: Annotated[str, typer.Option(help=f"{', '.join(SCALINGS)}.")] = "timestep",
+    min_tokens: Annotated[int | None, typer.Option(help="As the option of SageAttnProcessor.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"The model's: {', '.join(DTYPES)}.")] = "bfloat16",
+    device: DeviceOption = "auto",
+) -> None:
+    """Compile the kernels that a model needs into Triton's cache. Reads configs only, loads no weights."""
+    from ..diffusion.discovery import denoisers, is_pipeline
+    from ..diffusion.handle import apply
+
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")
+    try:
+        config = SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=min_tokens)
+    except ValueError as error:
+        option = str(error).partition(":")[0].replace("_", "-")
+        raise typer.BadParameter(str(error), param_hint=f"--{option}") from error
+    where = torch_device(device)
+    target = loading.load_skeleton(model)
+    for part in denoisers(target).values() if is_pipeline(target) else (target,):
+        part.to(getattr(torch, dtype))
+    try:
+        handle = apply(target, config)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="MODEL") from error
+    with handle:
+        if where.type == "cpu":
+            console.print("Nothing to warm up on a CPU: no kernels are compiled there.")
+            return
+        try:
+            done = handle.warm_up(device=where)
+        except NotImplementedError as error:
+            loading.fail(str(error))
+    if not done.kernels:
+        console.print("Nothing to warm up: no call of this model is long enough for INT8 on this GPU.")
+        return
+    console.print(f"{done.kernels} kernels in {done.seconds:.1f} s, {done.cached} of them were there.")
