@@ -42,7 +42,7 @@ from .loading import (
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
 RESULTS = Path("kernels") / "benchmarks" / "results.csv"
-PAGES = ("README.md", "docs/results.md", "kernels/NOTES.md")  # with tables made from it
+PAGES = ("README.md", "docs/results.md", "docs/comparison.md", "kernels/NOTES.md")  # with tables made from it
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="INT8 attention for Hugging Face pipelines."

@@ -1,4 +1,4 @@
-"""Pages of the documentation with tables made from results.csv: what stands between two markers is never typed by hand."""
+"""Pages of the documentation with tables made from results.csv: nothing between two markers is typed by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..whole_file import write_whole
 from .headline import figures_markdown
-from .tables import launch_layers, results_markdown
+from .tables import launch_layers, peers, results_markdown
 
 
 BEGIN = "<!-- {}:begin -->"  # of a section of a page, by its name
@@ -26,6 +26,7 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
     return {
         "figures": figures_markdown(rows),
         "results": results_markdown(rows, summary=True),
+        "peers": peers(rows),
         "layers": launch_layers([row for row in rows if row["suite"] == "end_to_end"]),
     }
 

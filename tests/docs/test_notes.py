@@ -1,4 +1,4 @@
-"""kernels/NOTES.md: every number that was found is that of a row of results.csv, and the maths beside it stays short."""
+"""kernels/NOTES.md: every number that was found is that of a row of results.csv. And the maths stay short."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from sage_kernels.results import append_row, is_without_int8, read_rows
 from sage_processors.cli.main import PAGES
 from sage_processors.evaluation.headline import FIGURES, figures_markdown
 from sage_processors.evaluation.pages import PAGE, PAGE_HEADER, replace_sections, sections, update
-from sage_processors.evaluation.tables import LANGUAGE, results_markdown
+from sage_processors.evaluation.tables import LANGUAGE, peers, results_markdown
 from tests.support.repository import ROOT
 
 
@@ -58,6 +58,18 @@ def test_a_quality_figure_says_of_how_many_pictures(tmp_path):
         append_row(path, **quality | {"batch": pictures}, median=value)
     (line,) = (x for x in figures_markdown(read_rows(path)).splitlines() if "tiny_sd" in x)
     assert "| 49.3 dB |" in line and "mean of 256 pictures" in line and "of our own" in line
+
+
+def test_peers_are_of_the_newest_run_with_others(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = TIMED | {"case": "D128_N16384_full"}
+    for commit, other, ours in (("a", 100, 200), ("b", 110, 210)):
+        append_row(path, **timed | {"provider": "sageattention_9", "recipe": ""}, commit=commit, median=other)
+        append_row(path, **timed | {"recipe": DEFAULT_RECIPE}, commit=commit, median=ours)
+    append_row(path, **timed | {"recipe": DEFAULT_RECIPE}, commit="c", median=900)  # without others
+    text = peers(read_rows(path))
+    assert "| D128_N16384_full | b | – | – | 210 | – | 110 |" in text and "900" not in text
+    assert text.startswith("| shape | commit | torch_sdpa_cudnn | torch_sdpa_flash |")
 
 
 def test_launch_layers_have_a_table_of_their_own(tmp_path):

@@ -148,7 +148,7 @@ def test_Q31_a_write_that_fails_leaves_the_old_file(name, tmp_path):
     elif name == "figure.png":
         save_figure(tmp_path / "first.png")  # matplotlib writes a font cache of its own
         (tmp_path / "first.png").unlink()
-    elif name == tables.PAGE:
+    elif name == pages.PAGE:
         pytest.skip("its own inputs are written by the test")
     with no_file_longer_than(2), pytest.raises(OSError) as error:
         save(path)
