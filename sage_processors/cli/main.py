@@ -236,7 +236,7 @@ def bench_tables(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--page") from error
     state = "updated" if changed else "already up to date"
-    console.print(f"{', '.join(map(str, pages))}: {state}", markup=False, highlight=False)
+    console.print(f"{', '.join(map(str, pages))}: {state}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _config(recipe: str, scaling: str) -> SageAttnProcessor:
