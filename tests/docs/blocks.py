@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+
 PAGES = (
     "README.md",
     "CONTRIBUTING.md",

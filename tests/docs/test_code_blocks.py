@@ -11,8 +11,9 @@ import torch
 from typer.testing import CliRunner
 
 from sage_processors.cli import main as cli
-from tests.docs.blocks import ROOT, blocks
+from tests.docs.blocks import PAGES, blocks
 from tests.docs.stand_ins import stand_in
+from tests.support.repository import ROOT
 
 
 LANGUAGES = {"python", "sh", "yaml", "toml", ""}
@@ -58,8 +59,6 @@ def commands() -> list:
 
 
 def inline_commands() -> list:
-    from tests.docs.blocks import PAGES
-
     found = []
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from sage_kernels.results import read_rows
+from tests.support.repository import ROOT
 
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 NOTES = ROOT / "kernels" / "NOTES.md"
 ROW = re.compile(r"`([0-9a-f]{7}) ([^`]+)`")
 NUMBER = re.compile(r"(?<![\w.,-])\d+(?:\.\d+)?(?![\w,]|\.\d)")

@@ -12,7 +12,8 @@ from sage_kernels.results import read_rows
 from sage_processors.diffusion import processors
 from sage_processors.language import report as language_report
 from sage_processors.options import ROTATIONS, SCALINGS
-from tests.docs.blocks import FENCE, ROOT
+from tests.docs.blocks import FENCE
+from tests.support.repository import ROOT
 
 
 PAGES = (
