@@ -6,6 +6,7 @@ makes calls small: fewer steps, frames and pixels. What a page does with them is
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 
@@ -19,14 +20,17 @@ from sage_processors.evaluation import language
 from sage_processors.pipelines.random_video import random_video
 
 
-STEPS = 2
-SMALL = {"height": 128, "width": 128, "num_inference_steps": STEPS, "num_frames": 9, "max_sequence_length": 32}
+SMALL = {"height": 128, "width": 128, "num_frames": 9, "max_sequence_length": 32}
 
 
 @functools.cache
-def _embedded(name: str) -> dict:
-    """The components of an embedded pipeline, loaded once; what uses them leaves them as they are."""
+def _loaded(name: str) -> dict:
     return DiffusionPipeline.from_pretrained(sp.pipelines.path(name)).components
+
+
+def _embedded(name: str) -> dict:
+    """The components of an embedded pipeline: copies, since a block may swap, compile or train them."""
+    return copy.deepcopy(_loaded(name))
 
 
 def flux(*_, **__):
@@ -45,7 +49,8 @@ def controlnet(*_, **__):
 
 
 def sdxl(*_, **__):
-    small, encoder = _embedded("tiny_sd"), _embedded("tiny_sd")["text_encoder"]
+    small = _embedded("tiny_sd")
+    encoder = small["text_encoder"]
     width = encoder.config.hidden_size
     torch.manual_seed(0)
     config = transformers.CLIPTextConfig(**encoder.config.to_dict() | {"projection_dim": 64})
@@ -141,16 +146,21 @@ STAND_INS = {
 }
 
 
+def _steps(given: int | None) -> int:
+    """2 to 4 in the place of some dozens."""
+    return 2 if given is None else max(2, min(given // 7, 4))
+
+
 def _smaller(call):
     """A pipeline's `__call__` that draws small, whatever sizes it is given."""
-    known = inspect.signature(call).parameters
-
+    known = set(inspect.signature(call).parameters)
     if call is diffusers.ModularPipeline.__call__:  # whose blocks say what it takes
         known = set(SMALL) - {"num_frames"}
 
     @functools.wraps(call)
     def made(self, *args, **kwargs):
-        return call(self, *args, **kwargs | {name: size for name, size in SMALL.items() if name in known})
+        kwargs |= {name: size for name, size in SMALL.items() if name in known}
+        return call(self, *args, **kwargs | {"num_inference_steps": _steps(kwargs.get("num_inference_steps"))})
 
     return made
 

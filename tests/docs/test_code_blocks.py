@@ -10,6 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import sage_kernels
 from sage_processors.cli import main as cli
 from tests.docs.blocks import PAGES, blocks
 from tests.docs.stand_ins import stand_in
@@ -29,8 +30,29 @@ def test_python_blocks_run_as_they_are(block, monkeypatch, tmp_path, capsys):
     stand_in(monkeypatch)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    calls = count_calls(monkeypatch)
     code = compile("\n" * block.line + block.text, str(ROOT / block.page), "exec")
     exec(code, {"__name__": "__main__"})
+    if any(word in block.text for word in ("SageAttnProcessor", "sage_int8", "sage_attention")):
+        is_traced = "compile_" in block.text or "torch.export" in block.text  # graphs are not counted here
+        assert calls or is_traced, "nothing ran in INT8"
+
+
+def count_calls(monkeypatch) -> list[str]:
+    """Names of the ops that are called eagerly from now on."""
+    calls: list[str] = []
+
+    def counted(name, op):
+        def call(*args, **kwargs):
+            if not torch.compiler.is_compiling():
+                calls.append(name)
+            return op(*args, **kwargs)
+
+        return call
+
+    for name in ("sage_attention", "sage_decode_attention"):
+        monkeypatch.setattr(sage_kernels, name, counted(name, getattr(sage_kernels, name)))
+    return calls
 
 
 @pytest.mark.parametrize("block", names(blocks("python")))
