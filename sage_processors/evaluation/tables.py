@@ -355,8 +355,11 @@ def is_layer_row(row: dict[str, str]) -> bool:
 def launch_layers(rows: list[dict[str, str]]) -> str:
     """A line for each model and run: with all layers of the launch path, and without each."""
     runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in filter(is_layer_row, rows):
-        model, variant = LAYERS.match(row["case"]).group("model", "variant")
+    for row in rows:
+        found_in = LAYERS.match(row["case"])
+        if found_in is None:
+            continue
+        model, variant = found_in.group("model", "variant")
         of_model = runs.setdefault((model, row["commit"], row["gpu"], row["unit"]), [])
         if not of_model or variant in of_model[-1]:  # a variant that is there already: another run
             of_model.append({})

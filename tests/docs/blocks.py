@@ -14,7 +14,11 @@ PAGES = (
     "SECURITY.md",
     "kernels/README.md",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
-    "sage_processors/pipelines/tiny_lm/README.md",
+    *(
+        str(path.relative_to(ROOT))
+        for home in ("sage_processors", "demo")
+        for path in ROOT.glob(f"{home}/**/README.md")
+    ),
 )
 FENCE = re.compile(r"^```([\w+-]*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
