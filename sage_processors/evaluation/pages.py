@@ -15,8 +15,8 @@ END = "<!-- {}:end -->"
 PAGE = "RESULTS.md"  # beside results.csv
 PAGE_HEADER = """# Results
 
-All of [results.csv](results.csv), the newest row of each kind, written by `sage-processors bench tables`. What the
-columns of pictures mean stands in [docs/results.md](../../docs/results.md).
+All of [results.csv](results.csv), the newest row of each kind, written by `sage-processors bench tables`. Pictures and
+texts are of small models of our own; what their columns mean stands in [docs/results.md](../../docs/results.md).
 
 """
 
