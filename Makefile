@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu test-versions sanitize codegen cases notebooks quality style bench clean
+.PHONY: demo test test-gpu test-versions sanitize codegen cases notebooks docs quality style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -51,6 +51,10 @@ cases: $(INSTALLED)
 notebooks: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(RUN) notebooks/run.py $(ARGS)
 	$(RUN) kernels/benchmarks/plots.py
+
+# the site, in build/site; a link that leads nowhere is an error. `make docs ARGS=--verbose`
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict $(ARGS)
 
 quality: $(INSTALLED)
 	$(RUN) -m ruff check .

@@ -117,7 +117,7 @@ stock = torch.cat([pair[0][:2] for pair in pictures.values()])
 ours = torch.cat([pair[1][:2] for pair in pictures.values()])
 titles = [name for name, pair in pictures.items() for _ in pair[0][:2]]
 sheet = side_by_side(stock, ours, titles, amplification(stock, ours), cell=192)
-# 128 colours: a figure of the README stays small
+# 128 colours: a figure of the documentation stays small
 sheet.quantize(128).save(FIGURES / "stock_and_int8.png")
 Image(FIGURES / "stock_and_int8.png")
 

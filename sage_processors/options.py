@@ -158,8 +158,9 @@ class SageAttnProcessor:
         history: steps that "delayed" looks back, >= 1.
         gamma: exponent of "sigma_power". "fit": fitted per head to the frozen table, and 0 (static) where no power law
             fits. A number serves all heads: 1 is s ∝ σ, -1 is s ∝ 1/σ.
-        keep_first_steps, keep_last_steps: so many steps at the start and at the end of a run stay in 16 bit (reason
-            "window"). A step is one step of the scheduler.
+        keep_first_steps: so many steps at the start of a run stay in 16 bit (reason "window"). A step is one step of
+            the scheduler.
+        keep_last_steps: so many steps at the end of a run stay in 16 bit.
         keep_below_noise: steps at noise levels below this stay in 16 bit, 0 to 1 (1 is pure noise).
         keep_noise: (low, high): steps at noise levels of low and above, and below high, stay in 16 bit; a high of 1
             holds 1 itself too. () is none.

@@ -1,4 +1,4 @@
-"""README's figures, made from results.csv: no number in them is typed by hand.
+"""The documentation's figures, made from results.csv: no number in them is typed by hand.
 
     python kernels/benchmarks/plots.py                        # writes kernels/benchmarks/figures/*.png
     python kernels/benchmarks/plots.py --format svg --out somewhere
@@ -48,7 +48,7 @@ def speed_rows(rows: Rows) -> Rows:
 
 def picture_panels(rows: Rows) -> dict[tuple[str, str], Rows]:
     """PSNR over pictures (median, 20th and 80th percentile) by pipeline and GPU: of the runs with one number of
-    pictures, that which compares the most ways. Two ways alone are the README's table's affair."""
+    pictures, that which compares the most ways. Two ways alone are a table's affair."""
     chosen = [r for r in rows if r["suite"] == "quality" and r["metric"] == "psnr_db" and r["p20"] and r["p80"]]
     runs = {}
     for row in chosen:

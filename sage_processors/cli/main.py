@@ -43,11 +43,12 @@ from .warm_up import warm_up
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
 RESULTS = Path("kernels") / "benchmarks" / "results.csv"
+PAGES = ("README.md", "docs/results.md", "docs/comparison.md", "kernels/NOTES.md")  # with tables made from it
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="INT8 attention for Hugging Face pipelines."
 )
-bench = typer.Typer(no_args_is_help=True, help="Measure, and turn measurements into README's tables.")
+bench = typer.Typer(no_args_is_help=True, help="Measure, and turn measurements into tables.")
 app.add_typer(bench, name="bench")
 bench.command("language")(bench_language)
 bench.command("rules")(rules)
@@ -222,20 +223,22 @@ def bench_attention(context: typer.Context) -> None:
 
 @bench.command("tables")
 def bench_tables(
-    readme: Annotated[Path, typer.Option(help="File with the results markers.")] = Path("README.md"),
+    page: Annotated[list[Path] | None, typer.Option(help="Page with markers; may be repeated.")] = None,
     results: Annotated[Path, typer.Option(help="results.csv to read.")] = RESULTS,
 ) -> None:
-    """Rewrite README's result tables, and RESULTS.md beside results.csv."""
-    from ..evaluation.tables import update
+    """Rewrite the tables that the documentation has of results.csv, and RESULTS.md beside it."""
+    from ..evaluation.pages import update
 
-    for path, option in ((readme, "--readme"), (results, "--results")):
+    pages = page or [Path(name) for name in PAGES]
+    for path, option in ((results, "--results"), *((path, "--page") for path in pages)):
         if not path.is_file():
             raise typer.BadParameter(f"{path} does not exist", param_hint=option)
     try:
-        changed = update(readme, results)
+        changed = update(pages, results)
     except ValueError as error:
-        raise typer.BadParameter(f"{readme}: {error}", param_hint="--readme") from error
-    console.print(f"{readme}: {'updated' if changed else 'already up to date'}", markup=False, highlight=False)
+        raise typer.BadParameter(str(error), param_hint="--page") from error
+    state = "updated" if changed else "already up to date"
+    console.print(f"{', '.join(map(str, pages))}: {state}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _config(recipe: str, scaling: str) -> SageAttnProcessor:

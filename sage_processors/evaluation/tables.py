@@ -1,18 +1,13 @@
-"""Tables made from kernels/benchmarks/results.csv, a few for the README and all for RESULTS.md: none typed by hand."""
+"""Tables in markdown, made from the rows of kernels/benchmarks/results.csv."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from pathlib import Path
 
-from sage_kernels.recipe import DEFAULT_RECIPE
-
-from ..whole_file import write_whole
+from sage_kernels.recipe import DEFAULT_RECIPE, FP8_RECIPE
 
 
-BEGIN = "<!-- results:begin -->"
-END = "<!-- results:end -->"
 LANGUAGE = {  # metric of a language model's row: heading
     "perplexity": "perplexity",
     "perplexity_ratio": "over stock",
@@ -24,24 +19,19 @@ LANGUAGE = {  # metric of a language model's row: heading
 
 
 NO_INT8 = "none: no call ran in INT8"  # in place of a ratio
-PAGE = "RESULTS.md"  # beside results.csv
-PAGE_HEADER = """# Results
-
-All of [results.csv](results.csv), the newest row of each kind, written by `sage-processors bench tables`. What the
-columns of pictures mean stands in the [README](../../README.md#measured).
-
-"""
 
 
 def results_markdown(rows: Iterable[dict[str, str]], *, summary: bool = False) -> str:
     """Markdown of the newest row (the last in the file) of every case, GPU, provider, recipe and metric.
 
-    summary: what a reader of the README wants: one run of each pipeline, the default scaling, lengths worth INT8.
+    summary: what a reader of the documentation wants: one run of each pipeline, the default scaling, lengths worth
+        INT8.
     """
     rows = list(rows)
     quality = [row for row in rows if row["suite"] == "quality"]
     pictures = [row for row in quality if row["metric"] not in LANGUAGE]
     attention = [row for row in rows if row["suite"] == "attention_fwd"]
+    whole = [row for row in rows if row["suite"] == "end_to_end"]
     return "\n\n".join(
         (
             "### Picture quality\n\n" + (_quality_summary(pictures) if summary else _quality(pictures)),
@@ -50,33 +40,10 @@ def results_markdown(rows: Iterable[dict[str, str]], *, summary: bool = False) -
             *(() if summary else ("### How attention is called\n\n" + _calls(attention),)),
             *(() if summary else ("### What a fixed softmax reference costs\n\n" + _softmax(attention),)),
             "### Decoding over an INT8 cache\n\n" + _decoding([r for r in rows if r["suite"] == "decode"]),
-            "### Whole models\n\n" + _whole_models([r for r in rows if r["suite"] == "end_to_end"], summary),
+            "### Whole models\n\n" + _whole_models([r for r in whole if not is_layer_row(r)], summary),
+            *(() if summary else ("### Launch layers\n\n" + launch_layers(whole),)),
         )
     )
-
-
-def replace_section(text: str, markdown: str) -> str:
-    """`text` with what stands between the two markers replaced. Raises: ValueError if a marker is missing."""
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"text: expected {BEGIN} and {END} once each, in this order")
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{markdown}\n{END}{after}"
-
-
-def update(readme: str | Path, results: str | Path) -> bool:
-    """Rewrite the section of a README and the page beside a results.csv; True if that changed one of them."""
-    from sage_kernels.results import read_rows
-
-    readme, page, rows = Path(readme), Path(results).with_name(PAGE), read_rows(results)
-    texts = {
-        readme: replace_section(readme.read_text(encoding="utf-8"), results_markdown(rows, summary=True)),
-        page: PAGE_HEADER + results_markdown(rows) + "\n",
-    }
-    changed = [path for path in texts if not path.is_file() or path.read_text(encoding="utf-8") != texts[path]]
-    for path in changed:
-        write_whole(path, texts[path])
-    return bool(changed)
 
 
 def _newest(rows: list[dict[str, str]], *names: str) -> dict[tuple[str, ...], dict[str, str]]:
@@ -223,6 +190,38 @@ def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
     return "\n\n".join((note, speed, worst))
 
 
+PEER_CASES = (
+    "D128_N4096_full",
+    "D128_N16384_full",
+    "D128_N16384_causal",
+    "D64_N16384_full",
+    "flux_2048",
+    "cogvideox_49",
+)
+
+
+def peers(rows: list[dict[str, str]]) -> str:
+    """A line for each shape: the newest run in which attention of other packages was timed beside ours."""
+    rows = [row for row in rows if (row["suite"], row["metric"]) == ("attention_fwd", "throughput")]
+    usual = ("sage_kernels", "torch_sdpa_cudnn", "torch_sdpa_flash")
+    lines, columns = (
+        [],
+        [*((name, "") for name in usual[1:]), *((usual[0], name) for name in (DEFAULT_RECIPE, FP8_RECIPE))],
+    )
+    for case in PEER_CASES:
+        timed = [row for row in rows if row["case"] == case]
+        runs = [row["commit"] for row in timed if row["provider"] not in usual]
+        if not runs:
+            continue
+        run = {(row["provider"], row["recipe"]): row for row in timed if row["commit"] == runs[-1]}
+        columns += [key for key in run if key not in columns]
+        lines.append((case, runs[-1], run))
+    if not lines:
+        return "No rows yet: `make bench` with other packages installed."
+    body = [[case, commit, *(run[x]["median"] if x in run else "–" for x in columns)] for case, commit, run in lines]
+    return _table(["shape", "commit", *(recipe or provider for provider, recipe in columns)], body)
+
+
 def _calls(rows: list[dict[str, str]]) -> str:
     """A line for each shape, GPU and recipe that was called in every way: speeds of one run, host times, launches."""
     from sage_kernels.results import CALLS
@@ -343,6 +342,38 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
     header = ["model", "recipe", "on", "ours, ms", "cuDNN, ms", "flash, ms", "attention removed, ms"]
     header += ["cuDNN / ours, same run", "peak GiB, cuDNN", "peak GiB, ours", "relative L1"]
     return _table(header, lines)
+
+
+LAYERS = re.compile(r"(?P<model>.+)/(?P<variant>everything|without_\w+)$")  # rows of bench_launch_layers.py
+
+
+def is_layer_row(row: dict[str, str]) -> bool:
+    """Whether a row tells what a layer of the launch path brings, not how fast a model is."""
+    return LAYERS.match(row["case"]) is not None
+
+
+def launch_layers(rows: list[dict[str, str]]) -> str:
+    """A line for each model and run: with all layers of the launch path, and without each."""
+    runs: dict[tuple[str, ...], list[dict[str, str]]] = {}
+    for row in rows:
+        found_in = LAYERS.match(row["case"])
+        if found_in is None:
+            continue
+        model, variant = found_in.group("model", "variant")
+        of_model = runs.setdefault((model, row["commit"], row["gpu"], row["unit"]), [])
+        if not of_model or variant in of_model[-1]:  # a variant that is there already: another run
+            of_model.append({})
+        of_model[-1][variant] = f"{float(row['median']):.1f} ({float(row['p20']):.1f} – {float(row['p80']):.1f})"
+    if not runs:
+        return "No rows yet: `python kernels/benchmarks/bench_launch_layers.py` on a machine with a GPU."
+    variants = list(dict.fromkeys(variant for found in runs.values() for run in found for variant in run))
+    lines = [
+        [model, commit, gpu, "tokens/s" if unit == "1/s" else unit, *(run.get(x, "–") for x in variants)]
+        for (model, commit, gpu, unit), found in runs.items()
+        for run in found
+    ]
+    note = "Eager calls in turns, median of the turns, in brackets the 20th and 80th percentile."
+    return f"{note}\n\n{_table(['model', 'commit', 'on', 'unit', *(x.replace('_', ' ') for x in variants)], lines)}"
 
 
 def _table(header: list[str], lines: list[list[str]]) -> str:

@@ -196,17 +196,19 @@ def test_bench_attention_runs_the_checkouts_benchmark(tmp_path, monkeypatch):
     assert (tmp_path / "got").read_text() == "--suite prologue"
 
 
-def test_bench_tables_updates_the_readme(tmp_path):
-    readme = tmp_path / "README.md"
-    shutil.copy(ROOT / "README.md", readme)
+def test_bench_tables_updates_the_pages(tmp_path):
+    pages = []
+    for name in cli.PAGES:
+        shutil.copy(ROOT / name, tmp_path)
+        pages += ["--page", tmp_path / Path(name).name]
     results = tmp_path / "results.csv"
     for name in ("results.csv", "RESULTS.md"):
         shutil.copy(ROOT / "kernels" / "benchmarks" / name, tmp_path)
-    assert "already up to date" in invoke("bench", "tables", "--readme", readme, "--results", results)
+    assert "already up to date" in invoke("bench", "tables", *pages, "--results", results)
     (tmp_path / "RESULTS.md").write_text("old")
-    assert "updated" in invoke("bench", "tables", "--readme", readme, "--results", results)
-    readme.write_text("no markers")
-    assert "once each" in invoke("bench", "tables", "--readme", readme, "--results", results, code=2)
+    assert "updated" in invoke("bench", "tables", *pages, "--results", results)
+    (tmp_path / "README.md").write_text("no markers")
+    assert "got no markers" in invoke("bench", "tables", *pages, "--results", results, code=2)
 
 
 def test_prompts_are_distinct_words_the_pipelines_know():

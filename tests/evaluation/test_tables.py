@@ -1,19 +1,13 @@
-"""README's tables come from results.csv and from nowhere else."""
+"""The documentation's tables come from results.csv and from nowhere else."""
 
 import pytest
 
 from sage_kernels.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, is_without_int8, read_rows
-from sage_processors.evaluation.tables import (
-    BEGIN,
-    END,
-    LANGUAGE,
-    PAGE,
-    PAGE_HEADER,
-    replace_section,
-    results_markdown,
-    update,
-)
+from sage_processors.cli.main import PAGES
+from sage_processors.evaluation.headline import FIGURES, figures_markdown
+from sage_processors.evaluation.pages import PAGE, PAGE_HEADER, replace_sections, sections, update
+from sage_processors.evaluation.tables import LANGUAGE, peers, results_markdown
 from tests.support.repository import ROOT
 
 
@@ -22,12 +16,72 @@ TIMED = {"suite": "attention_fwd", "provider": "sage_kernels", "recipe": "r", "g
 TIMED |= {"case": "D128_N8192_full", "metric": "throughput", "includes_quantization": True}
 
 
-def test_readme_is_what_results_csv_says():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+
+def test_the_documentation_is_what_results_csv_says():
     results = ROOT / "kernels" / "benchmarks" / "results.csv"
     rows = read_rows(results)
-    assert text == replace_section(text, results_markdown(rows, summary=True)), "run `sage-processors bench tables`"
+    found = sections(rows)
+    shown = set()
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert text == replace_sections(text, found), f"{page}: run `sage-processors bench tables`"
+        shown |= {name for name in found if f"<!-- {name}:begin -->" in text}
+    assert shown == set(found)
     assert results.with_name(PAGE).read_text(encoding="utf-8") == f"{PAGE_HEADER}{results_markdown(rows)}\n"
+
+
+def test_every_figure_of_the_readme_has_its_rows():
+    lines = figures_markdown(read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")).splitlines()
+    assert [line.split(" | ")[0].strip("| ") for line in lines[2:-2]] == [figure.what for figure in FIGURES]
+
+
+def test_a_figure_is_held_against_the_same_run(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "end_to_end", "case": "flux_2048", "gpu": "H200", "metric": "time", "unit": "ms"}
+    ours = {"provider": "sage_kernels", "recipe": DEFAULT_RECIPE}
+    assert figures_markdown(read_rows(path) if path.exists() else []) == "No rows yet."
+    append_row(path, **timed, **ours, commit="a", median=700)
+    assert figures_markdown(read_rows(path)) == "No rows yet."  # held against nothing
+    append_row(path, **timed, provider="torch_sdpa_cudnn", commit="b", median=900)
+    append_row(path, **timed, **ours, commit="b", median=600)
+    append_row(path, **timed, provider="torch_sdpa_cudnn", commit="b", median=1200)  # of a run that follows
+    append_row(path, **timed | {"gpu": "cpu"}, **ours, commit="b", median=1)
+    assert "| 600 ms | the same with cuDNN, 900 ms | 1.50× |" in figures_markdown(read_rows(path))
+
+
+def test_a_quality_figure_says_of_how_many_pictures(tmp_path):
+    path = tmp_path / "results.csv"
+    quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean", "gpu": "H200", "case": "tiny_sd/timestep"}
+    for pictures, value in ((256, 48.0), (256, 49.26), (32, 60.0)):
+        append_row(path, **quality | {"batch": pictures}, median=value)
+    (line,) = (x for x in figures_markdown(read_rows(path)).splitlines() if "tiny_sd" in x)
+    assert "| 49.3 dB |" in line and "mean of 256 pictures" in line and "of our own" in line
+
+
+def test_peers_are_of_the_newest_run_with_others(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = TIMED | {"case": "D128_N16384_full"}
+    for commit, other, ours in (("a", 100, 200), ("b", 110, 210)):
+        append_row(path, **timed | {"provider": "sageattention_9", "recipe": ""}, commit=commit, median=other)
+        append_row(path, **timed | {"recipe": DEFAULT_RECIPE}, commit=commit, median=ours)
+    append_row(path, **timed | {"recipe": DEFAULT_RECIPE}, commit="c", median=900)  # without others
+    text = peers(read_rows(path))
+    assert "| D128_N16384_full | b | – | – | 210 | – | 110 |" in text and "900" not in text
+    assert text.startswith("| shape | commit | torch_sdpa_cudnn | torch_sdpa_flash |")
+
+
+def test_launch_layers_have_a_table_of_their_own(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "end_to_end", "gpu": "H200", "metric": "time", "unit": "ms", "provider": "sage_kernels"}
+    timed |= {"recipe": "r", "p20": 1, "p80": 3}
+    for variant, median in (("everything", 2), ("without_replay", 3), ("everything", 2.5)):
+        append_row(path, **timed, case=f"sdxl_1024/min_tokens0/{variant}", commit="a", median=median)
+    text = results_markdown(read_rows(path))
+    assert "| sdxl_1024/min_tokens0 | a | H200 | ms | 2.0 (1.0 – 3.0) | 3.0 (1.0 – 3.0) |" in text
+    assert "| sdxl_1024/min_tokens0 | a | H200 | ms | 2.5 (1.0 – 3.0) | – |" in text  # another run
+    assert "sdxl" not in text.split("### Launch layers")[0]
 
 
 def test_the_summary_shows_the_largest_run_on_a_gpu_and_lengths_worth_int8(tmp_path):
@@ -231,7 +285,7 @@ def test_Q41_a_model_without_int8_calls_has_no_ratio_of_ours(tmp_path):
 def test_Q41_no_committed_ratio_is_of_a_model_without_int8_calls():
     rows = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
     assert [row["case"] for row in rows if row["suite"] == "end_to_end" and is_without_int8(row)] != []
-    for file in ("README.md", "kernels/benchmarks/RESULTS.md"):
+    for file in ("docs/results.md", "kernels/benchmarks/RESULTS.md"):
         (line,) = (
             x for x in (ROOT / file).read_text(encoding="utf-8").splitlines() if x.startswith("| sdxl_1024 | qk")
         )
@@ -239,22 +293,32 @@ def test_Q41_no_committed_ratio_is_of_a_model_without_int8_calls():
 
 
 def test_update_rewrites_between_the_markers_only(tmp_path):
-    readme, path = tmp_path / "README.md", tmp_path / "results.csv"
+    page, path = tmp_path / "page.md", tmp_path / "results.csv"
     for way in ("dynamic", "timestep"):
         ours = QUALITY | {"recipe": DEFAULT_RECIPE}
         append_row(path, **ours, case=f"tiny_sd/{way}", metric="psnr_db_mean", median=61.0)
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
-    assert update(readme, path) and not update(readme, path)
-    text = readme.read_text(encoding="utf-8")
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    assert update([page], path) and not update([page], path)
+    text = page.read_text(encoding="utf-8")
     assert text.startswith(f"before\n{BEGIN}\n### Picture quality") and text.endswith(f"\n{END}\nafter\n")
     assert "61.0" in text and "old" not in text
     assert "61.0" in (tmp_path / PAGE).read_text(encoding="utf-8")
 
 
+def test_update_writes_nothing_where_one_page_has_no_markers(tmp_path):
+    good, bad, path = tmp_path / "good.md", tmp_path / "bad.md", tmp_path / "results.csv"
+    append_row(path, **TIMED, median=650)
+    good.write_text(f"{BEGIN}{END}", encoding="utf-8")
+    bad.write_text("no markers", encoding="utf-8")
+    with pytest.raises(ValueError, match="bad.md: text: got no markers"):
+        update([good, bad], path)
+    assert good.read_text(encoding="utf-8") == f"{BEGIN}{END}" and not (tmp_path / PAGE).exists()
+
+
 @pytest.mark.parametrize("text", ["none", BEGIN, f"{END} {BEGIN}", f"{BEGIN} {BEGIN} {END}"])
 def test_missing_markers_raise(text):
-    with pytest.raises(ValueError, match="results:begin.*results:end.* once each"):
-        replace_section(text, "")
+    with pytest.raises(ValueError, match="begin.*end.* once each"):
+        replace_sections(text, {"results": ""})
 
 
 def test_language_rows_stay_out_of_the_picture_table():

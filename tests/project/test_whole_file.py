@@ -19,7 +19,7 @@ import pytest
 import sage_processors as sp
 from sage_kernels.results import COLUMNS, append_row, read_rows
 from sage_processors.calibration import policy_files as policy
-from sage_processors.evaluation import drawing, tables
+from sage_processors.evaluation import drawing, pages
 from sage_processors.whole_file import check_output, whole_file, write_whole
 from tests.diffusion.test_scale_files import learnt
 from tests.support.repository import ROOT, files
@@ -39,12 +39,10 @@ def save_figure(path):
 
 
 def save_tables(path):
-    """The page beside results.csv; the README's section is as it should be already."""
-    readme, results = path.parent / "readme.md", path.parent / "results.csv"
+    """The page beside results.csv, with no other page."""
+    results = path.parent / "results.csv"
     results.write_text(",".join(COLUMNS) + "\n")
-    readme.write_text(tables.replace_section(f"{tables.BEGIN}{tables.END}", tables.results_markdown([], summary=True)))
-    tables.update(readme, results)
-    readme.unlink()
+    pages.update([], results)
     results.unlink()
 
 
@@ -52,7 +50,7 @@ SAVERS = {
     "scales.safetensors": save_scales,
     "policy.json": save_policy,
     "figure.png": save_figure,
-    tables.PAGE: save_tables,
+    pages.PAGE: save_tables,
     "any": lambda path: write_whole(path, "new"),
 }
 
@@ -150,7 +148,7 @@ def test_Q31_a_write_that_fails_leaves_the_old_file(name, tmp_path):
     elif name == "figure.png":
         save_figure(tmp_path / "first.png")  # matplotlib writes a font cache of its own
         (tmp_path / "first.png").unlink()
-    elif name == tables.PAGE:
+    elif name == pages.PAGE:
         pytest.skip("its own inputs are written by the test")
     with no_file_longer_than(2), pytest.raises(OSError) as error:
         save(path)

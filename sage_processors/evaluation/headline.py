@@ -1,0 +1,108 @@
+"""The README's table of figures: a few rows of results.csv in words, each with what it is measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from sage_kernels.recipe import DEFAULT_RECIPE
+
+
+HEADER = ("what", "INT8 attention", "measured against", "ratio")
+CUDNN, OURS = "torch_sdpa_cudnn", "sage_kernels"
+
+
+class Figure(NamedTuple):
+    """One line of the table.
+
+    Attributes:
+        what: what is measured, in words.
+        suite, case, metric: the row of results.csv, with the default recipe; the newest counts.
+        against: what it is held against, in words; {} is where its number goes.
+        number: how both numbers are written.
+        reference: (case, provider) of the row it is held against; None: the row itself says it all.
+    """
+
+    what: str
+    suite: str
+    case: str
+    metric: str
+    against: str
+    number: Callable[[float], str]
+    reference: tuple[str, str] | None
+    recipe: str = DEFAULT_RECIPE
+
+
+def _milliseconds(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.2f} ms"
+
+
+FIGURES = (
+    Figure(
+        "attention alone, 16,384 tokens of 128 channels", "attention_fwd", "D128_N16384_full", "throughput",
+        "cuDNN in bf16, {}", "{:.0f} TFLOPS".format, ("D128_N16384_full", CUDNN),
+    ),
+    Figure(
+        "Wan 2.1 1.3B, 480p, 81 frames, a forward", "end_to_end", "wan21_1_3b_480p81", "time",
+        "the same with cuDNN, {}", _milliseconds, ("wan21_1_3b_480p81", CUDNN),
+    ),
+    Figure(
+        "FLUX.1 at 2048 × 2048, a forward", "end_to_end", "flux_2048", "time",
+        "the same with cuDNN, {}", _milliseconds, ("flux_2048", CUDNN),
+    ),
+    Figure(
+        "FLUX.1 at 1024 × 1024, a forward", "end_to_end", "flux_1024", "time",
+        "the same with cuDNN, {}", _milliseconds, ("flux_1024", CUDNN),
+    ),
+    Figure(
+        "INT8 KV cache: attention of a token, 8 × 131,072 tokens", "decode", "llama8b_decode_131072_b8", "time",
+        "cuDNN over a bf16 cache, {}", _milliseconds, ("llama8b_decode_131072_b8", CUDNN), "kv_int8",
+    ),
+    Figure(
+        "INT8 KV cache: memory, a token and layer", "decode", "llama8b_decode_131072_b8", "kv_bytes_per_token",
+        "a bf16 cache, {}", "{:,.0f} bytes".format, ("llama8b_decode_131072_b8", CUDNN), "kv_int8",
+    ),
+    Figure(
+        "PSNR, small pipelines of our own: `tiny_sd`", "quality", "tiny_sd/timestep", "psnr_db_mean",
+        "stock attention in bf16, same seeds", "{:.1f} dB".format, None,
+    ),
+    Figure(
+        "PSNR, small pipelines of our own: `tiny_flux`", "quality", "tiny_flux/timestep", "psnr_db_mean",
+        "stock attention in bf16, same seeds", "{:.1f} dB".format, None,
+    ),
+)  # fmt: skip
+
+
+def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
+    """The table, from the newest row of each figure on a GPU; lines without a row are left out."""
+    rows = [row for row in rows if row["gpu"] != "cpu"]
+    lines = [line for figure in FIGURES if (line := _line(figure, rows)) is not None]
+    if not lines:
+        return "No rows yet."
+    on = sorted({row["gpu"] for row in rows})
+    table = [HEADER, ("---",) * len(HEADER), *lines]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in table)
+    return f"{text}\n\nMeasured on: {', '.join(on)}."
+
+
+def _line(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:
+    case = [row for row in rows if (row["suite"], row["metric"]) == (figure.suite, figure.metric)]
+    ours = [r for r in case if (r["case"], r["provider"], r["recipe"]) == (figure.case, OURS, figure.recipe)]
+    if not ours:
+        return None
+    if figure.reference is None:
+        most = max(ours, key=lambda row: int(row["batch"]))  # of equally many pictures the newest would be last
+        newest = [row for row in ours if row["batch"] == most["batch"]][-1]
+        against = f"{figure.against}, mean of {newest['batch']} pictures"
+        return figure.what, figure.number(float(newest["median"])), against, "–"
+    newest = ours[-1]
+    others = [row for row in case if (row["case"], row["provider"]) == figure.reference]
+    # of the same run; one commit may have several, and the others' rows come before ours
+    place = next(i for i, row in enumerate(rows) if row is newest)
+    before = {id(row) for row in rows[:place]}
+    same_run = [row for row in others if row["commit"] == newest["commit"] and id(row) in before]
+    if not same_run:
+        return None
+    own, other = float(newest["median"]), float(same_run[-1]["median"])
+    ratio = own / other if figure.metric == "throughput" else other / own
+    return figure.what, figure.number(own), figure.against.format(figure.number(other)), f"{ratio:.2f}×"

@@ -1,0 +1,171 @@
+"""The pages as a whole: short where they promise it, links that lead somewhere, no measured number that was typed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import PurePosixPath
+
+import pytest
+
+import sage_kernels
+from sage_kernels.results import read_rows
+from sage_processors.diffusion import processors
+from sage_processors.language import report as language_report
+from sage_processors.options import ROTATIONS, SCALINGS
+from tests.docs.blocks import FENCE
+from tests.support.repository import ROOT
+
+
+PAGES = (
+    "README.md",
+    "ARCHITECTURE.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "kernels/README.md",
+    "kernels/NOTES.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md")),
+)
+LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
+MEASURED = re.compile(r"\d[\d.,]*\s?(?:×(?! \d)|dB|ms\b|µs|TFLOPS|TB/s|[GM]iB|tokens/s|%)")
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def prose(page: str) -> str:
+    """A page without its code and without what is made from results.csv."""
+    return re.sub(r"`[^`\n]+`", "", FENCE.sub("", GENERATED.sub("", read(page))))
+
+
+def anchors(page: str) -> set[str]:
+    """What may stand behind a # in a link to this page: its headings, as GitHub and MkDocs write them."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", read(page)), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_the_readme_is_short_and_has_what_a_newcomer_looks_for():
+    text = read("README.md")
+    assert len(text.split()) < 1200
+    for wanted in ("side_by_side.png", "make demo", "make test", "set_attn_processor", "set_attn_implementation"):
+        assert wanted in text, wanted
+    assert (ROOT / "docs" / "images" / "side_by_side.png").stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(FENCE.sub("", read(page))):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        found = ROOT / PurePosixPath(page).parent / path if path else ROOT / page
+        assert found.exists(), f"{page}: {link}"
+        if anchor:
+            assert anchor in anchors(str(found.resolve().relative_to(ROOT))), f"{page}: {link}"
+
+
+def peaks() -> tuple[float, float]:
+    """Peak memory of FLUX at 2048², GiB: of ours less stock's, and stock's."""
+    rows = [
+        row
+        for row in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
+        if (row["case"], row["metric"]) == ("flux_2048", "peak_memory") and row["recipe"] in ("", "qk_int8_pv_bf16")
+    ]
+    newest = {row["provider"]: float(row["median"]) for row in rows}
+    return newest["sage_kernels"] - newest["torch_sdpa_cudnn"], newest["torch_sdpa_cudnn"]
+
+
+def gain() -> float:
+    """What FLUX at 1024² gains as it is called by default, in percent."""
+    (*_, row) = (
+        row
+        for row in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
+        if (row["case"], row["metric"], row["provider"]) == ("flux_1024", "time", "sage_kernels")
+    )
+    return 100 * (float(row["ratio_vs_cudnn"]) - 1)
+
+
+TYPED = {  # the few numbers with a unit in prose: where they come from
+    ("README.md", "1 %"): lambda: f"{gain():.0f} %",
+    ("README.md", "0.05 GiB"): lambda: f"{peaks()[0]:.2f} GiB",
+    ("docs/guide.md", "512 MiB"): lambda: f"{_row_maxima_limit()} MiB",
+    ("kernels/README.md", "512 MiB"): lambda: f"{_row_maxima_limit()} MiB",
+}
+
+
+def _row_maxima_limit() -> int:
+    from sage_kernels.planning import row_maxima
+
+    return row_maxima.LIMIT_BYTES >> 20
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "kernels/NOTES.md"])
+def test_no_measured_number_is_typed(page):
+    for number in MEASURED.findall(prose(page)):
+        if page == "kernels/README.md" and number.endswith(("%", "dB")):
+            continue  # properties of number formats; its table of dB is measured by tests of the rotation
+        assert (page, number) in TYPED, f"{page}: {number}: let a table of results.csv say it"
+        assert TYPED[page, number]() == number
+    assert f"of {peaks()[1]:.1f} for FLUX" in read("README.md")
+
+
+def test_every_option_and_reason_is_explained():
+    recipes, reports = read("docs/recipes.md"), read("docs/reports.md")
+    for name in (*sage_kernels.RECIPES, *SCALINGS):
+        assert f"`{name}`" in recipes, name
+    assert all(rotation in recipes for rotation in ROTATIONS if rotation != "none")
+    reasons = {*processors.EVENTS, *language_report.EVENTS, *language_report.REMEDIES} - {*processors.CALLS}
+    for reason in reasons - {language_report.INT8, language_report.INT8_CACHE}:
+        assert f"`{reason}`" in reports, reason
+
+
+def test_quality_is_said_to_be_of_small_pipelines():
+    for page in ("README.md", "docs/results.md", "docs/recipes.md", "kernels/NOTES.md"):
+        assert re.search(r"small pipelines of our own", read(page)), page
+    text = " ".join(read("docs/results.md").split())
+    assert text.index("small pipelines of our own") < text.index("### Picture quality")
+
+
+@pytest.mark.parametrize("page", ["docs/comparison.md", "kernels/NOTES.md"])
+def test_what_is_said_to_have_no_row_has_none(page):
+    """Once SageAttention 2 or FlashAttention 4 are timed by our own commands, these sentences go."""
+    providers = {row["provider"] for row in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")}
+    timed = [name for name in providers if name.startswith(("sageattention_2", "flash_attn"))]
+    assert ("no row yet" in read(page)) == (not timed), timed
+
+
+def test_the_change_log_keeps_its_form():
+    text = read("CHANGELOG.md")
+    assert text.startswith("# Changelog\n") and "## [Unreleased]" in text
+    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
+
+
+def test_the_template_asks_for_what_doctor_prints():
+    import typer
+
+    from sage_processors.cli import main as cli
+
+    template = read(".github/ISSUE_TEMPLATE/bug_report.yml")
+    assert "sage-processors doctor --json" in template
+    doctor = typer.main.get_command(cli.app).commands["doctor"]
+    assert any("--json" in parameter.opts for parameter in doctor.params)
+
+
+def test_the_site_builds_in_strict_mode(tmp_path, monkeypatch):
+    """`make docs`, which .ci/run calls, does the same; the install of `make` has all it needs."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("mkdocstrings")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+
+    monkeypatch.setenv("NO_MKDOCS_2_WARNING", "1")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True)
+    config.plugins.run_event("startup", command="build", dirty=False)
+    build(config)  # raises where anything warned
+    pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("index.html")}
+    assert {"index.html", "guide/index.html", "api/index.html", "kernels/NOTES/index.html"} <= pages
+    api = (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+    assert "SageAttnProcessor" in api and "keep_first_steps" in api and "sage_attention" in api
