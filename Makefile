@@ -7,6 +7,9 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.10 p
 VENV ?= .venv
 CONSTRAINTS := constraints.txt
 ARGS ?=
+# processes that run tests side by side: on the CPU, and on a GPU (none: in this process; more need pytest-xdist)
+WORKERS ?= 2
+GPU_WORKERS ?=
 
 ifeq ($(strip $(VENV)),)
 RUN := PYTHONPATH=.:kernels $(PYTHON)
@@ -16,18 +19,29 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu test-versions sanitize codegen cases notebooks docs quality style bench clean
+.PHONY: demo test test-all test-gpu test-versions sanitize codegen cases notebooks docs quality style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
 
 # one thread per worker: two workers with two threads each only fight for the same two cores. Files in their order, not
 # those of many tests first: the one with the longest test has only one, and would be left for the end
-test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not gpu" -n 2 --dist loadfile --no-loadscope-reorder -q $(ARGS)
+ON_CPU := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# every guarantee once
+test: $(INSTALLED)
+	@echo "The quick tests: about 5 minutes on two cores. Everything that needs no GPU: make test-all"
+	$(ON_CPU) -m "not gpu and not slow" $(ARGS)
+
+# everything that needs no GPU
+test-all: $(INSTALLED)
+	@echo "All tests that need no GPU: about 15 minutes on two cores"
+	$(ON_CPU) -m "not gpu" $(ARGS)
+
+# make test-gpu GPU_WORKERS=8: side by side on one GPU, which tests marked `alone` have to themselves
 test-gpu: $(INSTALLED)
-	$(RUN) -m pytest -m gpu -q --outcomes tests/outcomes/gpu.json $(ARGS)
+	$(RUN) -m pytest -m gpu $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal) \
+		--outcomes tests/outcomes/gpu.json $(ARGS)
 
 # the lowest and the newest versions that pyproject.toml allows, each in an environment of its own; `--resolve` downloads
 # nothing, `--with torch==2.13.0` tries a build for CPUs
@@ -42,7 +56,7 @@ sanitize: $(INSTALLED)
 codegen: $(INSTALLED)
 	PYTHONPATH=kernels $(RUN) tests/kernels/codegen/codegen.py --write tests/codegen.json
 
-# kernels/CASES.md; its CPU column comes from `make test ARGS="--outcomes tests/outcomes/cpu.json"`
+# kernels/CASES.md; its CPU column comes from `make test-all ARGS="--outcomes tests/outcomes/cpu.json"`
 cases: $(INSTALLED)
 	$(RUN) tests/project/case_table.py
 

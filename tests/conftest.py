@@ -25,6 +25,14 @@ if not torch.cuda.is_available():
 interpreter.mend()
 
 
+def pytest_collection_modifyitems(items):
+    """A test that `make test` leaves out says why."""
+    for item in items:
+        for mark in item.iter_markers("slow"):
+            if not mark.args:
+                raise pytest.UsageError(f"{item.nodeid}: got pytest.mark.slow, expected a reason: slow(\"…\")")
+
+
 def pytest_collection_finish():
     """What is loaded by now stays: the garbage collector need not walk it again and again."""
     gc.collect()

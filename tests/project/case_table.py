@@ -19,7 +19,7 @@ WORST_FIRST = ("failed", "skipped", "passed")
 # the column of the table, and the files that fill it, each for the cases that it has
 COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "two_gpus", "sanitizer")}
 RENEWED_BY = {
-    "cpu": 'make test ARGS="--outcomes tests/outcomes/cpu.json"',
+    "cpu": 'make test-all ARGS="--outcomes tests/outcomes/cpu.json"',
     "gpu": "make test-gpu",
     "two_gpus": 'make test-gpu ARGS="-m two_gpus --outcomes tests/outcomes/two_gpus.json"',
     "sanitizer": "make sanitize",

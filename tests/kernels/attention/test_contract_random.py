@@ -124,17 +124,41 @@ def _both(mask, seen):
     return mask & seen if mask.dtype == torch.bool else mask.float().masked_fill(~seen, -torch.inf)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy: it warns where a GPU returns inf
-@pytest.mark.parametrize("tier", ["interpreter"], indirect=True)
-@settings(
-    max_examples=500,
-    derandomize=True,
-    database=None,
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(call=calls())
+def random_calls(number: int):
+    """The test for this many calls, the same ones every time."""
+
+    def decorate(test):
+        for decorator in (
+            given(call=calls()),
+            settings(
+                max_examples=number,
+                derandomize=True,
+                database=None,
+                deadline=None,
+                suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+            ),
+            pytest.mark.parametrize("tier", ["interpreter"], indirect=True),
+            # the interpreter is numpy: it warns where a GPU returns inf
+            pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+        ):
+            test = decorator(test)
+        return test
+
+    return decorate
+
+
+@random_calls(50)
 def test_random_calls_match_the_reference(call, attend):
+    check(call, attend)
+
+
+@pytest.mark.slow("ten times as many")
+@random_calls(500)
+def test_many_random_calls_match_the_reference(call, attend):
+    check(call, attend)
+
+
+def check(call, attend):
     (q, k, v), options, planned, exponent = call
     kept = [x.clone() for x in (q, k, v)]
     state = new_head_state(k.shape[2], q.shape[3], "cpu") if planned else None

@@ -202,6 +202,7 @@ def test_L08_nothing_is_written_outside_of_the_buffers(attend, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("tier", ["cuda"], indirect=True)
 @pytest.mark.parametrize("planned", [False, True])
 def test_L06_strides_beyond_2_31_elements(planned, attend):
@@ -229,6 +230,7 @@ def test_L06_strides_beyond_2_31_elements(planned, attend):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("planned", [False, True])
 def test_L06_L07_more_than_2_31_elements_and_65535_heads(planned):
     """B·H·N·D > 2^31 and B·H = 524 800: the last samples are those computed alone."""

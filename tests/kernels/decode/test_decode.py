@@ -244,6 +244,7 @@ def test_C02_strided_buffers_give_the_bits_of_contiguous_ones(decode):
     assert all(torch.equal(x, y) for x, y in zip(want, got, strict=True))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("tier", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 def test_offsets_beyond_32_bits(decode):
     """The second sample lies 3 GB behind the first (the interpreter would copy them for every launch)."""
