@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         for mark in item.iter_markers("slow"):
             if not mark.args:
-                raise pytest.UsageError(f"{item.nodeid}: got pytest.mark.slow, expected a reason: slow(\"…\")")
+                raise pytest.UsageError(f'{item.nodeid}: got pytest.mark.slow, expected a reason: slow("…")')
 
 
 def pytest_collection_finish():
