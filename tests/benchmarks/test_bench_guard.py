@@ -52,6 +52,7 @@ print("three kernels")
 """
 
 
+@pytest.mark.slow("compiles three kernels")
 def test_without_the_guard_it_is_another_kernel(tmp_path):
     done = run(SCRIPT, tmp_path)
     assert done.stdout == "three kernels\n", done.stderr[-3000:]

@@ -55,6 +55,7 @@ def test_an_easy_budget_is_met_by_the_cheapest_and_again_byte_by_byte(tmp_path, 
     assert again == found and second.read_bytes() == first.read_bytes()
 
 
+@pytest.mark.slow("a whole calibration")
 def test_of_equally_dear_options_the_better_ones_are_taken():
     pipe = pipeline("tiny_flux")
     with hard_variants.inject_outliers(pipe.transformer, 16.0):
@@ -65,6 +66,7 @@ def test_of_equally_dear_options_the_better_ones_are_taken():
     assert found.result["psnr_db_low"] == found.result["psnr_db"]  # one picture has no spread
 
 
+@pytest.mark.slow("two whole calibrations")
 def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     state, evaluate, drawn = tmp_path / "state.json", quality.evaluate, []
 
@@ -88,6 +90,7 @@ def test_an_interrupted_calibration_goes_on(tmp_path, monkeypatch):
     assert len(drawn) == 3 and found.met  # one before, the other scaling and the fresh seeds after
 
 
+@pytest.mark.slow("a calibration that tries every way")
 def test_a_budget_out_of_reach_says_so_with_the_best_and_the_curve():
     found = run(target_psnr=119.0, scalings=("per_block",))
     assert not found.met and found.result["psnr_db"] < 119
@@ -99,6 +102,7 @@ def test_a_budget_out_of_reach_says_so_with_the_best_and_the_curve():
     assert "NOT met" in lines[-1]
 
 
+@pytest.mark.slow("two whole calibrations")
 def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
     """With outliers that per-block scaling can't take, some layers or steps have to stay in 16 bit."""
     pipe = pipeline("tiny_flux")
@@ -127,6 +131,7 @@ def test_frozen_rules_are_tried_after_a_first_run():
 # --- attention error ---
 
 
+@pytest.mark.slow("three whole calibrations")
 def test_attention_error_demotes_the_layers_over_it():
     pipe = pipeline("tiny_flux")
     with sp.apply(pipe, sp.SageAttnProcessor()) as handle, handle.probe(every=1) as probe:
@@ -141,6 +146,7 @@ def test_attention_error_demotes_the_layers_over_it():
     assert finer.met and len(finer.config.keep_layers) <= len(found.config.keep_layers)
 
 
+@pytest.mark.slow("a whole calibration")
 def test_attention_error_rotates_before_it_gives_a_layer_16_bit(monkeypatch):
     """Outliers that vary by token, in every layer: what is left over the limit at every scaling tries the rotation."""
     attend = processors._attend

@@ -209,6 +209,7 @@ SMALL = {"batch": 1, "progress": False}
 X = "transformer.transformer_blocks.1.attn"
 
 
+@pytest.mark.slow("a whole calibration")
 def test_a_layer_with_outliers_at_the_end_of_a_run_is_exact_there_and_no_other_layer(monkeypatch, tmp_path):
     attend, pipe = processors._attend, pipeline("tiny_flux")
 

@@ -24,6 +24,7 @@ def cases(path):
     return {row["case"] for row in read_rows(path)}
 
 
+@pytest.mark.slow("draws pictures for two variants")
 def test_rules_measures_plain_and_hard_variants(tmp_path):
     csv = tmp_path / "results.csv"
     small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
@@ -72,6 +73,7 @@ def test_differences_of_attention_are_those_of_batches_and_need_six():
     assert list(table.columns[-1].cells) == ["5 of 6 pairs: too few to say"]
 
 
+@pytest.mark.slow("draws pictures in three dtypes")
 def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path, monkeypatch):
     csv, tf32, evaluate = tmp_path / "results.csv", [], quality.evaluate
 
@@ -108,6 +110,7 @@ def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     assert [row["median"] for row in read_rows(csv) if row["metric"] == "int8_share"] == ["1.0"]
 
 
+@pytest.mark.slow("a whole calibration")
 def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
     output, csv = tmp_path / "policy.json", tmp_path / "results.csv"
     small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
@@ -120,6 +123,7 @@ def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
     assert done.exit_code == 2 and "qk_int4" in done.output
 
 
+@pytest.mark.slow("draws pictures with two schedulers")
 def test_transfer_compares_own_and_foreign_tables(tmp_path):
     csv = tmp_path / "results.csv"
     name = "FlowMatchEulerDiscreteScheduler"

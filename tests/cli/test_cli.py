@@ -153,6 +153,7 @@ def test_report_of_a_model_without_attention(tmp_path):
 # --- bench ---
 
 
+@pytest.mark.slow("draws pictures for every variant")
 def test_bench_quality_appends_the_rows(tmp_path, monkeypatch):
     from sage_kernels.results import read_rows
 

@@ -174,6 +174,7 @@ def test_compile_repeated_blocks_do_not_recompile_per_layer():
     torch.testing.assert_close(result, eager, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("compiles C++")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs g++")
 def test_compile_with_inductor_agrees_with_eager():
     model, inputs = MODELS["flux"]()

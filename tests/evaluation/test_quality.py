@@ -83,6 +83,7 @@ def test_evaluate_fresh_state_forgets_the_batch_before():
     assert results["warm"].int8_calls == 3 * results["fresh"].int8_calls // 2
 
 
+@pytest.mark.slow("draws pictures with a probe")
 def test_evaluate_measures_attention_of_each_batch_and_leaves_its_pictures():
     """Each batch's number is that of a probe on this batch alone: no earlier batch, no warm-up."""
     pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor()

@@ -104,6 +104,7 @@ def test_largest_attention_has_1024_tokens_and_heads_of_64(pipe, monkeypatch):
     assert {head_dim for _, _, head_dim in seen} == {64}
 
 
+@pytest.mark.slow("draws pictures in many steps")
 def test_pictures_show_their_prompts(pipe):
     prompts = [
         f"a {color} {shape}{f' on a {ground} background' if ground else ''}" for color, shape, ground in PROMPTS

@@ -247,6 +247,7 @@ def train(monkeypatch, workdir: Path, out: str, *arguments) -> None:
     runpy.run_path(str(EXAMPLES / "train_tiny_lm.py"), run_name="__main__")
 
 
+@pytest.mark.slow("trains")
 def test_training_in_sessions_gives_the_weights_of_training_in_one_go(workdir, monkeypatch, capsys):
     train(monkeypatch, workdir, "whole", "--steps", 3)
     with pytest.raises(SystemExit, match="--resume"):

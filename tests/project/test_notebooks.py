@@ -73,6 +73,7 @@ def test_every_source_is_a_known_notebook():
     assert [path.stem for path in run.sources()] == sorted(FIGURES)
 
 
+@pytest.mark.slow("executes a whole notebook")
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_notebook_runs(name, tmp_path):
     notebook = run.with_parameters(run.read(FOLDER / f"{name}.py"), SIZE="small", FIGURES=str(tmp_path))
@@ -155,6 +156,7 @@ def measured(folder: Path, variants, *deadlines) -> list[dict]:
     return run_.rows("qk_int8_pv_bf16", [variant.name for variant in variants], real)
 
 
+@pytest.mark.slow("draws pictures in several runs")
 def test_measure_goes_on_where_it_stopped(tmp_path, variants, capsys):
     at_once = measured(tmp_path / "one", variants, Deadline(100))
     # out of time after the first picture of the first variant, then in the middle of the second

@@ -96,6 +96,7 @@ def exported(seq):
     return torch.randn(2, seq, 32, generator=generator), key_padding([seq, seq - 4], seq)
 
 
+@pytest.mark.slow("compiles C++")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor on the CPU needs g++")
 def test_T04_export_and_aot_inductor_with_dynamic_lengths(tmp_path):
     """The op is a call in the exported graph; the package holds no kernel of ours, so `import sage_kernels` must come

@@ -15,7 +15,14 @@ from tests.support.repository import ROOT
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 TABLE = ROOT / "tests" / "codegen.json"
-TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")
+QUICK = ("sm_100",)
+
+
+def target(name: str):
+    return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow("compiles many kernels"))
+
+
+TARGETS = [target(name) for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")]
 # Registers that one turn of a plain key loop of some 500 instructions may put away and take back, by kernel.
 SPILLS = {"hopper": 6, "tma": 0, "pointers": 0}
 
@@ -68,7 +75,7 @@ def test_plain_key_loop_does_not_spill(kernels):
             assert facts["loops"][0]["spills"] <= SPILLS[facts["kernel"]], (key, facts)
 
 
-FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
+FP8_TARGETS = [target(name) for name in ("sm_89", "sm_90", "sm_100", "sm_120")]
 
 
 @pytest.mark.parametrize("kernels", FP8_TARGETS, indirect=True)
@@ -83,14 +90,14 @@ def test_fp8_recipe_runs_both_matmuls_in_8_bit_and_spills_next_to_nothing(kernel
         assert facts["loops"][0]["spills"] <= 4, (key, facts)
 
 
-@pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
+@pytest.mark.parametrize("kernels", [target("sm_90")], indirect=True)
 def test_the_reference_of_the_step_before_shortens_the_plain_loop(kernels):
     tables = f"{target_of(kernels)}/attention_fp8/128/planned"
     lagged, running = (kernels[f"{tables}/{name}"]["loops"][0]["instructions"] for name in ("lagged", "running"))
     assert lagged <= 0.9 * running
 
 
-@pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
+@pytest.mark.parametrize("kernels", [target("sm_90")], indirect=True)
 def test_fp8_operands_are_not_rearranged_on_hopper(kernels):
     """What the permutation of V is for: P needs no shuffle but those of the row maxima."""
     for key, facts in kernels.items():
@@ -99,7 +106,7 @@ def test_fp8_operands_are_not_rearranged_on_hopper(kernels):
     assert all(facts["stack"] == 0 for key, facts in kernels.items() if "/values/" in key)
 
 
-@pytest.mark.parametrize("kernels", ["sm_80", "sm_90"], indirect=True)
+@pytest.mark.parametrize("kernels", [target("sm_80"), target("sm_90")], indirect=True)
 def test_keeping_the_first_max_shortens_the_plain_loop(kernels):
     for scaling in ("planned", "per_token"):
         tables = f"{target_of(kernels)}/attention/128/{scaling}"
@@ -151,7 +158,7 @@ def test_table_of_registers_and_loop_counts_is_the_committed_one(kernels):
         assert facts == table[key], key
 
 
-@pytest.mark.parametrize("kernels", ["sm_90"], indirect=True)
+@pytest.mark.parametrize("kernels", [target("sm_90")], indirect=True)
 def test_hopper_runs_the_warp_specialised_kernel_within_shared_memory(kernels):
     found = {key: facts for key, facts in kernels.items() if facts["kernel"] == "hopper" and "/attention/" in key}
     # planned and per token at two widths, planned with few keys; at 128 their other reference of the softmax, a mask

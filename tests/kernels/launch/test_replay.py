@@ -101,6 +101,7 @@ print("all made again alike")
 """
 
 
+@pytest.mark.slow("compiles every kernel")
 def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
     done = run(SCRIPT, tmp_path)
     assert done.stdout == "all made again alike\n", done.stderr[-3000:]
