@@ -19,7 +19,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-all test-gpu test-versions sanitize codegen cases notebooks docs quality style bench clean
+.PHONY: demo test test-all test-gpu mutants test-versions sanitize codegen cases notebooks docs quality style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -42,6 +42,10 @@ test-all: $(INSTALLED)
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal) \
 		--outcomes tests/outcomes/gpu.json $(ARGS)
+
+# faults put into the sources, each of which a test must notice; not part of CI
+mutants: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(RUN) tests/project/mutants.py $(ARGS)
 
 # the lowest and the newest versions that pyproject.toml allows, each in an environment of its own; `--resolve` downloads
 # nothing, `--with torch==2.13.0` tries a build for CPUs

@@ -114,6 +114,7 @@ def test_chat_template_writes_what_the_dialogues_have(loaded):
 # --- what it learnt ---
 
 
+@pytest.mark.slow("counts all pairs of the training text")
 def test_predicts_held_out_text_far_better_than_a_bigram_model(loaded, training_text):
     """Both are measured here, on a slice of every kind; the perplexity is at most half, and lower for every kind."""
     model, tokenizer = loaded

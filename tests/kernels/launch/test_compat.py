@@ -266,6 +266,7 @@ def test_E22_kernels_run_without_each_name_of_triton(tmp_path):
     assert tried(run(TRITON.format(names=names), tmp_path)) == len(names)
 
 
+@pytest.mark.slow("compiles the kernels without each name in turn")
 def test_E22_launches_are_the_same_without_each_name_of_triton(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed")
     from sage_kernels._triton.compat import ATTRIBUTES, GLUON

@@ -1,0 +1,37 @@
+"""The faults that `make mutants` puts into the sources can be put there, and a test that misses one is told of."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.project import mutants
+from tests.project.mutants import Mutant, killer, mutated
+from tests.support.repository import ROOT
+
+
+@pytest.mark.parametrize("mutant", mutants.mutants(), ids=lambda mutant: mutant.name)
+def test_what_a_mutant_replaces_is_there_once_and_its_tests_are_there(mutant):
+    assert compile(mutated(mutant), mutant.file, "exec") and mutant.new != mutant.old
+    assert mutant.tests and all((ROOT / test).is_file() for test in mutant.tests)
+
+
+def test_names_tell_mutants_apart():
+    names = [mutant.name for mutant in mutants.mutants()]
+    assert len(set(names)) == len(names)
+
+
+def test_a_text_that_moved_away_is_an_error():
+    with pytest.raises(ValueError, match="has 'gone' 0 times, expected once"):
+        mutated(Mutant("a fault", "tests/project/mutants.json", "gone", "", []))
+
+
+def test_a_mutant_is_killed_by_a_test_that_fails_and_its_file_is_restored(tmp_path):
+    (tmp_path / "double.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "test_double.py").write_text("import double\n\n\ndef test_two():\n    assert double.double(2) == 4\n")
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\nmarkers = ["gpu", "slow"]\n')
+    wrong = Mutant("a fault", "double.py", "2 * x", "3 * x", ["test_double.py"])
+    assert killer(wrong, tmp_path) == "test_double.py::test_two"
+    assert killer(wrong._replace(new="x + x"), tmp_path) is None
+    assert (tmp_path / "double.py").read_text() == "def double(x):\n    return 2 * x\n"
+    with pytest.raises(RuntimeError, match="pytest ended with"):
+        killer(wrong._replace(tests=["test_nothing.py"]), tmp_path)
