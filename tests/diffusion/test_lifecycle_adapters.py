@@ -29,10 +29,12 @@ STRICT = sp.SageAttnProcessor(min_tokens=1, policy="strict")
 def calls_of(handle):
     """Calls of every layer, and those without a plan: 1, if its state was kept.
 
-    A plan that does not fit a call of these random models is another matter, and leaves nothing to be told.
+    A plan that does not fit a call of these random models is another matter: of two layers of eight, now and then, it
+    leaves nothing to be told.
     """
     rows = handle.report().rows
-    assert any(row["misfit_fraction"] == 0 for row in rows)
+    assert sum(row["misfit_fraction"] == 0 for row in rows) >= 0.75 * len(rows)
+    assert all(row["misfit_fraction"] < 0.25 for row in rows)
     return {row["layer"]: (row["calls"], 1 if row["misfit_fraction"] else row["dynamic_calls"]) for row in rows}
 
 

@@ -51,8 +51,10 @@ def test_P02_saved_and_loaded_scales_restore_the_run_bit_for_bit(name, tmp_path)
         assert torch.equal(rerun(seed=5), expected)
         report = fresh.report()
     warm = {row["layer"]: row for row in report.rows}
-    for row in handle.report().rows:  # only the first steps of the runs before were without a plan
-        if row["calls"] and not row["misfit_fraction"]:
+    called = [row for row in handle.report().rows if row["calls"]]
+    assert sum(row["misfit_fraction"] == 0 for row in called) > len(called) / 2
+    for row in called:  # only the first steps of the runs before were without a plan
+        if not row["misfit_fraction"]:
             assert (calls_without_a_plan(row), calls_without_a_plan(warm[row["layer"]])) == (2, 1), row["layer"]
     assert other.components.keys() == cold.components.keys()
 

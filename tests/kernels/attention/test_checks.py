@@ -71,6 +71,10 @@ BAD_SCALES = {
 BAD_MASKS = {
     "too_few_keys": ({"attn_mask": torch.ones(8, 11)}, ValueError, ["attn_mask", "(8, 11)", "[2, 4, 8, 12]"]),
     "too_few_rows": ({"attn_mask": torch.ones(7, 12)}, ValueError, ["attn_mask", "(7, 12)", "[2, 4, 8, 12]"]),
+    "one_key_more": ({"attn_mask": torch.ones(8, 13)}, ValueError, ["attn_mask", "(8, 13)", "[2, 4, 8, 12]"]),
+    "one_row_more": ({"attn_mask": torch.ones(9, 12)}, ValueError, ["attn_mask", "(9, 12)", "[2, 4, 8, 12]"]),
+    "one_head_more": ({"attn_mask": torch.ones(2, 5, 8, 12)}, ValueError, ["attn_mask", "(2, 5, 8, 12)"]),
+    "one_sample_more": ({"attn_mask": torch.ones(3, 1, 8, 12)}, ValueError, ["attn_mask", "(3, 1, 8, 12)"]),
     "kv_heads": ({"attn_mask": torch.ones(2, 2, 8, 12)}, ValueError, ["attn_mask", "(2, 2, 8, 12)", "[2, 4, 8, 12]"]),
     "batch_of_keys": ({"attn_mask": torch.ones(2, 12)}, ValueError, ["attn_mask", "(2, 12)", "[2, 4, 8, 12]"]),
     "rank_5": ({"attn_mask": torch.ones(1, 1, 1, 8, 12)}, ValueError, ["attn_mask", "(1, 1, 1, 8, 12)"]),
