@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 
 from .. import pipelines
-from ..calibration.search import HELD_OUT, calibrate
+from ..calibration.search import calibrate
+from ..calibration.trials import HELD_OUT
 from ..evaluation import hard_variants, metrics, quality
 from ..options import SageAttnProcessor
 from . import loading

@@ -157,7 +157,7 @@ def test_Q37_bench_prints_before_it_appends(command, tmp_path, monkeypatch):
 def test_Q37_what_calibrate_found_is_not_lost_with_a_full_disk(tmp_path, monkeypatch, caplog):
     """A state that can't be kept does not end the search; a policy that can't be written is in the log."""
     pipe = loading.load_pipeline("tiny_flux", "cpu")
-    monkeypatch.setattr(calibration.policy, "write_json", full)
+    monkeypatch.setattr(calibration.policy_files, "write_json", full)
     options = {"target_psnr": 10, "scalings": ["timestep"], "steps": 1, "progress": False}
     options |= {"config": sp.SageAttnProcessor(min_tokens=quality.MIN_TOKENS)}
     with caplog.at_level(logging.WARNING, "sage_processors"), pytest.raises(OSError, match="No space"):
