@@ -16,7 +16,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-gpu test-versions sanitize codegen cases notebooks docs quality style bench clean
+.PHONY: demo test test-gpu test-versions sanitize codegen cases notebooks docs quality types style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -59,6 +59,10 @@ docs: $(INSTALLED)
 quality: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+# strict on what users call (pyproject.toml says what that is), looser elsewhere; its cache is .mypy_cache
+types: $(INSTALLED)
+	$(RUN) -m mypy
 
 style: $(INSTALLED)
 	$(RUN) -m ruff check --fix .

@@ -14,17 +14,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from ..evaluation import quality
 from ..evaluation.progress_bar import progress_bar
+from ..layer_report import NOTHING_RAN
 from ..options import BY_CALL, SageAttnProcessor
 from ..whole_file import check_output
 from . import layer_choices, policy_files
 from .candidates import ladders
 from .layer_choices import Choice, Way
 from .trials import Trials, numbers_of
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 logger = logging.getLogger("sage_processors")
@@ -49,17 +55,17 @@ class Calibration:
 
     config: SageAttnProcessor
     met: bool
-    budget: dict
-    result: dict
-    curve: list[dict]
-    models: list[dict]
+    budget: dict[str, Any]
+    result: dict[str, Any]
+    curve: list[dict[str, Any]]
+    models: list[dict[str, Any]]
 
-    def save(self, path) -> None:
+    def save(self, path: str | Path) -> None:
         """Write the policy file, .json, that `SageAttnProcessor.from_policy` reads."""
         result = self.result | {"met": self.met}
         policy_files.write_policy(path, self.config, self.models, budget=self.budget, result=result, curve=self.curve)
 
-    def print(self, console=None) -> None:
+    def print(self, console: Console | None = None) -> None:
         """Print the curve and the verdict with rich."""
         from rich.console import Console
         from rich.table import Table
@@ -72,25 +78,25 @@ class Calibration:
             table.add_row(row["label"], f"{row['cost']:.3f}", *psnr, f"{row['int8_share']:.0%}")
         console.print(table)
         verdict = "met: " if self.met else "NOT met, the best reachable is: "
-        verdict += str(self.result) if self.result["int8_share"] else quality.NOTHING_RAN
+        verdict += str(self.result) if self.result["int8_share"] else NOTHING_RAN
         console.print(f"budget {self.budget} on fresh seeds {verdict}", highlight=False)
 
 
 def calibrate(
-    pipe,
-    inputs,
+    pipe: Any,
+    inputs: Sequence[str],
     *,
     target_psnr: float | None = None,
     max_attention_error: float | None = None,
-    recipes=None,
-    scalings=("timestep", "per_block", "per_token"),
+    recipes: Sequence[str] | None = None,
+    scalings: Sequence[str] = ("timestep", "per_block", "per_token"),
     config: SageAttnProcessor | None = None,
     steps: int = 25,
-    seeds=None,
+    seeds: Sequence[int] | None = None,
     batch: int = 4,
     cost: str = "auto",
-    path=None,
-    state_path=None,
+    path: str | Path | None = None,
+    state_path: str | Path | None = None,
     progress: bool = True,
 ) -> Calibration:
     """Find the fastest attention that meets a quality budget. Takes as long as drawing all those pictures.
@@ -130,7 +136,7 @@ def calibrate(
         )  # fmt: skip
         if target_psnr is not None:
             found = _for_psnr(trials, bases, float(target_psnr))
-        else:
+        elif max_attention_error is not None:  # exactly one of the two is given
             found = _for_error(trials, bases, float(max_attention_error))
     if path is not None:
         try:
@@ -141,7 +147,15 @@ def calibrate(
     return found
 
 
-def _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_path) -> None:
+def _check(
+    inputs: Any,
+    seeds: list[int],
+    target_psnr: float | None,
+    max_attention_error: float | None,
+    kind: str,
+    path: str | Path | None,
+    state_path: str | Path | None,
+) -> None:
     if isinstance(inputs, str) or not all(isinstance(x, str) for x in inputs):
         raise TypeError("inputs: got something else than a list of prompts, expected a list of str")
     if not inputs or len(seeds) != len(inputs):
@@ -160,7 +174,9 @@ def _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_pa
         check_output(value, name)
 
 
-def _conclude(trials: Trials, config, met: bool, budget: dict, outcome: dict, looks: int) -> Calibration:
+def _conclude(
+    trials: Trials, config: SageAttnProcessor, met: bool, budget: dict[str, Any], outcome: dict[str, Any], looks: int
+) -> Calibration:
     """The result, from the outcome on fresh seeds."""
     result = numbers_of(outcome)
     result |= {"attention_error": max(outcome["errors"].values(), default=0.0), "looks": looks}
@@ -171,10 +187,11 @@ def _conclude(trials: Trials, config, met: bool, budget: dict, outcome: dict, lo
 # --- pictures ---
 
 
-def _for_psnr(trials: Trials, bases, target: float) -> Calibration:
-    budget, looked = {"target_psnr": target}, []
+def _for_psnr(trials: Trials, bases: list[SageAttnProcessor], target: float) -> Calibration:
+    budget = {"target_psnr": target}
+    looked: list[tuple[SageAttnProcessor, dict[str, Any]]] = []
 
-    def good_enough(configs):
+    def good_enough(configs: list[SageAttnProcessor]) -> Calibration | None:
         """Draws with fresh seeds, in the order of preference; the first that meets the budget."""
         for config in sorted(configs, key=trials.preference):
             if len(looked) == MAX_LOOKS:
@@ -208,7 +225,7 @@ def _for_psnr(trials: Trials, bases, target: float) -> Calibration:
     return _conclude(trials, config, outcome["psnr_db"] >= target, budget, outcome, len(looked))
 
 
-def _mildest(trials: Trials, ladder, target: float) -> list:
+def _mildest(trials: Trials, ladder: Sequence[SageAttnProcessor], target: float) -> list[Any]:
     """[the mildest rung that meets the target], by bisection; [] where not even the last one does."""
     if not ladder or trials.measure(ladder[-1])["psnr_db"] < target:
         return []
@@ -225,7 +242,7 @@ def _mildest(trials: Trials, ladder, target: float) -> list:
 # --- attention error ---
 
 
-def _for_error(trials: Trials, bases, limit: float) -> Calibration:
+def _for_error(trials: Trials, bases: list[SageAttnProcessor], limit: float) -> Calibration:
     base = bases[0]
     same = [b for b in bases if b.recipe == base.recipe and (b is base or b.scaling in BY_CALL)]
     mild = [dataclasses.replace(b, recipe=layer_choices.milder_recipe(base.recipe)) for b in same]
@@ -239,7 +256,8 @@ def _for_error(trials: Trials, bases, limit: float) -> Calibration:
         if all(min(layers.error(layer, Choice.of(b)) for b in tried) <= limit for layer in layers.layers):
             break
 
-    limits, banned = dict.fromkeys(layers.layers, limit), set()
+    limits = dict.fromkeys(layers.layers, limit)
+    banned: set[tuple[str, Way]] = set()
     for look in range(1, MAX_LOOKS + 1):
         plan = layers.plan(limits, banned)
         config = layers.options(plan)

@@ -37,8 +37,9 @@ class Trials:
 
         self._pipe, self._prompts, self._seeds = pipe, prompts, seeds
         self.steps, self._batch, self._show = steps, batch, show
-        if handle_of(pipe) is not None:
-            handle_of(pipe).remove()
+        earlier = handle_of(pipe)
+        if earlier is not None:
+            earlier.remove()
         probing = SageAttnProcessor(scaling="dynamic", min_tokens=min_tokens)
         with apply(pipe, probing) as handle:  # who is there, in which shapes, at which noise levels
             on_step = show("shapes and noise levels", steps)

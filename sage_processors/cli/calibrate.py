@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -110,7 +110,7 @@ def calibrate_policy(
         console.print(f"Policy: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
         if csv is not None:
             fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds that decided nothing
-            size = {"steps": steps, "batch": batch}
+            size: dict[str, Any] = {"steps": steps, "batch": batch}
             variant = quality.Variant(quality.POLICY, found.config)
             drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)[quality.POLICY]
             label = case_label(pipeline, pipe) + (f"_{hard}" if hard else "")
@@ -151,7 +151,7 @@ def rules(
         label = case_label(pipeline, pipe) + (f"_{name}" if name else "")
         calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
         with steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
-            size = {"steps": steps, "batch": batch}
+            size: dict[str, Any] = {"steps": steps, "batch": batch}
             results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
         # timestep runs the first step of each batch dynamic; rules with a frozen table never do, nor timestep_warm
         _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))

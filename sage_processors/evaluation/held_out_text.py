@@ -84,13 +84,13 @@ def heldout_windows(
     home = pipelines.installed_folder(EMBEDDED_NAME) if folder is None else Path(folder)
     documents = json.loads((home / "heldout.json").read_text())
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    windows = []
+    parts = []
     for kind in kinds:
         texts = [document["text"] for document in documents if document["kind"] == kind]
         rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         stream = torch.tensor([token for row in rows for token in (*row, *end)])
-        windows.append(stream[: len(stream) // length * length].view(-1, length))
-    windows = torch.cat(windows)
+        parts.append(stream[: len(stream) // length * length].view(-1, length))
+    windows = torch.cat(parts)
     wanted = len(windows) if count is None else count
     if not 1 <= wanted <= len(windows):
         raise ValueError(f"count: got {wanted}, expected 1 to {len(windows)} windows of {length} tokens of {kinds}")

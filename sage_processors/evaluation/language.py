@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,7 +90,8 @@ def perplexity(
     losses = []
     for part in windows.split(batch):
         part = part.to(model.device)
-        past, total = None if cache is None else cache(), 0.0
+        past = None if cache is None else cache()
+        total = torch.zeros(len(part), dtype=torch.float64, device=part.device)
         starts = [0, *range(first, length, chunk)]
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
             logits = model(part[:, start:stop], past_key_values=past, use_cache=past is not None).logits
@@ -258,7 +260,7 @@ def evaluate(
     register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, policy="strict")
     refuse_without_attention(model, MEASURED)
     _check_tokens(model, "prompts", prompts, new_tokens)
-    reading = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}
+    reading: dict[str, Any] = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}
 
     def own_cache():
         return DynamicCache(config=model.config)

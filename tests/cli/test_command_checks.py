@@ -314,3 +314,12 @@ def test_Q40_numbers_in_range_are_read_as_they_are():
         sp.SageAttnProcessor(margin=float("inf"))
     with pytest.raises(ValueError, match="margin: got nan, expected a number > 0, finite"):
         sp.SageAttnProcessor(margin=float("nan"))
+
+
+def test_Q43_options_name_numbers_without_all_their_digits():
+    for options in ({"margin": 10**400}, {"keep_noise": (0, 10**400)}, {"min_tokens": 10**400}, {"history": 10**400}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: got .*int of 1329 bits"):
+            sp.SageAttnProcessor(**options)
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="min_tokens: got an int of 1329 bits"):
+        sp.register_transformers("sage_beyond", min_tokens=10**400)

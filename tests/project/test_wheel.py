@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_import_boundaries import ROOT, files, fresh
+from tests.support.repository import ROOT, files, fresh
 
 
 MAX_BYTES = 12_000_000
@@ -57,7 +57,9 @@ def test_wheel_holds_both_packages_typed_and_one_pipeline(wheel):
     sources |= {str(f.relative_to(ROOT / "kernels")) for f in files("kernels/sage_kernels")}
     data = {str(f.relative_to(ROOT)) for f in data_files(ROOT / "sage_processors" / "pipelines")}
     assert any(name.endswith(".safetensors") for name in data)
-    assert (sources | data | {"sage_processors/py.typed", "sage_kernels/py.typed"}) - names == set()
+    assert (
+        sources | data | {"sage_processors/py.typed", "sage_processors/__init__.pyi", "sage_kernels/py.typed"}
+    ) - names == set()
     outside = {name.partition("/")[0] for name in names} - {"sage_processors", "sage_kernels"}
     assert all(name.endswith(".dist-info") for name in outside), outside
     assert any(name.endswith("/LICENSE") for name in names)
