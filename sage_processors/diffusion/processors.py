@@ -188,8 +188,10 @@ def _attend(
         site.elements = query.numel() + key.numel()
         site.seen_kv_heads, site.seen_head_dim = key.shape[2], key.shape[3]
         site.seen_batch, site.seen_seq_q, site.seen_seq_kv = query.shape[0], query.shape[1], key.shape[1]
-        by_key = attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1
-        site.seen_kind = query.dtype, "top_left" if is_causal else "", attn_mask.dtype if by_key else None
+        kind_of_mask = None
+        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1:
+            kind_of_mask = attn_mask.dtype
+        site.seen_kind = query.dtype, "top_left" if is_causal else "", kind_of_mask
         if site.state is not None and (key.shape[2], key.shape[3]) == (site.kv_heads, site.head_dim):
             if site.state.plan.device == query.device:
                 state = site.state
