@@ -19,7 +19,8 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-all test-gpu mutants test-versions sanitize codegen cases notebooks docs quality style bench clean
+.PHONY: demo test test-all test-gpu mutants test-versions sanitize codegen cases notebooks docs quality types style bench
+.PHONY: clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -77,6 +78,10 @@ docs: $(INSTALLED)
 quality: $(INSTALLED)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+# strict on what users call (pyproject.toml says what that is), looser elsewhere; its cache is .mypy_cache
+types: $(INSTALLED)
+	$(RUN) -m mypy
 
 style: $(INSTALLED)
 	$(RUN) -m ruff check --fix .

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from diffusers import FluxPipeline
 from tiny_check import check_folder
 
+from sage_processors import pipelines
 from sage_processors.whole_file import whole_file
 
 
@@ -277,7 +278,7 @@ class Trainer:
 
     def finish(self) -> None:
         """Save the averaged weights in fp16, then load the folder again and look at what it draws."""
-        folder = Path(self.args.out) / self.name
+        folder = pipelines.folder(self.name) if self.args.out is None else self.args.out / self.name
         for module in self.modules.values():
             module.to("cpu", torch.float16, memory_format=torch.contiguous_format).eval().requires_grad_(False)
         self.pipe.save_pretrained(folder)
@@ -360,7 +361,6 @@ def flux_loss(transformer, texts: list, ids: list[torch.Tensor], latents: torch.
 
 
 def main() -> None:
-    default_out = Path(__file__).resolve().parent.parent / "sage_processors" / "pipelines"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipeline", choices=(*NAMES, "all"), default="all")
     parser.add_argument("--minutes", type=float, default=10.0, help="budget per pipeline, over all sessions")
@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--preview", action="store_true", help="save and check whatever there is when a session stops")
     parser.add_argument("--workdir", type=Path, required=True, help="checkpoints, sample grid and check results")
     parser.add_argument("--init", type=Path, help="folder of saved pipelines to train further")
-    parser.add_argument("--out", type=Path, default=default_out, help="where the pipeline folders are written")
+    parser.add_argument("--out", type=Path, help="where the pipeline folders are written; else where they lie")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=0, help="train this many steps per stage instead: a smoke test")
     parser.add_argument("--batch", type=int, default=0, help="pictures per step; 0 chooses by device")

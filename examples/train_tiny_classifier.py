@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from sage_processors.evaluation.feature_distance import CLASSIFIER_FOLDER, CLASSIFIER_PIXELS, LABELS, TinyClassifier
+from sage_processors import pipelines
+from sage_processors.evaluation.feature_distance import CLASSIFIER, CLASSIFIER_PIXELS, LABELS, TinyClassifier
 
 
 PEAK_RATE = 2e-3
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--held-out", type=int, default=4096, help="pictures to test on")
-    parser.add_argument("--output", type=Path, default=CLASSIFIER_FOLDER, help="folder for the two files")
+    parser.add_argument("--output", type=Path, default=pipelines.folder(CLASSIFIER), help="folder for the two files")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from .diffusion.pipeline_method import add_pipeline_method
 from .on_import import when_imported
@@ -17,6 +19,7 @@ from .options import SageAttnProcessor, UnsupportedAttentionError, read_policies
 from .version import __version__ as __version__
 
 
+# __init__.pyi says the same to type checkers, which see no names that are looked up when they are used
 _HOMES = {
     "Calibration": "calibration.search",
     "Handle": "diffusion.handle",
@@ -31,7 +34,7 @@ _HOMES = {
     "processors_for": "diffusion.handle",
     "read_policy": "calibration.policy_files",
     "register_transformers": "language.attention",
-    "sage_class": "diffusion.processors",
+    "sage_class": "diffusion.sage_class",
 }
 _MODULES = {
     "feature_distance": "evaluation.feature_distance",
@@ -59,7 +62,7 @@ __all__ = [
 ]
 
 
-def _front_door(name: str):
+def _front_door(name: str) -> Callable[..., Any]:
     """A function of this package that is imported when it is called: for files that may not import its room."""
     return lambda *args: __getattr__(name)(*args)
 
@@ -68,7 +71,7 @@ add_pipeline_method(_front_door("apply"))
 read_policies_with(_front_door("read_policy"))
 
 
-def _meet_transformers():
+def _meet_transformers() -> None:
     """Importing the module registers its names."""
     try:
         importlib.import_module(f"{__name__}.language.attention")
@@ -79,7 +82,7 @@ def _meet_transformers():
 when_imported("transformers.modeling_utils", _meet_transformers, ready="ALL_ATTENTION_FUNCTIONS")
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name in _MODULES:
@@ -89,5 +92,5 @@ def __getattr__(name: str):
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])

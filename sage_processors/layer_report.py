@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 
 # What a comparison says instead of numbers: pictures that stock attention drew twice are the same.
@@ -18,7 +24,7 @@ class LayerReport:
         notes: about the model as a whole.
     """
 
-    rows: list[dict]
+    rows: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -35,11 +41,11 @@ class LayerReport:
                 total[reason] = total.get(reason, 0) + number
         return total
 
-    def table(self):
+    def table(self) -> Table:
         """The rows as a rich.table.Table."""
         raise NotImplementedError
 
-    def print(self, console=None) -> None:
+    def print(self, console: Console | None = None) -> None:
         """Print the table with rich, to `console` or the terminal."""
         from rich.console import Console
 
@@ -48,7 +54,7 @@ class LayerReport:
         for note in self.notes:
             console.print(note, markup=False)
 
-    def __str__(self):
+    def __str__(self) -> str:
         from rich.console import Console
 
         console = Console(width=160, color_system=None, force_terminal=False)
@@ -57,7 +63,7 @@ class LayerReport:
         return capture.get()
 
 
-def empty_table():
+def empty_table() -> Table:
     """A rich.table.Table to be filled by a report."""
     from rich.table import Table
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 
 # What a user may write, and the `scaling=` the op then gets; those with a rule in sage_kernels/planning/rules.py also
@@ -48,12 +51,17 @@ PAG_REMEDY = (
     "pipe.set_pag_applied_layers(layers, (sage_processors.SagePAGCFGIdentitySelfAttnProcessor2_0(), "
     "sage_processors.SagePAGIdentitySelfAttnProcessor2_0())) runs them in INT8"
 )
+# Of runs in several threads whose steps take turns: nothing is wrong beyond the plan's own guard, but no run is alone.
+OVERLAP_REMEDY = (
+    'their planned scales mix, so that a seed is not the same picture as alone: scaling="dynamic" plans nothing; or '
+    "give each thread a model of its own"
+)
 
 
 class UnsupportedAttentionError(NotImplementedError):
     """Raised with policy="strict" where an attention call can't run in INT8. Attributes: layer, reason."""
 
-    def __init__(self, layer: str, reason: str, remedy: str = ""):
+    def __init__(self, layer: str, reason: str, remedy: str = "") -> None:
         self.layer = layer
         self.reason = reason
         remedy = remedy or REMEDIES.get(reason, "")
@@ -64,8 +72,8 @@ class UnsupportedAttentionError(NotImplementedError):
         )
 
 
-def _number(config, name: str, expected: str) -> float:
-    value = getattr(config, name)
+def _number(config: SageAttnProcessor, name: str, expected: str) -> float:
+    value: object = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}")
     if not abs(value) <= sys.float_info.max:  # an int may be beyond it
@@ -75,11 +83,12 @@ def _number(config, name: str, expected: str) -> float:
 
 def _short(number: int | float) -> str:
     """A number for a message: not all the digits of an int that has thousands."""
-    is_long = isinstance(number, int) and number.bit_length() > 100
-    return f"an int of {number.bit_length()} bits" if is_long else str(number)
+    if isinstance(number, int) and number.bit_length() > 100:
+        return f"an int of {number.bit_length()} bits"
+    return str(number)
 
 
-def _whole(config, name: str, least: int) -> None:
+def _whole(config: SageAttnProcessor, name: str, least: int) -> None:
     value = getattr(config, name)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= {least}")
@@ -87,13 +96,13 @@ def _whole(config, name: str, least: int) -> None:
         raise ValueError(f"{name}: got {_short(value)}, expected at least {least}, and an int64")
 
 
-def _patterns(name: str, value) -> tuple[str, ...]:
+def _patterns(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{name}: got {value!r}, expected a tuple of layer names or patterns")
     return tuple(value)
 
 
-def _span(name: str, value) -> tuple[float, ...]:
+def _span(name: str, value: Any) -> tuple[float, ...]:
     """() or (low, high), floats with 0 <= low < high <= 1."""
     expected = "() or (low, high), noise levels from 0 to 1"
     if not isinstance(value, (tuple, list)) or len(value) not in (0, 2):
@@ -101,11 +110,12 @@ def _span(name: str, value) -> tuple[float, ...]:
     if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in value):
         raise TypeError(f"{name}: got {value!r}, expected {expected}")
     if value and not 0 <= value[0] < value[1] <= 1:  # not so for NaN either
-        raise ValueError(f"{name}: got {value!r}, expected {expected}, low < high")
+        got = ", ".join(_short(x) for x in value)
+        raise ValueError(f"{name}: got ({got}), expected {expected}, low < high")
     return tuple(float(x) for x in value)
 
 
-def _pairs(name: str, value) -> tuple[tuple[str, object], ...]:
+def _pairs(name: str, value: object) -> tuple[tuple[str, object], ...]:
     """(layer pattern, value of the option `name` without its "layer_") pairs."""
     pairs = tuple(tuple(x) if isinstance(x, (tuple, list)) else x for x in _items(value))
     if not all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in pairs):
@@ -117,16 +127,16 @@ def _pairs(name: str, value) -> tuple[tuple[str, object], ...]:
     return pairs
 
 
-def _items(value):
+def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.items()
     return value if isinstance(value, (tuple, list)) else (value,)
 
 
-_policy_readers = []
+_policy_readers: list[Callable[..., Any]] = []
 
 
-def read_policies_with(reader) -> None:
+def read_policies_with(reader: Callable[..., Any]) -> None:
     """Tell `SageAttnProcessor.from_policy` what reads policy files, which lies above this file."""
     _policy_readers.append(reader)
 
@@ -150,8 +160,9 @@ class SageAttnProcessor:
             "sigma_power": as "static" with the scale times (σ/σ_ref)^gamma, σ the noise level. For study: the inputs
             of attention are normalised at every step, so their range rarely follows σ.
             In all planned ones ("timestep" to "sigma_power") a tile of keys beyond its plan takes its own larger
-            scale and is counted. "static" and "sigma_power" need a pipeline whose scheduler tells one run from the
-            next.
+            scale and is counted. Runs that overlap in several threads on one model share one plan, which is counted,
+            logged once and in the report; "dynamic" has no such ties. "static" and "sigma_power" need a pipeline
+            whose scheduler tells one run from the next.
         margin: planned scale over the one that the largest value seen needs, > 0. Below 1, most tiles of keys get
             finer steps and those with the largest values their own larger scale: nothing is clipped at any margin.
             Only for planned scales.
@@ -209,10 +220,11 @@ class SageAttnProcessor:
     min_tokens: int | None = None
     policy: str = "fallback"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         from sage_kernels import RECIPES
 
-        named = {"recipe": RECIPES, "scaling": SCALINGS, "rotation": ROTATIONS, "policy": POLICIES}
+        named: dict[str, Collection[str]] = {"recipe": RECIPES, "scaling": SCALINGS}
+        named |= {"rotation": ROTATIONS, "policy": POLICIES}
         for name, allowed in named.items():
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -252,20 +264,21 @@ class SageAttnProcessor:
                 )
 
     @classmethod
-    def from_policy(cls, path, target=None) -> SageAttnProcessor:
+    def from_policy(cls, path: str | Path, target: Any = None) -> SageAttnProcessor:
         """The options in a policy file of `sage_processors.calibrate`.
 
         Args: path: a .json file. target: the pipeline or model it is meant for, compared with the policy's if given.
         Raises: see policy.read_policy.
         """
-        return _policy_readers[-1](path, target)[0]
+        config: SageAttnProcessor = _policy_readers[-1](path, target)[0]
+        return config
 
     @property
     def call_scaling(self) -> str:
         """The `scaling=` argument of `sage_kernels.sage_attention`."""
         return SCALINGS[self.scaling]
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Always raises: a model put these options on its modules as if they were a processor."""
         raise TypeError(
             "processor: got SageAttnProcessor itself on an attention module, expected one processor per module; "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 
 def strict_json(text: bytes | str, what: str, remedy: str) -> dict:
@@ -33,7 +34,12 @@ def strict_json(text: bytes | str, what: str, remedy: str) -> dict:
             raise ValueError(f"the number {digits[:20]}… of {len(digits)} digits, beyond an int64's range,")
         return number
 
-    hooks = {"object_pairs_hook": unique, "parse_constant": refuse, "parse_float": finite, "parse_int": whole}
+    hooks: dict[str, Any] = {
+        "object_pairs_hook": unique,
+        "parse_constant": refuse,
+        "parse_float": finite,
+        "parse_int": whole,
+    }
     try:
         value = json.loads(str(text, "utf-8") if isinstance(text, bytes) else text, **hooks)
     except (ValueError, RecursionError) as error:  # includes bytes that are no UTF-8

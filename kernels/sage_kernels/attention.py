@@ -9,11 +9,14 @@ op (torch.compile, a profiler, a tracer) sees those that are defined here.
 from __future__ import annotations
 
 import functools
+from typing import Any, Literal, overload
 
 import torch
 
 from . import reference
 from .checks.attention import check_attention_inputs, check_masking, check_options, check_state
+from .checks.tensors import check_called_below, without_tangents
+from .compat import differentiates_forward
 from .masking import make_masking
 from .recipe import DEFAULT_RECIPE
 from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
@@ -36,6 +39,72 @@ _library.define(f"attention_planned({_ARGUMENTS}, {_STATE}) -> Tensor")
 _library.define(f"attention_planned_lse({_ARGUMENTS}, {_STATE}) -> (Tensor, Tensor)")
 
 
+@overload
+def sage_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    recipe: str = ...,
+    scaling: str = ...,
+    scale: float | None = ...,
+    smooth_k: bool = ...,
+    rotation: str = ...,
+    return_lse: Literal[False] = ...,
+    state: HeadState | None = ...,
+    cu_seqlens: None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def sage_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    recipe: str = ...,
+    scaling: str = ...,
+    scale: float | None = ...,
+    smooth_k: bool = ...,
+    rotation: str = ...,
+    return_lse: Literal[True],
+    state: HeadState | None = ...,
+    cu_seqlens: None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def sage_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    recipe: str = ...,
+    scaling: str = ...,
+    scale: float | None = ...,
+    smooth_k: bool = ...,
+    rotation: str = ...,
+    return_lse: bool,
+    state: HeadState | None = ...,
+    cu_seqlens: None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
 def sage_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -53,8 +122,8 @@ def sage_attention(
     rotation: str = "none",
     return_lse: bool = False,
     state: HeadState | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-):
+    cu_seqlens: None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention with an INT8 score matmul: O = softmax(scale · Q Kᵀ + mask) V.
 
     Args:
@@ -106,19 +175,27 @@ def sage_attention(
     check_masking(q, k, attn_mask, causal, window, sinks)
     causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    arguments = (q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, float(softcap), recipe)
-    arguments += (rotation,)
+    arguments: tuple[Any, ...] = (q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, float(softcap))
+    arguments += (recipe, rotation)
     if state is not None:
         check_state(state, q.shape, k.shape[2], q.device)
     if key is not None or is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
         return _run(*arguments, state=state, return_lse=return_lse, key=key)
     ops = torch.ops.sage_kernels
     if state is None:
-        return (ops.attention_lse if return_lse else ops.attention)(*arguments)
-    return (ops.attention_planned_lse if return_lse else ops.attention_planned)(*arguments, *state)
+        op = ops.attention_lse if return_lse else ops.attention
+    else:
+        op = ops.attention_planned_lse if return_lse else ops.attention_planned
+        arguments = (*arguments, *state)
+    if differentiates_forward():
+        with without_tangents():
+            return op(*arguments)
+    return op(*arguments)
 
 
-def _make_again(q, k, v, state, options):
+def _make_again(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: HeadState | None, options: tuple[Any, ...]
+) -> Any:
     """A call's key (all that decides whether it is valid and what it launches), and its results if it was made before.
 
     The key holds all that the checks read, so a known call need not be checked. Results are None where the call has to
@@ -137,7 +214,15 @@ def _make_again(q, k, v, state, options):
     return make_again((options, *map(type, options), *map(layout_of, tensors)), tensors)
 
 
-def _run(q, k, v, *arguments, state, return_lse, key=None):
+def _run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *arguments: Any,
+    state: HeadState | None,
+    return_lse: bool,
+    key: Any | None = None,
+) -> Any:
     """The checked call, outside of autocast, which would cast the reference's own matmuls too.
 
     key: from `_make_again`; the launches are then remembered for the next such call.
@@ -151,8 +236,24 @@ def _run(q, k, v, *arguments, state, return_lse, key=None):
     return remember(key, call, (q, k, v, *(state or ())))
 
 
-def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window, softcap, recipe, rotation, *,
-             state, return_lse):  # fmt: skip
+def _compute(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    scaling: str,
+    smooth_k: bool,
+    causal: Any,
+    window: int | None,
+    softcap: float,
+    recipe: str,
+    rotation: str,
+    *,
+    state: HeadState | None,
+    return_lse: bool,
+) -> Any:
     """What to launch: the keys that are seen at all, on their device. Nothing where there is nothing to attend to."""
     masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, q.shape[1], k.shape[1])
     if (keys.start, keys.stop) != (0, k.shape[1]):  # a view costs a microsecond
@@ -160,11 +261,11 @@ def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window
     if 0 in q.shape or 0 in k.shape:
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        if sinks is not None:
+        if masking.sinks is not None:
             lse = torch.maximum(lse, masking.sinks)
         return (out, lse) if return_lse else out
-    options = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "state": state, "masking": masking}
-    options |= {"recipe": recipe, "rotation": rotation}
+    options: dict[str, Any] = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "state": state}
+    options |= {"masking": masking, "recipe": recipe, "rotation": rotation}
     if q.is_cuda:
         from ._triton.attention.launch import launch_attention_fwd
         from ._triton.launch import compiled_together
@@ -178,10 +279,11 @@ def _compute(q, k, v, attn_mask, sinks, scale, scaling, smooth_k, causal, window
 _INPUTS = 13  # arguments before the state
 
 
-def _implementation(planned: bool, return_lse: bool):
+def _implementation(planned: bool, return_lse: bool) -> Any:
     """What the dispatcher hands an op's checked arguments to."""
 
-    def run(*arguments):
+    def run(*arguments: Any) -> Any:
+        check_called_below("attention")
         state = HeadState(*arguments[_INPUTS:]) if planned else None
         q, k, v, attn_mask, sinks, *options = arguments[:_INPUTS]
         key = None
@@ -195,11 +297,11 @@ def _implementation(planned: bool, return_lse: bool):
     return run
 
 
-def _fake(q, *_):
+def _fake(q: torch.Tensor, *_: Any) -> Any:
     return q.new_empty(q.shape)
 
 
-def _fake_lse(q, *_):
+def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

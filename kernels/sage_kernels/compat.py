@@ -109,6 +109,11 @@ def differentiates_forward() -> bool:
     return level is None or level >= 0
 
 
+def is_differentiating_forward() -> bool:
+    """Whether it is known that tensors may have tangents here; False without the name to tell."""
+    return getattr(forward_ad, "_current_level", -1) >= 0
+
+
 def has_tangent(x: torch.Tensor) -> bool:
     """Whether forward-mode differentiation is under way for x."""
     return differentiates_forward() and forward_ad.unpack_dual(x).tangent is not None

@@ -7,11 +7,14 @@ like an earlier one is launched again as that one was (replay.py).
 from __future__ import annotations
 
 import functools
+from typing import Any, Literal, overload
 
 import torch
 
 from . import reference
 from .checks.decode import check_append, check_decode_inputs, check_decode_options
+from .checks.tensors import check_called_below, without_tangents
+from .compat import differentiates_forward
 from .masking import Masking, canonical_mask, decode_band
 from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
 
@@ -67,12 +70,78 @@ def append_kv(
         if result is not None:
             return
     check_append(*tensors, position, ring, k_balance)
-    on_device = isinstance(position, torch.Tensor)
-    arguments = (*tensors, position if on_device else None, 0 if on_device else position, ring, k_balance)
-    if key is None:
-        torch.ops.sage_kernels.append_kv(*arguments)
-    else:
+    where: tuple[Any, int] = (position, 0) if isinstance(position, torch.Tensor) else (None, position)
+    arguments = (*tensors, *where, ring, k_balance)
+    if key is not None:
         remember(key, functools.partial(_append, *arguments), given, numbers)
+    else:
+        _dispatch(torch.ops.sage_kernels.append_kv, arguments)
+
+
+@overload
+def sage_decode_attention(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ...,
+    *,
+    lengths: torch.Tensor | None = ...,
+    ring: bool = ...,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    k_balance: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def sage_decode_attention(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ...,
+    *,
+    lengths: torch.Tensor | None = ...,
+    ring: bool = ...,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    k_balance: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def sage_decode_attention(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ...,
+    *,
+    lengths: torch.Tensor | None = ...,
+    ring: bool = ...,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    k_balance: torch.Tensor | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def sage_decode_attention(
@@ -93,7 +162,7 @@ def sage_decode_attention(
     scale: float | None = None,
     return_lse: bool = False,
     k_balance: torch.Tensor | None = None,
-):
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last S_q tokens over an INT8 cache, which is read as it is: no dequantised copy is made.
 
     Q is quantised in the kernel, to two INT8 codes a channel (15 bits), so that the cache's own rounding is all the
@@ -132,14 +201,22 @@ def sage_decode_attention(
     if key is not None:
         return remember(key, functools.partial(_implementation(return_lse), *arguments), given, numbers)
     ops = torch.ops.sage_kernels
-    return (ops.decode_attention_lse if return_lse else ops.decode_attention)(*arguments)
+    return _dispatch(ops.decode_attention_lse if return_lse else ops.decode_attention, arguments)
+
+
+def _dispatch(op: Any, arguments: Any) -> Any:
+    """Call an op whose arguments are checked, and have no tangents."""
+    if differentiates_forward():
+        with without_tangents():
+            return op(*arguments)
+    return op(*arguments)
 
 
 _ANEW = (None, None, None, None)
 _NONE = type(None)
 
 
-def _attend_again(q, cache, lengths, sinks, options):
+def _attend_again(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
     """(key, tensors, numbers, results) of `sage_decode_attention` without a mask: the key is all that decides whether
     the call is valid and what it launches, and results are None where no such call was made before.
 
@@ -152,7 +229,7 @@ def _attend_again(q, cache, lengths, sinks, options):
     return _found(*_attend_key(q, cache, lengths, sinks, options))
 
 
-def _attend_key(q, cache, lengths, sinks, options):
+def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
     """A call's key; its tensors; its numbers, which are no part of the key.
 
     cache: codes and scales, and what K was stored with. A growing one holds a token more in every call: the key has
@@ -176,7 +253,7 @@ def _attend_key(q, cache, lengths, sinks, options):
     return tuple(key), [x for x in (q, *cache, lengths, sinks) if x is not None], {"capacity": tokens}
 
 
-def _append_again(tensors, position, ring):
+def _append_again(tensors: Any, position: Any, ring: bool) -> Any:
     """As _attend_again, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance."""
     k, v = tensors[:2]
     if isinstance(position, torch.Tensor):
@@ -188,7 +265,7 @@ def _append_again(tensors, position, ring):
     return _found(*_append_key(tensors, position, ring))
 
 
-def _append_key(tensors, position, ring):
+def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
     """As _attend_key: where the host knows the position, that is no part of the key; that it fits is seen to."""
     k, v, _, k_codes, *scales = tensors[:7]
     if any(x is None for x in (v, k_codes, *scales)) or k.dim() != 4 or k_codes.dim() != 4 or 0 in k.shape:
@@ -202,7 +279,7 @@ def _append_key(tensors, position, ring):
     return key, [x for x in tensors if x is not None], {"start": start}
 
 
-def _found(key, given, numbers):
+def _found(key: Any, given: Any, numbers: Any) -> Any:
     """A key, with what belongs to it, and the results of a call like it."""
     if key is None:
         return _ANEW
@@ -210,8 +287,25 @@ def _found(key, given, numbers):
     return key, given, numbers, results
 
 
-def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, sinks, ring, causal, window, softcap,
-            scale, k_balance=None, *, return_lse):  # fmt: skip
+def _attend(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    attn_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    ring: bool,
+    causal: Any,
+    window: int | None,
+    softcap: float,
+    scale: float,
+    k_balance: torch.Tensor | None = None,
+    *,
+    return_lse: bool,
+) -> Any:
     """What to launch for a checked call; nothing where there is nothing to attend to."""
     left, right = decode_band(causal, window)
     masking = Masking(
@@ -222,7 +316,7 @@ def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, s
     if q.numel() == 0 or k_codes.shape[2] == 0:
         out = q.new_zeros(q.shape)
         lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        if sinks is not None:
+        if masking.sinks is not None:
             lse = torch.maximum(lse, masking.sinks)
     elif q.is_cuda:
         from ._triton.decode.launch import launch_decode_attention
@@ -237,8 +331,9 @@ def _attend(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, attn_mask, s
     return (out, lse) if return_lse else out
 
 
-def _implementation(return_lse: bool):
-    def run(*arguments):
+def _implementation(return_lse: bool) -> Any:
+    def run(*arguments: Any) -> Any:
+        check_called_below("decode_attention")
         # under autocast the reference's own matmuls would be cast too
         with torch.autocast(arguments[0].device.type, enabled=False):
             return _attend(*arguments, return_lse=return_lse)
@@ -246,8 +341,21 @@ def _implementation(return_lse: bool):
     return run
 
 
-def _append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, start, ring, k_balance=None):
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_mean: torch.Tensor | None,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    position: Any,
+    start: int,
+    ring: bool,
+    k_balance: torch.Tensor | None = None,
+) -> None:
     """What to launch for a checked call."""
+    check_called_below("append_kv")
     if k.numel() == 0:
         return
     if k.is_cuda:
@@ -264,11 +372,11 @@ def _append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, start, r
     )
 
 
-def _fake(q, *_):
+def _fake(q: torch.Tensor, *_: Any) -> Any:
     return q.new_empty(q.shape)
 
 
-def _fake_lse(q, *_):
+def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
     return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 

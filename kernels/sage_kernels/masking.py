@@ -64,7 +64,8 @@ def canonical_mask(mask: torch.Tensor | None, seq_kv: int) -> torch.Tensor | Non
 def band(causal: str, window: int | None, seq_q: int, seq_kv: int) -> tuple[int, int, int]:
     """left, right and offset of a Masking. causal: "", "top_left" or "bottom_right"; window: own key included."""
     offset = seq_kv - seq_q if causal == "bottom_right" else 0
-    left = UNLIMITED if window is None else window - 1
+    # not beyond what there is: rows and keys are int32 in places
+    left = UNLIMITED if window is None else min(window - 1, seq_q + seq_kv)
     return left, 0 if causal else left, offset
 
 
@@ -85,7 +86,7 @@ def make_masking(attn_mask, causal, window, softcap, sinks, seq_q: int, seq_kv: 
     if masking.mask is not None:  # a band beside a mask becomes part of it
         seen = visible(masking, torch.arange(seq_q, device=masking.mask.device), seq_kv)
         hidden = False if masking.mask.dtype == torch.bool else -torch.inf
-        mask = torch.where(seen, masking.mask, hidden)
+        mask = masking.mask if seen is None else torch.where(seen, masking.mask, hidden)
         return masking._replace(mask=mask, left=UNLIMITED, right=UNLIMITED, offset=0), slice(0, seq_kv)
     first = 0 if masking.left == UNLIMITED else min(max(0, masking.offset - masking.left), seq_kv)
     last = seq_kv if masking.right == UNLIMITED else max(min(seq_kv, seq_q + masking.offset + masking.right), 0)

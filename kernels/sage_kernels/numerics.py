@@ -87,7 +87,7 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
     whatever order the terms are added, so the kernel's codes are the reference's. counts: as in `sample_keys`.
     """
     sample, counted = sample_keys(k, counts)
-    number = CENTER_SAMPLES
+    number: int | torch.Tensor = CENTER_SAMPLES
     if counted is not None:
         sample = torch.where(counted, sample, 0.0)
         number = counted.sum(2, keepdim=True).clamp_min(1)

@@ -8,6 +8,8 @@ Imported without Triton; what is remembered is a Replay of `_triton/launch`. An 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from . import compat
@@ -16,7 +18,7 @@ from . import compat
 TENSOR = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = {*TENSOR, type(None)}
 _LIMIT = 4096  # kinds of calls that are remembered
-made = {}  # key → Replay: results of a call with these tensors and numbers
+made: dict[tuple, Callable] = {}  # key → Replay: results of a call with these tensors and numbers
 
 
 def forget() -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 try:
     import fcntl
 except ImportError:  # Windows has no such lock: there, one process at a time
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
 
 COLUMNS = (

@@ -133,7 +133,7 @@ def graph_nodes(graph: torch.cuda.CUDAGraph) -> Counter[str]:
     ask(driver.cuGraphGetNodes, handle, None, ctypes.byref(number))
     nodes = (ctypes.c_void_p * number.value)()
     ask(driver.cuGraphGetNodes, handle, nodes, ctypes.byref(number))
-    found = Counter()
+    found: Counter[str] = Counter()
     for node in nodes:
         ask(driver.cuGraphNodeGetType, ctypes.c_void_p(node), ctypes.byref(kind))
         found[GRAPH_NODES[kind.value] if kind.value < len(GRAPH_NODES) else f"kind {kind.value}"] += 1
@@ -163,11 +163,12 @@ def assert_matches_reference(
         options: of ref_attention.
     """
     q, k, v, out = (x.detach().to(device) for x in (q, k, v, out))
-    masking = Masking(*(x.to(device) if isinstance(x, torch.Tensor) else x for x in masking))
+    on_device: list = [x.to(device) if isinstance(x, torch.Tensor) else x for x in masking]
+    masking = Masking(*on_device)
 
     def reference(inputs, **extra):
         copied = None if state is None else type(state)(*(x.to(device, copy=True) for x in state))
-        return ref_attention(*inputs, state=copied, masking=masking, **options, **extra)
+        return ref_attention(inputs[0], inputs[1], inputs[2], state=copied, masking=masking, **options, **extra)
 
     # V is rounded in both: it is an input, and rounding it is no error of the kernel
     exact_inputs = [x.float() for x in (q, k, v.to(pv_dtype(v.dtype)))]

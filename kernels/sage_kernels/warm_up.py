@@ -75,7 +75,7 @@ def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
             def call(tokens=tokens, known=known):
                 q = torch.empty(1, tokens, 1, kind.head_dim, dtype=kind.dtype, device=device)
                 state = new_head_state(1, kind.head_dim, device) if kind.scaling == "planned" else None
-                if known is not None:
+                if state is not None and known is not None:
                     state = state.keeping(torch.empty(1, 1, tokens, device=device), known)
                 launch_attention_fwd(
                     q, q, q, scale=1.0, scaling=kind.scaling, smooth_k=True, state=state, return_lse=False,

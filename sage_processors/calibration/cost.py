@@ -111,7 +111,8 @@ class CostTable:
     """
 
     def __init__(self, handle, kind: str):
-        self._kind, self._known = kind, {}
+        self._kind = kind
+        self._known: dict[tuple, float] = {}
         self.shapes: dict[str, list[CallShape]] = {}
         for part in handle._parts:
             self._device, self._dtype = part.device, next((p.dtype for p in part.model.parameters()), torch.float32)
@@ -127,12 +128,12 @@ class CostTable:
         rotation = "none" if rotation == "auto" else rotation
         return sum(self._call(shape, scaling, recipe, rotation) for shape in self.shapes[layer])
 
-    def _call(self, *what) -> float:
-        """what: shape, scaling, recipe, rotation."""
+    def _call(self, shape: CallShape, scaling: str, recipe: str, rotation: str) -> float:
         if self._kind == "counted":
-            return counted_seconds(*what)
+            return counted_seconds(shape, scaling, recipe, rotation)
+        what = (shape, scaling, recipe, rotation)
         if what not in self._known:
-            self._known[what] = measured_seconds(*what[:3], self._device, self._dtype, rotation=what[3])
+            self._known[what] = measured_seconds(shape, scaling, recipe, self._device, self._dtype, rotation=rotation)
         return self._known[what]
 
     def relative(self, config, steps: int, levels=()) -> float:

@@ -64,7 +64,7 @@ def sums_by_step(probes) -> dict:
 
 def check_sums(sums: dict, remedy: str) -> None:
     """Raise ValueError unless `sums` is what `sums_by_step` makes."""
-    pairs = []
+    pairs: list[list] = []
     for steps in sums.values():
         if not isinstance(steps, dict) or not all(step.isdecimal() for step in steps):
             raise ValueError(f"path: got noise of a layer without steps, expected sums by step; {remedy}")
@@ -141,6 +141,7 @@ class Demotion:
         rows = [
             (self._cost(layer, way), rank, way, self.error(layer, way.choice, way.span))
             for rank, way in enumerate(ways)
+            if way.choice is not None
         ]
         # short sequences cost more rotated than in 16 bit
         cheaper = [row for row in rows if row[0] < exact]
@@ -166,8 +167,8 @@ class Demotion:
     def _cheapest_ranges(best: list[dict]) -> tuple:
         """The ranges, MAX_RANGES at most, with which all layers together cost least. best: of `plan`, by layer."""
         used = sorted({span for rows in best for span in rows if span})
-        costs = [[rows.get(span, rows[()])[0] for rows in best] for span in ((), *used)]
-        costs = torch.tensor(costs, dtype=torch.float64)  # [1 + ranges, layers]
+        each = [[rows.get(span, rows[()])[0] for rows in best] for span in ((), *used)]
+        costs = torch.tensor(each, dtype=torch.float64)  # [1 + ranges, layers]
         costs = torch.minimum(costs, costs[:1])
         least, found = float(costs[0].sum()), ()
         for count in range(1, MAX_RANGES + 1):

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from ..diffusion.scale_files import config_hash
 from ..options import SageAttnProcessor
@@ -24,7 +25,7 @@ FORMAT_VERSION = 2  # 2: recipes by layer, ranges of noise levels
 _SINCE = {1: {"keep_noise", "layer_recipe", "layer_keep_noise"}}
 MAX_FILE_BYTES = 2**20
 _REMEDY = "write it again with sage_processors.calibrate"
-_FIELDS = {
+_FIELDS: dict[str, type] = {
     "format_version": int,
     "package_version": str,
     "models": list,
@@ -36,7 +37,7 @@ _FIELDS = {
 _MODEL_FIELDS = {"name": str, "model_class": str, "config_hash": str, "layers": list}
 
 
-def describe_models(handle) -> list[dict]:
+def describe_models(handle: Any) -> list[dict[str, Any]]:
     """What a policy says of the denoisers that it was made for."""
     return [
         {
@@ -49,7 +50,15 @@ def describe_models(handle) -> list[dict]:
     ]
 
 
-def write_policy(path, config, models: list[dict], *, budget: dict, result: dict, curve: list[dict]) -> None:
+def write_policy(
+    path: str | Path,
+    config: SageAttnProcessor,
+    models: list[dict[str, Any]],
+    *,
+    budget: dict[str, Any],
+    result: dict[str, Any],
+    curve: list[dict[str, Any]],
+) -> None:
     """Write a policy to `path`, which must end in .json, in one step. Raises: TypeError, ValueError, OSError."""
     path = _checked_path(path)
     content = {
@@ -64,13 +73,13 @@ def write_policy(path, config, models: list[dict], *, budget: dict, result: dict
     write_json(path, content)
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     """Sorted, indented JSON without NaN, in one step: whoever reads meanwhile sees the old file or the new one."""
     text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_whole(path, text)
 
 
-def read_policy(path, target=None) -> tuple[object, dict]:
+def read_policy(path: str | Path, target: Any = None) -> tuple[object, dict[str, Any]]:
     """(SageAttnProcessor, the whole content) of a policy file.
 
     Args: target: the pipeline or model that it is for: its classes, configs and layers must be the policy's. None:
@@ -80,7 +89,7 @@ def read_policy(path, target=None) -> tuple[object, dict]:
     """
     path = _checked_path(path)
     content = strict_json(read_small(path, MAX_FILE_BYTES), "the policy", _REMEDY)
-    version = content.get("format_version")  # before the keys: they are another version's
+    version: Any = content.get("format_version")  # before the keys: they are another version's
     if type(version) is int and version != FORMAT_VERSION and version not in _SINCE:
         raise ValueError(f"path: got format_version {version}, expected {FORMAT_VERSION}; {_REMEDY} of this version")
     strict_object(content, _FIELDS, "the policy", _REMEDY)
@@ -109,7 +118,7 @@ def read_small(path: Path, limit: int) -> bytes:
     return content
 
 
-def _checked_path(path) -> Path:
+def _checked_path(path: str | Path) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: got {type(path).__name__}, expected a str or a Path that ends in .json")
     path = Path(path)
@@ -118,7 +127,7 @@ def _checked_path(path) -> Path:
     return path
 
 
-def _check_target(models: list[dict], target) -> None:
+def _check_target(models: list[dict[str, Any]], target: Any) -> None:
     from ..diffusion.handle import apply, handle_of
 
     handle = handle_of(target)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from .. import pipelines
-from ..calibration.search import HELD_OUT, calibrate
+from ..calibration.search import calibrate
+from ..calibration.trials import HELD_OUT
 from ..evaluation import hard_variants, metrics, quality
 from ..options import SageAttnProcessor
 from . import loading
@@ -109,7 +110,7 @@ def calibrate_policy(
         console.print(f"Policy: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
         if csv is not None:
             fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds that decided nothing
-            size = {"steps": steps, "batch": batch}
+            size: dict[str, Any] = {"steps": steps, "batch": batch}
             variant = quality.Variant(quality.POLICY, found.config)
             drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)[quality.POLICY]
             label = case_label(pipeline, pipe) + (f"_{hard}" if hard else "")
@@ -150,7 +151,7 @@ def rules(
         label = case_label(pipeline, pipe) + (f"_{name}" if name else "")
         calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
         with steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
-            size = {"steps": steps, "batch": batch}
+            size: dict[str, Any] = {"steps": steps, "batch": batch}
             results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
         # timestep runs the first step of each batch dynamic; rules with a frozen table never do, nor timestep_warm
         _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -60,7 +61,7 @@ def _refuse(check, path: Path, option: str) -> None:
 @contextmanager
 def float32_settings_kept() -> Iterator[None]:
     """TensorFloat-32 in convolutions is, afterwards, as it was: who calls a command in his process keeps his own."""
-    cudnn = torch.backends.cudnn
+    cudnn: Any = torch.backends.cudnn
     each = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision
     try:
         both = cudnn.allow_tf32

@@ -88,7 +88,7 @@ def quiet_diffusers():
 
 def _locate(name: str) -> str:
     """What diffusers loads: the folder of an embedded pipeline, a folder, or a name on the Hub."""
-    if name in pipelines.names():
+    if name in pipelines.PIPELINES:
         return str(pipelines.path(name))
     known = f"the embedded ones are {', '.join(pipelines.names())}"
     folder = Path(name)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 
@@ -102,8 +102,8 @@ def demo(
     result = quality.compare(scaling, recipe, ours, stock, (report.calls, sum(report.fallbacks.values())))
     report.print(console)
     per_picture = Table(title=f"{recipe}, {scaling}: against stock attention, same seeds", title_justify="left")
-    for name, justify in (("prompt", "left"), ("seed", "right"), ("PSNR, dB", "right"), ("SSIM", "right")):
-        per_picture.add_column(name, justify=justify)
+    for name in ("prompt", "seed", "PSNR, dB", "SSIM"):
+        per_picture.add_column(name, justify="left" if name == "prompt" else "right")
     for text, number, psnr, ssim in zip(prompts, seeds, result.psnr_db, result.ssim, strict=True):
         per_picture.add_row(text, str(number), f"{psnr:.2f}", f"{ssim:.5f}")
     if result.is_ours:
@@ -192,7 +192,7 @@ def bench_quality(
         variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
         prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
         size = {"steps": steps, "batch": batch}
-        watched = {**size, "probe": True}
+        watched: dict[str, Any] = {**size, "probe": True}
         batches = -(-images // batch)
         half = pipe.dtype in (torch.float16, torch.bfloat16)
         for suffix in ("", "_hard")[: 1 + hard]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,8 @@ from .discovery import attention_modules, device_of, discover_sites, put_process
 from .forwards import Forwards
 from .noise_level import TimestepReader
 from .parked_state import Parked
-from .processors import is_pag, is_sage, sage_class, swap
 from .row_maxima_op import keep_rows_of
+from .sage_class import attention_calls_in, is_pag, is_sage, swap
 from .windows import is_kept, option_of
 
 
@@ -31,8 +32,8 @@ class Layer:
 
     name: str
     module: nn.Module
-    original: object
-    sage: object
+    original: Any
+    sage: Any
     site_indices: list = field(default_factory=list)  # into the part's ScaleState, one per call site
 
     def __post_init__(self):
@@ -91,9 +92,9 @@ class Part:
         self._lock = handle.lock
         self.layers: list[Layer] = []
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
-        self.state = None
+        self.state: Any = None  # a ScaleState where scales are planned
         self._parked = Parked()
-        self.guests: dict[int, object] = {}  # Sage processors that a pipeline puts there within its steps
+        self.guests: dict[int, Any] = {}  # Sage processors that a pipeline puts there within its steps
         self.perturbed = False  # by others than those
         self.follows_scheduler = self.frozen = self.is_told = False
         self.device = self._home = device_of(model)
@@ -109,7 +110,7 @@ class Part:
             layer = known.get(id(module))
             if layer is None or module.processor is not layer.sage:
                 original = self._stock(module)
-                if sage_class(type(original))._sage_calls == 0:
+                if attention_calls_in(type(original)) == 0:
                     continue  # linear, sliced or hand-written attention: stays, and the report says so
                 sage = self._swapped(original, self._label(name))
                 self._count_on(module, sage)
@@ -141,7 +142,7 @@ class Part:
         return f"{self.name}.{name}" if self.name else name
 
     def _plan_sites(self) -> None:
-        sites = []
+        sites: list[Site] = []
         for layer in self.layers:
             layer.site_indices = []
             if layer.sage._sage_config.scaling in RULES:
@@ -267,7 +268,7 @@ class Part:
     def watch(self) -> None:
         """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back."""
         for layer in self.layers:
-            processor = layer.module.processor
+            processor: Any = layer.module.processor
             if processor is layer.sage:
                 continue
             if is_sage(processor) and is_pag(processor) and processor._sage_config is not None:

@@ -99,7 +99,7 @@ def is_pipeline(target) -> bool:
 
 def denoisers(pipe) -> dict[str, nn.Module]:
     """The denoising models of a pipeline, by component name."""
-    found = {}
+    found: dict[str, nn.Module] = {}
     for name, component in ({} if pipe is None else pipe.components).items():
         model = unwrap(component)
         home = type(model).__module__

@@ -14,7 +14,7 @@ import weakref
 
 import torch
 
-from ..options import REMEDIES
+from ..options import OVERLAP_REMEDY, REMEDIES
 from .discovery import unwrap
 from .noise_level import can_track, noise_levels, run_of, track, untrack
 from .pipeline_method import known_pipelines
@@ -70,7 +70,8 @@ class Following:
 
     Args: handle: has _parts, steps, `begin_run(u)` and `advance(u_finished, u_next)`. windowed: whether precision
         hangs on where a run is.
-    Attributes: followed: list of Followed, those of the handle's own pipeline first.
+    Attributes: followed: list of Followed, those of the handle's own pipeline first. overlaps: steps of runs between
+        whose steps another thread's run came: their planned scales are of both.
     """
 
     def __init__(self, handle, windowed: bool):
@@ -80,6 +81,7 @@ class Following:
         self._latest: Followed | None = None  # in any thread
         self._is_looking = False
         self._has_warned = False
+        self.overlaps = 0
 
     @property
     def active(self) -> Followed | None:
@@ -118,14 +120,7 @@ class Following:
         self.followed = kept
         if self._latest not in kept:
             self._latest = None
-        self._is_looking = True
-        try:
-            for followed in new:
-                track(followed.scheduler, followed)
-        finally:
-            self._is_looking = False
-        if self._latest is None and kept:
-            self._latest = kept[0]
+        self._find(new)
 
     def stop(self) -> None:
         """Follow nothing any more."""
@@ -133,6 +128,29 @@ class Following:
             if followed.scheduler is not None:
                 untrack(followed.scheduler, followed)
         self.followed, self._latest = [], None
+
+    def reset(self) -> None:
+        """Forget where all runs are, in every thread: the schedulers are followed as if they were just found."""
+        self._running, self._latest, self._has_warned, self.overlaps = _OfThread(), None, False, 0
+        self._handle.steps.decide(None)
+        for part in self._handle._parts:
+            part.forwards.forget()
+        for followed in self.followed:
+            followed.progress = Progress(self.windowed)
+        self._find(self.followed)
+
+    def _find(self, found: list[Followed]) -> None:
+        """Hear of their runs; of a run that is prepared or under way at once."""
+        self._is_looking = True
+        try:
+            for followed in found:
+                if followed.scheduler is not None:
+                    untrack(followed.scheduler, followed)
+                    track(followed.scheduler, followed)
+        finally:
+            self._is_looking = False
+        if self._latest is None and self.followed:
+            self._latest = self.followed[0]
 
     def begun(self, followed: Followed, u) -> None:
         """A run starts, or (while looking) one that may have been prepared before is found."""
@@ -147,6 +165,8 @@ class Following:
 
     def stepped(self, followed: Followed, u_finished, u_next) -> None:
         """A step is done."""
+        if self._latest is not followed and self._running.followed is followed:
+            self._overlap(followed)
         followed.progress.finish(u_finished)
         self._enter(followed)
         self._handle.advance(u_finished, u_next)
@@ -167,7 +187,7 @@ class Following:
             return
         active = self.active
         if active is not None and part.forwards.belongs(active.progress, timestep):
-            found = active
+            found: Followed | None = active
         else:
             others = [
                 x
@@ -177,7 +197,9 @@ class Following:
             found = others[0] if len(others) == 1 else None
         if found is None:
             self._lose(part)
-        elif found is not active or self._running.is_lost:
+        elif found is not self._latest or found is not active or self._running.is_lost:
+            if found is active and not self._running.is_lost and found.progress.taken:
+                self._overlap(found)
             # what was planned since is of other noise levels
             self._enter(found)
             self._handle.begin_run(1.0 if found.level is None else found.level)
@@ -196,6 +218,16 @@ class Following:
                 "%s: got a forward that belongs to no step of %s; %s",
                 part.name or type(part.model).__name__, self.names(), REMEDIES["unfollowed"],
             )  # fmt: skip
+
+    def _overlap(self, followed: Followed) -> None:
+        """Count a step of a run that another thread's run was planned between: one model has one plan."""
+        if all(part.state is None for part in self._handle._parts):
+            return
+        with self._handle.lock:
+            self.overlaps += 1
+            is_first = self.overlaps == 1
+        if is_first:
+            logger.warning("%s: got runs that overlap in several threads; %s", followed.name, OVERLAP_REMEDY)
 
     def names(self) -> str:
         """The followed schedulers, for people."""

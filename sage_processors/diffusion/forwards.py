@@ -89,6 +89,11 @@ class Forwards:
         """Count anew."""
         self._strays.zero()
 
+    def forget(self) -> None:
+        """Expect nothing of the next forward: what earlier ones were given, in any thread, is forgotten."""
+        self._form, self._seen = None, _Seen()
+        self.mark(False)
+
     def add_stray(self) -> None:
         """Count one."""
         self._strays.add(0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +24,10 @@ from .warm_up import KernelsAhead, WarmUp, warm_up
 from .windows import Steps, check_patterns
 
 
+if TYPE_CHECKING:
+    from .probe import Probe
+
+
 logger = logging.getLogger("sage_processors")
 
 
@@ -36,7 +42,7 @@ class Handle:
     Attributes: config (SageAttnProcessor), steps (windows.Steps: where the run is, and its precision).
     """
 
-    def __init__(self, target, config: SageAttnProcessor):
+    def __init__(self, target: Any, config: SageAttnProcessor) -> None:
         self.config = config
         self._parts: list[Part] = []
         self._pipe = weakref.ref(target) if is_pipeline(target) else None
@@ -45,7 +51,7 @@ class Handle:
         self.lock = threading.RLock()
         self.steps = Steps(config)
         self.following = Following(self, self.steps.windowed)
-        self._probe = None
+        self._probe: Probe | None = None
         self._rotation = AutoRotation(self)
         self._kernels = KernelsAhead()
         try:
@@ -126,9 +132,9 @@ class Handle:
             self._parts.remove(part)
         for name, model in models.items():
             _refuse_bare_options(model)
-            part = next((p for p in self._parts if p.name == name), None)
-            if part is None:
-                part = Part(name, model, self.config, self)
+            known = next((p for p in self._parts if p.name == name), None)
+            part = Part(name, model, self.config, self) if known is None else known
+            if known is None:
                 self._parts.append(part)
             part.follow_home()
             part.install()
@@ -137,7 +143,7 @@ class Handle:
             self._probe.attach()
         self._rotation.watch()
 
-    def _models(self) -> dict:
+    def _models(self) -> dict[str, Any]:
         """What is to be swapped now, by component name."""
         return denoisers(self._pipe()) if self._pipe else {"": self._model}
 
@@ -189,6 +195,7 @@ class Handle:
         with self.lock:
             for part in self._parts:
                 part.reset()
+            self.following.reset()
             self._rotation.reset()
 
     def warm_up(self, progress: bool = True, *, device: torch.device | str | None = None) -> WarmUp:
@@ -208,7 +215,7 @@ class Handle:
             raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
         return warm_up(self._parts, progress=progress, device=None if device is None else torch.device(device))
 
-    def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32):
+    def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
         from .probe import Probe
 
@@ -219,13 +226,13 @@ class Handle:
         self._probe = Probe(self, every=every, heads=heads, rows=rows)
         return self._probe
 
-    def save_scales(self, path) -> None:
+    def save_scales(self, path: str | Path) -> None:
         """Write what timestep scaling has learnt to a .safetensors file. Raises: see scale_files.py."""
         from .scale_files import save_scales
 
         save_scales(self, path)
 
-    def load_scales(self, path, on_mismatch: str = "error") -> bool:
+    def load_scales(self, path: str | Path, on_mismatch: str = "error") -> bool:
         """Start all runs from a file of `save_scales` of the same model, as `freeze_scales` does: see scale_files.py.
 
         The handle is unchanged if it raises.
@@ -244,7 +251,7 @@ class Handle:
             part.uninstall()
         self._parts = []
 
-    def begin_run(self, u) -> None:
+    def begin_run(self, u: float | torch.Tensor) -> None:
         """Called by `following`: denoising starts at noise level u, or goes on there after something else ran."""
         with self.lock:
             self._rotation.begin_run()
@@ -252,7 +259,7 @@ class Handle:
                 if part.state is not None and part.follows_scheduler:
                     part.state.begin_run(u)
 
-    def advance(self, u_finished, u_next) -> None:
+    def advance(self, u_finished: torch.Tensor, u_next: torch.Tensor) -> None:
         """Called by `following`: a step is done."""
         with self.lock:
             for part in self._parts:
@@ -260,7 +267,7 @@ class Handle:
                     part.state.advance(u_finished, u_next)
             self._rotation.step_done()
 
-    def _before_forward(self, part: Part, args, kwargs) -> None:
+    def _before_forward(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Eager only: notice that processors were replaced, the model moved, or another scheduler steps."""
         part.watch()
         device = input_device((*args, *kwargs.values()))
@@ -279,22 +286,22 @@ class Handle:
             part.follows_scheduler = bool(self.following.followed)
 
     @property
-    def _scheduler(self):
+    def _scheduler(self) -> Any:
         """The scheduler that stepped last; None where nothing tells of steps."""
         return None if self.following.active is None else self.following.active.scheduler
 
-    def __enter__(self):
+    def __enter__(self) -> Handle:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         state = f"{sum(len(p.layers) for p in self._parts)} layers" if self._active else "removed"
         return f"<sage_processors.Handle: {self.config}, {state}>"
 
 
-def apply(target, config: SageAttnProcessor | None = None) -> Handle:
+def apply(target: Any, config: SageAttnProcessor | None = None) -> Handle:
     """Run the attention of a diffusers pipeline or model in INT8.
 
     Args:
@@ -323,17 +330,18 @@ def apply(target, config: SageAttnProcessor | None = None) -> Handle:
     return Handle(target, config)
 
 
-def handle_of(target) -> Handle | None:
+def handle_of(target: Any) -> Handle | None:
     """The live handle of a model, or of a pipeline's first denoiser that has one; None without."""
     target = unwrap(target)
     for model in denoisers(target).values() if is_pipeline(target) else (target,):
         for hook in getattr(model, "_forward_pre_hooks", {}).values():
             if isinstance(hook, RootHook) and hook.handle is not None:
-                return hook.handle
+                found: Handle = hook.handle
+                return found
     return None
 
 
-def tell_handles(pipe) -> None:
+def tell_handles(pipe: Any) -> None:
     """Called when a pipeline was given a model or a scheduler: the handles of its models may have more to follow."""
     handles = [handle_of(x) for x in list(vars(pipe).values()) if isinstance(unwrap(x), nn.Module)]
     for handle in {id(handle): handle for handle in handles if handle is not None}.values():
@@ -343,7 +351,7 @@ def tell_handles(pipe) -> None:
 listen(tell_handles)
 
 
-def processors_for(model, config: SageAttnProcessor | None = None) -> dict:
+def processors_for(model: Any, config: SageAttnProcessor | None = None) -> dict[str, Any]:
     """`{name: processor}` for diffusers' own dict form, `model.set_attn_processor(processors_for(model))`.
 
     The processors belong to a handle as with `apply` (`handle_of(model)` returns it); they are also in place already.
@@ -359,7 +367,7 @@ def processors_for(model, config: SageAttnProcessor | None = None) -> dict:
     return dict(model.attn_processors)
 
 
-def _refuse_bare_options(model) -> None:
+def _refuse_bare_options(model: Any) -> None:
     for name, module in attention_modules(model):
         if isinstance(module.processor, SageAttnProcessor):
             raise TypeError(

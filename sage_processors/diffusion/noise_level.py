@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
+from typing import Any
 
 import torch
 
@@ -77,9 +78,12 @@ class Run:
 
     def __init__(self, scheduler):
         self._scheduler = weakref.ref(scheduler)
-        self.listeners = []
-        self.level = None  # of the running step, fp32 0-d
-        self._timesteps = self._levels = self._places = self._place = None
+        self.listeners: list[Any] = []
+        self.level: torch.Tensor | None = None  # of the running step, fp32 0-d
+        self._timesteps: Any = None  # tensors, once a run was prepared
+        self._levels: Any = None
+        self._places: Any = None
+        self._place: Any = None
 
     def start(self, place: int = 0) -> None:
         """A run starts with timesteps[place]."""
@@ -128,7 +132,7 @@ def _new(base):
 
 
 @functools.cache
-def _tracked_class(base: type) -> type:
+def _tracked_class(base: Any) -> Any:
     """A subclass that tells the scheduler's `_sage_run` about the run. Named as its base: diffusers saves it."""
 
     def run_of(scheduler):
@@ -150,7 +154,7 @@ def _tracked_class(base: type) -> type:
         place = names.index(name) if name in names else len(names)
         return lambda args, kwargs: kwargs[name] if name in kwargs else args[place] if place < len(args) else None
 
-    members = {
+    members: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
@@ -195,7 +199,8 @@ def track(scheduler, listener) -> Run:
     run = run_of(scheduler)
     if run is None:
         run = Run(scheduler)
-        scheduler.__class__ = _tracked_class(type(scheduler))
+        base: Any = type(scheduler)
+        scheduler.__class__ = _tracked_class(base)
         scheduler.__dict__["_sage_run"] = run
     if not any(known is listener for known in run.listeners):
         run.listeners.append(listener)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections.abc import Callable
 
 from ..on_import import when_imported
 
 
 _MODULE = "diffusers.pipelines.pipeline_utils"
 
-_pipelines = weakref.WeakSet()
-_listeners = []
-_swaps = []
+_pipelines: weakref.WeakSet = weakref.WeakSet()
+_listeners: list[Callable] = []
+_swaps: list[Callable] = []
 
 
 def known_pipelines() -> list:
@@ -41,7 +42,7 @@ def _telling(setattr_):
             for listener in _listeners:
                 listener(self)
 
-    __setattr__._sage_tells = True
+    __setattr__._sage_tells = True  # type: ignore[attr-defined]
     return __setattr__
 
 

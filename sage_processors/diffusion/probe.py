@@ -7,6 +7,8 @@ got, and the energies of result and difference are added up on the device. Nothi
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,11 +18,25 @@ from sage_kernels.compat import mark_static_address
 from ..layer_report import NOTHING_RAN
 
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
 SLOTS = 256  # steps told apart; later ones share the last
 SIGNAL, NOISE, ROWS = range(3)
 
 
-def exact_rows(query, key, value, rows, heads, attn_mask, is_causal: bool, scale: float) -> torch.Tensor:
+def exact_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    heads: list[int],
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> torch.Tensor:
     """Exact attention of some rows of some heads, in fp32.
 
     Args:
@@ -46,11 +62,11 @@ def exact_rows(query, key, value, rows, heads, attn_mask, is_causal: bool, scale
 class _Shared:
     """What all layers of a probe read: whether the running step is probed (host), and where its sums go (device)."""
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int) -> None:
         self.on, self.rows = False, rows
-        self.slots = {}
+        self.slots: dict[torch.device, torch.Tensor] = {}
 
-    def slot(self, device) -> torch.Tensor:
+    def slot(self, device: torch.device | str) -> torch.Tensor:
         device = torch.device(device)
         if device not in self.slots:
             with torch.inference_mode(False):
@@ -65,13 +81,15 @@ class LayerProbe:
     Attributes: trial: whether to try on the same inputs what the Hadamard rotation would do.
     """
 
-    def __init__(self, shared: _Shared, calls: int, heads: int, device):
-        self.shared, self.seen_heads, self.tried_heads, self.trial = shared, {}, {}, False
+    def __init__(self, shared: _Shared, calls: int, heads: int, device: torch.device | str) -> None:
+        self.shared, self.trial = shared, False
+        self.seen_heads: dict[int, int] = {}
+        self.tried_heads: dict[int, int] = {}
         with torch.inference_mode(False):  # of what ran; in this run alone, beside a trial; of the trial
             self.all = torch.zeros(3, calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
         self.to(device)
 
-    def to(self, device) -> None:
+    def to(self, device: torch.device | str) -> None:
         """Follow the model."""
         self.all = self.all.to(device)
         self.sums, self.plain_sums, self.trial_sums = self.all
@@ -84,7 +102,18 @@ class LayerProbe:
         self.all[1:].zero_()
         self.tried_heads.update(dict.fromkeys(self.tried_heads, 0))  # other keys would compile anew
 
-    def compare(self, index, out, query, key, value, attn_mask, is_causal, scale, tried=None) -> None:
+    def compare(
+        self,
+        index: int,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        tried: dict[str, Any] | None = None,
+    ) -> None:
         """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call.
 
         tried: options of `sage_attention` with which a trial runs the same inputs.
@@ -100,11 +129,17 @@ class LayerProbe:
         if self.trial and tried is not None:
             self.tried_heads[index] = heads_in_all
             self._add(self.plain_sums[index], out, exact, rows, heads)
-            mask = {"attn_mask": attn_mask, "causal": "top_left" if is_causal else False, "scale": scale}
+            mask: dict[str, Any] = {
+                "attn_mask": attn_mask,
+                "causal": "top_left" if is_causal else False,
+                "scale": scale,
+            }
             out = sage_kernels.sage_attention(query, key, value, rotation="hadamard", **tried, **mask)
             self._add(self.trial_sums[index], out, exact, rows, heads)
 
-    def _add(self, target, out, exact, rows, heads) -> None:
+    def _add(
+        self, target: torch.Tensor, out: torch.Tensor, exact: torch.Tensor, rows: torch.Tensor, heads: list[int]
+    ) -> None:
         error = out[:, rows][:, :, heads].float() - exact
         sums = torch.zeros_like(target[:1])
         sums[0, : len(heads), SIGNAL] = exact.double().square().sum((0, 1, 3))
@@ -131,7 +166,9 @@ class Probe:
     Raises: TypeError, ValueError (every, heads, rows).
     """
 
-    def __init__(self, handle, *, every: int = 4, heads: int = 4, rows: int = 32, only=None):
+    def __init__(
+        self, handle: Any, *, every: int = 4, heads: int = 4, rows: int = 32, only: Collection[str] | None = None
+    ) -> None:
         for name, value in (("every", every), ("heads", heads), ("rows", rows)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 1")
@@ -146,7 +183,7 @@ class Probe:
         handle.steps.listeners.append(self)
         self.step_starts(handle.steps.place)
 
-    def attach(self, only=None) -> None:
+    def attach(self, only: Collection[str] | None = None) -> None:
         """Watch every swapped layer, also those swapped since. only: other names than so far."""
         self._only = self._only if only is None else only
         for part in self._handle._parts:
@@ -160,7 +197,7 @@ class Probe:
                 self._layers[label].trial = self._handle._rotation.is_open(part, layer)
                 object.__setattr__(layer.sage, "_sage_probe", self._layers[label])
 
-    def go_on(self, only) -> None:
+    def go_on(self, only: Collection[str]) -> None:
         """Watch the layers with these names from now on, after `stop`."""
         self._handle.steps.listeners.append(self)
         self.attach(only)
@@ -184,7 +221,7 @@ class Probe:
         if self._handle._probe is self:
             self._handle._probe = None
 
-    def has_tried(self, part) -> bool:
+    def has_tried(self, part: Any) -> bool:
         """Whether any call of this denoiser was tried with rotation since `reset_trials`, known on the host."""
         return any(any(self._layers[name].tried_heads.values()) for name in part.layer_names() if name in self._layers)
 
@@ -201,7 +238,7 @@ class Probe:
             layer.reset_trial()
             layer.seen_heads.update(dict.fromkeys(layer.seen_heads, 0))  # other keys would compile anew
 
-    def data(self) -> list[dict]:
+    def data(self) -> list[dict[str, Any]]:
         """One dict per layer, head and step that was compared. Syncs.
 
         Keys: layer ("#1" appended for a second attention call in it), head, step (index in the scheduler's timesteps),
@@ -210,14 +247,14 @@ class Probe:
         """
         return self._rows(0)
 
-    def trials(self) -> tuple[list[dict], list[dict]]:
+    def trials(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """As `data`, without and with rotation, of layers whose rotation is not decided yet (rotation="auto"). Syncs.
 
         Of the calls since `reset_trials`.
         """
         return self._rows(1), self._rows(2)
 
-    def _rows(self, kind: int) -> list[dict]:
+    def _rows(self, kind: int) -> list[dict[str, Any]]:
         found = []
         for name, layer in self._layers.items():
             sums = layer.all[kind].cpu()
@@ -229,12 +266,12 @@ class Probe:
                 found.append({"layer": label, "head": head, "step": step, "rows": int(rows)} | _ratios(signal, noise))
         return found
 
-    def summary(self, *by: str) -> list[dict]:
+    def summary(self, *by: str) -> list[dict[str, Any]]:
         """`data` summed up over everything but the keys `by` ("layer", "head", "step"), in the order first seen."""
         unknown = sorted(set(by) - {"layer", "head", "step"})
         if unknown:
             raise ValueError(f"by: got {unknown}, expected some of layer, head, step")
-        groups: dict[tuple, list[dict]] = {}
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for row in self.data():
             groups.setdefault(tuple(row[name] for name in by), []).append(row)
         return [
@@ -244,7 +281,7 @@ class Probe:
             for key, rows in groups.items()
         ]
 
-    def table(self):
+    def table(self) -> Table:
         """SQNR in dB, a row per layer and a column per step, as a rich.table.Table."""
         from rich.table import Table
 
@@ -260,20 +297,20 @@ class Probe:
             table.add_row(layer, *values, f"{worst[layer]['sqnr_db']:.1f} ({worst[layer]['head']})")
         return table
 
-    def print(self, console=None) -> None:
+    def print(self, console: Console | None = None) -> None:
         """Print the table with rich, to `console` or the terminal."""
         from rich.console import Console
 
         (console or Console()).print(self.table() if self.data() else f"{NOTHING_RAN}: nothing was compared")
 
-    def __enter__(self):
+    def __enter__(self) -> Probe:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.stop()
 
 
-def _ratios(signal: float, noise: float) -> dict:
+def _ratios(signal: float, noise: float) -> dict[str, Any]:
     if noise == 0:
         sqnr, relative = math.inf, 0.0
     else:

@@ -1,19 +1,16 @@
-"""Swap the attention op inside any diffusers attention processor, without re-implementing the processor.
+"""What a Sage processor's attention calls run: INT8, or exact attention, counted with its reason.
 
-A Sage class is a subclass of the processor class whose `__call__` runs the SAME code object with other globals: the
-names `F` (torch.nn.functional) and `dispatch_attention_fn` lead to this module. Projections, norms, RoPE and masks
-stay the model's own. What runs where is decided per call, by shapes, dtypes and flags alone (no device sync, one
-traced branch).
+Inside a Sage class (sage_class.py) the names `F` (torch.nn.functional) and `dispatch_attention_fn` lead here. What
+runs where is decided per call, by shapes, dtypes and flags alone (no device sync, one traced branch).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import threading
-import types
+from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +21,8 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
 from ..autocast import autocast
-from ..event_counter import EventCounter
-from ..options import PAG_REMEDY, REMEDIES, SageAttnProcessor, UnsupportedAttentionError
-from .class_lists import list_beside
-from .rebind import dispatch_attention_fn, rebind, stand_ins
+from ..options import REMEDIES, UnsupportedAttentionError
+from .rebind import dispatch_attention_fn, stand_ins
 from .row_maxima_op import attention_keeping
 from .windows import CHOSEN
 
@@ -75,7 +70,7 @@ class CallSite:
         seen_kind: of the latest call, None before: dtype of Q, causal as the op takes it, dtype of its mask of keys.
     """
 
-    def __init__(self, state=None, kv_heads: int = 0, head_dim: int = 0):
+    def __init__(self, state: sage_kernels.HeadState | None = None, kv_heads: int = 0, head_dim: int = 0) -> None:
         self.state, self.kv_heads, self.head_dim = state, kv_heads, head_dim
         self.keeps_rows = False
         self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
@@ -86,9 +81,10 @@ class CallSite:
 class _Running(threading.local):
     """Which processor runs in this thread, how many attention calls it made so far, whether its module trains."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         # runs in every thread; with class attributes Dynamo guards on the instance's dict being empty, and recompiles
-        self.processor, self.calls, self.training = None, 0, False
+        self.processor: Any = None
+        self.calls, self.training = 0, False
 
 
 _running = _Running()
@@ -117,7 +113,9 @@ def _foreign_function_mode() -> bool:
     return any(not type(mode).__module__.startswith(EXPORTING) for mode in function_modes())
 
 
-def _is_short(processor, query, key, tokens: int, heads: int, is_causal) -> bool:
+def _is_short(
+    processor: Any, query: torch.Tensor, key: torch.Tensor, tokens: int, heads: int, is_causal: bool
+) -> bool:
     """Whether 16 bit is the faster one for a call. tokens, heads: which dimensions of query and key these are.
 
     Asked first: a call that would have been too short anyway should cost the host next to nothing.
@@ -131,7 +129,17 @@ def _is_short(processor, query, key, tokens: int, heads: int, is_causal) -> bool
     )  # fmt: skip
 
 
-def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa) -> str | None:
+def _reason_against(
+    processor: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: Any,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: Any,
+) -> str | None:
     """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
     window = processor._sage_window
     if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
@@ -142,7 +150,7 @@ def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causa
         return "function_mode"
     if scale is not None and (isinstance(scale, torch.Tensor) or scale < 0):
         return "softmax_scale"  # reading a tensor would sync
-    reason = sage_kernels.unsupported(
+    reason: str | None = sage_kernels.unsupported(
         query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
     )
     if reason is None and processor._sage_kept:
@@ -152,7 +160,7 @@ def _reason_against(processor, query, key, value, attn_mask, dropout_p, is_causa
     return reason
 
 
-def _stay_exact(processor, reason: str, remedy: str = "") -> None:
+def _stay_exact(processor: Any, reason: str, remedy: str = "") -> None:
     """Count a call that runs the model's own attention; raise under policy="strict". remedy: another than usual."""
     if processor._sage_config.policy == "strict" and reason not in CHOSEN:
         raise UnsupportedAttentionError(processor._sage_layer, reason, remedy)
@@ -161,17 +169,29 @@ def _stay_exact(processor, reason: str, remedy: str = "") -> None:
         _log_once(processor._sage_layer, reason, remedy)
 
 
-def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: Any,
+    processor: Any,
+    index: int,
+) -> torch.Tensor:
     """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D]."""
     config = processor._sage_config
     site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
-    state, attend = None, sage_kernels.sage_attention
+    state = None
+    attend: Callable[..., torch.Tensor] = sage_kernels.sage_attention
     if site is not None:
         site.elements = query.numel() + key.numel()
         site.seen_kv_heads, site.seen_head_dim = key.shape[2], key.shape[3]
         site.seen_batch, site.seen_seq_q, site.seen_seq_kv = query.shape[0], query.shape[1], key.shape[1]
-        by_key = attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1
-        site.seen_kind = query.dtype, "top_left" if is_causal else "", attn_mask.dtype if by_key else None
+        kind_of_mask = None
+        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1:
+            kind_of_mask = attn_mask.dtype
+        site.seen_kind = query.dtype, "top_left" if is_causal else "", kind_of_mask
         if site.state is not None and (key.shape[2], key.shape[3]) == (site.kv_heads, site.head_dim):
             if site.state.plan.device == query.device:
                 state = site.state
@@ -196,15 +216,25 @@ def _attend(query, key, value, attn_mask, is_causal, scale, processor, index):
     return out
 
 
-def _next_call():
+def _next_call() -> tuple[Any, int]:
     index = _running.calls
     _running.calls = index + 1
     return _running.processor, index
 
 
-def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
     """Stands in for F.scaled_dot_product_attention inside a Sage class: [B, H, S, D] in and out."""
     processor, index = _next_call()
+    reason: str | None
     if processor._sage_config is not None:
         if _is_short(processor, query, key, 2, 1, is_causal):
             reason = "short"
@@ -230,21 +260,22 @@ def _sdpa(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, sca
 
 
 def _dispatch(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-    attention_kwargs=None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+    attention_kwargs: Any = None,
     *,
-    backend=None,
-    parallel_config=None,
-):
+    backend: Any = None,
+    parallel_config: Any = None,
+) -> torch.Tensor:
     """Stands in for diffusers' dispatch_attention_fn inside a Sage class: [B, S, H, D] in and out."""
     processor, index = _next_call()
+    reason: str | None
     if processor._sage_config is not None:
         if parallel_config is not None:
             reason = "context_parallel"
@@ -260,7 +291,7 @@ def _dispatch(
         if reason is None:
             return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
         _stay_exact(processor, reason)
-    return dispatch_attention_fn(
+    out: torch.Tensor = dispatch_attention_fn(
         query,
         key,
         value,
@@ -273,116 +304,7 @@ def _dispatch(
         backend=backend,
         parallel_config=parallel_config,
     )
+    return out
 
 
-_STAND_INS = stand_ins(_sdpa, _dispatch)
-
-
-def _rebuild(base, config, layer, kept=False, rotated=False):
-    """For copy and pickle: a Sage processor of its own, without the state of the handle it came from."""
-    processor = object.__new__(sage_class(base))
-    processor._sage_arm(config, layer, kept=kept)
-    object.__setattr__(processor, "_sage_rotated", rotated)
-    return processor
-
-
-class _SageMethods:
-    """What every Sage class adds to its base. All attributes start with _sage_."""
-
-    _sage_config = None
-    _sage_layer = "stand-alone processor"
-    _sage_sites = ()
-    _sage_events = None
-    _sage_backend = None
-    _sage_window = None  # windows.Window of the handle, shared with the layers of the same range
-    _sage_kept = False  # stays in 16 bit at all steps
-    _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
-    _sage_lock = None  # of the handle, held while a call counts in a state
-    _sage_probe = None  # probe.LayerProbe while a probe is on
-
-    def _sage_arm(self, config, layer, *, device="cpu", kept=False, window=None, lock=None):
-        """Swap under `config` (None: behave as the base class), counting from zero, without planned scales."""
-        set_ = functools.partial(object.__setattr__, self)  # nn.Module processors intercept plain assignment
-        set_("_sage_config", config)
-        set_("_sage_layer", layer)
-        set_("_sage_kept", kept)
-        set_("_sage_rotated", config is not None and config.rotation == "hadamard")
-        set_("_sage_window", window)
-        set_("_sage_lock", lock)
-        set_("_sage_events", EventCounter(len(EVENTS), device))
-        set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
-        self._sage_accept_backend()
-
-    def _sage_accept_backend(self):
-        """Run in INT8 although the processor has this attention backend; exact calls go to it."""
-        object.__setattr__(self, "_sage_backend", getattr(self, "_attention_backend", None))
-
-    def _sage_bypassed(self, other):
-        """Count a forward of the model in which the processor `other` was in this one's place."""
-        _stay_exact(self, "replaced", PAG_REMEDY if is_pag(other) else "")
-
-    def __reduce__(self):
-        state = {k: v for k, v in self.__dict__.items() if not k.startswith("_sage_")}
-        own = (self._sage_config, self._sage_layer, self._sage_kept, self._sage_rotated)
-        return _rebuild, (type(self)._sage_base, *own), state
-
-
-@functools.cache
-def sage_class(base: type) -> type:
-    """The Sage subclass of a diffusers processor class.
-
-    Instances made by calling it run INT8 attention with scales computed per token. `_sage_calls` is the number of
-    attention calls found in its code; with 0 (no SDPA inside: linear or hand-written attention) it behaves exactly as
-    `base`.
-    Raises: TypeError if `base` has no Python `__call__`.
-    """
-    fn = getattr(base, "__call__", None)  # noqa: B004 (a Python method, not any callable)
-    if not isinstance(base, type) or not isinstance(fn, types.FunctionType):
-        raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
-    inner, calls = rebind(fn, _STAND_INS)
-
-    def __call__(self, *args, **kwargs):
-        module = args[0] if args else kwargs.get("attn")
-        outer, outer_calls, outer_training = _running.processor, _running.calls, _running.training
-        _running.processor, _running.calls, _running.training = self, 0, getattr(module, "training", False) is True
-        try:
-            return inner(self, *args, **kwargs)
-        finally:  # also after an exception: the next call in this thread starts clean
-            _running.processor, _running.calls, _running.training = outer, outer_calls, outer_training
-
-    # models drop the keyword arguments (RoPE, masks!) that they don't find in this signature
-    __call__.__signature__ = inspect.signature(fn)
-
-    @functools.wraps(base.__init__)
-    def __init__(self, *args, **kwargs):
-        base.__init__(self, *args, **kwargs)
-        self._sage_arm(SageAttnProcessor(scaling="dynamic"), type(self).__name__)
-
-    members = {
-        "__call__": __call__,
-        "__init__": __init__,
-        "_sage_base": base,
-        "_sage_calls": calls,
-        "__doc__": base.__doc__,
-    }
-    cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": f"{__package__}.by_name"})
-    list_beside(cls, base)
-    return cls
-
-
-def swap(processor, config: SageAttnProcessor, layer: str, **options):
-    """A Sage twin of a live processor, sharing its attributes and parameters. Options: of `_sage_arm`."""
-    twin = object.__new__(sage_class(type(processor)))
-    twin.__dict__.update(processor.__dict__)
-    twin._sage_arm(config, layer, **options)
-    return twin
-
-
-def is_pag(processor) -> bool:
-    """Whether a processor perturbs attention for guidance: pipelines put these there and away within each step."""
-    return getattr(type(processor), "_sage_base", type(processor)).__name__.startswith("PAG")
-
-
-def is_sage(processor) -> bool:
-    """Whether `processor` is an instance of a Sage class."""
-    return isinstance(processor, _SageMethods)
+STAND_INS = stand_ins(_sdpa, _dispatch)

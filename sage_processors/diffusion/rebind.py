@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import types
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 
@@ -38,7 +38,7 @@ class _Functional(types.ModuleType):
 
 def stand_ins(sdpa, dispatch) -> StandIns:
     """Stand-ins that call `sdpa` and `dispatch`, which take the arguments of the originals."""
-    functional = _Functional("torch.nn.functional")
+    functional: Any = _Functional("torch.nn.functional")
     functional.scaled_dot_product_attention = sdpa
     return StandIns(functional, sdpa, dispatch)
 
@@ -56,7 +56,9 @@ def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
     """Attention calls in the code of `fn`, globals to replace, helper functions of its module that call attention."""
     instructions = [i for i in dis.get_instructions(fn.__code__) if isinstance(i.argval, str)]
     names = {i.argval for i in instructions}
-    calls, replaced, helpers = 0, {}, {}
+    calls = 0
+    replaced: dict[str, object] = {}
+    helpers: dict[str, object] = {}
     for i in instructions:
         value = fn.__globals__.get(i.argval) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
         stand_in = _stand_in(value, names, ops)

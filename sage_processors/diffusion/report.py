@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, Any
+
 from sage_kernels.planning.rules import NEED_RUNS, RULES
 
 from ..layer_report import LayerReport, empty_table, reasons
-from ..options import PAG_REMEDY, REMEDIES
+from ..options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
-from .processors import CALLS, EVENTS, is_sage
+from .processors import CALLS, EVENTS
 from .rebind import attention_calls
+from .sage_class import is_sage
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
@@ -53,7 +61,7 @@ class Report(LayerReport):
         """Sum over the layers."""
         return sum(row["bytes_saved"] for row in self.rows)
 
-    def table(self):
+    def table(self) -> Table:
         """The rows as a rich.table.Table."""
         table = empty_table()
         rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
@@ -94,8 +102,8 @@ class Report(LayerReport):
         return table
 
 
-def _row(layer, processor, status, note="", **values):
-    empty = {
+def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any) -> Any:
+    empty: dict[str, Any] = {
         "recipe": None,
         "scaling": None,
         "rotation": None,
@@ -114,7 +122,7 @@ def _row(layer, processor, status, note="", **values):
     return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
 
 
-def _counted(layer, summary) -> dict:
+def _counted(layer: Any, summary: Any) -> dict[str, Any]:
     """The numbers of a swapped layer. `summary`: ScaleState.summary() rows, or []."""
     sage = layer.sage
     events = dict(zip(EVENTS, sage._sage_events.numbers(), strict=True))
@@ -139,12 +147,12 @@ def _counted(layer, summary) -> dict:
     }
 
 
-def _has_attention(forward) -> bool:
+def _has_attention(forward: Any) -> bool:
     code = getattr(forward, "__code__", None)
     return code is not None and (attention_calls(forward) > 0 or "multi_head_attention_forward" in code.co_names)
 
 
-def _plan_notes(counted: dict) -> list[str]:
+def _plan_notes(counted: dict[str, Any]) -> list[str]:
     notes = {
         "below_fraction": "of K's elements below plan",
         "misfit_fraction": "of K's elements in heads whose plan did not fit",
@@ -154,20 +162,29 @@ def _plan_notes(counted: dict) -> list[str]:
     return [f"{counted[name]:.2g} {what}" for name, what in notes.items() if counted[name]]
 
 
-def _range_notes(span) -> list[str]:
+def _range_notes(span: Any) -> list[str]:
     return [f"16 bit at noise levels {span[0]:.4g} to {span[1]:.4g}"] if span else []
 
 
-def _replaced_note(processor) -> str:
+def _replaced_note(processor: Any) -> str:
     name = type(processor).__name__
     if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
         return f"{name} with default options was put here; handle.refresh() swaps it"
     if attention_calls(type(processor).__call__):
         return f"{name} was put here; handle.refresh() swaps it"
-    return f"{name} was put here and has no SDPA call: handle.refresh() can swap only what replaces it"
+    only = "handle.refresh() can swap only what replaces it"
+    return f"{name} was put here and has no SDPA call: {only}{_newer(processor)}"
 
 
-def _part_rows(part, rotation) -> list[dict]:
+def _newer(processor: Any) -> str:
+    """Who does with an SDPA call what this one does by hand, where diffusers has one."""
+    kind = type(processor)
+    newer = f"{kind.__name__}2_0"
+    found = hasattr(sys.modules.get(kind.__module__), newer)
+    return f", as {newer}: model.set_attn_processor({newer}())" if found else ""
+
+
+def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
     summary = part.state.summary() if part.state is not None else []
     layers = {id(layer.module): layer for layer in part.layers}
     rows, inside = [], set()
@@ -206,7 +223,8 @@ def _part_rows(part, rotation) -> list[dict]:
         elif not is_sage(module.processor) and attention_calls(type(module.processor).__call__):
             rows.append(_row(label, processor, REPLACED, f"{processor} is new; handle.refresh() swaps it"))
         else:
-            rows.append(_row(label, processor, NOT_SWAPPABLE, f"{processor} has no SDPA call"))
+            note = f"{processor} has no SDPA call{_newer(module.processor)}"
+            rows.append(_row(label, processor, NOT_SWAPPABLE, note))
     for name, module in part.model.named_modules():
         if id(module) not in inside and _has_attention(type(module).forward):
             note = "attention in forward(), not in a processor"
@@ -214,7 +232,7 @@ def _part_rows(part, rotation) -> list[dict]:
     return rows
 
 
-def _table_notes(part) -> list[str]:
+def _table_notes(part: Any) -> list[str]:
     name, scaling = part.name or type(part.model).__name__, part.config.scaling
     if part.frozen:
         return [f"Scales of {name} are frozen: runs start from one table, until handle.reset()."]
@@ -226,7 +244,7 @@ def _table_notes(part) -> list[str]:
     return []
 
 
-def _guest_rows(part) -> list[dict]:
+def _guest_rows(part: Any) -> list[dict[str, Any]]:
     """Sage processors of which each serves several layers, one after the other."""
     rows = []
     for processor in part.guests.values():
@@ -239,14 +257,14 @@ def _guest_rows(part) -> list[dict]:
     return rows
 
 
-def _follows(handle, part) -> str:
+def _follows(handle: Any, part: Any) -> str:
     if not part.follows_scheduler:
         return "the timestep argument of the model"
     several = len(handle.following.followed) > 1
     return f"whichever steps of {handle.following.names()}" if several else "the pipeline's scheduler"
 
 
-def build_report(handle) -> Report:
+def build_report(handle: Any) -> Report:
     """Read the counters of a handle (syncs once per layer and state)."""
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
     rows = []
@@ -264,6 +282,8 @@ def build_report(handle) -> Report:
                 f"{strays} forwards of {name} belong to no step of {handle.following.names()} (unfollowed): "
                 f"{REMEDIES['unfollowed']}."
             )
+    if handle.following.overlaps:
+        notes.append(f"{handle.following.overlaps} steps of runs that overlap in several threads: {OVERLAP_REMEDY}.")
     if handle._active and handle._pipe and handle._pipe() is None:
         notes.append("The pipeline of this handle was garbage-collected: the models that others keep stay swapped.")
     swapped = [part.model for part in handle._parts]

@@ -68,7 +68,7 @@ def save_scales(handle, path: str | os.PathLike) -> None:
     """
     path = _checked_path(path)
     parts = _planned_parts(handle)
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for part in parts:
         own = _snapshot(part)
         _check_values(part, own)

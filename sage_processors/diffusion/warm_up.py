@@ -43,7 +43,7 @@ class KernelsAhead:
     """Starts the compiles of a handle's parts in the background. Never raises: a launch compiles what is missing."""
 
     def __init__(self):
-        self._forwards = weakref.WeakKeyDictionary()  # part → forwards seen, up to FORWARDS
+        self._forwards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # part → forwards seen, up to FORWARDS
 
     def swapped(self, part) -> None:
         """The part's layers were swapped."""
@@ -115,7 +115,7 @@ def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen
                     told = all_steps or part.follows_scheduler or part.is_told
                     kind = kind._replace(keeps_rows=site.keeps_rows and told)
                     found[kind] = found.get(kind, 0) + 1
-    return sorted(found, key=found.get, reverse=True)
+    return sorted(found, key=lambda kind: found[kind], reverse=True)
 
 
 def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch.device):

@@ -147,8 +147,11 @@ class Steps:
     def decide(self, progress: Progress | None) -> None:
         """Set this thread's windows for the running step of `progress`; None: nobody knows which step runs."""
         for window in self._windows.values() if self.windowed else ():
-            window.is_lost = progress is None or progress.is_over or not progress.is_told
-            window.exact = window.is_lost or stays_exact(
+            if progress is None or progress.is_over or not progress.is_told:
+                window.is_lost = window.exact = True
+                continue
+            window.is_lost = False
+            window.exact = stays_exact(
                 self._config, window.span, progress.levels[progress.place], progress.taken,
                 progress.total - progress.place,
             )  # fmt: skip

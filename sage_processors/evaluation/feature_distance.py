@@ -1,8 +1,9 @@
 """Fréchet distance between two sets of pictures, on the features of a classifier.
 
 `feature_fd` needs no download: its classifier is small, trained by examples/train_tiny_classifier.py on the pictures
-the embedded pipelines were trained on, and part of the package. Its numbers are feature-FD, never FID: they compare
-with each other alone. `fid` is the FID of the literature, for users who have Inception's weights in a file.
+the embedded pipelines were trained on, and comes with sage-processors-demo. Its numbers are feature-FD, never FID:
+they compare with each other alone. `fid` is the FID of the literature, for users who have Inception's weights in a
+file.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .. import pipelines
 from .metrics import Interval, check_images, missing_package
 
 
-CLASSIFIER_FOLDER = Path(__file__).resolve().parent.parent / "pipelines" / "tiny_classifier"
+CLASSIFIER = "tiny_classifier"
 LABELS = {"shape": 8, "color": 9, "ground_color": 9, "pattern": 4, "size": 3}  # what it tells apart -> classes
 CLASSIFIER_PIXELS = 64  # side of the pictures it looks at; others are resized
 FEATURES = 32  # length of its feature vector
@@ -61,19 +63,20 @@ class TinyClassifier(nn.Module):
 
 
 def load_classifier(device: torch.device | str = "cpu") -> TinyClassifier:
-    """The embedded classifier in fp32, eval mode. Raises: ImportError without safetensors."""
+    """The embedded classifier in fp32, eval mode. Raises: ImportError without safetensors or the classifier."""
     try:
         from safetensors.torch import load_file
     except ImportError as error:
         raise missing_package("feature-FD", "safetensors") from error
     model = TinyClassifier()
-    model.load_state_dict(load_file(CLASSIFIER_FOLDER / "model.safetensors"))
+    model.load_state_dict(load_file(pipelines.installed_folder(CLASSIFIER) / "model.safetensors"))
     return model.to(device).eval().requires_grad_(False)
 
 
 def classifier_metrics() -> dict:
     """How the embedded classifier was trained, and its share of right answers on drawn pictures it never saw."""
-    return json.loads((CLASSIFIER_FOLDER / "metrics.json").read_text(encoding="utf-8"))
+    found = pipelines.installed_folder(CLASSIFIER) / "metrics.json"
+    return json.loads(found.read_text(encoding="utf-8"))
 
 
 @torch.no_grad()

@@ -1,99 +1,40 @@
-"""The embedded language model, and what INT8 attention and an INT8 KV cache change of a language model's output."""
+"""What INT8 attention and an INT8 KV cache change of a language model's output: perplexity and greedy text."""
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from .held_out_text import EMBEDDED, KINDS, chat_ids, heldout_windows, load, locate
 
-EMBEDDED_NAME = "tiny_lm"
-EMBEDDED = Path(__file__).resolve().parent.parent / "pipelines" / EMBEDDED_NAME
-KINDS = ("topics", "docs", "code", "dialogues")  # of the text that comes with the model and was not trained on
+
+__all__ = [
+    "EMBEDDED",
+    "KINDS",
+    "Perplexity",
+    "Result",
+    "append_results",
+    "chat_ids",
+    "evaluate",
+    "first_differences",
+    "greedy",
+    "heldout_windows",
+    "kv_bytes_per_token",
+    "load",
+    "locate",
+    "margins",
+    "perplexity",
+]
 MEASURED = "sage_int8_measured"  # never "short", and strict: what is measured did run in INT8
 ONE_TOKEN = 2  # fewest queries of a call that is prefill; one token on a 16-bit cache is decoding
-
-
-def load(model: str | Path = EMBEDDED_NAME, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
-    """(model, tokenizer) of a causal language model, in evaluation mode.
-
-    Args:
-        model: "tiny_lm", the embedded one; or a folder or a name on the Hub, for AutoModelForCausalLM. Its weights
-            must be safetensors: a .bin is a pickle, which can run code.
-        device: where the model goes. dtype: of its weights; None: fp32 on the CPU, bf16 elsewhere.
-    Raises: ImportError without transformers; OSError or ValueError where it finds no such model.
-    """
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError as error:
-        raise ImportError("language models need transformers: pip install 'sage-processors[transformers]'") from error
-    source = locate(model)
-    device = torch.device(device)
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
-    return found.to(device).eval(), tokenizer
-
-
-def locate(model: str | Path) -> str | Path:
-    """What from_pretrained takes: the folder of the embedded model for its name, anything else as it is."""
-    return EMBEDDED if model == EMBEDDED_NAME else model
-
-
-def chat_ids(tokenizer, said: str | list[dict]) -> torch.Tensor:
-    """Token ids, int64 [1, S], that ask for the next answer, by the tokenizer's chat template.
-
-    Args:
-        tokenizer: of a language model; without a chat template the bare texts follow each other line by line.
-        said: a question, or a conversation of {"role": "user" or "assistant", "content": text}.
-    """
-    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
-    if tokenizer.chat_template is None:
-        lines = "\n".join(message["content"] for message in messages)
-        return tokenizer(lines, return_tensors="pt").input_ids
-    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-    return tokenizer.apply_chat_template(messages, **options)["input_ids"]
-
-
-def heldout_windows(
-    tokenizer, length: int, *, count: int | None = None, kinds: Sequence[str] = KINDS, folder: str | Path = EMBEDDED
-) -> torch.Tensor:
-    """Windows that do not overlap, of text that the embedded model was not trained on.
-
-    Args:
-        tokenizer: of any language model. length: tokens per window, >= 2.
-        count: this many, evenly spread over the text; None: all.
-        kinds: of KINDS; "topics", "docs" and "code" are Python's (PSF licence), "dialogues" are made up.
-        folder: where heldout.json is.
-    Returns: int64 [count, length].
-    Raises: ValueError for an unknown kind, or where the text is shorter than what is asked for.
-    """
-    unknown = sorted(set(kinds) - set(KINDS))
-    if unknown or not kinds:
-        raise ValueError(f"kinds: got {list(kinds)}, expected some of {list(KINDS)}")
-    if length < 2:
-        raise ValueError(f"length: got {length}, expected at least 2 tokens")
-    documents = json.loads((Path(folder) / "heldout.json").read_text())
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    windows = []
-    for kind in kinds:
-        texts = [document["text"] for document in documents if document["kind"] == kind]
-        rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        stream = torch.tensor([token for row in rows for token in (*row, *end)])
-        windows.append(stream[: len(stream) // length * length].view(-1, length))
-    windows = torch.cat(windows)
-    wanted = len(windows) if count is None else count
-    if not 1 <= wanted <= len(windows):
-        raise ValueError(f"count: got {wanted}, expected 1 to {len(windows)} windows of {length} tokens of {kinds}")
-    return windows[torch.arange(wanted) * len(windows) // wanted]
 
 
 @dataclass(frozen=True)
@@ -149,7 +90,8 @@ def perplexity(
     losses = []
     for part in windows.split(batch):
         part = part.to(model.device)
-        past, total = None if cache is None else cache(), 0.0
+        past = None if cache is None else cache()
+        total = torch.zeros(len(part), dtype=torch.float64, device=part.device)
         starts = [0, *range(first, length, chunk)]
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
             logits = model(part[:, start:stop], past_key_values=past, use_cache=past is not None).logits
@@ -318,7 +260,7 @@ def evaluate(
     register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, policy="strict")
     refuse_without_attention(model, MEASURED)
     _check_tokens(model, "prompts", prompts, new_tokens)
-    reading = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}
+    reading: dict[str, Any] = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}
 
     def own_cache():
         return DynamicCache(config=model.config)

@@ -120,7 +120,7 @@ def lpips(images: torch.Tensor, reference: torch.Tensor, *, backbone: str = "ale
     functional = torchmetrics_image("LPIPS")
     if importlib.util.find_spec("torchvision") is None:
         raise missing_package("LPIPS", "torchvision", "torchvision")
-    import torchvision
+    import torchvision  # type: ignore[import-not-found,unused-ignore]
 
     url = torchvision.models.get_model_weights(LPIPS_BACKBONES[backbone]).DEFAULT.url
     file = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]

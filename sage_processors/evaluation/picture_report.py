@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,7 +53,8 @@ class Pictures:
                 f"parts: got {[p.label for p in parts]}, expected at least one, all of one label and scales"
             )
         names = ("psnr_db", "ssim", "ms_ssim", "features")
-        return cls(parts[0].label, *(torch.cat([getattr(p, name) for p in parts]) for name in names), parts[0].scales)
+        joined: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return dataclasses.replace(parts[0], **joined)
 
 
 class Row(NamedTuple):
@@ -86,9 +88,9 @@ def report(
         feature_fd of "stock" itself.
     """
     rows = []
-    enough = real_features is not None and len(stock_features) > stock_features.shape[1]
-    if enough:
-        rows.append(_distance_row("stock", distance_of_features(stock_features, real_features)))
+    real = real_features if len(stock_features) > stock_features.shape[1] else None
+    if real is not None:
+        rows.append(_distance_row("stock", distance_of_features(stock_features, real)))
     for pictures in sets:
         count = len(pictures.psnr_db)
         named = (
@@ -99,10 +101,11 @@ def report(
         rows += [Row(pictures.label, name, unit, *mean_interval(values), count) for name, unit, values in named]
         worst = pictures.psnr_db.min().item()
         rows.append(Row(pictures.label, "psnr_db_worst", "dB", worst, worst, worst, count))
-        if enough:
-            distance = distance_of_features(pictures.features, real_features, stock_features)
+        if real is not None:
+            distance = distance_of_features(pictures.features, real, stock_features)
             rows.append(_distance_row(pictures.label, distance))
-            rows.append(Row(pictures.label, "feature_fd_excess", "1", *distance.excess, count))
+            if distance.excess is not None:
+                rows.append(Row(pictures.label, "feature_fd_excess", "1", *distance.excess, count))
     return rows
 
 

@@ -153,7 +153,7 @@ def picture_arguments(pipe) -> dict:
     Some pipelines have their published checkpoint's defaults in code (FLUX: 512 text tokens), wrong for a small model.
     """
     accepted = inspect.signature(type(pipe).__call__).parameters
-    arguments = {}
+    arguments: dict[str, object] = {}
     pixels = getattr(getattr(getattr(pipe, "vae", None), "config", None), "sample_size", None)
     if isinstance(pixels, int) and {"height", "width"} <= accepted.keys():
         arguments |= {"height": pixels, "width": pixels}

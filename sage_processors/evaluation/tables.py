@@ -66,7 +66,9 @@ def _quality(rows: list[dict[str, str]]) -> str:
         return "No rows yet: `sage-processors bench quality --pipeline tiny_sd --csv kernels/benchmarks/results.csv`."
     # batch: pictures; another number, another run
     by_key = _newest(rows, "case", "recipe", "gpu", "batch", "metric")
-    cells, ways, lines = {}, {}, set()
+    cells: dict[tuple, str] = {}
+    ways: dict[str, str] = {}
+    lines = set()
     for case, recipe, gpu, pictures, _ in by_key:
         pipeline, _, way = case.partition("/")
         is_transfer = ":" in pipeline  # {pipeline}_{scheduler}:{steps}
@@ -78,8 +80,9 @@ def _quality(rows: list[dict[str, str]]) -> str:
             found = [by_key.get((case, recipe, gpu, pictures, f"{metric}_{of}")) for of in ("mean", "worst")]
             if any(found):
                 mean, worst = ("–" if row is None else f"{float(row['median']):.{digits}f}" for row in found)
-                cells[(metric, *line, way)] = f"{mean} ({worst})"
-    lines = sorted(lines, key=lambda line: (*line[:-1], int(line[-1] or 0)))
+                key = (metric, *line, way)
+                cells[key] = f"{mean} ({worst})"
+    in_order = sorted(lines, key=lambda line: (*line[:-1], int(line[-1] or 0)))
 
     def table(text, metric, transfers, columns):
         """The lines and columns that have a number; nothing without any."""
@@ -87,7 +90,7 @@ def _quality(rows: list[dict[str, str]]) -> str:
         used = {way: heading for way, heading in columns.items() if any(key[-1] == way for key in own)}
         body = [
             [*line, *(own.get((*line, way), "–") for way in used)]
-            for is_transfer, *line in lines
+            for is_transfer, *line in in_order
             if is_transfer == transfers and any((*line, way) in own for way in used)
         ]
         return [text, _table(["pipeline", "recipe", "on", "pictures", *used.values()], body)] if body else []
@@ -162,7 +165,9 @@ def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
     rows = [r for r in rows if r["metric"] == "throughput" and not is_crossover_row(r) and is_scaling_row(r)]
     if summary:  # the bare shape is the default, timestep scaling with a plan
         rows = [row for row in rows if "/" not in row["case"] and SUMMARY_SQUARES.match(row["case"])]
-    cells, errors, shapes = {}, {}, {}
+    cells: dict[tuple, str] = {}
+    errors: dict[tuple, str] = {}
+    shapes: dict[tuple, None] = {}  # in the order of their rows
     for (case, gpu, recipe), row in _newest(
         [row for row in rows if row["provider"] == "sage_kernels"], "case", "gpu", "recipe"
     ).items():
@@ -170,7 +175,7 @@ def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
         way = (recipe, scaling or "timestep")
         ratio = f" ({row['ratio_vs_cudnn']}×)" if row["ratio_vs_cudnn"] else ""
         cells[shape, gpu, way] = row["median"] + ratio
-        shapes.setdefault((shape, gpu))
+        shapes.setdefault((shape, gpu), None)
         if row["rel_l2_error"]:
             errors[way] = max(errors.get(way, ""), row["rel_l2_error"], key=lambda x: float(x or 0))
     if not cells:
@@ -267,7 +272,7 @@ def _softmax(rows: list[dict[str, str]]) -> str:
         speeds = ["–" if x is None else f"{x['median']} ({x['ratio_vs_cudnn']}×)" for x in found.values()]
         guarded, unguarded = (found[what] for what in SOFTMAX[:2])
         cost = "–"
-        if unguarded is not None:
+        if guarded is not None and unguarded is not None:
             cost = f"{1 - float(guarded['median']) / float(unguarded['median']):.1%}"
         again = by_key.get((case, gpu, recipe, "redone_share"))
         lines.append([shape, recipe, gpu, *speeds, cost, "–" if again is None else f"{float(again['median']):.2%}"])

@@ -11,7 +11,9 @@ the model (from_pretrained, one per sub-model), which a global switch would not.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,13 +52,15 @@ class Implementation:
 
     scaling = "per_token"  # a token's codes then depend on no other token: what a cache and causality need
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, allowed in (("recipe", sage_kernels.RECIPES), ("policy", POLICIES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {sorted(allowed)}")
         tokens = self.min_tokens
         if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
             raise ValueError(f"min_tokens: got {tokens!r}, expected None or an int >= 0")
+        if tokens is not None and tokens >= 2**63:
+            raise ValueError(f"min_tokens: got an int of {tokens.bit_length()} bits, expected an int64")
 
 
 _implementations: dict[str, Implementation] = {}
@@ -105,7 +109,7 @@ def register_transformers(
     return list(wanted)
 
 
-def _check_name(name) -> None:
+def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
         raise ValueError(f"name: got {name!r}, expected a string")
     meaningful = [part for part in ("flash", "/", "|", "sdpa", "flex_attention") if part in name]
@@ -117,7 +121,7 @@ def _check_name(name) -> None:
         raise ValueError(f"name: got {name!r}, expected one that is not taken")
 
 
-def attention_report(model) -> AttentionReport:
+def attention_report(model: Any) -> AttentionReport:
     """What really ran: per attention layer implementation, recipe, INT8 calls, exact calls with reasons. Syncs.
 
     Also gives every layer its counter; before torch.compile it makes the compiled calls countable layer by layer.
@@ -129,23 +133,23 @@ def attention_report(model) -> AttentionReport:
     return build_report(model, _implementations)
 
 
-def _attention_function(implementation: Implementation):
+def _attention_function(implementation: Implementation) -> Callable[..., Any]:
     def sage_attention_forward(
-        module,
-        query,
-        key,
-        value,
-        attention_mask=None,
-        dropout=0.0,
-        scaling=None,
-        is_causal=None,
-        position_bias=None,
-        softcap=None,
-        s_aux=None,
-        sliding_window=None,
-        output_attentions=None,
-        **kwargs,
-    ):
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any = None,
+        dropout: float = 0.0,
+        scaling: Any = None,
+        is_causal: bool | None = None,
+        position_bias: Any = None,
+        softcap: Any = None,
+        s_aux: Any = None,
+        sliding_window: Any = None,
+        output_attentions: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         call = Call(
             module,
             attention_mask,
@@ -164,12 +168,14 @@ def _attention_function(implementation: Implementation):
     return sage_attention_forward
 
 
-def _wants_weights(module) -> bool:
+def _wants_weights(module: Any) -> bool:
     """What a config said before our name was chosen: transformers then collects weights without an argument."""
     return bool(getattr(getattr(module, "config", None), "output_attentions", False))
 
 
-def _attend(implementation: Implementation, call: Call, query, key, value):
+def _attend(
+    implementation: Implementation, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """query [B, H, S_q, D], key and value [B, H_kv, S_kv, D], any strides -> [B, S_q, H, D], and weights or None."""
     complete_mask(call, query, key)
     if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
@@ -184,7 +190,8 @@ def _attend(implementation: Implementation, call: Call, query, key, value):
         reason = sage_kernels.unsupported(q, k, v, attn_mask=mask, dropout_p=call.dropout, enable_gqa=True)
     if reason is not None:
         _stay_exact(implementation, call, reason, query.device)
-        return exact(call, query, key, value)
+        found: tuple[torch.Tensor, torch.Tensor | None] = exact(call, query, key, value)
+        return found
     count(call.module, INT8, query.device)
     out = sage_kernels.sage_attention(
         q, k, v, attn_mask=mask, causal=causal, window=window, softcap=call.softcap or 0.0, sinks=call.sinks,
@@ -193,7 +200,9 @@ def _attend(implementation: Implementation, call: Call, query, key, value):
     return out, None
 
 
-def _reason_against(implementation, call, query, key, value) -> str | None:
+def _reason_against(
+    implementation: Any, call: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> str | None:
     """Why this call must stay exact, or None: what sage_kernels.unsupported can't know."""
     if call.weights:
         return "output_attentions"
@@ -214,7 +223,7 @@ def _reason_against(implementation, call, query, key, value) -> str | None:
     return None
 
 
-def _attend_cache(call: Call, query, key, value) -> torch.Tensor:
+def _attend_cache(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Attention on keys and values that an INT8 cache returned as codes."""
     from . import kv_cache
 
@@ -250,7 +259,7 @@ def _attend_cache(call: Call, query, key, value) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _stay_exact(implementation, call, reason, device) -> None:
+def _stay_exact(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
     """Count a call that runs exact attention; raise under policy="strict" unless it is merely short."""
     if implementation.policy == "strict" and reason != "short":
         (_refuse_export if torch.compiler.is_exporting() else _refuse)(call.label, reason)
@@ -276,7 +285,7 @@ def _refuse(label: str, reason: str) -> None:
 _refuse_export = torch.compiler.assume_constant_result(lambda label, reason: _refuse(label, reason))
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _say_exported(label: str, reason: str) -> None:
     """An exported program has no report to look into: every layer is named while it is made."""
     logger.warning(

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -102,7 +103,8 @@ def masking(call: Call, seq_q: int, seq_kv: int):
 
 def _biased(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
     """Position bias and mask as one float mask: -inf hides."""
-    bias, mask = call.position_bias, plain_mask(call.mask)
+    bias: Any = call.position_bias
+    mask = plain_mask(call.mask)
     if causal:
         bias, mask = bias[..., :seen], causal_mask(seq_q, seen, bias.device)
     if mask is None:
@@ -142,7 +144,8 @@ def exact(call: Call, query, key, value):
 
 def _eager_function(call: Call):
     """The eager function of the module's own forward. Raises NotImplementedError if it would drop an argument."""
-    eager, named_by_forward = _eager_of(type(call.module))
+    kind: Any = type(call.module)
+    eager, named_by_forward = _eager_of(kind)
     if eager is None:
         raise NotImplementedError(
             f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'} and no "
@@ -164,14 +167,14 @@ def _eager_function(call: Call):
 
 
 @functools.cache
-def _eager_of(kind: type):
+def _eager_of(kind: Any):
     """The eager function that a module class's forward names, and all strings in that forward if it asks for names."""
     for base in kind.__mro__:
         forward = inspect.unwrap(vars(base).get("forward", base))
         code = getattr(forward, "__code__", None)
         for name in () if code is None else code.co_names:
             if name.endswith("eager_attention_forward") and name in forward.__globals__:
-                strings = _strings(code.co_consts)
+                strings = _strings(() if code is None else code.co_consts)
                 by_name = {"eager", "sdpa"} & strings
                 return inspect.unwrap(forward.__globals__[name]), strings if by_name else frozenset()
     return getattr(sys.modules[kind.__module__], "eager_attention_forward", None), frozenset()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 from ..options import UnsupportedAttentionError
 from .report import REMEDIES, takes_implementations
@@ -22,7 +23,7 @@ NO_ATTENTION = "no_attention"
 _watched: set[type] = set()
 
 
-def watch_choices(model_class: type, implementations: dict) -> None:
+def watch_choices(model_class: Any, implementations: dict) -> None:
     """Have both methods of transformers.PreTrainedModel look after themselves. Repeating it changes nothing.
 
     implementations: {name: options} of ours, read at each call.
@@ -120,7 +121,8 @@ def _layers(model):
 
 def _configs(model) -> list:
     """The configs of the model and its parts, each once, a whole before its parts."""
-    found, waiting = [], [module.config for module in model.modules() if hasattr(module, "config")]
+    found: list = []
+    waiting = [module.config for module in model.modules() if hasattr(module, "config")]
     while waiting:
         config = waiting.pop(0)
         if hasattr(config, "_attn_implementation") and all(config is not x for x in found):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 
@@ -65,12 +66,12 @@ class Int8KVCache(Cache):
 
     def __init__(
         self,
-        config,
+        config: Any,
         max_cache_len: int | None = None,
         *,
         offloading: bool = False,
         offload_only_non_sliding: bool = True,
-    ):
+    ) -> None:
         if not hasattr(config, "get_text_config"):
             raise TypeError(
                 f"config: got {type(config).__name__}, expected a model's config: Int8KVCache(model.config)"
@@ -89,7 +90,9 @@ class Int8KVCache(Cache):
         flags = ((config, "is_encoder_decoder"), (decoder, "is_encoder_decoder"), (decoder, "add_cross_attention"))
         self._has_cross_attention = any(getattr(of, name, False) for of, name in flags)
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Store new tokens [B, H_kv, N, D] of a layer. Returns its key and value for attention: see `Int8Layer`.
 
         Raises: ValueError for a layer, batch, head count, head_dim or device that is not the cache's, or for tokens
@@ -113,11 +116,11 @@ class Int8KVCache(Cache):
             return stored
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def get_mask_sizes(self, *args, **kwargs):
+    def get_mask_sizes(self, *args: Any, **kwargs: Any) -> Any:
         self._newest_layer, self._asked_for_sizes = None, True
         return super().get_mask_sizes(*args, **kwargs)
 
-    def reset(self):
+    def reset(self) -> None:
         self._newest_layer = None
         super().reset()
 
@@ -140,22 +143,22 @@ class Int8KVCache(Cache):
     # Of all layers or of none: what an operation makes of a layer is held beside the layer until all are made. That
     # takes room for a second cache, which still is no more than a 16-bit one takes by itself.
 
-    def reorder_cache(self, *args, **kwargs):
+    def reorder_cache(self, *args: Any, **kwargs: Any) -> None:
         self._together("reorder_cache", *args, **kwargs)
 
-    def crop(self, *args, **kwargs):
+    def crop(self, *args: Any, **kwargs: Any) -> None:
         self._together("crop", *args, **kwargs)
 
-    def batch_repeat_interleave(self, *args, **kwargs):
+    def batch_repeat_interleave(self, *args: Any, **kwargs: Any) -> None:
         self._together("batch_repeat_interleave", *args, **kwargs)
 
-    def batch_select_indices(self, *args, **kwargs):
+    def batch_select_indices(self, *args: Any, **kwargs: Any) -> None:
         self._together("batch_select_indices", *args, **kwargs)
 
-    def early_initialization(self, *args, **kwargs):
+    def early_initialization(self, *args: Any, **kwargs: Any) -> None:
         self._together("early_initialization", *args, **kwargs)
 
-    def _together(self, name: str, *args, only: int | None = None, **kwargs):
+    def _together(self, name: str, *args: Any, only: int | None = None, **kwargs: Any) -> Any:
         """transformers' method on a copy of the cache, whose layers' fields are then taken over.
 
         only: the one layer that may not stay half changed; the others are merely moved between devices.
@@ -182,7 +185,7 @@ class Int8KVCache(Cache):
         return sum(layer.bytes_per_token() for layer in self.layers if isinstance(layer, Int8Layer))
 
 
-def _layers(decoder, max_cache_len: int | None) -> list:
+def _layers(decoder: Any, max_cache_len: int | None) -> list[Any]:
     """Our layers where transformers' own cache for this config has keys and values, its own where it has a state."""
     model_type = getattr(decoder, "model_type", "")
     stock_layers = DynamicCache(config=decoder).layers
@@ -212,7 +215,7 @@ def _layers(decoder, max_cache_len: int | None) -> list:
     return layers
 
 
-def _trial_of(layer):
+def _trial_of(layer: Any) -> Any:
     """A layer with the same fields, to be changed in this one's place. None of transformers' layers that can be here
     writes into its tensors in what `_together` runs."""
     if isinstance(layer, Int8Layer):
@@ -222,8 +225,9 @@ def _trial_of(layer):
     return trial
 
 
-def _known_sizes(decoder) -> tuple[frozenset, frozenset]:
+def _known_sizes(decoder: Any) -> tuple[frozenset[int], frozenset[int]]:
     """The key/value head counts and head_dims that a config names; empty where it leaves them to the model."""
     heads = (getattr(decoder, name, None) for name in ("num_key_value_heads", "num_global_key_value_heads"))
     dims = (getattr(decoder, name, None) for name in ("head_dim", "global_head_dim"))
-    return tuple(frozenset(x for x in found if isinstance(x, int)) for found in (heads, dims))
+    numbers = [frozenset(x for x in found if isinstance(x, int)) for found in (heads, dims)]
+    return numbers[0], numbers[1]

@@ -6,6 +6,8 @@ done to all.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -69,6 +71,13 @@ class Int8Layer(CacheLayerMixin):
     is_croppable = True
     _anew = "call reset()"  # how the layer becomes fit for another batch, device or model
     _is_trial = False  # a copy whose fields another layer will take over
+    k_codes: Any  # tensors from the first update on, None before
+    k_scale: Any
+    v_codes: Any
+    v_scale: Any
+    k_mean: Any
+    k_balance: Any
+    cumulative_length: Any  # a number here, a tensor [] on the device in a static layer
 
     def __init__(self, heads: frozenset = frozenset(), dims: frozenset = frozenset(), sliding_window=None):
         super().__init__()
@@ -327,8 +336,9 @@ class Int8Layer(CacheLayerMixin):
         return -tokens_to_remove
 
     def _stored(self, begin: int, owner) -> StoredKV:
-        buffers = (getattr(self, name)[:, :, begin : self.end] for name in BUFFERS)
-        return StoredKV(*buffers, self.k_mean, self.k_balance, None, False, self.dtype, owner)
+        buffers = [getattr(self, name)[:, :, begin : self.end] for name in BUFFERS]
+        parts = [*buffers, self.k_mean, self.k_balance, None, False, self.dtype, owner]
+        return StoredKV(*parts)
 
 
 def _is_sharded(heads: int, known) -> bool:

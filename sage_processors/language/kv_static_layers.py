@@ -5,6 +5,8 @@ The number of tokens lives on the device, where the kernels read it; the host kn
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sage_kernels import append_kv
@@ -25,7 +27,8 @@ class Int8StaticLayer(Int8Layer):
         self.max_cache_len = max_cache_len
         self.is_empty = True
         self.cumulative_length = torch.tensor(0)
-        self._host_length = 0  # None: compiled calls have added tokens, only the device knows how many
+        # None: compiled calls have added tokens, only the device knows how many
+        self._host_length: Any = 0
 
     def get_seq_length(self):
         """Tokens seen: a tensor [] on the device once there are buffers, so that compiled models don't specialise."""
@@ -80,7 +83,7 @@ class Int8StaticLayer(Int8Layer):
         number = self._checked_crop(tokens_to_remove)
         if self.is_initialized and number:
             length = self._length() - number
-            fields = {"_host_length": length, "is_empty": length == 0}
+            fields: dict[str, Any] = {"_host_length": length, "is_empty": length == 0}
             fields["cumulative_length"] = torch.full_like(self.cumulative_length, length)
             self._whole(lambda trial: trial.__dict__.update(fields))
 
@@ -99,7 +102,7 @@ class Int8StaticLayer(Int8Layer):
 
     @keys.setter
     def keys(self, value) -> None:
-        Int8Layer.keys.fset(self, value)
+        Int8Layer.keys.fset(self, value)  # type: ignore[attr-defined]
 
     values = keys
 
@@ -137,7 +140,8 @@ class Int8StaticLayer(Int8Layer):
     def _stored(self, begin: int, owner) -> StoredKV:
         buffers = (getattr(self, name) for name in BUFFERS)
         vectors = (self.k_mean, self.k_balance)
-        return StoredKV(*buffers, *vectors, self.cumulative_length, False, self.dtype, owner)
+        parts = [*buffers, *vectors, self.cumulative_length, False, self.dtype, owner]
+        return StoredKV(*parts)
 
     def _take(self, trial) -> None:
         """In place where shapes stay, so that compiled code stays valid."""
@@ -241,7 +245,8 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
             new[:, :, :kept] = old.index_select(2, slots)
             buffers.append(new)
         append_kv(key_states, value_states, mean, *buffers, position=kept, k_balance=balance)
-        return StoredKV(*buffers, mean, balance, None, False, self.dtype, owner)
+        parts = [*buffers, mean, balance, None, False, self.dtype, owner]
+        return StoredKV(*parts)
 
     def _write(self, key_states, value_states) -> None:
         skipped = max(key_states.shape[2] - self.ring, 0)

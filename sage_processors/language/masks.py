@@ -38,6 +38,11 @@ class BandMask(torch.Tensor):
     device, which a model spread over several makes before every layer.
     """
 
+    offset: int
+    left: int
+    right: int
+    _anchor: torch.Tensor
+
     @staticmethod
     def __new__(cls, shape, offset: int, left: int, right: int, anchor: torch.Tensor):
         """anchor: any tensor on the mask's device; it is what torch.compile holds on to."""
@@ -59,7 +64,7 @@ class BandMask(torch.Tensor):
         return seen.expand(batch, 1, seq_q, seq_kv)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         kwargs = kwargs or {}
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
             mask = args[0]
@@ -74,7 +79,8 @@ class BandMask(torch.Tensor):
 
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
-        return BandMask(outer_size, *context, inner["_anchor"])
+        offset, left, right = context
+        return BandMask(outer_size, offset, left, right, inner["_anchor"])
 
     def __deepcopy__(self, memo):
         return self.plain().contiguous()
@@ -128,7 +134,7 @@ def sage_mask(
             **kwargs,
         )
 
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if not may_skip or (attention_mask is not None and attention_mask.dim() != 2) or make_wrapper_subclass is None:
         return written_out()

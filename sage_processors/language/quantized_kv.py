@@ -5,6 +5,8 @@ It is no tensor. Anything but our attention functions that touches it raises: co
 
 from __future__ import annotations
 
+from typing import Any, NoReturn
+
 import torch
 
 from sage_kernels import sage_decode_attention
@@ -35,7 +37,19 @@ class StoredKV:
         "k_codes", "k_scale", "v_codes", "v_scale", "k_mean", "k_balance", "lengths", "ring", "dtype", "owner",
     )  # fmt: skip
 
-    def __init__(self, k_codes, k_scale, v_codes, v_scale, k_mean, k_balance, lengths, ring, dtype, owner):
+    def __init__(
+        self,
+        k_codes: torch.Tensor,
+        k_scale: torch.Tensor,
+        v_codes: torch.Tensor,
+        v_scale: torch.Tensor,
+        k_mean: torch.Tensor,
+        k_balance: torch.Tensor,
+        lengths: torch.Tensor | None,
+        ring: bool,
+        dtype: torch.dtype,
+        owner: object,
+    ) -> None:
         self.k_codes, self.k_scale, self.v_codes, self.v_scale = k_codes, k_scale, v_codes, v_scale
         self.k_mean, self.k_balance, self.lengths, self.ring = k_mean, k_balance, lengths, ring
         self.dtype, self.owner = dtype, owner
@@ -49,27 +63,27 @@ class StoredKV:
     def device(self) -> torch.device:
         return self.k_codes.device
 
-    def size(self, dim: int | None = None):
+    def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
         return 4
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise Int8KVCacheError(f"{name}: got a layer of an Int8KVCache, expected 16-bit keys and values; {_REMEDY}")
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: object) -> NoReturn:
         raise Int8KVCacheError(f"indexing: got a layer of an Int8KVCache, expected a tensor; {_REMEDY}")
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         name = getattr(function, "__name__", str(function))
         raise Int8KVCacheError(f"{name}: got a layer of an Int8KVCache, expected tensors; {_REMEDY}")
 
 
-def stored_int8(key, value) -> StoredKV | None:
+def stored_int8(key: object, value: object) -> StoredKV | None:
     """The StoredKV that an attention function was given as key and value; None if they are ordinary tensors.
 
     Raises: TypeError if only one of them is stored, or they are of two layers.
@@ -77,7 +91,11 @@ def stored_int8(key, value) -> StoredKV | None:
     if not isinstance(key, StoredKV) and not isinstance(value, StoredKV):
         return None
     # models that keep the keys of an encoder read them from the layer, and then the values
-    if type(key) is not type(value) or key.owner is not value.owner or key.shape != value.shape:
+    if (
+        not (isinstance(key, StoredKV) and isinstance(value, StoredKV))
+        or key.owner is not value.owner
+        or key.shape != value.shape
+    ):
         raise TypeError(
             f"key, value: got {type(key).__name__} and {type(value).__name__} that do not belong together, expected "
             "both as one update of one layer of an Int8KVCache returned them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +12,10 @@ import sage_kernels
 
 from ..event_counter import EventCounter
 from ..layer_report import LayerReport, empty_table, reasons
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 INT8, INT8_CACHE = "int8", "int8_cache"
@@ -41,7 +46,7 @@ REMEDIES = {
 _shared: dict[torch.device, torch.Tensor] = {}
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _shared_counter(device: torch.device) -> torch.Tensor:
     """Counts compiled calls of layers that were never called eagerly: a traced call can't give a layer a counter."""
     if device not in _shared:
@@ -49,7 +54,7 @@ def _shared_counter(device: torch.device) -> torch.Tensor:
     return _shared[device]
 
 
-def count(module, event: str, device: torch.device) -> None:
+def count(module: Any, event: str, device: torch.device) -> None:
     """Count a call of an attention module. device: where the call's tensors are.
 
     Calls of an exported program are not counted: it runs without us, and would carry our counters along.
@@ -68,7 +73,7 @@ def count(module, event: str, device: torch.device) -> None:
     counter.add(slot)
 
 
-def counted(module) -> dict[str, int]:
+def counted(module: Any) -> dict[str, int]:
     """{event: calls} of an attention module, without those that never happened. Syncs."""
     counter = getattr(module, "_sage_events", None)
     if counter is None:
@@ -76,25 +81,26 @@ def counted(module) -> dict[str, int]:
     return {event: number for event, number in zip(EVENTS, counter.numbers(), strict=True) if number}
 
 
-def _code_names(member) -> tuple[str, ...]:
+def _code_names(member: Any) -> tuple[str, ...]:
     """Names that the code of a class's member reads; none if it is no function."""
     code = getattr(inspect.unwrap(member), "__code__", None) if inspect.isfunction(member) else None
     return () if code is None else code.co_names
 
 
 @functools.cache
-def _class_takes_implementations(kind: type) -> bool:
+def _class_takes_implementations(kind: Any) -> bool:
     # PreTrainedModel names the table too, to check what is chosen
     classes = (base for base in kind.__mro__ if base.__module__ != "transformers.modeling_utils")
     return any("ALL_ATTENTION_FUNCTIONS" in _code_names(member) for base in classes for member in vars(base).values())
 
 
-def takes_implementations(module) -> bool:
+def takes_implementations(module: Any) -> bool:
     """Whether the module's class asks transformers for its attention implementation, in forward or a helper of it."""
-    return _class_takes_implementations(type(module))
+    kind: Any = type(module)
+    return _class_takes_implementations(kind)
 
 
-def _attends_by_itself(module) -> bool:
+def _attends_by_itself(module: Any) -> bool:
     names = _code_names(type(module).forward)
     return "Attention" in type(module).__name__ and ("softmax" in names or "scaled_dot_product_attention" in names)
 
@@ -116,7 +122,7 @@ class AttentionReport(LayerReport):
         notes: about the model as a whole.
     """
 
-    def table(self):
+    def table(self) -> Table:
         """The rows as a rich.table.Table."""
         table = empty_table()
         for name in ("layer", "status", "implementation", "recipe", "scaling"):
@@ -133,7 +139,7 @@ class AttentionReport(LayerReport):
         return table
 
 
-def _row(name, module, implementations) -> dict:
+def _row(name: str, module: Any, implementations: Any) -> dict[str, Any]:
     config = getattr(module, "config", None)
     name_of_implementation = getattr(config, "_attn_implementation", None)
     options = implementations.get(name_of_implementation)
@@ -154,7 +160,7 @@ def _row(name, module, implementations) -> dict:
     }
 
 
-def build_report(model, implementations: dict) -> AttentionReport:
+def build_report(model: Any, implementations: dict[str, Any]) -> AttentionReport:
     """Read the counters of a model (one sync per layer), and give a counter to the layers that have none yet.
 
     implementations: {name: options} of ours.

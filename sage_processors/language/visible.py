@@ -48,7 +48,7 @@ def _keep_packed_apart(call: Call, batch: int, seq_q: int, seq_kv: int, device) 
     """cu_seq_lens_q, cu_seq_lens_k: int [sequences + 1], where the sequences packed into one row start and end."""
     lengths = [call.others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     q_ends, k_ends = (x if x is not None else y for x, y in (lengths, lengths[::-1]))
-    if q_ends is None or max(q_ends.numel(), k_ends.numel()) <= 2:
+    if q_ends is None or k_ends is None or max(q_ends.numel(), k_ends.numel()) <= 2:
         return
     if call.mask is None or isinstance(call.mask, BandMask):
         raise NotImplementedError(

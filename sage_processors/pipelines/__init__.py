@@ -1,36 +1,60 @@
-"""The two small trained pipelines that come with the package, as diffusers `save_pretrained` folders.
+"""Small trained models: `tiny_sd` lies here, the others in sage-processors-demo (in a checkout: demo/).
 
-They draw coloured shapes at 128x128 pixels ("a red circle on a blue background");
-`examples/train_tiny.py` trained them.
+The two pipelines are diffusers `save_pretrained` folders. They draw coloured shapes at 128x128 pixels ("a red circle
+on a blue background"); `examples/train_tiny.py` trained them.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
+from typing import Any
 
 
-_ROOT = Path(__file__).resolve().parent
+PIPELINES = ("tiny_flux", "tiny_sd")
+_HERE = Path(__file__).resolve().parent
+_MORE = "sage_processors_demo"
 # tiny_flux was trained with one prompt in ten left empty, and draws clean shapes only with guidance.
-_CALL_ARGUMENTS = {"tiny_flux": {"negative_prompt": "", "true_cfg_scale": 3.0}}
+_CALL_ARGUMENTS: dict[str, dict[str, Any]] = {"tiny_flux": {"negative_prompt": "", "true_cfg_scale": 3.0}}
+
+
+def folder(name: str) -> Path:
+    """Where an embedded model lies, or would lie if sage-processors-demo were installed."""
+    if (_HERE / name).is_dir():
+        return _HERE / name
+    checkout = _HERE.parent.parent / "demo" / _MORE
+    installed = None if checkout.is_dir() else importlib.util.find_spec(_MORE)
+    if installed is not None and installed.origin is not None:
+        return Path(installed.origin).resolve().parent / name
+    return checkout / name
+
+
+def installed_folder(name: str) -> Path:
+    """As `folder`. Raises: ImportError, naming the pip command, where it is not installed."""
+    found = folder(name)
+    if not found.is_dir():
+        raise ImportError(f'{name} comes with another package: pip install "sage-processors[demo]"', name=_MORE)
+    return found
 
 
 def names() -> list[str]:
-    """Names of the embedded pipelines, sorted."""
-    return sorted(folder.parent.name for folder in _ROOT.glob("*/model_index.json"))
+    """Names of the embedded pipelines that are installed, sorted."""
+    return [name for name in PIPELINES if (folder(name) / "model_index.json").is_file()]
 
 
 def path(name: str) -> Path:
     """Folder of an embedded pipeline, for `DiffusionPipeline.from_pretrained`.
 
-    Raises TypeError if `name` is no string and ValueError if no embedded pipeline has that name.
+    Raises: TypeError if `name` is no string; ValueError if no embedded pipeline has that name; ImportError if it is
+        not installed.
     """
     if not isinstance(name, str):
-        raise TypeError(f"name: expected one of {names()} as str, got {type(name).__name__}")
-    if name not in names():
-        raise ValueError(f"name: expected one of {names()}, got {name!r}")
-    return _ROOT / name
+        raise TypeError(f"name: got {type(name).__name__}, expected one of {list(PIPELINES)} as str")
+    if name not in PIPELINES:
+        raise ValueError(f"name: got {name!r}, expected one of {list(PIPELINES)}")
+    return installed_folder(name)
 
 
-def call_arguments(name: str) -> dict:
+def call_arguments(name: str) -> dict[str, Any]:
     """Arguments with which an embedded pipeline draws best; empty for any other name."""
     return dict(_CALL_ARGUMENTS.get(name, {}))

@@ -11,7 +11,6 @@ import torch
 import sage_processors as sp
 from sage_processors.calibration import candidates as ladders
 from sage_processors.calibration import cost as attention_cost
-from sage_processors.calibration import search as calibration
 from sage_processors.calibration.cost import (
     BYTES_PER_SECOND,
     FLOPS_16BIT,
@@ -21,6 +20,7 @@ from sage_processors.calibration.cost import (
     counted_seconds,
     measured_seconds,
 )
+from sage_processors.calibration.trials import HELD_OUT
 from sage_processors.diffusion import processors
 from sage_processors.evaluation import hard_variants, quality
 from tests.diffusion.test_compile import denoise
@@ -118,7 +118,7 @@ def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
         assert plain.result["cost"] < found.result["cost"] < 1
         assert (found.result["int8_share"] < 1) == bool(exact) and found.result["int8_share"] > 0
         # it is what it says: drawn here, on the seeds that decided
-        seeds = [found.result["looks"] * calibration.HELD_OUT]
+        seeds = [found.result["looks"] * HELD_OUT]
         drawn = quality.evaluate(pipe, PROMPTS[:1], seeds, [quality.Variant("x", config)], steps=4, batch=1)["x"]
         assert sum(drawn.psnr_db) == pytest.approx(found.result["psnr_db"], abs=0.01)
 

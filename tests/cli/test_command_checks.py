@@ -157,7 +157,7 @@ def test_Q37_bench_prints_before_it_appends(command, tmp_path, monkeypatch):
 def test_Q37_what_calibrate_found_is_not_lost_with_a_full_disk(tmp_path, monkeypatch, caplog):
     """A state that can't be kept does not end the search; a policy that can't be written is in the log."""
     pipe = loading.load_pipeline("tiny_flux", "cpu")
-    monkeypatch.setattr(calibration.policy, "write_json", full)
+    monkeypatch.setattr(calibration.policy_files, "write_json", full)
     options = {"target_psnr": 10, "scalings": ["timestep"], "steps": 1, "progress": False}
     options |= {"config": sp.SageAttnProcessor(min_tokens=quality.MIN_TOKENS)}
     with caplog.at_level(logging.WARNING, "sage_processors"), pytest.raises(OSError, match="No space"):
@@ -314,3 +314,12 @@ def test_Q40_numbers_in_range_are_read_as_they_are():
         sp.SageAttnProcessor(margin=float("inf"))
     with pytest.raises(ValueError, match="margin: got nan, expected a number > 0, finite"):
         sp.SageAttnProcessor(margin=float("nan"))
+
+
+def test_Q43_options_name_numbers_without_all_their_digits():
+    for options in ({"margin": 10**400}, {"keep_noise": (0, 10**400)}, {"min_tokens": 10**400}, {"history": 10**400}):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}: got .*int of 1329 bits"):
+            sp.SageAttnProcessor(**options)
+    pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match="min_tokens: got an int of 1329 bits"):
+        sp.register_transformers("sage_beyond", min_tokens=10**400)

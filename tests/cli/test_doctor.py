@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import sage_kernels
-from sage_processors.cli import doctor
+from sage_processors.cli import doctor, self_test
 from sage_processors.cli import main as cli
 from tests.support.repository import OPTIONAL, fresh
 
@@ -27,28 +27,28 @@ def invoke(*arguments, code=0) -> str:
 
 
 def few(monkeypatch, *names):
-    monkeypatch.setattr(doctor, "CASES", tuple(case for case in doctor.CASES if case.name in names))
+    monkeypatch.setattr(self_test, "CASES", tuple(case for case in self_test.CASES if case.name in names))
 
 
 def test_doctor_tests_every_recipe_scaling_and_case():
-    outcomes = doctor.self_test(CPU)
+    outcomes = self_test.self_test(CPU)
     assert all(outcome.passed for outcome in outcomes), outcomes
     done = {(outcome.recipe, outcome.scaling, outcome.case) for outcome in outcomes}
     scalings = (*sage_kernels.SCALINGS, "timestep")
-    assert done == {(r, s, c.name) for r in sage_kernels.RECIPES for s in scalings for c in doctor.CASES}
-    assert any(case.mask == "bool" for case in doctor.CASES) and any(case.causal for case in doctor.CASES)
-    assert any(case.mask == "bias" for case in doctor.CASES)
+    assert done == {(r, s, c.name) for r in sage_kernels.RECIPES for s in scalings for c in self_test.CASES}
+    assert any(case.mask == "bool" for case in self_test.CASES) and any(case.causal for case in self_test.CASES)
+    assert any(case.mask == "bias" for case in self_test.CASES)
 
 
 def test_the_threshold_is_the_theory_of_rounding_less_a_factor_of_two():
     """The theory itself is right to a decibel: scales of whole heads and of tokens, whatever the head dim."""
     for head_dim in (32, 64, 128):
-        q, k, v = doctor.make_qkv("biased_keys", 1, 512, 512, 2, 2, head_dim, dtype=torch.bfloat16)
-        exact = doctor._exact(q, k, v, None)
+        q, k, v = self_test.make_qkv("biased_keys", 1, 512, 512, 2, 2, head_dim, dtype=torch.bfloat16)
+        exact = self_test._exact(q, k, v, None)
         for scaling in ("per_head", "per_token"):
             out = sage_kernels.sage_attention(q, k, v, scaling=scaling)
-            got = -20 * math.log10(doctor.relative_l2(out, exact).item())
-            theory = doctor.least_sqnr_db(q, k, scaling) + 20 * math.log10(2)
+            got = -20 * math.log10(self_test.relative_l2(out, exact).item())
+            theory = self_test.least_sqnr_db(q, k, scaling) + 20 * math.log10(2)
             assert theory - 0.5 < got < theory + 2, (head_dim, scaling)
 
 
@@ -89,20 +89,20 @@ BROKEN = {
     "mask": (_ignoring("attn_mask"), {"padding mask", "additive bias"}),
     "causal": (_ignoring("causal"), {"causal"}),
     "smoothing": (lambda *a, **k: sage_kernels.sage_attention(*a, **k, smooth_k=False), None),
-    "head": (_one_head_off, {case.name for case in doctor.CASES}),
-    "bits": (_coarser, {case.name for case in doctor.CASES if not case.same_values}),
-    "sums": (_cut_off, {case.name for case in doctor.CASES if case.same_values}),
-    "nan": (_nan, {case.name for case in doctor.CASES}),
-    "crash": (_crash, {case.name for case in doctor.CASES}),
-    "unplanned": (_ignoring("state"), {case.name for case in doctor.CASES}),
+    "head": (_one_head_off, {case.name for case in self_test.CASES}),
+    "bits": (_coarser, {case.name for case in self_test.CASES if not case.same_values}),
+    "sums": (_cut_off, {case.name for case in self_test.CASES if case.same_values}),
+    "nan": (_nan, {case.name for case in self_test.CASES}),
+    "crash": (_crash, {case.name for case in self_test.CASES}),
+    "unplanned": (_ignoring("state"), {case.name for case in self_test.CASES}),
 }
 
 
 @pytest.mark.parametrize("how", BROKEN)
 def test_doctor_fails_a_wrong_kernel(how, monkeypatch):
     broken, cases = BROKEN[how]
-    monkeypatch.setattr(doctor, "sage_attention", broken)
-    outcomes = doctor.self_test(CPU)
+    monkeypatch.setattr(self_test, "sage_attention", broken)
+    outcomes = self_test.self_test(CPU)
     failed = {outcome.case for outcome in outcomes if not outcome.passed}
     assert failed == cases if cases else failed
     json.dumps([doctor.asdict(outcome) for outcome in outcomes], allow_nan=False)
@@ -115,7 +115,7 @@ def test_doctor_prints_what_it_found_and_exits_with_1_if_a_check_fails(monkeypat
     output = invoke()
     assert all(word in output for word in ("reference (CPU)", "timestep", "All checks passed", torch.__version__))
     assert "Triton's cache" in output
-    monkeypatch.setattr(doctor, "sage_attention", _crash)
+    monkeypatch.setattr(self_test, "sage_attention", _crash)
     output = invoke(code=1)
     assert "Error: RuntimeError: illegal instruction" in output
     number = 4 * len(sage_kernels.RECIPES)
@@ -131,7 +131,7 @@ def test_doctor_speaks_json(monkeypatch):
     assert {"torch", "triton", "diffusers", "transformers", "sage_processors"} <= set(found["environment"])
     worst = {"qk_int8_pv_bf16": 25, "qk_int8_pv_fp8": 20}
     assert all(row["sqnr_db"] > row["least_db"] > worst[row["recipe"]] for row in found["self_test"])
-    monkeypatch.setattr(doctor, "sage_attention", _nan)
+    monkeypatch.setattr(self_test, "sage_attention", _nan)
     found = json.loads(invoke("--json", code=1))
     assert found["passed"] is False and "not finite" in found["self_test"][0]["error"]
 
@@ -139,8 +139,8 @@ def test_doctor_speaks_json(monkeypatch):
 def test_E10_doctor_needs_torch_alone():
     code = f"""
         import json, torch
-        from sage_processors.cli import doctor
-        doctor.CASES = doctor.CASES[:1]
+        from sage_processors.cli import doctor, self_test
+        self_test.CASES = self_test.CASES[:1]
         found = doctor.examine(torch.device("cpu"))
         assert not set({OPTIONAL!r}) & set(sys.modules)
         print(json.dumps([found["passed"], found["environment"]["torch"] is None]))
@@ -280,8 +280,8 @@ def test_doctor_passes_on_a_gpu():
 def test_doctor_skips_a_recipe_that_this_gpu_cannot_run_and_says_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     monkeypatch.setattr(torch.version, "hip", None)
-    reason = doctor.recipe_problem("qk_int8_pv_fp8", torch.device("cuda"))
+    reason = self_test.recipe_problem("qk_int8_pv_fp8", torch.device("cuda"))
     assert "8.9" in reason and "8.0" in reason
-    assert doctor.recipe_problem("qk_int8_pv_bf16", torch.device("cuda")) == ""
-    assert doctor.recipe_problem("qk_int8_pv_fp8", torch.device("cpu")) == ""
-    assert doctor.Outcome("qk_int8_pv_fp8", "per_token", "any", skipped=reason).passed
+    assert self_test.recipe_problem("qk_int8_pv_bf16", torch.device("cuda")) == ""
+    assert self_test.recipe_problem("qk_int8_pv_fp8", torch.device("cpu")) == ""
+    assert self_test.Outcome("qk_int8_pv_fp8", "per_token", "any", skipped=reason).passed

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as functional
 
 import sage_processors as sp
-from sage_processors.diffusion import processors
+from sage_processors.diffusion import sage_class
 from sage_processors.diffusion.discovery import attention_modules
 from tests.diffusion.test_processors import SDPA, sqnr_db
 from tests.support.tiny_models import MODELS
@@ -31,7 +31,7 @@ def test_P08_apply_again_replaces_the_options_and_remove_gives_the_originals_bac
         model(**inputs)
     assert {row["scaling"] for row in second.report().rows} == {"per_head"} and first.report().rows == []
     first.remove()  # has nothing left to remove
-    assert all(processors.is_sage(p) for p in processors_of(model).values())
+    assert all(sage_class.is_sage(p) for p in processors_of(model).values())
     second.remove()
     assert all(p is original[name] for name, p in processors_of(model).items())
 
@@ -128,7 +128,7 @@ def test_only_denoisers_of_a_pipeline_are_swapped():
     models = {kind: MODELS["flux"]()[0] for kind in kinds} | {"upscaler": MODELS["unet_sd15"]()[0]}
     pipe = type("Pipe", (), {"components": models | {"scheduler": None}})()
     with sp.apply(pipe, EVERYTHING):
-        swapped = {key for key, model in models.items() if all(map(processors.is_sage, processors_of(model).values()))}
+        swapped = {key for key, model in models.items() if all(map(sage_class.is_sage, processors_of(model).values()))}
     assert swapped == {"transformer", "controlnet", "upscaler"}
 
 
@@ -163,7 +163,7 @@ def test_P06_processors_for_fits_the_dict_form_of_diffusers():
     with torch.no_grad():
         model(**inputs)
     assert sp.handle_of(model).report().calls == len(original) == len(kept)
-    assert all(processors.is_sage(p) for p in kept.values())
+    assert all(sage_class.is_sage(p) for p in kept.values())
     sp.handle_of(model).remove()
     assert all(p is original[name] for name, p in processors_of(model).items())
     with pytest.raises(TypeError, match="sage_processors.apply"):
@@ -258,7 +258,7 @@ def test_P04_layer_skip_hook_of_diffusers_knows_our_classes():
 def test_compiled_wrapper_of_a_model_is_looked_through():
     model, _ = MODELS["flux"]()
     with sp.apply(torch.compile(model, backend="eager"), EVERYTHING):
-        assert all(processors.is_sage(p) for p in processors_of(model).values())
+        assert all(sage_class.is_sage(p) for p in processors_of(model).values())
 
 
 def test_package_names_are_stable_whatever_is_imported():

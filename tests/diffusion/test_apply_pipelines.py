@@ -15,7 +15,7 @@ import torch
 
 import sage_kernels
 import sage_processors as sp
-from sage_processors.diffusion import processors
+from sage_processors.diffusion import sage_class
 from sage_processors.diffusion.discovery import attention_modules
 from tests.diffusion.test_processors import sdpa_as_op, sqnr_db
 from tests.support.repository import ROOT
@@ -127,7 +127,7 @@ def test_pipeline_one_line_in_and_out(name, monkeypatch):
 
     handle = pipe.set_attn_processor(EVERYTHING)
     assert processors_of(parts["vae"]) == before["vae"] if "vae" in parts else True
-    assert all(processors.is_sage(p) for key in denoisers for p in processors_of(parts[key]).values())
+    assert all(sage_class.is_sage(p) for key in denoisers for p in processors_of(parts[key]).values())
     int8 = run()
     assert sqnr_db(int8, stock) > 25 and not torch.equal(int8, stock)
     report = handle.report()
@@ -271,7 +271,7 @@ def test_P31_a_handle_whose_pipeline_is_gone_says_so():
         handle.refresh()
     assert handle.report().rows and sp.handle_of(model) is handle
     handle.remove()
-    assert not any(processors.is_sage(p) for p in processors_of(model).values())
+    assert not any(sage_class.is_sage(p) for p in processors_of(model).values())
 
 
 IMPORTS = """

@@ -99,6 +99,79 @@ def test_P27_threads_with_pipelines_of_their_own_keep_their_windows():
     assert all((row["calls"], row["fallbacks"]) == (10, {"window": 6}) for row in rows), rows
 
 
+def overlapping(pipes, steps=6):
+    """Pictures of two runs in two threads whose steps take turns: a step of one, a step of the other."""
+    turns, found, errors = [threading.Semaphore(1), threading.Semaphore(0)], [None, None], []
+
+    def work(index):
+        def after_step(pipe, step, timestep, tensors):
+            turns[1 - index].release()
+            if step + 1 < steps:
+                assert turns[index].acquire(timeout=60)
+            return tensors
+
+        try:
+            assert turns[index].acquire(timeout=60)
+            found[index] = draw(pipes[index], steps, callback_on_step_end=after_step)
+        except BaseException as error:  # handed to the thread that can fail the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not errors, errors
+    return found
+
+
+@pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
+def test_P39_runs_that_overlap_in_two_threads_are_counted_and_named(scaling, caplog):
+    """One model has one plan. Without one, threads have nothing to do with each other."""
+    pipe, _ = sd_pipe()
+    pipes = [pipe, SD.from_pipe(pipe, scheduler=ddim())]
+    pipes[1].set_progress_bar_config(disable=True)
+    exact = [draw(each, 6) for each in pipes]
+    handle = pipe.set_attn_processor(options(scaling=scaling))
+    alone = [draw(each, 6) for each in pipes]
+    assert handle.following.overlaps == 0 and "overlap" not in str(handle.report())
+    together = overlapping(pipes)
+    for picture, by_itself, stock in zip(together, alone, exact, strict=True):
+        assert torch.equal(picture, by_itself) == (scaling == "dynamic")
+        error, usual = (picture - stock).norm(), (by_itself - stock).norm()
+        assert error <= 2 * usual  # another plan, and no worse for it than twice
+    if scaling == "dynamic":
+        assert handle.following.overlaps == 0
+        assert not [record for record in caplog.records if record.name == "sage_processors"]
+        return
+    # all steps but the first of each run, at least once
+    assert handle.following.overlaps >= 10
+    assert "steps of runs that overlap in several threads: their planned scales mix" in str(handle.report())
+    named = [record for record in caplog.records if "overlap in several threads" in record.getMessage()]
+    assert len(named) == 1 and 'scaling="dynamic"' in named[0].getMessage()
+    assert all(
+        torch.equal(draw(each, 6), picture) for each, picture in zip(pipes, alone, strict=True)
+    )  # over with them
+    handle.reset()
+    assert "overlap" not in str(handle.report())
+
+
+@pytest.mark.parametrize("other", ["prepared before, run after", "run in a thread that ended"])
+def test_P39_runs_one_after_the_other_in_several_threads_do_not_overlap(other):
+    pipe, _ = sd_pipe()
+    pipes = [pipe, SD.from_pipe(pipe, scheduler=ddim())]
+    pipes[1].set_progress_bar_config(disable=True)
+    handle = pipe.set_attn_processor(options(scaling="timestep"))
+    alone, found = [draw(each, 4) for each in pipes], []
+    if other == "prepared before, run after":
+        pipes[0].scheduler.set_timesteps(4)
+    thread = threading.Thread(target=lambda: found.append(draw(pipes[1], 4)))
+    thread.start()
+    thread.join(120)
+    assert torch.equal(draw(pipes[0], 4), alone[0]) and torch.equal(found[0], alone[1])
+    assert handle.following.overlaps == 0
+
+
 def test_P37_a_call_beside_the_end_of_a_step_is_counted(monkeypatch):
     """The counts of a step are added up and cleared: a call of another thread waits, or its count would be lost."""
     model, inputs = MODELS["flux"]()

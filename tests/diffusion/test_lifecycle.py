@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 import sage_processors as sp
-from sage_processors.diffusion import processors
+from sage_processors.diffusion import processors, sage_class
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_apply_pipelines import flux_pipe, sd_controlnet_pipe
 from tests.diffusion.test_processors import attention_inputs, counted, forward, sqnr_db
@@ -58,7 +58,7 @@ def test_P01_a_copied_model_gives_the_same_and_shares_nothing(name, duplicate):
     assert torch.equal(forward(twin, inputs), int8)
     with sp.apply(twin, DYNAMIC) as handle:
         assert torch.equal(forward(twin, inputs), int8) and handle.report().calls == calls
-    assert not any(processors.is_sage(p) for p in processors_of(twin).values())
+    assert not any(sage_class.is_sage(p) for p in processors_of(twin).values())
     assert torch.equal(forward(twin, inputs), stock)
 
 
@@ -83,7 +83,7 @@ def test_P01_a_copied_pipeline_has_a_scheduler_of_its_own():
     int8, twin = run(), copy.deepcopy(pipe)
     assert type(twin.scheduler) is diffusers.FlowMatchEulerDiscreteScheduler
     assert sp.handle_of(twin) is None and sp.handle_of(pipe) is handle
-    assert all(processors.is_sage(p) for p in processors_of(twin.transformer).values())
+    assert all(sage_class.is_sage(p) for p in processors_of(twin.transformer).values())
     pipe.transformer = twin.transformer  # `run` runs `pipe`
     assert torch.equal(run(), int8)
 
@@ -101,7 +101,7 @@ def test_P02_saved_model_is_stock_byte_for_byte(name, tmp_path):
         model.save_pretrained(tmp_path / "int8")
     assert files_of(tmp_path / "stock") == files_of(tmp_path / "int8") and len(files_of(tmp_path / "stock")) == 2
     loaded = type(model).from_pretrained(tmp_path / "int8")
-    assert not any(processors.is_sage(p) for p in processors_of(loaded).values()) and sp.handle_of(loaded) is None
+    assert not any(sage_class.is_sage(p) for p in processors_of(loaded).values()) and sp.handle_of(loaded) is None
 
 
 def test_P02_saved_pipeline_is_stock_byte_for_byte(tmp_path):
@@ -254,10 +254,10 @@ def test_T02_dropout_is_exact_and_counted():
     attention, x = attention_inputs()
     torch.manual_seed(3)
     stock = DropoutProcessor()(attention, x)
-    sage = processors.swap(DropoutProcessor(), DYNAMIC, "layer")
+    sage = sage_class.swap(DropoutProcessor(), DYNAMIC, "layer")
     torch.manual_seed(3)
     assert torch.equal(sage(attention, x), stock) and counted(sage) == {"dropout": 1}
-    strict = processors.swap(DropoutProcessor(), sp.SageAttnProcessor(policy="strict"), "layer")
+    strict = sage_class.swap(DropoutProcessor(), sp.SageAttnProcessor(policy="strict"), "layer")
     with pytest.raises(sp.UnsupportedAttentionError, match="dropout"):
         strict(attention, x)
 
@@ -284,7 +284,7 @@ class MixedDispatch(MixedSDPA):
 @pytest.mark.parametrize("kind", [MixedSDPA, MixedDispatch])
 def test_D02_mixed_dtypes_run_under_autocast_as_in_sdpa(kind):
     attention, x = attention_inputs()
-    stock, sage = kind(), processors.swap(kind(), DYNAMIC, "layer")
+    stock, sage = kind(), sage_class.swap(kind(), DYNAMIC, "layer")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, result = stock(attention, x), sage(attention, x)
         assert result.dtype == expected.dtype == torch.bfloat16
@@ -299,13 +299,13 @@ def test_D02_mixed_dtypes_run_under_autocast_as_in_sdpa(kind):
 @pytest.mark.parametrize("kind", [MixedSDPA, MixedDispatch])
 def test_D02_mixed_dtypes_without_autocast_are_left_to_sdpa(kind):
     attention, x = attention_inputs()
-    sage = processors.swap(kind(), DYNAMIC, "layer")
+    sage = sage_class.swap(kind(), DYNAMIC, "layer")
     with pytest.raises(RuntimeError, match="dtype") as stock:
         kind()(attention, x)
     with pytest.raises(RuntimeError, match="dtype") as ours:
         sage(attention, x)
     assert str(ours.value) == str(stock.value) and counted(sage) == {"mixed_dtype": 1}
-    strict = processors.swap(kind(), sp.SageAttnProcessor(policy="strict"), "layer")
+    strict = sage_class.swap(kind(), sp.SageAttnProcessor(policy="strict"), "layer")
     with pytest.raises(sp.UnsupportedAttentionError, match="mixed_dtype"):
         strict(attention, x)
 

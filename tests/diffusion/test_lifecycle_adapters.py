@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.diffusion import processors
+from sage_processors.diffusion import sage_class
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_apply_pipelines import flux_pipe, tiny_vae
 from tests.diffusion.test_lifecycle import statuses
@@ -194,7 +194,7 @@ def test_P03_ip_adapter_scale_that_was_set_meanwhile_stays_after_remove(make):
         twin = copy.deepcopy(model)  # these processors are modules with weights
     assert torch.equal(run_with_image(), half)
     assert twin.state_dict().keys() == model.state_dict().keys()
-    assert all(processors.is_sage(p) for p in processors_of(twin).values())
+    assert all(sage_class.is_sage(p) for p in processors_of(twin).values())
 
 
 def test_P03_strict_does_not_run_replaced_layers():

@@ -34,6 +34,21 @@ def test_P33_default_processors_of_models_that_compare_classes(name):
     assert {key: type(processor) for key, processor in processors_of(model).items()} == kinds
 
 
+def test_P33_hand_written_attention_is_told_who_does_the_same_with_sdpa():
+    model, inputs = MODELS["unet_sd15"]()
+    with sp.apply(model, EVERYTHING) as handle:
+        calls = len(handle.report().rows)
+        model.set_attn_processor(diffusers.models.attention_processor.AttnProcessor())
+        remedy = "model.set_attn_processor(AttnProcessor2_0())"
+        assert all(row["note"].endswith(f", as AttnProcessor2_0: {remedy}") for row in handle.report().rows)
+        handle.refresh()
+        assert all(row["note"].endswith(remedy) for row in handle.report().rows)
+        model.set_attn_processor(diffusers.models.attention_processor.AttnProcessor2_0())
+        handle.refresh()
+        forward(model, inputs)
+        assert handle.report().calls == calls
+
+
 def first_tensor(output):
     return output if isinstance(output, torch.Tensor) else first_tensor(output[0])
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors.diffusion import processors
+from sage_processors.diffusion import processors, sage_class
 from sage_processors.diffusion.discovery import attention_modules
 from sage_processors.event_counter import EventCounter
 from tests.support.tiny_models import MODELS, OLDEST
@@ -137,7 +137,7 @@ def sage_attention_module(**options):
     attention, x = attention_inputs()
     stock = attention(x)
     base = type(attention.processor)
-    attention.processor = processors.swap(
+    attention.processor = sage_class.swap(
         attention.processor, sp.SageAttnProcessor(scaling="dynamic", **options), "layer"
     )
     return attention, x, stock, base
@@ -180,7 +180,7 @@ def test_a_short_call_is_the_stock_call_operation_by_operation():
 
 def test_a_head_too_wide_is_not_called_short():
     attention, x = attention_inputs(heads=1, head_dim=264)
-    attention.processor = processors.swap(attention.processor, sp.SageAttnProcessor(min_tokens=161), "layer")
+    attention.processor = sage_class.swap(attention.processor, sp.SageAttnProcessor(min_tokens=161), "layer")
     attention(x)
     assert counted(attention.processor) == {"head_dim": 1}
 
@@ -258,7 +258,7 @@ def test_fallback_head_dim_and_dtype():
         attention, x = attention_inputs(head_dim=head_dim)
         attention.to(dtype), (x := x.to(dtype))
         stock = attention(x)
-        attention.processor = processors.swap(attention.processor, sp.SageAttnProcessor(scaling="dynamic"), "layer")
+        attention.processor = sage_class.swap(attention.processor, sp.SageAttnProcessor(scaling="dynamic"), "layer")
         assert torch.equal(attention(x), stock) and counted(attention.processor) == {reason: 1}
 
 
@@ -283,7 +283,7 @@ def test_function_mode_keeps_its_effect():
 
 def test_D02_autocast_runs_in_the_dtype_of_stock_attention():
     attention, x = attention_inputs(qk_norm="rms_norm")  # Q and K leave the norm in fp32, V stays bf16
-    attention.processor = processors.swap(attention.processor, sp.SageAttnProcessor(scaling="dynamic"), "layer")
+    attention.processor = sage_class.swap(attention.processor, sp.SageAttnProcessor(scaling="dynamic"), "layer")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result, stock = attention(x), attention_inputs(qk_norm="rms_norm")[0](x)
     assert result.dtype == stock.dtype == torch.bfloat16
@@ -347,7 +347,7 @@ def test_helper_function_and_softmax_scale_reach_the_op():
     attention, x = attention_inputs()
     attention.processor = HelperProcessor()
     stock = attention.processor(attention, x)
-    sage = processors.swap(attention.processor, sp.SageAttnProcessor(scaling="dynamic"), "layer")
+    sage = sage_class.swap(attention.processor, sp.SageAttnProcessor(scaling="dynamic"), "layer")
     assert sqnr_db(sage(attention, x), stock) > 30 and counted(sage) == {"called": 1}
     assert torch.equal(attention.processor(attention, x), stock)
 

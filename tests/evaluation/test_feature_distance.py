@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 
+from sage_processors import pipelines
 from sage_processors.evaluation import feature_distance as fd
 from tests.support.repository import ROOT
 
@@ -116,7 +117,7 @@ def test_too_few_pictures_to_leave_a_group_out_have_no_error():
 
 def test_the_classifier_is_what_its_record_says():
     record, model = fd.classifier_metrics(), fd.load_classifier()
-    assert (fd.CLASSIFIER_FOLDER / "model.safetensors").stat().st_size <= 2**20
+    assert (pipelines.folder(fd.CLASSIFIER) / "model.safetensors").stat().st_size <= 2**20
     assert record["parameters"] == sum(p.numel() for p in model.parameters())
     images, answers = _drawn_with_labels(512)
     logits = model.answers(fd.features(images).float())
@@ -212,6 +213,6 @@ def test_training_is_repeatable_and_loadable(tmp_path, monkeypatch, capsys):
     assert one == two
     record = json.loads((tmp_path / "one" / "metrics.json").read_text())
     assert record["steps"] == 2 and set(record["held_out_accuracy"]) == set(fd.LABELS)
-    monkeypatch.setattr(fd, "CLASSIFIER_FOLDER", tmp_path / "one")
+    monkeypatch.setattr(pipelines, "installed_folder", lambda name: tmp_path / "one")
     assert fd.features(drawn(2, 0)).shape == (2, 32)
     assert "held_out_accuracy" in capsys.readouterr().out

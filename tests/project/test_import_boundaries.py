@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -250,57 +247,3 @@ def test_the_command_line_names_the_command():
     assert "Traceback" not in hidden
     no_typer = fresh("try:\n import sage_processors.cli.main\nexcept ImportError as e: print(e)", without=("typer",))
     assert "pip install sage-processors" in no_typer and "typer" in no_typer
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel of this checkout, built from a copy so that setuptools leaves nothing in the tree."""
-    import shutil
-
-    copy = tmp_path_factory.mktemp("wheel") / "source"
-    copy.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, copy)
-    for name in ("sage_processors", "kernels", "tests", "examples"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-q",
-        "-w",
-        str(copy / "dist"),
-        ".",
-    ]
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return next((copy / "dist").glob("*.whl"))
-
-
-def test_wheel_holds_both_packages_and_the_pipelines(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
-    sources = {str(f.relative_to(ROOT)) for f in files("sage_processors")}
-    sources |= {str(f.relative_to(ROOT / "kernels")) for f in files("kernels/sage_kernels")}
-    data = {
-        str(f.relative_to(ROOT))
-        for f in (ROOT / "sage_processors" / "pipelines").rglob("*")
-        if f.is_file() and f.suffix not in (".py", ".pyc")
-    }
-    assert any(name.endswith(".safetensors") for name in data)
-    assert (sources | data) - names == set()
-    outside = {name.partition("/")[0] for name in names} - {"sage_processors", "sage_kernels"}
-    assert all(name.endswith(".dist-info") for name in outside), outside
-    assert any(name.endswith("/LICENSE") for name in names)
-
-
-def test_wheel_runs_outside_of_the_checkout(wheel, tmp_path):
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    code = """
-        import sage_processors as sp, sage_kernels
-        print(sp.__file__, sage_kernels.__file__, *map(sp.pipelines.path, sp.pipelines.names()))
-        """
-    places = fresh(code, path=(tmp_path / "site",), cwd=tmp_path).split()
-    assert len(places) == 4 and all(place.startswith(str(tmp_path / "site")) for place in places), places

@@ -5,7 +5,7 @@ A message says which argument, what it got, what is expected and what to do abou
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import torch
 
@@ -13,6 +13,7 @@ from ..compat import differentiates_forward, has_tangent
 from ..numerics import padded_head_dim
 from ..recipe import RECIPES, ROTATIONS, SCALINGS
 from ..state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
+from .numbers import check_size, check_softcap, check_window
 from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable, is_strided
 
 
@@ -38,7 +39,16 @@ REASONS = (
 )
 
 
-def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: bool = False, enable_gqa: bool = False):
+def unsupported(
+    q: object,
+    k: object,
+    v: object,
+    *,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> str | None:
     """Why `sage_attention` can't do this call, as a short stable name, or None.
 
     Looks at shapes, dtypes and flags only: no device sync, traceable by Dynamo. Layout of q, k, v: [B, S, H, D].
@@ -94,7 +104,7 @@ def unsupported(q, k, v, *, attn_mask=None, dropout_p: float = 0.0, is_causal: b
     return None
 
 
-def _broadcasts(mask, q, k) -> bool:
+def _broadcasts(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
     """Whether `mask` broadcasts to [B, H, S_q, S_kv]."""
     wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     return 1 <= mask.dim() <= 4 and all(
@@ -102,7 +112,9 @@ def _broadcasts(mask, q, k) -> bool:
     )
 
 
-def check_masking(q, k, attn_mask, causal, window, sinks) -> None:
+def check_masking(
+    q: torch.Tensor, k: torch.Tensor, attn_mask: torch.Tensor | None, causal: Any, window: Any, sinks: Any
+) -> None:
     """Raise unless mask, causality, window and sinks fit q and k [B, S, H, D]."""
     if not isinstance(causal, bool) and causal not in CAUSAL:
         raise ValueError(f"causal: got {causal!r}, expected False, True or one of {list(CAUSAL)}")
@@ -112,10 +124,7 @@ def check_masking(q, k, attn_mask, causal, window, sinks) -> None:
             'up to i) or "bottom_right" (up to i + S_kv - S_q): the lengths differ, so say which'
         )
     if window is not None:
-        if isinstance(window, bool) or not isinstance(window, (int, torch.SymInt)):
-            raise TypeError(f"window: got {type(window).__name__}, expected an int or None")
-        if window < 1:
-            raise ValueError(f"window: got {window}, expected at least 1, the row's own key")
+        check_window(window)
         if not causal and q.shape[1] != k.shape[1]:
             raise ValueError(
                 f"window: got S_q {q.shape[1]} and S_kv {k.shape[1]}, expected equal lengths without causal; "
@@ -164,7 +173,7 @@ def check_masking(q, k, attn_mask, causal, window, sinks) -> None:
     check_no_tangent("attn_mask", attn_mask)
 
 
-def check_attention_inputs(q, k, v) -> None:
+def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise TypeError, ValueError or NotImplementedError unless q, k, v are inputs that `sage_attention` can take."""
     if unsupported(q, k, v, enable_gqa=True) in (None, "empty"):
         return  # the same questions in half the time; what follows finds the words for the first that fails
@@ -221,7 +230,15 @@ def check_attention_inputs(q, k, v) -> None:
         check_no_tangent(name, x)
 
 
-def check_options(recipe, scaling, scale, state, softcap=0.0, cu_seqlens=None, rotation="none") -> None:
+def check_options(
+    recipe: Any,
+    scaling: Any,
+    scale: Any,
+    state: Any,
+    softcap: float = 0.0,
+    cu_seqlens: Any = None,
+    rotation: str = "none",
+) -> None:
     """Raise unless the options of `sage_attention` are ones it knows."""
     if recipe not in RECIPES:
         raise ValueError(f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}")
@@ -236,12 +253,8 @@ def check_options(recipe, scaling, scale, state, softcap=0.0, cu_seqlens=None, r
             raise TypeError(
                 f"scale: got {type(scale).__name__}, expected a Python float or None (reading a tensor would sync)"
             )
-        if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale >= 0):
-            raise ValueError(f"scale: got {scale}, expected a finite number >= 0")
-    if isinstance(softcap, torch.Tensor) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap: got {type(softcap).__name__}, expected a Python number (0: off)")
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"softcap: got {softcap}, expected a finite number >= 0 (0: off)")
+        check_size("scale", scale)
+    check_softcap(softcap)
     if cu_seqlens is not None:
         raise NotImplementedError(
             "cu_seqlens: got packed sequences, expected None: pad them to [B, S, H, D] and pass attn_mask [B, 1, 1, S]"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from .numbers import INT64_MAX, check_size, check_softcap, check_window, short
 from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable
 
 
@@ -96,7 +95,9 @@ def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, rin
     elif not _is_number(position):
         raise TypeError(f"position: got {type(position).__name__}, expected an int or an integer tensor []")
     elif position < 0:
-        raise ValueError(f"position: got {position}, expected 0 or more")
+        raise ValueError(f"position: got {short(position)}, expected 0 or more")
+    elif isinstance(position, int) and position > INT64_MAX - number:
+        raise ValueError(f"position: got {short(position)}, expected an int64, the new tokens included")
     elif not ring and position + number > capacity:
         raise ValueError(
             f"position: got {position} with {number} new tokens, expected at most {capacity} in all, the cache's "
@@ -149,19 +150,12 @@ def check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, 
             f'causal: got {causal!r}, expected False or "bottom_right" (or True): the queries are the last tokens'
         )
     if window is not None:
-        if not _is_number(window):
-            raise TypeError(f"window: got {type(window).__name__}, expected an int or None")
-        if window < 1:
-            raise ValueError(f"window: got {window}, expected at least 1, the row's own key")
-    if isinstance(softcap, torch.Tensor) or not isinstance(softcap, (int, float)):
-        raise TypeError(f"softcap: got {type(softcap).__name__}, expected a Python number (0: off)")
-    if not (math.isfinite(softcap) and softcap >= 0):
-        raise ValueError(f"softcap: got {softcap}, expected a finite number >= 0 (0: off)")
+        check_window(window)
+    check_softcap(softcap)
     if scale is not None:
         if isinstance(scale, torch.Tensor) or not isinstance(scale, (int, float, torch.SymFloat, torch.SymInt)):
             raise TypeError(f"scale: got {type(scale).__name__}, expected a Python float or None")
-        if isinstance(scale, (int, float)) and not (math.isfinite(scale) and scale >= 0):
-            raise ValueError(f"scale: got {scale}, expected a finite number >= 0")
+        check_size("scale", scale)
     for name, x in (("sinks", sinks), ("attn_mask", attn_mask)):
         if x is None:
             continue

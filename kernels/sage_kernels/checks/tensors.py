@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
-from ..compat import has_tangent
+from ..compat import has_tangent, is_differentiating_forward
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,4 +40,36 @@ def check_no_tangent(name: str, x: torch.Tensor) -> None:
         raise NotImplementedError(
             f"{name}: got a tangent (forward-mode differentiation), expected inference: there is no derivative; use "
             "scaled_dot_product_attention for that"
+        )
+
+
+class _OfThread(threading.local):
+    """Attributes: constant: what this thread calls an op with has no tangents, and is known to have none."""
+
+    constant = False
+
+
+_of_thread = _OfThread()
+
+
+@contextmanager
+def without_tangents() -> Iterator[None]:
+    """Around a call of an op by one who has looked at its tensors: `check_called_below`."""
+    before, _of_thread.constant = _of_thread.constant, True
+    try:
+        yield
+    finally:
+        _of_thread.constant = before
+
+
+def check_called_below(op: str) -> None:
+    """Raise where an op was called by its own name while forward-mode differentiation is under way.
+
+    A transform of torch.func hides tangents from an op's implementation, and makes zeros of those of its result.
+    """
+    if is_differentiating_forward() and not _of_thread.constant:
+        raise NotImplementedError(
+            f"torch.ops.sage_kernels.{op}: got a call under forward-mode differentiation, expected inference: there "
+            "is no derivative; call the function of sage_kernels, which tells tangents from constants, or "
+            "scaled_dot_product_attention"
         )

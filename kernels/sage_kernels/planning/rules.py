@@ -12,7 +12,7 @@ only once the user has frozen it; from then on no run changes it. `TimestepAdapt
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -109,7 +109,7 @@ class Delayed(Timestep):
         if history < 1:
             raise ValueError(f"history: got {history}, expected at least 1")
         self.history = history
-        self._steps = None
+        self._steps: Any = None  # a tensor [history, ...] once there is a state
 
     def refit(self, state) -> None:
         shape = (self.history, *state.step_stats.shape)

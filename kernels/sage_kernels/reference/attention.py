@@ -133,19 +133,19 @@ def ref_attention(
         for h in range(heads):
             kv = h // repeat
             for start in range(0, seq_q, step):
-                rows = torch.arange(start, min(start + step, seq_q), device=q.device)
+                places = torch.arange(start, min(start + step, seq_q), device=q.device)
                 part = slice(start, start + step)
                 s = (q_int[b, h, part] @ k_int[b, kv].T) * (row_scale[b, h, part] * k_scale[b, kv].T)
                 # smoothing lowered every score of the row by q·c: what is not invariant to that gets it back
                 shift = (qf[b, h, part] @ center[b, kv].T) * scale
-                s = _masked_scores(s, shift, masking, b, h, rows)
+                s = _masked_scores(s, shift, masking, b, h, places)
                 round_ = None
                 if round_p:
                     round_ = round_to_e4m3 if is_fp8 else lambda p: p.to(pv_dtype(q.dtype)).float()
                 reference = _reference(s, P_EXPONENT if is_fp8 else 0.0)
                 if first_max:
                     reference = _first_max(s[:, :block_k], reference)
-                if keeps_max:
+                if keeps_max and state is not None:
                     top = s.amax(-1)
                     kept = (state.row_max if lagged else state.row_max_next)[b, h, part]
                     kept_shift = (qf[b, h, part] @ _to_midrange(center[b, kv, 0], state, kv)) * (scale * LOG2_E)
@@ -155,7 +155,7 @@ def ref_attention(
                     top = top + kept_shift
                     kept.copy_(torch.where(torch.isfinite(top), top, 0.0))
                 o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
-                if is_fp8:  # the rounding of P may push a mean of finite values beyond the largest number
+                if v_scale is not None:  # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
                 out[b, part, h] = o.to(q.dtype)
                 lse[b, part, h] = log_sum[:, 0]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels import new_head_state, sage_attention
+from sage_kernels import append_kv, new_head_state, sage_attention, sage_decode_attention
 from sage_kernels.masking import Masking
 from sage_kernels.reference import ref_attention
 
@@ -281,3 +281,46 @@ def test_unsupported_options(reason, options):
 
 def test_supported_inputs_have_no_reason():
     assert sage_kernels.unsupported(*qkv().values(), enable_gqa=True) is None
+
+
+BEYOND = 10**400  # a Python int that is no float, and no int64
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("scale", BEYOND, "scale: got an int of 1329 bits, expected a finite number >= 0"),
+        ("scale", -BEYOND, "scale: got an int of 1329 bits"),
+        ("scale", float("inf"), "scale: got inf"),
+        ("scale", float("nan"), "scale: got nan"),
+        ("softcap", BEYOND, r"softcap: got an int of 1329 bits, expected a finite number >= 0 \(0: off\)"),
+        ("window", BEYOND, "window: got an int of 1329 bits, expected at most an int64; None is no window"),
+        ("window", 2**63, "window: got 9223372036854775808, expected at most an int64"),
+    ],
+)
+def test_Q43_python_numbers_beyond_floats_and_int64_are_refused(name, value, message):
+    q = torch.randn(1, 8, 2, 16)
+    codes, scales = torch.zeros(1, 2, 8, 16, dtype=torch.int8), torch.ones(1, 2, 8, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=message):
+        sage_attention(q, q, q, causal=True, **{name: value})
+    with pytest.raises(ValueError, match=message):
+        sage_decode_attention(q[:, :1], codes, scales, codes, scales, causal=True, **{name: value})
+
+
+def test_Q43_a_position_beyond_int64_is_refused_and_the_last_one_is_not():
+    k = torch.randn(1, 2, 4, 16)
+    cache = [torch.zeros(1, 2, 8, 16, dtype=torch.int8), torch.zeros(1, 2, 8, dtype=torch.bfloat16)]
+    cache += [x.clone() for x in cache]
+    for position in (BEYOND, 2**63, 2**63 - 4):
+        with pytest.raises(ValueError, match="position: got .*expected an int64, the new tokens included"):
+            append_kv(k, k, None, *cache, position=position, ring=True)
+    assert not any(x.any() for x in cache)
+    append_kv(k, k, None, *cache, position=2**63 - 5, ring=True)
+    assert all(x.any() for x in cache)
+
+
+def test_Q43_the_widest_window_is_none():
+    q = torch.randn(1, 8, 2, 16)
+    for causal in (True, False):
+        widest = sage_attention(q, q, q, causal=causal, window=2**63 - 1)
+        assert torch.equal(widest, sage_attention(q, q, q, causal=causal))

@@ -12,7 +12,15 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sage_kernels
-from sage_kernels import append_kv, compat, new_head_state, replay, sage_attention, sage_decode_attention
+from sage_kernels import (
+    DEFAULT_RECIPE,
+    append_kv,
+    compat,
+    new_head_state,
+    replay,
+    sage_attention,
+    sage_decode_attention,
+)
 from sage_kernels.planning.state import ScaleState, Site
 from tests.kernels.attention.attention_cases import Attend, normal
 from tests.kernels.decode import decode_cases
@@ -273,6 +281,37 @@ def test_E20_a_derivative_is_refused_not_lost(qkv):
         with pytest.raises(NotImplementedError, match="v: got a tangent"):
             append_kv(k.transpose(1, 2), dual[2].transpose(1, 2), cache[4], *cache[:4], position=0)
         assert torch.equal(sage_attention(q, k, v), sage_attention(q, k, v))  # what has none runs
+
+
+def test_E24_an_op_called_by_its_own_name_refuses_derivatives(qkv):
+    """A transform hides tangents from an op's implementation, and would give the result a tangent of zeros."""
+    q, k, v = (x.float() for x in qkv)
+    ops, options = torch.ops.sage_kernels, (None, None, 0.1, "per_token", True, "", None, 0.0, DEFAULT_RECIPE, "none")
+    state = sage_kernels.new_head_state(k.shape[2], q.shape[3], "cpu")
+    cache = decode_cases.filled(k.transpose(1, 2), v.transpose(1, 2), capacity=k.shape[1])
+    before = [x.clone() for x in (*state, *(x for x in cache if x is not None))]
+    calls = {
+        "attention": lambda x: ops.attention(x, k, v, *options),
+        "attention with LSE": lambda x: ops.attention_lse(x, k, v, *options)[0],
+        "attention with a plan": lambda x: ops.attention_planned(x, k, v, *options, *state),
+        "decode_attention": lambda x: ops.decode_attention(
+            x[:, :1], *cache, None, None, None, False, True, None, 0.0, 0.1
+        ),
+        "append_kv": lambda x: ops.append_kv(
+            x.transpose(1, 2)[:, : k.shape[2], :1], v.transpose(1, 2)[:, :, :1], cache[4], *cache[:4], None, 0, False
+        ),
+    }
+    for name, call in calls.items():
+        with pytest.raises(NotImplementedError, match=f"{name.split()[0]}: got a call under forward-mode"):
+            torch.func.jvp(call, (q,), (q,))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="there is no derivative"):
+            call(forward_ad.make_dual(q, torch.ones_like(q)))
+    after = [*state, *(x for x in cache if x is not None)]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    # what does not hang on x is a constant of it, and runs
+    weight, tangent = torch.func.jvp(lambda x: x * sage_attention(q, k, v)[..., :1], (q,), (q,))
+    assert torch.equal(weight, tangent)
+    assert torch.equal(sage_attention(q, k, v), ops.attention(q, k, v, *options[:2], q.shape[3] ** -0.5, *options[3:]))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -1,0 +1,30 @@
+"""What type checkers see of the package: __init__.py looks these names up when they are used."""
+
+from typing import Any
+
+from . import pipelines as pipelines
+from .calibration.policy_files import read_policy as read_policy
+from .calibration.search import Calibration as Calibration
+from .calibration.search import calibrate as calibrate
+from .diffusion.handle import Handle as Handle
+from .diffusion.handle import apply as apply
+from .diffusion.handle import handle_of as handle_of
+from .diffusion.handle import processors_for as processors_for
+from .diffusion.probe import Probe as Probe
+from .diffusion.report import Report as Report
+from .diffusion.sage_class import sage_class as sage_class
+from .evaluation import feature_distance as feature_distance
+from .evaluation import hard_variants as hard_variants
+from .evaluation import metrics as metrics
+from .evaluation import quality as quality
+from .language.attention import attention_report as attention_report
+from .language.attention import register_transformers as register_transformers
+from .language.kv_cache import Int8KVCache as Int8KVCache
+from .language.kv_cache import Int8KVCacheError as Int8KVCacheError
+from .options import SageAttnProcessor as SageAttnProcessor
+from .options import UnsupportedAttentionError as UnsupportedAttentionError
+from .version import __version__ as __version__
+
+__all__: list[str]
+
+def __getattr__(name: str) -> Any: ...  # Sage<Name> of any processor class of diffusers

@@ -1,0 +1,168 @@
+"""Pictures drawn under options, once each; what came of them is remembered, also in a file."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+import torch
+
+from sage_kernels.planning.rules import NEED_RUNS
+
+from ..diffusion.noise_level import can_track, noise_levels
+from ..evaluation import metrics, quality
+from ..options import SageAttnProcessor
+from ..strict_json import strict_json, strict_object
+from ..version import __version__
+from . import layer_choices, policy_files
+from .candidates import label
+from .cost import CostTable
+from .layer_choices import Choice, Demotion
+
+
+logger = logging.getLogger("sage_processors")
+HELD_OUT = 2**24  # added to the seeds for every look at pictures that chose nothing
+MAX_STATE_BYTES = 16 * 2**20
+_REMEDY = "delete it, or pass another state_path"
+
+
+class Trials:
+    """Draws pictures under options, once each, and remembers the outcome, also in a file."""
+
+    def __init__(self, pipe, prompts, seeds, *, min_tokens, steps, batch, kind, path, show):
+        from ..diffusion.handle import apply, handle_of
+
+        self._pipe, self._prompts, self._seeds = pipe, prompts, seeds
+        self.steps, self._batch, self._show = steps, batch, show
+        earlier = handle_of(pipe)
+        if earlier is not None:
+            earlier.remove()
+        probing = SageAttnProcessor(scaling="dynamic", min_tokens=min_tokens)
+        with apply(pipe, probing) as handle:  # who is there, in which shapes, at which noise levels
+            on_step = show("shapes and noise levels", steps)
+            quality.generate(pipe, prompts[:batch], seeds[:batch], steps=steps, on_step=on_step)
+            self.models, self.costs = policy_files.describe_models(handle), CostTable(handle, kind)
+            scheduler = getattr(pipe, "scheduler", None)
+            # rounded: a GPU's last digit must not decide on which side of a border a step lies
+            self.levels = [round(u, 6) for u in noise_levels(scheduler).tolist()] if can_track(scheduler) else []
+        if not self.costs.shapes:
+            raise ValueError("pipe: got no attention call that runs in INT8, expected some; see handle.report()")
+        self._stock = {}
+        self._path = None if path is None else Path(path)
+        self._fingerprint = self._identity()
+        self._outcomes = self._resume()
+        self.curve: dict[str, dict] = {}
+
+    def _identity(self) -> str:
+        models = [x for x in self._pipe.components.values() if isinstance(x, torch.nn.Module)]
+        # sums tell fine-tuned weights apart without reading them to the host
+        weights = [float(p.detach().sum(dtype=torch.float64)) for m in models for p in m.parameters()]
+        scheduler = self._pipe.scheduler
+        facts = [
+            __version__, torch.__version__, str(self._pipe.device), str(self._pipe.dtype), self.models, weights,
+            type(scheduler).__name__, {k: str(v) for k, v in dict(scheduler.config).items()},
+            self._prompts, self._seeds, self.steps, self._batch,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    def _resume(self) -> dict:
+        if self._path is None or not self._path.exists():
+            return {}
+        content = strict_json(policy_files.read_small(self._path, MAX_STATE_BYTES), "the state", _REMEDY)
+        strict_object(content, {"fingerprint": str, "outcomes": dict}, "the state", _REMEDY)
+        if content["fingerprint"] != self._fingerprint:
+            raise ValueError(
+                f"state_path: got {self._path.name!r} of another model, prompts, seeds or versions, expected one of "
+                f"this calibration; {_REMEDY}"
+            )
+        fields = {**dict.fromkeys(("psnr_db", "psnr_db_low", "psnr_db_worst", "int8_share"), float), "noise": dict}
+        outcomes = {k: strict_object(v, fields, "an outcome", _REMEDY) for k, v in content["outcomes"].items()}
+        for outcome in outcomes.values():
+            layer_choices.check_sums(outcome["noise"], _REMEDY)
+        return outcomes
+
+    def measure(self, config, *, look: int = 0, probe: bool = False) -> dict:
+        """Outcome of drawing under `config`; look 0: the search's seeds, above: fresh ones.
+
+        Keys: psnr_db, psnr_db_low, psnr_db_worst, int8_share, noise ({layer: {step as str: [signal, noise]}}, sums of
+        squares, with `probe`), errors ({layer: relative L2}), and cost.
+        """
+        key = json.dumps([dataclasses.asdict(config), look, probe], sort_keys=True)
+        if key not in self._outcomes:
+            self._outcomes[key] = self._draw(config, look, probe)
+            self._keep()
+        outcome = self._outcomes[key] | {"cost": round(self.cost(config), 6)}
+        noise = outcome["noise"]
+        outcome["errors"] = {layer: layer_choices.relative_l2(sums.values()) for layer, sums in noise.items()}
+        if look == 0:
+            row = {"label": label(config)} | numbers_of(outcome)
+            self.curve[options_key(config)] = row
+        return outcome
+
+    def _keep(self) -> None:
+        if self._path is None:
+            return
+        try:
+            policy_files.write_json(self._path, {"fingerprint": self._fingerprint, "outcomes": self._outcomes})
+        except OSError as error:  # the search goes on: only a later one would have gone faster
+            logger.warning("state_path: %s can't be written (%s); the search goes on without", self._path, error)
+
+    def _draw(self, config, look: int, probe: bool) -> dict:
+        seeds = [seed + look * HELD_OUT for seed in self._seeds]
+        size = {"steps": self.steps, "batch": self._batch}
+        batches = -(-len(seeds) // self._batch)
+        if look not in self._stock:
+            on_step = self._show("stock attention", self.steps * batches)
+            parts = [slice(i, i + self._batch) for i in range(0, len(seeds), self._batch)]
+            self._stock[look] = torch.cat(
+                [
+                    quality.generate(self._pipe, self._prompts[p], seeds[p], steps=self.steps, on_step=on_step)
+                    for p in parts
+                ]
+            )
+        warm = config.scaling in NEED_RUNS
+        probes = []
+
+        def on_handle(handle):
+            if probe:
+                probes.append(handle.probe(every=max(1, self.steps // 8)))
+
+        on_step = self._show(label(config), self.steps * (batches + warm))
+        variant = quality.Variant("tried", config, warm)
+        drawn = quality.evaluate(
+            self._pipe, self._prompts, seeds, [variant], stock=self._stock[look], on_step=on_step, on_handle=on_handle,
+            **size,
+        )["tried"]  # fmt: skip
+        mean = metrics.mean_interval(drawn.psnr_db)
+        return {
+            "psnr_db": round(mean.value, 4),
+            "psnr_db_low": round(mean.low, 4),
+            "psnr_db_worst": round(min(drawn.psnr_db), 4),
+            "int8_share": round(drawn.int8_share, 6),
+            "noise": layer_choices.sums_by_step(probes),
+        }
+
+    def cost(self, config) -> float:
+        """Attention time over that of 16 bit."""
+        return self.costs.relative(config, len(self.levels) or self.steps, self.levels)
+
+    def preference(self, config) -> tuple:
+        """Sorts what was measured: cheapest first, of equally dear ones the better first."""
+        key = options_key(config)
+        return round(self.cost(config), 3), -self.curve[key]["psnr_db"], key
+
+    def demotion(self, base, configs) -> Demotion:
+        """From the probes under `configs`, which are options for all layers."""
+        noise = {Choice.of(config): self.measure(config, probe=True)["noise"] for config in configs}
+        return Demotion(base, noise, layer_choices.seconds_of(self.costs), self.levels)
+
+
+def options_key(config: SageAttnProcessor) -> str:
+    return json.dumps(dataclasses.asdict(config), sort_keys=True)
+
+
+def numbers_of(outcome: dict) -> dict:
+    return {k: v for k, v in outcome.items() if k not in ("errors", "noise")}

@@ -1,0 +1,185 @@
+"""The doctor's self-test: every recipe and scaling on small inputs, against exact attention in fp64.
+
+Needs torch alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, sage_attention
+from sage_kernels.numerics import pv_dtype
+from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.recipe import INT8_MAX
+from sage_kernels.testing import make_qkv, relative_l2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of the self-test.
+
+    mask: None, "bool" (padding that differs in the batch) or "bias". same_values: V is 1 everywhere, so the output is,
+    too, and a matrix unit that cuts off what it adds to a long sum is seen.
+    """
+
+    name: str
+    seq_q: int
+    seq_kv: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mask: str | None = None
+    causal: bool | str = False
+    same_values: bool = False
+
+
+CASES = (
+    Case("self attention", 384, 384, 2, 2, 64),
+    Case("cross attention, grouped heads", 200, 500, 4, 2, 128),
+    Case("wide heads", 130, 300, 2, 2, 160),
+    Case("padding mask", 200, 300, 2, 2, 64, mask="bool"),
+    Case("additive bias", 200, 300, 2, 2, 64, mask="bias"),
+    Case("causal", 200, 300, 2, 2, 128, causal="bottom_right"),
+    Case("many keys of one value", 16, 16384, 2, 1, 64, same_values=True),
+)
+
+
+@dataclass
+class Outcome:
+    """One case in one recipe and scaling: SQNR of the worst head against the least that is right (dB), or an error.
+
+    skipped: why this machine can't run the recipe at all; "" if it can. That is no failure.
+    """
+
+    recipe: str
+    scaling: str
+    case: str
+    sqnr_db: float | None = None
+    least_db: float | None = None
+    error: str = ""
+    skipped: str = ""
+    passed: bool = field(init=False)
+
+    def __post_init__(self):
+        is_right = self.sqnr_db is not None and self.least_db is not None and self.sqnr_db >= self.least_db
+        self.passed = bool(self.skipped) or (not self.error and is_right)
+
+
+def summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+
+
+# --- self-test ---
+
+
+def self_test(device: torch.device) -> list[Outcome]:
+    """Every recipe, scaling and case on `device` against exact attention (SDPA's MATH back end in fp64)."""
+    outcomes = []
+    for case in CASES:
+        q, k, v = make_qkv(
+            "biased_keys", 2, case.seq_q, case.seq_kv, case.heads, case.kv_heads, case.head_dim,
+            dtype=torch.bfloat16, device=device,
+        )  # fmt: skip
+        if case.same_values:
+            v = torch.ones_like(v)
+        mask = _mask(case, device)
+        exact = _exact(q, k, v, mask if mask is not None else _causal_mask(case, device))
+        for recipe in RECIPES:
+            skipped = recipe_problem(recipe, device)
+            for scaling in (*SCALINGS, "timestep"):
+                named: dict[str, Any] = {"recipe": recipe, "scaling": scaling, "case": case.name}
+                if skipped:
+                    outcomes.append(Outcome(**named, skipped=skipped))
+                    continue
+                try:
+                    out = _run(q, k, v, recipe, scaling, attn_mask=mask, causal=case.causal)
+                    error = relative_l2(out, exact, (1, 3)).max().item()
+                    if not math.isfinite(error):
+                        raise ArithmeticError("the output is not finite")
+                    worst = -20 * math.log10(max(error, 1e-30))
+                    outcomes.append(Outcome(**named, sqnr_db=worst, least_db=least_sqnr_db(q, k, scaling, recipe)))
+                except Exception as error:  # a crash in one case must not hide the others
+                    outcomes.append(Outcome(**named, error=summary(error)))
+    return outcomes
+
+
+def recipe_problem(recipe: str, device: torch.device) -> str:
+    """Why `device` can't run a recipe that others can; "" if it can."""
+    if device.type != "cuda" or RECIPES[recipe].pv != "fp8_e4m3":
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    if torch.version.hip is None and (major, minor) >= (8, 9):
+        return ""
+    return f"P and V in FP8 need an NVIDIA GPU of compute capability 8.9 or newer; this one has {major}.{minor}"
+
+
+def _run(q, k, v, recipe, scaling, **masking):
+    if scaling != "timestep":
+        return sage_attention(q, k, v, recipe=recipe, scaling=scaling, **masking)
+    state = ScaleState([Site("doctor", k.shape[2], k.shape[3])], device=q.device)
+    sage_attention(q, k, v, recipe=recipe, state=state.head_state(0), **masking)
+    state.advance(1.0, 0.5)
+    out = sage_attention(q, k, v, recipe=recipe, state=state.head_state(0), **masking)
+    dynamic = state.summary()[0]["dynamic_calls"]
+    if dynamic != 1:
+        raise RuntimeError(f"the second step was to run with planned scales, but {dynamic:g} calls of 2 had none")
+    return out
+
+
+def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = DEFAULT_RECIPE) -> float:
+    """The least SQNR, in dB, of attention on q [B, S_q, H, D], k [B, S_kv, H_kv, D] that rounds right.
+
+    Rounding to steps of s is noise of variance s² / 12, so a score q·k / √D is off by a variance of
+    (mean s_q² · mean k² + mean s_k² · mean q²) / 12, and so is the logarithm of its weight. For values without
+    structure, the output is off by the same part of itself. To this come P and the output in 16 bit, or P and V in
+    e4m3: steps of 2^-3 of the power of two below, so a variance of 2^-6 / 12 of that, half of it of the number's own
+    square on average. As in all our rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`).
+    The scales are those of whole heads (the coarsest that a block can have), but of single tokens for "per_token".
+    """
+    repeat = q.shape[2] // k.shape[2]
+    k = (k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
+    group = 3 if scaling == "per_token" else (1, 3)
+    variance = torch.zeros((), dtype=torch.float64, device=q.device)
+    for rounded, other in ((q.double(), k), (k, q.double())):
+        step = rounded.abs().amax(group, keepdim=True) / INT8_MAX
+        variance = variance + step.square().mean((1, 3)) * other.square().mean((1, 3)) / 12
+    variance = variance + 2 * (torch.finfo(pv_dtype(q.dtype)).eps / 2) ** 2
+    if RECIPES[recipe].pv == "fp8_e4m3":
+        variance = variance + 2 * 0.5 * torch.finfo(torch.float8_e4m3fn).eps ** 2 / 12
+    return -10 * math.log10(4 * variance.max().item())
+
+
+def _mask(case: Case, device):
+    if case.mask == "bool":
+        lengths = torch.tensor([case.seq_kv, case.seq_kv - 77], device=device)
+        return (torch.arange(case.seq_kv, device=device) < lengths[:, None])[:, None, None]
+    if case.mask == "bias":
+        generator = torch.Generator("cpu").manual_seed(1)
+        return torch.randn(1, case.heads, case.seq_q, case.seq_kv, generator=generator).to(device, torch.bfloat16)
+    return None
+
+
+def _causal_mask(case: Case, device):
+    if not case.causal:
+        return None
+    shift = case.seq_kv - case.seq_q if case.causal == "bottom_right" else 0
+    return torch.ones(case.seq_q, case.seq_kv, dtype=torch.bool, device=device).tril(shift)
+
+
+def _exact(q, k, v, mask):
+    """Attention in fp64, [B, S, H, D] in and out."""
+    q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.double()
+    with sdpa_kernel(SDPBackend.MATH):
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return out.transpose(1, 2)
+
+
+# --- Triton's cache: machine code that is loaded without a check ---

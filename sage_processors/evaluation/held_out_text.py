@@ -1,0 +1,97 @@
+"""Language models to measure, the embedded one among them, and text that it was not trained on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from .. import pipelines
+
+
+EMBEDDED_NAME = "tiny_lm"
+EMBEDDED = pipelines.folder(EMBEDDED_NAME)
+KINDS = ("topics", "docs", "code", "dialogues")  # of the text that comes with the model and was not trained on
+
+
+def load(model: str | Path = EMBEDDED_NAME, *, device: str | torch.device = "cpu", dtype: torch.dtype | None = None):
+    """(model, tokenizer) of a causal language model, in evaluation mode.
+
+    Args:
+        model: "tiny_lm", the embedded one; or a folder or a name on the Hub, for AutoModelForCausalLM. Its weights
+            must be safetensors: a .bin is a pickle, which can run code.
+        device: where the model goes. dtype: of its weights; None: fp32 on the CPU, bf16 elsewhere.
+    Raises: ImportError without transformers, or where the embedded model is not installed; OSError or ValueError where
+        there is no such model.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError("language models need transformers: pip install 'sage-processors[transformers]'") from error
+    source = locate(model)
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    found = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, use_safetensors=True)
+    return found.to(device).eval(), tokenizer
+
+
+def locate(model: str | Path) -> str | Path:
+    """What from_pretrained takes: the folder of the embedded model for its name, anything else as it is.
+
+    Raises: ImportError, naming the pip command, where the embedded model is asked for and not installed.
+    """
+    return pipelines.installed_folder(EMBEDDED_NAME) if model == EMBEDDED_NAME else model
+
+
+def chat_ids(tokenizer, said: str | list[dict]) -> torch.Tensor:
+    """Token ids, int64 [1, S], that ask for the next answer, by the tokenizer's chat template.
+
+    Args:
+        tokenizer: of a language model; without a chat template the bare texts follow each other line by line.
+        said: a question, or a conversation of {"role": "user" or "assistant", "content": text}.
+    """
+    messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+    if tokenizer.chat_template is None:
+        lines = "\n".join(message["content"] for message in messages)
+        return tokenizer(lines, return_tensors="pt").input_ids
+    options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    return tokenizer.apply_chat_template(messages, **options)["input_ids"]
+
+
+def heldout_windows(
+    tokenizer, length: int, *, count: int | None = None, kinds: Sequence[str] = KINDS, folder: str | Path | None = None
+) -> torch.Tensor:
+    """Windows that do not overlap, of text that the embedded model was not trained on.
+
+    Args:
+        tokenizer: of any language model. length: tokens per window, >= 2.
+        count: this many, evenly spread over the text; None: all.
+        kinds: of KINDS; "topics", "docs" and "code" are Python's (PSF licence), "dialogues" are made up.
+        folder: where heldout.json is; None: with the embedded model.
+    Returns: int64 [count, length].
+    Raises: ValueError for an unknown kind, or where the text is shorter than what is asked for; ImportError where the
+        embedded model is not installed.
+    """
+    unknown = sorted(set(kinds) - set(KINDS))
+    if unknown or not kinds:
+        raise ValueError(f"kinds: got {list(kinds)}, expected some of {list(KINDS)}")
+    if length < 2:
+        raise ValueError(f"length: got {length}, expected at least 2 tokens")
+    home = pipelines.installed_folder(EMBEDDED_NAME) if folder is None else Path(folder)
+    documents = json.loads((home / "heldout.json").read_text())
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    parts = []
+    for kind in kinds:
+        texts = [document["text"] for document in documents if document["kind"] == kind]
+        rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
+        stream = torch.tensor([token for row in rows for token in (*row, *end)])
+        parts.append(stream[: len(stream) // length * length].view(-1, length))
+    windows = torch.cat(parts)
+    wanted = len(windows) if count is None else count
+    if not 1 <= wanted <= len(windows):
+        raise ValueError(f"count: got {wanted}, expected 1 to {len(windows)} windows of {length} tokens of {kinds}")
+    return windows[torch.arange(wanted) * len(windows) // wanted]

@@ -1,0 +1,132 @@
+"""What is built from this checkout: both packages, typed, with one small pipeline, below 12 MB; and it runs alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+
+import pytest
+
+from tests.support.repository import ROOT, files, fresh
+
+
+MAX_BYTES = 12_000_000
+DATA = ("tiny_classifier", "tiny_flux", "tiny_lm")  # in sage-processors-demo
+
+
+def built(folder: Path, *names: str) -> Path:
+    """The wheel of a project of this checkout, from a copy so that setuptools leaves nothing in the tree."""
+    copy = folder / "source"
+    copy.mkdir()
+    for name in names:
+        place = ROOT / name
+        if place.is_dir():
+            shutil.copytree(place, copy / place.name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(place, copy)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", "dist", "."]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return next((copy / "dist").glob("*.whl"))
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    names = ("pyproject.toml", "README.md", "LICENSE", "sage_processors", "kernels", "tests", "examples", "demo")
+    return built(tmp_path_factory.mktemp("wheel"), *names)
+
+
+@pytest.fixture(scope="module")
+def demo_wheel(tmp_path_factory):
+    return built(tmp_path_factory.mktemp("demo"), "demo/pyproject.toml", "demo/README.md", "demo/sage_processors_demo")
+
+
+def data_files(folder: Path) -> set[Path]:
+    return {f for f in folder.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
+
+
+def test_wheel_holds_both_packages_typed_and_one_pipeline(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    sources = {str(f.relative_to(ROOT)) for f in files("sage_processors")}
+    sources |= {str(f.relative_to(ROOT / "kernels")) for f in files("kernels/sage_kernels")}
+    data = {str(f.relative_to(ROOT)) for f in data_files(ROOT / "sage_processors" / "pipelines")}
+    assert any(name.endswith(".safetensors") for name in data)
+    assert (
+        sources | data | {"sage_processors/py.typed", "sage_processors/__init__.pyi", "sage_kernels/py.typed"}
+    ) - names == set()
+    outside = {name.partition("/")[0] for name in names} - {"sage_processors", "sage_kernels"}
+    assert all(name.endswith(".dist-info") for name in outside), outside
+    assert any(name.endswith("/LICENSE") for name in names)
+
+
+def test_wheel_stays_below_12_megabytes(wheel):
+    assert wheel.stat().st_size <= MAX_BYTES
+    # what a file adds, so that whoever adds one sees it: the wheel is little more than that
+    parts = [zlib.compress(zipfile.ZipFile(wheel).read(name)) for name in zipfile.ZipFile(wheel).namelist()]
+    assert 0.9 * wheel.stat().st_size <= sum(map(len, parts)) <= MAX_BYTES
+
+
+def test_the_other_models_are_a_wheel_of_their_own(wheel, demo_wheel):
+    names = set(zipfile.ZipFile(demo_wheel).namelist())
+    home = ROOT / "demo"
+    for name in DATA:
+        found = {str(f.relative_to(home)) for f in data_files(home / "sage_processors_demo" / name)}
+        assert found and found - names == set()
+    assert not {name for name in zipfile.ZipFile(wheel).namelist() if any(f"/{folder}/" in name for folder in DATA)}
+    numbers = [
+        re.search(r'^version = "(.*)"', path.read_text(), re.M)[1]
+        for path in (ROOT / "pyproject.toml", home / "pyproject.toml")
+    ]
+    assert numbers[0] == numbers[1], "one repository, one version"
+
+
+def test_wheel_runs_outside_of_the_checkout(wheel, demo_wheel, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    code = """
+        import sage_processors as sp, sage_kernels
+        print(sp.__file__, sage_kernels.__file__, *map(sp.pipelines.path, sp.pipelines.names()), sep="\\n")
+        try:
+            sp.pipelines.path("tiny_flux")
+        except ImportError as error:
+            print(error)
+        """
+    *places, missing = fresh(code, path=(site,), cwd=tmp_path).splitlines()
+    assert len(places) == 3 and all(place.startswith(str(site)) for place in places), places
+    assert missing == 'tiny_flux comes with another package: pip install "sage-processors[demo]"'
+    zipfile.ZipFile(demo_wheel).extractall(site)
+    code = """
+        import sage_processors as sp
+        from sage_processors.evaluation import feature_distance, language
+        print(sp.pipelines.path("tiny_flux"), language.locate("tiny_lm"), sp.pipelines.path("tiny_sd"), sep="\\n")
+        print(sorted(feature_distance.classifier_metrics())[0])
+        """
+    *places, metric = fresh(code, path=(site,), cwd=tmp_path).splitlines()
+    assert len(places) == 3 and all(place.startswith(str(site)) for place in places), places
+    record = json.loads((site / "sage_processors_demo" / "tiny_classifier" / "metrics.json").read_text())
+    assert metric == sorted(record)[0]
+
+
+def test_a_missing_model_is_a_message_that_names_the_command(wheel, tmp_path):
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    for arguments in (["demo", "--pipeline", "tiny_flux"], ["bench", "language"]):
+        code = f"""
+            import sys
+            from sage_processors.cli import main as cli
+            sys.stderr = sys.stdout
+            sys.argv = ["sage-processors", *{arguments!r}]
+            try:
+                cli.main()
+            except SystemExit as stop:
+                print(stop.code)
+            """
+        output = fresh(code, path=(site,), cwd=tmp_path)
+        assert 'pip install "sage-processors[demo]"' in output and "Traceback" not in output, output
+        assert output.strip().endswith("1")
