@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 # tests/kernels/launch/test_compat.py deletes each
 NAMES = (
     "torch.Tensor._make_wrapper_subclass",
+    "torch._scaled_mm",
     "torch._C._dispatch_keys",
     "torch._C._dispatch_tls_local_include_set",
     "torch._C._len_torch_function_stack",
@@ -119,6 +120,8 @@ def has_tangent(x: torch.Tensor) -> bool:
     return differentiates_forward() and forward_ad.unpack_dual(x).tangent is not None
 
 
+# FP8 codes [M, K] and [K, N] with their scales; None: our own kernel multiplies them
+scaled_matmul = find("torch._scaled_mm")
 # A tensor without storage, of a class of one's own; None: masks are written out
 make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
 

@@ -6,8 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from .checks.linear import FORMATS, check_activation, check_linear, check_weight, gated
+from . import library_matmul
+from .checks.linear import check_activation, check_linear, check_weight
+from .numerics import CODE_TYPES
+from .recipe import GATED
 from .reference import linear as reference
+from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -66,9 +70,12 @@ def quantize_activation(
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
     """
-    check_activation(x, format, norm, weight, bias, eps, gain, shift, balance)
-    arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance)
-    return QuantizedRows(*torch.ops.sage_kernels.quantize_activation(*arguments))
+    key, result = _make_again("quantize", (x, weight, bias, gain, shift, balance), (format, norm, eps))
+    if result is None:
+        check_activation(x, format, norm, weight, bias, eps, gain, shift, balance)
+        arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance)
+        result = _run(key, _quantize_activation, "quantize_activation", arguments)
+    return QuantizedRows(*result)
 
 
 SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)  # of a weight row's largest element, that are tried
@@ -96,7 +103,7 @@ def quantize_weight(
     if is_gated:
         w = interleaved(w)
     if format == "fp8":  # relative precision does not hang on the range
-        return QuantizedRows(*reference.quantize(w, format))
+        return _aligned(*reference.quantize(w, format))
     amax = w.abs().amax(-1)
     best, least = amax, torch.full_like(amax, torch.inf)
     for shrink in SHRINKS:
@@ -104,7 +111,16 @@ def quantize_weight(
         error = (codes.float() * scale[:, None] - w).square().sum(-1)
         best = torch.where(error < least, amax * shrink, best)
         least = torch.minimum(error, least)
-    return QuantizedRows(*reference.quantize(w, format, best))
+    return _aligned(*reference.quantize(w, format, best))
+
+
+def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> QuantizedRows:
+    """Rows that lie a multiple of 16 bytes apart, as copy engines want them."""
+    if codes.shape[1] % 16:
+        padded = codes.new_zeros(codes.shape[0], -(-codes.shape[1] // 16) * 16)
+        padded[:, : codes.shape[1]] = codes
+        codes = padded[:, : codes.shape[1]]
+    return QuantizedRows(codes, scale)
 
 
 def interleaved(rows: torch.Tensor) -> torch.Tensor:
@@ -136,8 +152,33 @@ def quantized_linear(
     Returns: [..., N], contiguous.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
-    check_linear(x, weight, bias, activation, gate, residual, dtype)
-    return torch.ops.sage_kernels.quantized_linear(*x, *weight, bias, activation, gate, residual, dtype)
+    given = (*x, *weight, bias, gate, residual) if isinstance(x, tuple) and isinstance(weight, tuple) else ()
+    key, result = _make_again("linear", given, (activation, dtype))
+    if result is None:
+        check_linear(x, weight, bias, activation, gate, residual, dtype)
+        arguments = (*x, *weight, bias, activation, gate, residual, dtype)
+        result = _run(key, _quantized_linear, "quantized_linear", arguments)
+    return result
+
+
+def _make_again(op: str, given, options):
+    """A call's key and its results if it was made before, as in attention.py."""
+    if torch.compiler.is_compiling() or not given or type(given[0]) not in TENSOR or not given[0].is_cuda:
+        return None, None
+    if not is_plain_call(*given):
+        return None, None
+    tensors = [x for x in given if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return None, None
+    return make_again((op, options, *map(type, options), *map(layout_of, given)), tensors)
+
+
+def _run(key, function, op: str, arguments):
+    """The checked call: its launches are remembered under the key, if there is one."""
+    if key is None:
+        return getattr(torch.ops.sage_kernels, op)(*arguments)
+    given = [x for x in arguments if isinstance(x, torch.Tensor)]
+    return remember(key, lambda: function(*arguments), given)
 
 
 def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balance):
@@ -148,12 +189,14 @@ def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balanc
 
         return launch_quantize_activation(x, **options)
     if x.numel() == 0:
-        return torch.empty_like(x, dtype=FORMATS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+        return torch.empty_like(x, dtype=CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
     return reference.ref_quantize_activation(x, **options)
 
 
 def _quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
+    if library_matmul.does(codes, weight, dtype) and codes.numel():
+        return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
     if codes.is_cuda and codes.numel():
         from ._triton.linear.launch import launch_quantized_linear
 
@@ -162,11 +205,11 @@ def _quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate
 
 
 def _fake_quantize_activation(x, format, *_):
-    return x.new_empty(x.shape, dtype=FORMATS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _fake_quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
-    columns = weight.shape[0] // (2 if gated(activation) else 1)
+    columns = weight.shape[0] // (2 if activation in GATED else 1)
     return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
 
 

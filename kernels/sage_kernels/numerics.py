@@ -18,6 +18,7 @@ from .recipe import (
 )
 
 
+CODE_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # of 8-bit linear layers
 LOG2_E = math.log2(math.e)
 CENTER_SAMPLES = 128  # tokens that the smoothing vector of an unplanned head is averaged over
 LOG_BITS = 14  # of the fraction of a base-2 logarithm in integers: fp32's bits, shifted, are one within 0.09

@@ -41,6 +41,10 @@ P_EXPONENT_LIMIT = 2.0**18
 LAGGED_EXPONENT, LAGGED_LOWEST, LAGGED_HIGHEST = 4.0, 0.0, 8.75
 
 
+# Activation functions of linear layers that take pairs of columns, value · f(gate), and f
+GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+
+
 @dataclass(frozen=True)
 class Recipe:
     """Number formats of one attention recipe.

@@ -6,25 +6,20 @@ import math
 
 import torch
 
+from ..numerics import CODE_TYPES
+from ..recipe import GATED
 from .tensors import DTYPES, check_strided
 
 
-FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 NORMS = ("none", "layer", "rms")
-GATED = ("geglu", "geglu_tanh", "swiglu")
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
-
-
-def gated(activation: str) -> bool:
-    """Whether an activation function takes pairs of columns."""
-    return activation in GATED
 
 
 def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -> None:
     _check_tensor("x", x, DTYPES)
     if not 1 <= x.dim() <= 4:
         raise ValueError(f"x: got {x.dim()} dimensions, expected 1 to 4")
-    _check_choice("format", format, FORMATS)
+    _check_choice("format", format, CODE_TYPES)
     _check_choice("norm", norm, NORMS)
     if norm == "none" and not (weight is None and bias is None):
         raise ValueError('weight, bias: got them with norm="none", expected None; they are the norm\'s own')
@@ -44,7 +39,7 @@ def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -
 
 def check_weight(weight, format, balance, is_gated: bool) -> None:
     _check_tensor("weight", weight, DTYPES)
-    _check_choice("format", format, FORMATS)
+    _check_choice("format", format, CODE_TYPES)
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected [N, K] with N, K >= 1")
     if weight.is_meta:
@@ -64,7 +59,7 @@ def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
         if not (isinstance(rows, tuple) and len(rows) == 2):
             raise TypeError(f"{name}: got {type(rows).__name__}, expected QuantizedRows (codes, scale)")
         codes, scale = rows
-        _check_tensor(f"{name}.codes", codes, tuple(FORMATS.values()))
+        _check_tensor(f"{name}.codes", codes, tuple(CODE_TYPES.values()))
         _check_tensor(f"{name}.scale", scale, (torch.float32,), codes.device)
         if scale.shape != codes.shape[:-1]:
             raise ValueError(f"{name}.scale: got shape {tuple(scale.shape)}, expected {tuple(codes.shape[:-1])}")
@@ -80,9 +75,9 @@ def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
     if dtype not in DTYPES:
         raise TypeError(f"dtype: got {dtype}, expected one of {DTYPES}")
     columns = w_codes.shape[0]
-    if gated(activation) and columns % 2:
+    if activation in GATED and columns % 2:
         raise ValueError(f"weight.codes: got {columns} rows, expected an even number for {activation!r}")
-    shape = (*codes.shape[:-1], columns // 2 if gated(activation) else columns)
+    shape = (*codes.shape[:-1], columns // 2 if activation in GATED else columns)
     if bias is not None:
         _check_tensor("bias", bias, DTYPES, codes.device)
         if bias.shape != (columns,):

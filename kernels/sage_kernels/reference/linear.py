@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..numerics import divide, round_to_e4m3
-from ..recipe import AMAX_FLOOR, E4M3_MAX, INT8_MAX
+from ..recipe import AMAX_FLOOR, E4M3_MAX, GATED, INT8_MAX
 
 
 # of the tanh form of GELU, x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
@@ -66,9 +66,9 @@ def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation
 
 def activated(y, activation: str):
     """y fp32 [..., N] after its activation function; "geglu" and "swiglu" take pairs of columns: [..., N / 2]."""
-    if activation in ("geglu", "geglu_tanh", "swiglu"):
+    if activation in GATED:
         value, gate = y.unflatten(-1, (-1, 2)).unbind(-1)
-        return value * activated(gate, {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}[activation])
+        return value * activated(gate, GATED[activation])
     if activation == "gelu":
         return torch.nn.functional.gelu(y)
     if activation == "gelu_tanh":

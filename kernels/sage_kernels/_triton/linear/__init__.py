@@ -1,2 +1,4 @@
-"""8-bit linear layers in Triton: rows quantised, matmuls with their epilogues. Imports Triton, the parts that kernels
-share and the number formats; nothing of attention."""
+"""8-bit linear layers in Triton: rows quantised, matmuls with their epilogues.
+
+May import the ground floor, `_triton`'s own files and `launch`; nothing of attention.
+"""

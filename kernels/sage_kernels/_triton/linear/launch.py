@@ -2,7 +2,8 @@
 
 import torch
 
-from ...checks.linear import FORMATS, gated
+from ...numerics import CODE_TYPES
+from ...recipe import GATED
 from .. import compat
 from ..launch import buffer, launch, processors_of
 from .matmul import _linear_kernel
@@ -12,9 +13,7 @@ from .tiles import LinearTile, choose_linear_tile
 
 
 ALIGNMENT = 16  # bytes: of rows of codes, as the copy engine wants them
-_IMPRECISE = [0]
 _GROUP = 8  # rows of tiles that are walked together
-_ACTIVATIONS = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 
 
 def _aligned(number: int) -> int:
@@ -45,8 +44,8 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
     columns = x.shape[-1]
     flat = _as_rows(x)
     number, stride = flat.shape[0], _aligned(columns)
-    codes = buffer(number, stride, dtype=FORMATS[format], device=x.device, returned=True)
-    scale = buffer(number, device=x.device, returned=True)
+    codes = buffer(*x.shape[:-1], stride, dtype=CODE_TYPES[format], device=x.device, returned=True)
+    scale = buffer(*x.shape[:-1], device=x.device, returned=True)
     width = max(16, 1 << (stride - 1).bit_length())
     rows = max(1, 1024 // width)
     none = scale  # never read where a pointer does not apply
@@ -67,33 +66,20 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
             HAS_GAIN=gain is not None, HAS_SHIFT=shift is not None, HAS_BALANCE=balance is not None,
             FP8=format == "fp8", num_warps=min(16, max(2, width // 4096)), enable_fp_fusion=False,
         )  # fmt: skip
-    return codes[:, :columns].unflatten(0, x.shape[:-1]), scale.view(x.shape[:-1])
-
-
-def _aligned_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [..., K] as rows whose stride is a multiple of ALIGNMENT, zeros beyond K: as they are where a launch of
-    ours made them, else copied."""
-    columns = codes.shape[-1]
-    rows = codes.reshape(-1, columns)
-    if rows.stride(1) == 1 and rows.stride(0) % ALIGNMENT == 0 and columns % ALIGNMENT == 0:
-        return rows
-    if rows.stride(1) == 1 and rows.stride(0) == _aligned(columns):  # of launch_quantize_activation
-        return rows.as_strided((rows.shape[0], _aligned(columns)), rows.stride())
-    padded = rows.new_zeros(rows.shape[0], _aligned(columns))
-    padded[:, :columns] = rows
-    return padded
+    return codes if stride == columns else codes[..., :columns], scale
 
 
 def launch_quantized_linear(
     codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype, tile: LinearTile | None = None
 ):
     """See `sage_kernels.quantized_linear`. tile: overrides the table (benchmarks, tests)."""
-    shape, is_gated = codes.shape[:-1], gated(activation)
+    shape, is_gated = codes.shape[:-1], activation in GATED
     columns = weight.shape[0]
     columns_out = columns // 2 if is_gated else columns
-    x, w = _aligned_codes(codes), _aligned_codes(weight)
+    x, w = _as_rows(codes), _as_rows(weight)
     rows, depth = x.shape
-    tile = tile or _device_tile(x.device, rows, columns, depth)
+    is_fp8 = codes.dtype != torch.int8
+    tile = tile or _device_tile(x.device, rows, columns, fp8=is_fp8, has_residual=residual is not None)
     out = buffer(*shape, columns_out, dtype=dtype, device=x.device, returned=True)
     none = weight_scale
     kind, gate_strides, tokens = "none", (0, 0), 1
@@ -102,9 +88,8 @@ def launch_quantized_linear(
         kind = "row" if any(gate_strides) and gate.stride(0) | gate.stride(-2 if gate.dim() > 1 else 0) else "all"
     constants = {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
-        "ACTIVATION": _ACTIVATIONS.get(activation, activation), "GATED": is_gated, "HAS_BIAS": bias is not None,
-        "GATE": kind, "HAS_RESIDUAL": residual is not None, "FP8": codes.dtype != torch.int8,
-        "IMPRECISE": _IMPRECISE[0],
+        "ACTIVATION": GATED.get(activation, activation), "GATED": is_gated, "HAS_BIAS": bias is not None,
+        "GATE": kind, "HAS_RESIDUAL": residual is not None, "FP8": is_fp8,
         "ASM": x.is_cuda and torch.version.hip is None,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
@@ -143,9 +128,9 @@ def _describe(x: torch.Tensor, block: list[int]):
     return compat.TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
-def _device_tile(device: torch.device, rows: int, columns: int, depth: int) -> LinearTile:
+def _device_tile(device: torch.device, rows: int, columns: int, **kind) -> LinearTile:
     if device.type != "cuda" or torch.version.hip is not None:
-        return choose_linear_tile(0, rows, columns, depth)
+        return choose_linear_tile(0, rows, columns, **kind)
     major, minor = torch.cuda.get_device_capability(device)
-    tile = choose_linear_tile(10 * major + minor, rows, columns, depth)
+    tile = choose_linear_tile(10 * major + minor, rows, columns, **kind)
     return tile._replace(use_tma=tile.use_tma and compat.TensorDescriptor is not None)

@@ -7,6 +7,19 @@ from .epilogue import finish_tile
 
 
 @triton.jit
+def multiply_add(sums, x, w, FP8: tl.constexpr):
+    """sums + x · w of codes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N]: exact int32, or fp32.
+
+    FP8 matrix units cut off what they add to a long sum, so they sum a block at most, and those sums are added in fp32.
+    """
+    if FP8:
+        sums = tl.dot(x, w, sums, max_num_imprecise_acc=x.shape[1], out_dtype=tl.float32)
+    else:
+        sums = tl.dot(x, w, sums, out_dtype=tl.int32)
+    return sums
+
+
+@triton.jit
 def tile_of(program, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Which tile a program computes: GROUP rows of tiles are walked column by column, so that they share what they
     read in the cache."""
@@ -24,10 +37,8 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
-    IMPRECISE: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, columns_out] of codes x [rows, depth] and w [columns, depth]. depth is a multiple of 16; codes beyond
-    the layer's own K are zero. Grid: tiles."""
+    """out [rows, columns_out] of codes x [rows, depth] and w [columns, depth]. Grid: tiles."""
     i, j = tile_of(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
     m, n = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -39,13 +50,7 @@ def _linear_kernel(
         inside = (start + k < depth)[None, :]
         x = tl.load(x_rows + (start + k)[None, :], mask=inside, other=0)
         w = tl.load(w_rows + (start + k)[None, :], mask=inside, other=0)
-        sums = tl.dot(
-            x,
-            tl.trans(w),
-            sums,
-            max_num_imprecise_acc=IMPRECISE if IMPRECISE > 0 else None,
-            out_dtype=tl.float32 if FP8 else tl.int32,
-        )
+        sums = multiply_add(sums, x, tl.trans(w), FP8)
     x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
     y = finish_tile(
         sums, m, j * BLOCK_N, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb,

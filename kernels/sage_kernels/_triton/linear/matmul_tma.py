@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .epilogue import finish_tile, halves
-from .matmul import tile_of
+from .matmul import multiply_add, tile_of
 
 
 @triton.jit
@@ -34,7 +34,6 @@ def _linear_tma_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
-    IMPRECISE: tl.constexpr,
 ):  # fmt: skip
     """As `_linear_kernel`; descriptors of codes x [rows, depth], w [columns, depth], out and residual [rows,
     columns_out]. What lies beyond their edges is read as zero and not written. A tile is finished in PARTS of its
@@ -46,13 +45,7 @@ def _linear_tma_kernel(
         for start in range(0, depth, BLOCK_K):
             x = x_desc.load([i * BLOCK_M, start])
             w = w_desc.load([j * BLOCK_N, start])
-            sums = tl.dot(
-                x,
-                w.T,
-                sums,
-                max_num_imprecise_acc=IMPRECISE if IMPRECISE > 0 else None,
-                out_dtype=tl.float32 if FP8 else tl.int32,
-            )
+            sums = multiply_add(sums, x, w.T, FP8)
         m = i * BLOCK_M + tl.arange(0, BLOCK_M)
         x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
         parts = (sums,)

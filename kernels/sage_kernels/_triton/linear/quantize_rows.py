@@ -27,7 +27,7 @@ def _quantize_rows_kernel(
     WIDTH: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BALANCE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows [number, count]; codes beyond `count`, up to stride_codes, become zero. Grid: groups of ROWS."""
+    """Quantise rows [number, count]. Grid: groups of ROWS."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     inside = (rows < number)[:, None] & (columns < count)[None, :]
@@ -54,6 +54,5 @@ def _quantize_rows_kernel(
     amax = tl.maximum(tl.max(tl.abs(x), 1), AMAX_FLOOR)
     x = x * tl.div_rn(amax * 0.0 + largest, amax)[:, None]
     codes = to_e4m3(x) if FP8 else round_to_int8(x)
-    stored = (rows < number)[:, None] & (columns < stride_codes)[None, :]
-    tl.store(codes_ptr + base * stride_codes + columns[None, :], codes, mask=stored)
+    tl.store(codes_ptr + base * stride_codes + columns[None, :], codes, mask=inside)
     tl.store(scale_ptr + rows, tl.div_rn(amax, amax * 0.0 + largest) + lost, mask=rows < number)

@@ -1,4 +1,4 @@
-"""Tiles of the 8-bit matmul: a table by GPU and by how many rows there are."""
+"""Tiles of the 8-bit matmul: a table by GPU and by how many rows and columns there are."""
 
 from typing import NamedTuple
 
@@ -21,12 +21,24 @@ class LinearTile(NamedTuple):
     parts: int = 1
 
 
-def choose_linear_tile(capability: int, rows: int, columns: int, depth: int) -> LinearTile:
-    """The tile for x [rows, depth] and a weight [columns, depth] on a GPU of this capability (90: Hopper; 0: AMD)."""
+_FEW_TILES = 264  # of 256 x 128: two for each SM of an H200; below, smaller ones keep more of them busy
+
+
+def choose_linear_tile(
+    capability: int, rows: int, columns: int, *, fp8: bool = False, has_residual: bool = False
+) -> LinearTile:
+    """The tile for x [rows, K] and a weight [columns, K] on a GPU of this capability (90: Hopper; 0: AMD).
+
+    Hopper's were timed on an H200 with the shapes of suite linear; those of other GPUs were only compiled.
+    """
     if rows <= 16:
         return LinearTile(16, 64, 128, 4, 4)
     if rows <= 64:
         return LinearTile(64, 64, 128, 4, 4)
-    if capability == 90 and rows > 128:
+    if capability != 90:
+        return LinearTile(128, 128, 64, 8, 4 if capability else 2)
+    if fp8 or -(-rows // 256) * -(-columns // 128) < _FEW_TILES:  # FP8 keeps two sums: see matmul.py
+        return LinearTile(128, 128, 128, 8, 4, True, 2)
+    if has_residual:  # its tile has to be in shared memory beside the output's
         return LinearTile(128, 256, 128, 8, 4, True, 4)
-    return LinearTile(128, 128, 64 if capability == 0 else 128, 8, 3)
+    return LinearTile(256, 128, 128, 8, 4, True, 2)
