@@ -10,7 +10,7 @@ from .epilogue import finish_tile
 def multiply_add(sums, x, w, FP8: tl.constexpr):
     """sums + x · w of codes [BLOCK_M, BLOCK_K] and [BLOCK_K, BLOCK_N]: exact int32, or fp32.
 
-    FP8 matrix units cut off what they add to a long sum, so they sum a block at most, and those sums are added in fp32.
+    FP8 matrix units cut off what they add to a long sum: they sum a block at most, and those sums are added in fp32.
     """
     if FP8:
         sums = tl.dot(x, w, sums, max_num_imprecise_acc=x.shape[1], out_dtype=tl.float32)
