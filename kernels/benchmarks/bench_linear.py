@@ -1,0 +1,173 @@
+"""Time 8-bit linear layers against bf16 ones on this GPU: gate, clock, rows of suite linear.
+
+    python kernels/benchmarks/bench_linear.py
+    python kernels/benchmarks/bench_linear.py --case flux_qkv --no-save
+
+A call of ours quantises its activation and multiplies, bias included; torch_bf16 is torch.nn.functional.linear. All
+providers of a shape run in the same process, in turns; a ratio is bf16's time over theirs. torchao and comfy_kitchen
+run where they can be imported. `torch_fp8_fast` is PyTorch's FP8 matmul with fast accumulation, which ours never uses:
+its long sums come out short (kernels/NOTES.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+from typing import NamedTuple
+
+import torch
+import triton
+from bench import RESULTS, ROUNDS, quintiles
+
+from sage_kernels import quantize_activation, quantize_weight, quantized_linear
+from sage_kernels.compat import scaled_matmul
+from sage_kernels.results import append_row
+from sage_kernels.testing import relative_l2
+
+
+MAX_ERROR = {"int8": 0.0135, "fp8": 0.042}  # relative L2 on N(0, 1)
+PEER_ERROR = 0.1  # a peer's error is its own; this only tells a linear layer from something else
+GATE_ROWS = 256
+
+
+class Shape(NamedTuple):
+    """y [rows, columns] of x [rows, depth]."""
+
+    name: str
+    rows: int
+    depth: int
+    columns: int
+
+
+SHAPES = (
+    Shape("flux_qkv", 4608, 3072, 9216),
+    Shape("flux_out", 4608, 3072, 3072),
+    Shape("flux_mlp_up", 4608, 3072, 12288),
+    Shape("flux_mlp_down", 4608, 12288, 3072),
+    Shape("flux_single_in", 4608, 3072, 21504),
+    Shape("flux_single_out", 4608, 15360, 3072),
+    Shape("wan_qkv", 32760, 1536, 4608),
+    Shape("wan_ffn_up", 32760, 1536, 8960),
+    Shape("wan_ffn_down", 32760, 8960, 1536),
+    Shape("llama_up", 32768, 4096, 28672),
+    Shape("llama_down", 32768, 14336, 4096),
+)
+TEXT = (Shape("flux_text_qkv", 512, 3072, 9216), Shape("flux_text_up", 512, 3072, 12288))  # not in the mean
+
+
+def ours(format: str, weight, bias):
+    rows = quantize_weight(weight, format=format)
+    return lambda x: quantized_linear(quantize_activation(x, format=format), rows, bias)
+
+
+def fast_fp8(weight, bias):
+    codes, scale = quantize_weight(weight, format="fp8")
+    codes, scale = codes.t(), scale.view(1, -1)
+
+    def run(x):
+        q = quantize_activation(x, format="fp8")
+        return scaled_matmul(
+            q.codes, codes, q.scale.view(-1, 1), scale, bias=bias, out_dtype=x.dtype, use_fast_accum=True
+        )
+
+    return run
+
+
+def peers(shape: Shape, weight, bias):
+    """(provider, function) of other packages that are installed."""
+    with contextlib.suppress(ImportError):
+        import torchao.quantization as ao
+
+        for name, make in (
+            ("torchao_int8", lambda: ao.Int8DynamicActivationInt8WeightConfig()),
+            ("torchao_fp8", lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())),
+        ):
+            layer = torch.nn.Linear(shape.depth, shape.columns, dtype=weight.dtype, device=weight.device)
+            layer.weight, layer.bias = torch.nn.Parameter(weight, False), torch.nn.Parameter(bias, False)
+            ao.quantize_(layer, make())
+            yield name, torch.compile(layer, dynamic=False)
+
+
+def providers(shape: Shape, weight, bias):
+    """(provider, recipe, largest relative L2 allowed, function)."""
+    yield "torch_bf16", "", 0.01, lambda x: torch.nn.functional.linear(x, weight, bias)
+    for format, error in MAX_ERROR.items():
+        yield "sage_kernels", f"linears_{format}", error, ours(format, weight, bias)
+    if scaled_matmul is not None and torch.cuda.get_device_capability() >= (9, 0):
+        yield "torch_fp8_fast", "", MAX_ERROR["fp8"], fast_fp8(weight, bias)
+    for provider, function in peers(shape, weight, bias):
+        yield provider, "", PEER_ERROR, function
+
+
+def run_shape(shape: Shape, save: bool) -> tuple[dict, list[str]]:
+    """Gate and time every provider. Returns {(provider, recipe): ratio to bf16} and the failures."""
+    x, weight = (torch.randn(n, shape.depth, device="cuda", dtype=torch.bfloat16) for n in (shape.rows, shape.columns))
+    weight = weight * shape.depth**-0.5
+    bias = torch.randn(shape.columns, device="cuda", dtype=torch.bfloat16)
+    exact = x[-GATE_ROWS:].double() @ weight.double().T + bias.double()
+    entrants, failures = [], []
+    for provider, recipe, allowed, function in providers(shape, weight, bias):
+        try:
+            error = float(relative_l2(function(x)[-GATE_ROWS:], exact))
+        except Exception as failure:
+            if provider in ("sage_kernels", "torch_bf16"):
+                raise
+            print(f"{shape.name:18} {provider:16} not here: {str(failure).splitlines()[0][:80]}", flush=True)
+            continue
+        if not error <= allowed:
+            failures.append(f"{shape.name} {provider} {recipe}: relative L2 {error:.3g} > {allowed}")
+            print(f"FAILED {failures[-1]}", flush=True)
+            continue
+        entrants.append((provider, recipe, function, error, []))
+    for _ in range(ROUNDS):
+        for *_, function, _, times in entrants:
+            times += triton.testing.do_bench(lambda f=function: f(x), warmup=10, rep=40, return_mode="all")
+    base, ratios = quintiles(entrants[0][-1])[1], {}
+    for provider, recipe, _, error, times in entrants:
+        p20, median, p80 = quintiles(times)
+        flops = 2 * shape.rows * shape.columns * shape.depth
+        rates = [flops / ms / 1e9 for ms in (median, p80, p20)]
+        ratios[provider, recipe] = base / median
+        print(
+            f"{shape.name:18} {provider:16} {recipe:14} {rates[0]:7.1f} TFLOPS {base / median:.3f}x {error:.5f}",
+            flush=True,
+        )
+        if save:
+            append_row(
+                RESULTS, suite="linear", case=shape.name, provider=provider, recipe=recipe, batch=shape.rows,
+                seq_q=shape.columns, seq_k=shape.depth, includes_quantization=provider != "torch_bf16",
+                metric="throughput", unit="TFLOPS", median=f"{rates[0]:.1f}", p20=f"{rates[1]:.1f}",
+                p80=f"{rates[2]:.1f}", ratio_vs_cudnn=f"{base / median:.3f}", rel_l2_error=f"{error:.5f}",
+            )  # fmt: skip
+    return ratios, failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = {shape.name: shape for shape in (*SHAPES, *TEXT)}
+    parser.add_argument("--case", action="append", choices=sorted(known), metavar="NAME", help="all by default")
+    parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_linear.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    found, failures = [], []
+    with torch.no_grad():
+        for shape in [known[name] for name in arguments.case] if arguments.case else known.values():
+            ratios, failed = run_shape(shape, not arguments.no_save)
+            failures += failed
+            found += [ratios] if shape in SHAPES else []
+    for kind in sorted({kind for ratios in found for kind in ratios} - {("torch_bf16", "")}):
+        mine = [ratios[kind] for ratios in found if kind in ratios]
+        mean = math.exp(sum(map(math.log, mine)) / len(mine))
+        print(
+            f"{' '.join(kind):34} geometric mean {mean:.3f}x, least {min(mine):.3f}x of {len(mine)} shapes", flush=True
+        )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
