@@ -7,6 +7,7 @@ in another way, or are not found again. Those of Triton and of the CUDA driver a
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import torch
 from torch.autograd import forward_ad
@@ -148,7 +149,7 @@ def add_graph_pass(change, version: bytes) -> None:
     Without the names graphs stay as they are. Adding the same function again does nothing.
     version: of what it does; compiled code of another one is not used again.
     """
-    base = find("torch._inductor.custom_graph_pass.CustomGraphPass")
+    base: Any = find("torch._inductor.custom_graph_pass.CustomGraphPass")
     config = find("torch._inductor.config")
     if base is None or not hasattr(config, "post_grad_custom_pre_pass"):
         return

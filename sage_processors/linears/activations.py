@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 
 import torch
@@ -34,7 +35,7 @@ def quantized(x: torch.Tensor, format: str) -> QuantizedRows:
             rows = known[3][format] = quantize_activation(x, format=format)
         return rows
     rows = quantize_activation(x, format=format)
-    _known[key] = (weakref.ref(x, lambda _, key=key: _forget(key, _)), version, stream, {format: rows})
+    _known[key] = (weakref.ref(x, functools.partial(_forget, key)), version, stream, {format: rows})
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ def linear_layers(model: nn.Module):
             yield ".".join(part for part in parts if part != "base_layer"), module
 
 
-def _forward_of(cls: type):
+def _forward_of(cls: Any):
     return getattr(cls, "_sage_base", cls).forward
 
 

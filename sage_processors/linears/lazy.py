@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sage_kernels.compat import make_wrapper_subclass
@@ -28,12 +30,13 @@ class Lazy(torch.Tensor):
 
     def __init__(self, shape, dtype, device):
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._real = self._real_version = None
+        self._real: Any = None
+        self._real_version: int | None = None
 
     def _compute(self) -> torch.Tensor:
         raise NotImplementedError
 
-    def real(self) -> torch.Tensor:
+    def real(self) -> torch.Tensor:  # type: ignore[override]
         """The ordinary tensor; computed once."""
         if self._real is None:
             self._real = self._compute()
@@ -71,7 +74,7 @@ class Lazy(torch.Tensor):
     def is_inference(self):
         return False
 
-    def contiguous(self, *, memory_format=torch.contiguous_format):
+    def contiguous(self, memory_format=torch.contiguous_format):
         return (
             self
             if memory_format in (torch.contiguous_format, torch.preserve_format)
@@ -143,7 +146,7 @@ class Lazy(torch.Tensor):
         return func(*real_of(args), **real_of(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
         """Reached from C++ alone, which knows nothing of __torch_function__."""
         return func(*real_of(args), **real_of(kwargs or {}))
 

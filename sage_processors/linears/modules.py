@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,11 @@ from .lazy_norm import LazyNorm
 from .storage import CODES, SCALE, put_buffer
 from .weights import CALLED, DTYPES, EVENTS, LinearState
 
+
+if TYPE_CHECKING:
+    _Beside = nn.Module
+else:
+    _Beside = object
 
 _DEVICES = ("cpu", "cuda")
 _CALLED = EVENTS.index(CALLED)
@@ -123,8 +129,11 @@ def _compiled(module, base, x):
     return y if bias is None else y + bias.to(dtype)
 
 
-class _SwappedLinear:
+class _SwappedLinear(_Beside):
     """What every swapped linear class adds to its base. All attributes start with _sage_."""
+
+    _sage_base: type
+    _sage_linear: LinearState
 
     @property
     def weight(self):
@@ -142,7 +151,7 @@ class _SwappedLinear:
     def _apply(self, fn, recurse=True):
         """Move, but never cast, what is in 8 bit: `to(dtype)` is meant for the 16-bit weight."""
         state = self.__dict__["_sage_linear"]
-        own = {name: self._buffers.pop(name) for name in (CODES, SCALE) if name in self._buffers}
+        own: dict[str, Any] = {name: self._buffers.pop(name) for name in (CODES, SCALE) if name in self._buffers}
         dropped = self._parameters.pop("weight") if state.dropped else None
         before = next((buffer.device for buffer in own.values()), None)
         try:
@@ -187,7 +196,7 @@ def placeholder(shape, dtype, device) -> nn.Parameter:
 
 
 @functools.cache
-def linear_class(base: type) -> type:
+def linear_class(base: Any) -> type:
     """The 8-bit subclass of nn.Linear or of a subclass of it with the same forward."""
 
     def forward(self, input):
@@ -199,15 +208,17 @@ def linear_class(base: type) -> type:
     return type("Sage" + base.__name__, (_SwappedLinear, base), members)
 
 
-class _SwappedNorm:
+class _SwappedNorm(_Beside):
     """What every postponing norm class adds to its base."""
+
+    _sage_base: type
 
     def __reduce_ex__(self, protocol):
         return _rebuild, ("norm", type(self)._sage_base), self.__dict__
 
 
 @functools.cache
-def norm_class(base: type) -> type:
+def norm_class(base: Any) -> type:
     """The subclass of a norm class whose result may be computed by the linear layers behind it."""
 
     def forward(self, *args, **kwargs):
@@ -230,7 +241,7 @@ def is_swapped(module) -> bool:
     return isinstance(module, (_SwappedLinear, _SwappedNorm))
 
 
-def put_class(module, cls: type) -> None:
+def put_class(module, cls: Any) -> None:
     """Give a module another class, also where hooks of accelerate or diffusers hold its forward."""
     old, new = type(module).forward, cls.forward
     module.__class__ = cls

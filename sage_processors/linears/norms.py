@@ -52,7 +52,7 @@ class NormState:
         self.behind = f"{label.rpartition('.')[0]}.*" if "." in label else "*"
         self.is_postponed, self.is_proven = True, False
         self.dtypes: dict = {}
-        self._weight = (None, None, None)
+        self._weight: tuple = (None, None, None)
 
     def __getstate__(self):
         return self.__dict__ | {"_weight": (None, None, None)}
@@ -118,7 +118,7 @@ def norm_form(module: nn.Module) -> tuple[str, bool] | None:
             return None
     if not isinstance(got, torch.Tensor) or isinstance(got, Lazy) or got.shape != x.shape:
         return None
-    eps = _eps_of(module, torch.float32)
+    eps = _eps_of(module, torch.float32) or 0.0
     for kind in ("layer", "rms"):
         y = x - x.mean(-1, keepdim=True) if kind == "layer" else x
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)

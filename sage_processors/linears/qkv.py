@@ -30,7 +30,7 @@ class Run:
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
         # (weak reference to the input, its version, dtype, {index: (version of the weight, result)})
-        self._waiting = None
+        self._waiting: tuple | None = None
 
     def __getstate__(self):
         return self.__dict__ | {"_waiting": None}

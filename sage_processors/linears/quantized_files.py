@@ -185,7 +185,8 @@ def _own_tensors(model) -> dict[str, torch.Tensor]:
 
 def _write(file, tensors: dict, metadata: dict) -> None:
     """A safetensors file, tensor by tensor: the model is not in memory twice."""
-    header, offset = {"__metadata__": {_METADATA_KEY: json.dumps(metadata, sort_keys=True)}}, 0
+    header: dict[str, dict] = {"__metadata__": {_METADATA_KEY: json.dumps(metadata, sort_keys=True)}}
+    offset = 0
     for name in sorted(tensors):
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sage_kernels import QuantizedRows
@@ -29,7 +31,8 @@ class Storage:
         self.starts = [0]
         for module in self.modules:
             self.starts.append(self.starts[-1] + module.out_features)
-        self._biases, self._bias = (), None
+        self._biases: tuple = ()
+        self._bias: Any = None
 
     @property
     def all_rows(self) -> QuantizedRows:

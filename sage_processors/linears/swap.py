@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,8 +72,8 @@ class LinearSwap:
         self.model, self.name, self.drop_weights = model, name, False
         self._options = {"linears": linears, "keep": keep, "layers": layers, "min_features": min_features}
         self._policy, self._shared = policy, Shared()
-        self._states: dict[int, tuple[nn.Module, LinearState]] = {}
-        self._norms: dict[int, nn.Module] = {}
+        self._states: dict[int, tuple[Any, LinearState]] = {}
+        self._norms: dict[int, Any] = {}
         self.choices: list[Choice] = []
         self._eager_calls, self._forward_seen = 0, False
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
@@ -127,7 +128,8 @@ class LinearSwap:
         state = LinearState(choice.name, choice.format, self._policy, self._shared)
         state.storage = Storage([module])
         object.__setattr__(module, "_sage_linear", state)
-        put_class(module, linear_class(type(module)))
+        cls: Any = type(module)
+        put_class(module, linear_class(cls))
         self._states[id(module)] = (module, state)
 
     def _leave(self, module) -> None:
@@ -144,7 +146,7 @@ class LinearSwap:
         for owner in self.model.modules():
             for names in TOGETHER:
                 modules = [_base_of(owner._modules.get(name)) for name in names]
-                own = [self._states.get(id(module)) for module in modules]
+                own: list[Any] = [self._states.get(id(module)) for module in modules]
                 if None in own:
                     modules, own = modules[1:], own[1:]  # keys and values of a layer whose queries are not swapped
                 if None in own or any(len(state.storage.modules) > 1 for _, state in own):
@@ -172,7 +174,8 @@ class LinearSwap:
             if form is None:
                 continue
             object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form, self._shared))
-            put_class(module, norm_class(type(module)))
+            cls: Any = type(module)
+            put_class(module, norm_class(cls))
             self._norms[id(module)] = module
 
     def _waits(self, module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from typing import Any
 
 import torch
 
@@ -88,12 +89,17 @@ class LinearState:
     def __init__(self, label: str, format: str, policy: str, shared: Shared):
         self.label, self.format, self.policy, self.shared = label, format, policy, shared
         self.events = EventCounter(len(EVENTS))
-        self.storage, self.index = None, 0
-        self.bias = self.run = None
+        self.storage: Any = None
+        self.index = 0
+        self.bias: Any = None
+        self.run: Any = None
         self.version = 0
         self.touched = self.bias_touched = self.dropped = self.failed = False
-        self._weight, self._weight_version, self._checksum = _nothing, None, None
-        self._bias, self._bias_version = _nothing, None
+        self._weight: Any = _nothing
+        self._weight_version: int | None = None
+        self._checksum: tuple | None = None
+        self._bias: Any = _nothing
+        self._bias_version: int | None = None
 
     def __getstate__(self):  # weak references are no state
         return self.__dict__ | {"_weight": _nothing, "_bias": _nothing}
