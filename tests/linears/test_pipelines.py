@@ -74,9 +74,6 @@ def test_batch_and_resolution_change(name):
             assert relative_error(run(**options), expected) < 0.1
 
 
-FEW = {"flux": {"single": 2, "double": 8}}
-
-
 def test_flux_blocks_quantise_every_activation_once():
     model, inputs = MODELS["flux"]()
     with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL)) as handle, torch.no_grad():
