@@ -38,7 +38,13 @@ def psnr(a, b):
 
 # INT8 has an SQNR of 40 dB a layer, FP8 one of 29: the bar of a picture is 36 dB for the first, 10 less for the second
 @pytest.mark.parametrize(("format", "bar"), [("int8", 36.0), ("fp8", 30.0)])
-@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny_sd",
+        pytest.param("tiny_flux", marks=pytest.mark.slow("attention's reference; its blocks are tried alone")),
+    ],
+)
 def test_pictures_of_the_embedded_pipelines(name, format, bar):
     pipe = pipeline(name)
     stock = draw(pipe)
@@ -72,9 +78,6 @@ def test_batch_and_resolution_change(name):
     with sp.apply(pipe, sp.SageAttnProcessor(linears="int8", **ALL)):
         for options, expected in zip(calls, stock, strict=True):
             assert relative_error(run(**options), expected) < 0.1
-
-
-FEW = {"flux": {"single": 2, "double": 8}}
 
 
 def test_flux_blocks_quantise_every_activation_once():
