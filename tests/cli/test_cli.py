@@ -102,7 +102,7 @@ def test_demo_on_a_gpu(name, tmp_path):
         (["report", "tests"], "folder tests has no model_index.json"),
         (["bench", "quality", "--outlier", "3"], "3 is not a power of two"),
         (["bench", "quality", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
-        (["bench", "tables", "--readme", "NOFILE.md"], "NOFILE.md does not exist"),
+        (["bench", "tables", "--page", "NOFILE.md"], "NOFILE.md does not exist"),
     ],
 )
 def test_mistakes_get_a_message(arguments, message, monkeypatch):
