@@ -123,6 +123,7 @@ def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
         assert sum(drawn.psnr_db) == pytest.approx(found.result["psnr_db"], abs=0.01)
 
 
+@pytest.mark.slow("a whole calibration")
 def test_frozen_rules_are_tried_after_a_first_run():
     found = run(target_psnr=30.0, scalings=("static",))
     assert found.met and found.config.scaling == "static" and found.result["int8_share"] == 1.0

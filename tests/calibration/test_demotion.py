@@ -256,6 +256,7 @@ def test_a_layer_with_outliers_at_the_end_of_a_run_is_exact_there_and_no_other_l
         calibrate(state_path=tmp_path / "state.json")
 
 
+@pytest.mark.slow("a whole calibration")
 def test_layers_that_fp8_fails_get_their_values_in_16_bit_first(monkeypatch):
     monkeypatch.setattr(attention_cost, "BYTES_PER_SECOND", 1e15)  # as with long sequences: traffic counts little
     pipe, errors = pipeline("tiny_flux"), {}

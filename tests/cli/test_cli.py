@@ -49,7 +49,7 @@ def demo(tmp_path, name: str, *arguments) -> tuple[str, Path]:
 # --- demo ---
 
 
-@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+@pytest.mark.parametrize("name", [pytest.param("tiny_sd", marks=pytest.mark.slow("as tiny_flux")), "tiny_flux"])
 def test_demo_draws_prints_and_saves(name, tmp_path):
     prompts = ["a red circle", "a yellow star on a black background"]
     output, path = demo(tmp_path, name, "--prompt", prompts[0], "--prompt", prompts[1], "--seed", 5, "--device", "cpu")
@@ -102,7 +102,7 @@ def test_demo_on_a_gpu(name, tmp_path):
         (["report", "tests"], "folder tests has no model_index.json"),
         (["bench", "quality", "--outlier", "3"], "3 is not a power of two"),
         (["bench", "quality", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
-        (["bench", "tables", "--readme", "NOFILE.md"], "NOFILE.md does not exist"),
+        (["bench", "tables", "--page", "NOFILE.md"], "NOFILE.md does not exist"),
     ],
 )
 def test_mistakes_get_a_message(arguments, message, monkeypatch):

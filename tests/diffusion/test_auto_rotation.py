@@ -186,6 +186,7 @@ def test_scales_of_other_channels_are_refused(outliers, tmp_path):
         assert rotations(handle)[JOINT][0] == "hadamard"
 
 
+@pytest.mark.slow("compiles two versions")
 def test_compiled_auto_makes_two_versions(outliers):
     outliers.add(JOINT)
     pipe, model, inputs = flux_pipe()

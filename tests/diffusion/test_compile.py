@@ -109,7 +109,9 @@ def test_compiled_calls_keep_row_maxima_from_step_to_step(how):
         torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["sd3", "unet_sd15", "cogvideox"])
+@pytest.mark.parametrize(
+    "name", ["sd3", pytest.param("unet_sd15", marks=pytest.mark.slow("a larger graph")), "cogvideox"]
+)
 def test_compile_models_that_call_torch_attention_directly(name):
     model, inputs = MODELS[name]()
     with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="dynamic")) as handle:

@@ -328,7 +328,9 @@ def test_P24_a_scheduler_that_is_replaced_is_followed_at_once(how):
         assert all((row["calls"], row["fallbacks"]) == (3 + 4, {"window": 6}) for row in rows), rows
 
 
-@pytest.mark.parametrize("window", [{}, {"keep_first_steps": 3}])
+@pytest.mark.parametrize(
+    "window", [{}, pytest.param({"keep_first_steps": 3}, marks=pytest.mark.slow("compiles two versions"))]
+)
 def test_P25_compiled_forwards_that_nobody_steps_are_counted(window):
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))

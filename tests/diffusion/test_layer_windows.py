@@ -94,6 +94,7 @@ def test_a_range_holds_its_low_end_and_one_but_not_its_high_end():
     assert kept == [True, False, False, False, True, True, False, True, True, True]
 
 
+@pytest.mark.slow("compiles four versions")
 def test_compiled_ranges_make_a_version_for_each_combination_and_no_more():
     pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
     config = options(layer_keep_noise={JOINT: (0, 0.4), SINGLE: (0.2, 0.7)}, keep_first_steps=1)

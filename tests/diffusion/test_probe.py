@@ -148,6 +148,7 @@ def test_probe_skips_steps_in_a_window_and_follows_refresh():
         assert {row["step"] for row in again.data()} == {2} and {row["step"] for row in probe.data()} == {2, 3}
 
 
+@pytest.mark.slow("compiles three versions")
 def test_compiled_model_with_probe_and_window_makes_three_versions():
     pipe, model, inputs = flux_pipe()
     torch._dynamo.reset()

@@ -180,7 +180,7 @@ def test_Q14_after_a_run_that_was_broken_off(scaling, recipe, rotation):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("scaling", ["timestep", "delayed"])
+@pytest.mark.parametrize("scaling", ["timestep", pytest.param("delayed", marks=pytest.mark.slow("as timestep"))])
 def test_Q15_compiled_models(scaling, recipe):
     drawing = Drawing()
     torch._dynamo.reset()
@@ -279,6 +279,7 @@ def test_Q16_a_model_without_a_pipeline_tells_runs_by_its_timesteps(scaling, rec
         assert all(n > 0 for n in kept) if told and recipe == RECIPES[1] else not any(kept)
 
 
+@pytest.mark.slow("compiles a model")
 def test_Q16_frozen_and_compiled_models_without_a_pipeline():
     drawing = Drawing()
     torch._dynamo.reset()

@@ -127,7 +127,7 @@ def test_strict_policy_accepts_what_was_asked_for(caplog):
 # --- compiled ---
 
 
-@pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
+@pytest.mark.parametrize("scaling", ["timestep", pytest.param("dynamic", marks=pytest.mark.slow("as timestep"))])
 def test_compiled_windows_make_two_versions_however_often_they_switch(scaling):
     pipe, model, inputs = flux_pipe()
     config = options(scaling=scaling, keep_first_steps=2, keep_last_steps=3)

@@ -21,11 +21,17 @@ LANGUAGES = {"python", "sh", "yaml", "toml", ""}
 CHEAP = ("report tiny_flux", "report tiny_sd")  # commands that are run; others are looked up
 
 
-def names(found):
-    return [pytest.param(block, id=block.name) for block in found]
+def names(found, *, slow=()):
+    """Parameters named by page and line; those of the pages `slow` are left to `make test-all`."""
+    run_for_long = pytest.mark.slow("examples of all pages take minutes")
+    return [pytest.param(block, id=block.name, marks=run_for_long if block.page in slow else ()) for block in found]
 
 
-@pytest.mark.parametrize("block", names(blocks("python")))
+PYTHON = blocks("python")
+BUT_README = {block.page for block in PYTHON} - {"README.md"}
+
+
+@pytest.mark.parametrize("block", names(PYTHON, slow=BUT_README))
 def test_python_blocks_run_as_they_are(block, monkeypatch, tmp_path, capsys):
     stand_in(monkeypatch)
     monkeypatch.chdir(tmp_path)

@@ -55,7 +55,16 @@ def test_text_to_image_takes_a_folder_and_options(tmp_path, monkeypatch, capsys)
     assert path.is_file() and "per_block" in output and "PSNR" not in output and int8_calls(output) > 0
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+QUICK_FAMILY = "wan"
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        QUICK_FAMILY,
+        *(pytest.param(f, marks=pytest.mark.slow("as wan")) for f in sorted(FAMILIES) if f != QUICK_FAMILY),
+    ],
+)
 def test_P30_text_to_video_runs_in_int8(family, tmp_path, monkeypatch, capsys):
     path = tmp_path / "video.gif"
     run("text_to_video.py", monkeypatch, "--model", family, "--steps", 2, "--compare", "--output", path)

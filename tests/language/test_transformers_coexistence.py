@@ -88,7 +88,10 @@ def test_an_INT8_cache_refuses_what_needs_keys():
 # torch.compile
 
 
-@pytest.mark.parametrize(("name", "counted_before"), [("llama", True), ("gpt_oss", False)])
+@pytest.mark.parametrize(
+    ("name", "counted_before"),
+    [("llama", True), pytest.param("gpt_oss", False, marks=pytest.mark.slow("a larger graph"))],
+)
 def test_T04_decoding_on_a_static_cache_compiles_into_one_graph(name, counted_before, monkeypatch):
     model, inputs = tiny(name)
     ids, eager = inputs["input_ids"], copy.deepcopy(model)

@@ -58,6 +58,7 @@ def use(pipe: Any, model: torch.nn.Module, q: torch.Tensor) -> None:
 """
 
 
+@pytest.mark.slow("runs a type checker")
 def test_a_users_lines_are_understood(tmp_path):
     file = tmp_path / "snippet.py"
     file.write_text(HEAD + "".join(f"    {line}\n" for line in LINES))

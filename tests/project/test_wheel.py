@@ -113,6 +113,7 @@ def test_wheel_runs_outside_of_the_checkout(wheel, demo_wheel, tmp_path):
     assert metric == sorted(record)[0]
 
 
+@pytest.mark.slow("starts two commands of a wheel")
 def test_a_missing_model_is_a_message_that_names_the_command(wheel, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

@@ -15,11 +15,10 @@ from tests.support.repository import ROOT
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 TABLE = ROOT / "tests" / "codegen.json"
-QUICK = ("sm_100",)
 
 
 def target(name: str):
-    return name if name in QUICK else pytest.param(name, marks=pytest.mark.slow("compiles many kernels"))
+    return pytest.param(name, marks=pytest.mark.slow("compiles many kernels"))
 
 
 TARGETS = [target(name) for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")]
