@@ -31,7 +31,7 @@ ON_CPU := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-
 
 # every guarantee once
 test: $(INSTALLED)
-	@echo "The quick tests: about 5 minutes on two cores. Everything that needs no GPU: make test-all"
+	@echo "The quick tests: about 7 minutes on two cores. Everything that needs no GPU: make test-all"
 	$(ON_CPU) -m "not gpu and not slow" $(ARGS)
 
 # everything that needs no GPU

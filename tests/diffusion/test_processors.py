@@ -25,7 +25,10 @@ OUTSIDE = {"hunyuan_dit": 1, "mochi": 1}
 # Attention that is no softmax attention.
 UNSWAPPABLE = {"sana"}
 # Attention over frames or over a text encoder's layers: many short sequences that are not alike.
-SHARED_PLANS = {"unet_3d", "unet_motion", "unet_svd", "krea2", "latte", "kandinsky3", "prior"}
+# sequences over time, one a pixel, share plans that do not fit all of them
+SHARED_PLANS = {"unet_3d", "unet_motion", "unet_svd", "krea2", "latte"}
+# heads of 8 channels, of which one token in the sample decides: a plan that fits seems not to, in one layer of these
+FEW_CHANNELS = {"kandinsky3", "prior", "unet_simple_cross"}
 SDPA = F.scaled_dot_product_attention
 
 
@@ -107,14 +110,13 @@ def test_swap_is_exact_complete_close_and_undone(name, monkeypatch):
     assert report.calls + sum(report.fallbacks.values()) + outside == 2 * stock_calls, str(report)
     active = [row for row in report.rows if row["status"] == "active" and row["calls"]]
     assert all(row["scaling"] == "timestep" for row in active), str(report)
-    # the second call, a step later, runs on the plan of the first one; sequences over time, one a pixel, share plans
-    # that do not fit all of them, and in heads of a few channels one of them decides
+    # the second call, a step later, runs on the plan of the first one
     fitting = [row for row in active if row["misfit_fraction"] == 0]
-    assert len(fitting) == len(active) or name in SHARED_PLANS
+    assert name in SHARED_PLANS or len(active) - len(fitting) <= (name in FEW_CHANNELS), str(report)
     assert all(row["dynamic_calls"] <= row["calls"] / 2 for row in fitting), str(report)
     # half of the keys are of the second call: a plan that fits no head of any sequence would be of no use
     assert all(row["misfit_fraction"] < 0.5 for row in active), str(report)
-    assert name in SHARED_PLANS or not any(row["note"] for row in active), str(report)
+    assert name in SHARED_PLANS | FEW_CHANNELS or not any(row["note"] for row in active), str(report)
 
 
 def sqnr_db(result, reference):
