@@ -40,6 +40,6 @@ def linear(codes, scale, weight, weight_scale, bias, *, activation, gate, residu
     else:
         y = _ACTIVATIONS[activation](y)
     if gate is not None and residual is not None:
-        return torch.addcmul(residual.to(dtype), y, gate.to(dtype))
+        return torch.addcmul(residual.to(dtype), y, gate.to(dtype)).contiguous()  # it may take the residual's strides
     y = y if gate is None else y * gate.to(dtype)
-    return y if residual is None else residual.to(dtype) + y
+    return y if residual is None else (residual.to(dtype) + y).contiguous()

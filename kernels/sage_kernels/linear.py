@@ -8,6 +8,8 @@ import torch
 
 from . import library_matmul
 from .checks.linear import check_activation, check_linear, check_weight
+from .checks.tensors import check_called_below, without_tangents
+from .compat import differentiates_forward
 from .numerics import CODE_TYPES
 from .recipe import GATED
 from .reference import linear as reference
@@ -29,7 +31,7 @@ class QuantizedRows(NamedTuple):
     """Rows in 8 bit, one scale a row: an activation [..., K], or the weight [N, K] of a linear layer.
 
     Attributes:
-        codes: int8 or float8_e4m3fn [..., K], the last stride 1.
+        codes: int8 or float8_e4m3fn [..., K], the last stride 1, rows a multiple of 16 bytes apart.
         scale: fp32 [...]; a row is codes · scale. NaN for a row that held NaN or inf.
     """
 
@@ -65,7 +67,8 @@ def quantize_activation(
         norm: "none", "layer" (LayerNorm) or "rms" (RMSNorm), over K, with `eps`.
         weight, bias: [K], the norm's own; None for ones and zeros. Only with a norm.
         gain, shift: broadcastable to x, usually [B, 1, K]: adaLN's 1 + scale and shift. None for ones and zeros.
-        balance: fp32 [K], positive: divides outlier channels, whose weights were multiplied by it (`quantize_weight`).
+        balance: fp32 [K], positive: multiplies channels, small where they have outliers; the weight's columns were
+            divided by it (`quantize_weight`).
     Returns: codes of x's shape, scale of x's shape without K.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
@@ -103,7 +106,7 @@ def quantize_weight(
     if is_gated:
         w = interleaved(w)
     if format == "fp8":  # relative precision does not hang on the range
-        return _aligned(*reference.quantize(w, format))
+        return QuantizedRows(*_aligned(*reference.quantize(w, format)))
     amax = w.abs().amax(-1)
     best, least = amax, torch.full_like(amax, torch.inf)
     for shrink in SHRINKS:
@@ -111,16 +114,21 @@ def quantize_weight(
         error = (codes.float() * scale[:, None] - w).square().sum(-1)
         best = torch.where(error < least, amax * shrink, best)
         least = torch.minimum(error, least)
-    return _aligned(*reference.quantize(w, format, best))
+    return QuantizedRows(*_aligned(*reference.quantize(w, format, best)))
 
 
-def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> QuantizedRows:
+def _aligned(codes: torch.Tensor, scale: torch.Tensor):
     """Rows that lie a multiple of 16 bytes apart, as copy engines want them."""
-    if codes.shape[1] % 16:
-        padded = codes.new_zeros(codes.shape[0], -(-codes.shape[1] // 16) * 16)
-        padded[:, : codes.shape[1]] = codes
-        codes = padded[:, : codes.shape[1]]
-    return QuantizedRows(codes, scale)
+    padded = _new_rows(codes, codes.dtype)
+    return (codes if padded.stride() == codes.stride() else padded.copy_(codes)), scale
+
+
+def _new_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Room for codes of x's shape, as the kernel lays them out."""
+    columns = x.shape[-1]
+    if columns % 16 == 0:
+        return x.new_empty(x.shape, dtype=dtype)
+    return x.new_empty((*x.shape[:-1], -(-columns // 16) * 16), dtype=dtype)[..., :columns]
 
 
 def interleaved(rows: torch.Tensor) -> torch.Tensor:
@@ -170,18 +178,28 @@ def _make_again(op: str, given, options):
     tensors = [x for x in given if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None, None
-    return make_again((op, options, *map(type, options), *map(layout_of, given)), tensors)
+    return make_again(_key(op, given, options), tensors)
+
+
+def _key(op: str, given, options) -> tuple:
+    """All that decides whether a call is valid and what it launches."""
+    return op, options, *map(type, options), *map(layout_of, given)
 
 
 def _run(key, function, op: str, arguments):
     """The checked call: its launches are remembered under the key, if there is one."""
     if key is None:
-        return getattr(torch.ops.sage_kernels, op)(*arguments)
+        call = getattr(torch.ops.sage_kernels, op)
+        if differentiates_forward():
+            with without_tangents():
+                return call(*arguments)
+        return call(*arguments)
     given = [x for x in arguments if isinstance(x, torch.Tensor)]
     return remember(key, lambda: function(*arguments), given)
 
 
 def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balance):
+    check_called_below("quantize_activation")
     options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
     options |= {"gain": gain, "shift": shift, "balance": balance}
     if x.is_cuda and x.numel():
@@ -189,11 +207,12 @@ def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balanc
 
         return launch_quantize_activation(x, **options)
     if x.numel() == 0:
-        return torch.empty_like(x, dtype=CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
-    return reference.ref_quantize_activation(x, **options)
+        return _fake_quantize_activation(x, format)
+    return _aligned(*reference.ref_quantize_activation(x, **options))
 
 
 def _quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
+    check_called_below("quantized_linear")
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
     if library_matmul.does(codes, weight, dtype) and codes.numel():
         return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
@@ -205,7 +224,7 @@ def _quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate
 
 
 def _fake_quantize_activation(x, format, *_):
-    return x.new_empty(x.shape, dtype=CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return _new_rows(x, CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _fake_quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):

@@ -8,7 +8,7 @@ import torch
 
 from ..numerics import CODE_TYPES
 from ..recipe import GATED
-from .tensors import DTYPES, check_strided
+from .tensors import DTYPES, check_no_tangent, check_strided
 
 
 NORMS = ("none", "layer", "rms")
@@ -19,6 +19,8 @@ def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -
     _check_tensor("x", x, DTYPES)
     if not 1 <= x.dim() <= 4:
         raise ValueError(f"x: got {x.dim()} dimensions, expected 1 to 4")
+    if x.shape[-1] == 0:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected [..., K] with K >= 1")
     _check_choice("format", format, CODE_TYPES)
     _check_choice("norm", norm, NORMS)
     if norm == "none" and not (weight is None and bias is None):
@@ -34,7 +36,7 @@ def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -
         if tensor is not None:
             _check_tensor(name, tensor, DTYPES, x.device)
             _check_broadcasts(name, tensor, x.shape)
-    _refuse_gradients(x=x, weight=weight, bias=bias, gain=gain, shift=shift)
+    _refuse_gradients(x=x, weight=weight, bias=bias, gain=gain, shift=shift, balance=balance)
 
 
 def check_weight(weight, format, balance, is_gated: bool) -> None:
@@ -50,6 +52,8 @@ def check_weight(weight, format, balance, is_gated: bool) -> None:
         _check_tensor("balance", balance, DTYPES, weight.device)
         if balance.shape != weight.shape[1:]:
             raise ValueError(f"balance: got shape {tuple(balance.shape)}, expected {tuple(weight.shape[1:])}")
+        if not bool(((balance > 0) & balance.isfinite()).all()):
+            raise ValueError("balance: got numbers that are not positive and finite, expected those alone")
     if not bool(weight.isfinite().all()):
         raise ValueError("weight: got NaN or inf in it, expected finite numbers")
 
@@ -98,12 +102,13 @@ def _check_tensor(name: str, x, dtypes, device=None) -> None:
     check_strided(name, x)
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: got {x.dtype}, expected one of {dtypes}")
+    check_no_tangent(name, x)
     if device is not None and x.device != device:
         raise ValueError(f"{name}: got device {x.device}, expected {device}")
 
 
 def _check_choice(name: str, value, choices) -> None:
-    if value not in choices:
+    if value not in tuple(choices):
         raise ValueError(f"{name}: got {value!r}, expected one of {tuple(choices)}")
 
 

@@ -61,7 +61,7 @@ def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation
         y = y * gate.float()
     if residual is not None:
         y = residual.float() + y
-    return y.to(dtype)
+    return y.to(dtype).contiguous()  # a residual's strides may have come through
 
 
 def activated(y, activation: str):

@@ -26,11 +26,17 @@ from sage_kernels._triton.decode.append_kv import _append_kv_kernel
 from sage_kernels._triton.decode.combine import _combine_kernel
 from sage_kernels._triton.decode.kernel import _decode_attention_kernel
 from sage_kernels._triton.decode.tiles import LONG, decode_tile
+from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
+from sage_kernels._triton.linear.matmul import _linear_kernel
+from sage_kernels._triton.linear.matmul_tma import _linear_tma_kernel
+from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
+from sage_kernels._triton.linear.tiles import choose_linear_tile
 from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prologue.plan_step import _plan_step_kernel
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
+from sage_kernels.recipe import GATED
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -55,8 +61,8 @@ FP8_MATRIX = re.compile(
 INT8_MATRIX = re.compile(r"wgmma\.\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32|v_mfma_i32\S*_i8")
 
 
-def signature(kernel, constants, types):
-    """Types of the parameters and the ones divisible by 16, as at run time: pointers and strides."""
+def signature(kernel, constants, types, multiples=()):
+    """Types of the parameters and the ones divisible by 16, as at run time: pointers, strides, and `multiples`."""
     kinds, divisible = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -70,13 +76,13 @@ def signature(kernel, constants, types):
             kinds[name] = (
                 "i64" if name.startswith("stride") else "fp32" if name in ("softmax_scale", "softcap") else "i32"
             )
-        if kinds[name].startswith("*") or name.startswith("stride"):
+        if kinds[name].startswith("*") or name.startswith("stride") or name in multiples:
             divisible[(i,)] = [["tt.divisibility", 16]]
     return kinds, divisible
 
 
-def build(kernel, constants, types, target, **options):
-    kinds, divisible = signature(kernel, constants, types)
+def build(kernel, constants, types, target, multiples=(), **options):
+    kinds, divisible = signature(kernel, constants, types, multiples)
     source = ASTSource
     if getattr(kernel, "is_gluon", lambda: False)():
         from triton.experimental.gluon._runtime import GluonASTSource as source
@@ -269,6 +275,81 @@ def append(name: str, width: int, tokens: int) -> dict:
     return {"kernel": "append", **read(compiled)}
 
 
+def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False) -> dict:
+    """Rows of an activation in 8 bit; after a LayerNorm modulated by adaLN's vectors, after an RMSNorm by its own."""
+    _, width, rows, warps = quantize_shape(columns)
+    is_modulated = norm == "layer"
+    constants = {
+        "WIDTH": width, "ROWS": rows, "NORM": norm, "HAS_WEIGHT": norm == "rms", "HAS_BIAS": False,
+        "HAS_GAIN": is_modulated, "HAS_SHIFT": is_modulated, "HAS_BALANCE": False, "FP8": fp8,
+    }  # fmt: skip
+    types = dict.fromkeys(("x_ptr", "weight_ptr", "gain_ptr", "shift_ptr"), "*bf16") | {"eps": "fp32"}
+    types["codes_ptr"] = "*fp8e4nv" if fp8 else "*i8"
+    compiled = build(_quantize_rows_kernel, constants, types, TARGETS[name], ("count",), num_warps=warps)
+    return {"kernel": "quantize_rows", **read(compiled)}
+
+
+# of an 8-bit matmul: rows, columns, activation function, whether gate · y + residual follows. Few rows of text or of
+# a vector, few tiles, many
+LINEARS = {
+    "16": (16, 3072, "none", False),
+    "64": (64, 3072, "none", False),
+    "few": (512, 3072, "none", False),
+    "many": (32768, 3072, "none", False),
+    "many/gelu_tanh": (32768, 12288, "gelu_tanh", False),
+    "many/swiglu": (32768, 12288, "swiglu", False),
+    "many/gate_residual": (32768, 3072, "none", True),
+}
+
+
+def linear(name: str, kind: str, fp8: bool = False, copied: bool = True) -> dict:
+    """An 8-bit matmul with a bias and what follows. copied: by the copy engine, where the table says so."""
+    target, (rows, columns, activation, gated_residual) = TARGETS[name], LINEARS[kind]
+    capability = target.arch if target.backend == "cuda" else 0
+    tile = choose_linear_tile(capability, rows, columns, fp8=fp8, has_residual=gated_residual)
+    is_pair = activation in GATED
+    constants = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
+        "ACTIVATION": GATED.get(activation, activation), "GATED": is_pair, "HAS_BIAS": True,
+        "GATE": "row" if gated_residual else "none", "HAS_RESIDUAL": gated_residual, "FP8": fp8,
+        "ASM": target.backend == "cuda",
+    }  # fmt: skip
+    code = "fp8e4nv" if fp8 else "i8"
+    types = {"x_ptr": f"*{code}", "w_ptr": f"*{code}"}
+    types |= dict.fromkeys(("out_ptr", "residual_ptr", "bias_ptr", "gate_ptr"), "*bf16")
+    use_tma = tile.use_tma and copied
+    if use_tma:
+        part = tile.block_n // tile.parts // (2 if is_pair else 1)
+        types |= {"x_desc": f"tensordesc<{code}[{tile.block_m}, {tile.block_k}]>"}
+        types |= {"w_desc": f"tensordesc<{code}[{tile.block_n}, {tile.block_k}]>"}
+        types |= dict.fromkeys(("out_desc", "residual_desc"), f"tensordesc<bf16[{tile.block_m}, {part}]>")
+        constants["PARTS"] = tile.parts
+    else:
+        constants["STAGES"] = tile.num_stages
+    compiled = build(
+        _linear_tma_kernel if use_tma else _linear_kernel, constants, types, target,
+        ("columns", "columns_out", "depth"), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+    return {"kernel": "linear_tma" if use_tma else "linear", **read(compiled)}
+
+
+def linears(name: str):
+    """As `kernels`, of the 8-bit linear layers."""
+    for columns, norm in ((3072, "layer"), (3072, "none"), (15360, "none"), (100, "rms")):
+        yield f"{name}/quantize_rows/int8/{columns}/{norm}", quantize_rows(name, columns, norm)
+    kinds = LINEARS if name == "sm_90" else [kind for kind in LINEARS if kind != "few"]  # which have one tile there
+    for kind in kinds:
+        yield f"{name}/linear/int8/{kind}", linear(name, kind)
+    if name in FP8_TARGETS:
+        yield f"{name}/quantize_rows/fp8/3072/layer", quantize_rows(name, 3072, "layer", fp8=True)
+        for kind in ("16", "64", "many", "many/gate_residual"):
+            yield f"{name}/linear/fp8/{kind}", linear(name, kind, fp8=True)
+    if name == "sm_90":  # rows that the copy engine can't read
+        for kind in ("many", "many/gate_residual"):
+            yield f"{name}/linear/int8/{kind}/pointers", linear(name, kind, copied=False)
+
+
 def kernels(name: str):
     """(key of the table, facts) of every kernel that is looked at on one target."""
     for width in WIDTHS:
@@ -298,6 +379,7 @@ def kernels(name: str):
         yield "sm_90/value_amax/128", value_amax(name, 128)
         for width in (64, 128):
             yield f"sm_90/attention/{width}/planned/short", attention(name, width, "planned", keys=4096)
+    yield from linears(name)
     yield f"{name}/combine/128", combine(name, 128)
     yield f"{name}/plan_step/128", plan_step(name, 128)
     yield f"{name}/rotate/128", rotate(name, 128)

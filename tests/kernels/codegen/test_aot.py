@@ -149,6 +149,34 @@ def test_rotation_runs_on_matrix_units_without_spilling(kernels):
             assert all(loop["matrix"] for loop in facts["loops"])
 
 
+SHARED = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KiB a program may have; the others: 99
+
+
+def test_linear_layers_run_on_8_bit_matrix_units_within_shared_memory(kernels):
+    name = target_of(kernels)
+    found = {key: facts for key, facts in kernels.items() if "/linear/" in key}
+    assert len(found) >= 6 and (name not in ("sm_89", "sm_90", "sm_100", "sm_120") or len(found) >= 10)
+    for key, facts in found.items():
+        # tiles of 16 rows: mma.sync, which Hopper and the newer data centre GPUs have for FP16 alone, in place of FP8
+        widened = key in ("sm_90/linear/fp8/16", "sm_100/linear/fp8/16")
+        assert facts["int8_matrix"] == ("/int8/" in key), key
+        assert facts.get("fp8_matrix", False) == ("/fp8/" in key and not widened), key
+        assert facts["shared"] <= SHARED.get(name, 99) * 1024, (key, facts)
+    if name == "sm_90":  # what was timed there
+        assert {facts["kernel"] for key, facts in found.items() if "/many" in key and "pointers" not in key} == {
+            "linear_tma"
+        }
+
+
+def test_linear_layers_do_not_spill(kernels):
+    skip_unless_pinned()
+    for key, facts in kernels.items():
+        if "/linear/" in key:
+            assert all(loop["spills"] == 0 and loop["matrix"] for loop in facts.get("loops", [])), (key, facts)
+        if "/quantize_rows/" in key or ("/linear/" in key and not key.endswith("/gate_residual/pointers")):
+            assert facts.get("stack", 0) == 0, (key, facts)  # registers put away behind the loop: of a rare case
+
+
 def test_table_of_registers_and_loop_counts_is_the_committed_one(kernels):
     """A change here is a change of the machine code: look at it, then `make codegen`."""
     skip_unless_pinned()

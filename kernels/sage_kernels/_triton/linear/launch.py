@@ -36,18 +36,25 @@ def _broadcast(x: torch.Tensor, shape) -> tuple[torch.Tensor, int, int, int]:
         return x, shape[0] if len(shape) == 2 else 1, 0, x.stride(0) if len(shape) == 2 else 0
     if len(shape) == 4:
         x = x.flatten(1, 2) if x.stride(1) == x.stride(2) * shape[2] else x.contiguous().flatten(1, 2)
-    return x, x.shape[1], x.stride(0), x.stride(1)
+    # a size of 1 has any stride: with 0, one vector for all rows is known as such
+    return x, x.shape[1], *(step if size > 1 else 0 for step, size in zip(x.stride()[:2], x.shape, strict=False))
+
+
+def quantize_shape(columns: int) -> tuple[int, int, int, int]:
+    """For rows of so many columns: bytes from one row of codes to the next, the width and rows of a tile, warps."""
+    stride = _aligned(columns)
+    width = max(16, 1 << (stride - 1).bit_length())
+    return stride, width, max(1, 4096 // width), min(16, max(4, width // 1024))
 
 
 def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance):
     """See `sage_kernels.quantize_activation`. Rows of codes lie ALIGNMENT bytes apart or a multiple of that."""
     columns = x.shape[-1]
     flat = _as_rows(x)
-    number, stride = flat.shape[0], _aligned(columns)
+    number = flat.shape[0]
+    stride, width, rows, warps = quantize_shape(columns)
     codes = buffer(*x.shape[:-1], stride, dtype=CODE_TYPES[format], device=x.device, returned=True)
     scale = buffer(*x.shape[:-1], device=x.device, returned=True)
-    width = max(16, 1 << (stride - 1).bit_length())
-    rows = max(1, 4096 // width)
     none = scale  # never read where a pointer does not apply
     tokens, strides, given = 1, [], []
     for tensor in (gain, shift):
@@ -64,7 +71,7 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
             number, columns, tokens, eps, flat.stride(0), stride, *strides,
             WIDTH=width, ROWS=rows, NORM=norm, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             HAS_GAIN=gain is not None, HAS_SHIFT=shift is not None, HAS_BALANCE=balance is not None,
-            FP8=format == "fp8", num_warps=min(16, max(4, width // 1024)), enable_fp_fusion=False,
+            FP8=format == "fp8", num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return codes if stride == columns else codes[..., :columns], scale
 
@@ -85,7 +92,7 @@ def launch_quantized_linear(
     kind, gate_strides, tokens = "none", (0, 0), 1
     if gate is not None:
         gate, tokens, *gate_strides = _broadcast(gate, out.shape)
-        kind = "row" if any(gate_strides) and gate.stride(0) | gate.stride(-2 if gate.dim() > 1 else 0) else "all"
+        kind = "row" if any(gate_strides) else "all"
     constants = {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
         "ACTIVATION": GATED.get(activation, activation), "GATED": is_gated, "HAS_BIAS": bias is not None,

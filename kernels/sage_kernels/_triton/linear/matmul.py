@@ -48,8 +48,8 @@ def _linear_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FP8 else tl.int32)
     for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
         inside = (start + k < depth)[None, :]
-        x = tl.load(x_rows + (start + k)[None, :], mask=inside, other=0)
-        w = tl.load(w_rows + (start + k)[None, :], mask=inside, other=0)
+        x = tl.load(x_rows + (start + k)[None, :], mask=inside, other=0.0)
+        w = tl.load(w_rows + (start + k)[None, :], mask=inside, other=0.0)
         sums = multiply_add(sums, x, tl.trans(w), FP8)
     x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
     y = finish_tile(

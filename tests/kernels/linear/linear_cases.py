@@ -1,0 +1,154 @@
+"""What the tests of 8-bit linear layers share: the ops on each of their implementations, and derived error bounds."""
+
+from __future__ import annotations
+
+import torch
+
+from sage_kernels import QuantizedRows, library_matmul, linear, quantize_activation, quantized_linear
+from sage_kernels.recipe import GATED
+from sage_kernels.reference.linear import ref_quantize_activation
+
+
+FORMATS = ("int8", "fp8")
+NORMS = ("none", "layer", "rms")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
+_FP32 = 2.0**-24  # half a unit in the last place
+_HALF_UNIT = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: _FP32}
+_SMALLEST = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-126, torch.float32: 2.0**-126}
+
+
+class Linears:
+    """The ops, all of them, on one implementation of their kernels. Tensors go to its device, results come back.
+
+    tier: "reference", "interpreter" (the Triton kernels on CPU tensors) or "cuda". `patch` is pytest's monkeypatch.
+    """
+
+    def __init__(self, tier: str, patch):
+        self.tier, self.tile = tier, None
+        self.device = torch.device("cuda" if tier == "cuda" else "cpu")
+        if tier == "reference":
+            return
+        from sage_kernels._triton.linear import launch
+
+        def launch_linear(*given, **options):
+            return launch.launch_quantized_linear(*given, **options, tile=self.tile)
+
+        # a call that is made again has its tile from the first one; and PyTorch's matmul is not what is tested
+        patch.setattr(linear, "_make_again", lambda *_: (None, None))
+        patch.setattr(library_matmul, "does", lambda *_: False)
+        if tier == "interpreter":
+            patch.setattr(linear.reference, "ref_quantize_activation", launch.launch_quantize_activation)
+            patch.setattr(linear.reference, "ref_quantized_linear", launch_linear)
+        else:
+            table = launch._device_tile
+            patch.setattr(launch, "_device_tile", lambda *a, **k: self.tile or table(*a, **k))
+
+    def to_device(self, x):
+        if isinstance(x, QuantizedRows):
+            return QuantizedRows(self.to_device(x.codes), self.to_device(x.scale))
+        if not isinstance(x, torch.Tensor) or x.device == self.device:
+            return x
+        # as it lies: .to() would write strided memory anew
+        storage = torch.empty(0, dtype=x.dtype, device=self.device).set_(x.untyped_storage().to(self.device))
+        return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+
+    def quantize(self, x, **options) -> QuantizedRows:
+        result = quantize_activation(self.to_device(x), **{n: self.to_device(y) for n, y in options.items()})
+        assert isinstance(result, QuantizedRows) and result.codes.shape == x.shape
+        assert result.scale.shape == x.shape[:-1] and result.scale.dtype == torch.float32
+        return QuantizedRows(*(y.cpu() for y in result))
+
+    def multiply(self, x, weight, bias=None, tile=None, **options):
+        self.tile = tile
+        options = {n: self.to_device(y) for n, y in options.items()}
+        out = quantized_linear(self.to_device(x), self.to_device(weight), self.to_device(bias), **options)
+        columns = weight.codes.shape[0] // (2 if options.get("activation", "none") in GATED else 1)
+        assert out.shape == (*x.codes.shape[:-1], columns) and out.is_contiguous()
+        assert out.dtype == options.get("dtype", torch.bfloat16)
+        return out.cpu()
+
+    def check(self, x, weight, bias=None, **options):
+        """As `multiply`, held against exact arithmetic on the same codes."""
+        out = self.multiply(x, weight, bias, **options)
+        options.pop("tile", None)
+        wanted, bound = exact(x, weight, bias, tier=self.tier, **options)
+        error = (out.double() - wanted).abs()
+        assert (error <= bound).all(), (
+            f"{(error / bound).max():.3f} times the bound, at {int((error / bound).argmax())}"
+        )
+        return out
+
+
+def exact(
+    x, weight, bias=None, *, activation="none", gate=None, residual=None, dtype=torch.bfloat16, tier="reference"
+):
+    """The output in fp64, and how far the op may be from it: INT8 sums are exact, what follows is a few roundings of
+    fp32 each, and one to the output's type. FP8 sums are fp32, of units that keep 13 bits in a block (on a GPU).
+
+    The interpreter cuts bf16 off where a GPU rounds.
+    """
+    codes, w = x.codes.double(), weight.codes.double()
+    scales = x.scale.double()[..., None] * weight.scale.double()
+    y = codes @ w.mT * scales
+    bias = torch.zeros(()) if bias is None else bias.double()
+    error = 8 * _FP32 * (y.abs() + bias.abs())
+    if x.format == "fp8":
+        error += (2.0**-12 if tier == "cuda" else codes.shape[-1] * _FP32) * (codes.abs() @ w.abs().mT) * scales
+    y = y + bias
+    if activation in GATED:
+        (value, y), (value_error, error) = (z.unflatten(-1, (-1, 2)).unbind(-1) for z in (y, error))
+    steep = 1.0 if GATED.get(activation, activation) == "none" else 1.13  # no activation function is steeper
+    error = steep * error + (16 * _FP32 * y.abs() if steep > 1 else 0)
+    y = activated(y, GATED.get(activation, activation))
+    if activation in GATED:
+        error = value_error * y.abs() + value.abs() * error + _FP32 * (value * y).abs()
+        y = value * y
+    if gate is not None:
+        y, error = y * gate.double(), (error + 2 * _FP32 * y.abs()) * gate.double().abs()
+    if residual is not None:
+        error = error + 2 * _FP32 * (y.abs() + residual.double().abs())
+        y = y + residual.double()
+    half_unit = _HALF_UNIT[dtype] * (2 if tier == "interpreter" and dtype == torch.bfloat16 else 1)
+    return y, error + half_unit * (y.abs() + error) + _SMALLEST[dtype]
+
+
+def activated(y, name: str):
+    """PyTorch's own activation functions."""
+    if name == "silu":
+        return torch.nn.functional.silu(y)
+    return y if name == "none" else torch.nn.functional.gelu(y, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def oracle(x, *, format="int8", norm="none", weight=None, bias=None, eps=1e-6, gain=None, shift=None, balance=None):
+    """Codes and scales of the reference."""
+    options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
+    return QuantizedRows(*ref_quantize_activation(x, **options, gain=gain, shift=shift, balance=balance))
+
+
+def steps_apart(a, b):
+    """How many codes lie between the codes a and b."""
+    if a.dtype == torch.int8:
+        return (a.int() - b.int()).abs()
+    a, b = (x.view(torch.int8).int() for x in (a, b))
+    a, b = (torch.where(x < 0, -(x & 127), x) for x in (a, b))
+    return (a - b).abs()
+
+
+def assert_same_rows(got, wanted, is_exact: bool):
+    """Code for code; where a norm's sum has another order, a code near a tie may be the next one."""
+    apart = steps_apart(got.codes, wanted.codes)
+    if is_exact:
+        assert int(apart.max()) == 0 and torch.equal(got.scale, wanted.scale)
+        return
+    assert int(apart.max()) <= 1 and int(apart.count_nonzero()) <= max(1, apart.numel() // 500)
+    torch.testing.assert_close(got.scale, wanted.scale, rtol=16 * _FP32, atol=0)
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rows(*shape, format="int8", seed=0) -> QuantizedRows:
+    """N(0, 1), quantised."""
+    return oracle(normal(*shape, seed=seed), format=format)

@@ -1,0 +1,216 @@
+"""The 8-bit matmul with its epilogue, against exact arithmetic on the same codes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage_kernels import QuantizedRows, quantize_weight
+from sage_kernels.linear import interleaved
+from sage_kernels.recipe import GATED
+from tests.kernels.linear.linear_cases import ACTIVATIONS, DTYPES, FORMATS, activated, normal, oracle, rows
+
+
+pytest.importorskip("triton", reason="triton is not installed")
+from sage_kernels._triton.linear.tiles import LinearTile  # noqa: E402
+
+
+TILES = {
+    "pointers": LinearTile(16, 32, 32, 4, 2),
+    "tma": LinearTile(64, 64, 64, 4, 2, True, 1),
+    "tma, 2 parts": LinearTile(64, 64, 64, 4, 2, True, 2),
+    "tma, 4 parts": LinearTile(64, 128, 64, 4, 2, True, 4),
+}
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # of NumPy: SiLU of -100
+without_reference = pytest.mark.parametrize(
+    "tier", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+
+
+@pytest.fixture(params=TILES)
+def tile(request, linears):
+    if linears.tier == "reference" and request.param != "pointers":
+        pytest.skip("the reference has no tiles")
+    if TILES[request.param].use_tma and linears.tier == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("this GPU has no copy engine")
+    return TILES[request.param]
+
+
+def epilogue(shape, *, dtype=torch.float16):
+    """gate and residual of an output [B, S, N]."""
+    gate = normal(shape[0], 1, shape[2], seed=11).to(dtype)
+    return {"gate": gate, "residual": normal(*shape, seed=12).to(dtype)}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_alone_and_with_all_that_may_follow(linears, tile, activation):
+    x, weight = rows(2, 9, 96), rows(144, 96, seed=1)
+    columns = 72 if activation in GATED else 144
+    linears.check(x, weight, activation=activation, dtype=torch.float32, tile=tile)
+    bias = normal(144, dtype=torch.float16, seed=2)
+    linears.check(x, weight, bias, activation=activation, tile=tile, dtype=torch.float16, **epilogue((2, 9, columns)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_output_type(linears, tile, dtype, format):
+    x, weight = rows(2, 9, 96, format=format), rows(80, 96, seed=1, format=format)
+    linears.check(x, weight, normal(80, dtype=dtype, seed=2), tile=tile, dtype=dtype)
+    linears.check(x, weight, normal(80, seed=2), tile=tile, dtype=dtype, **epilogue((2, 9, 80), dtype=dtype))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("columns", [1, 72, 100])
+@pytest.mark.parametrize("depth", [1, 100, 272])
+def test_any_number_of_columns_and_any_depth(linears, tile, depth, columns, format):
+    x, weight = (
+        linears.quantize(normal(5, depth), format=format),
+        quantize_weight(normal(columns, depth), format=format),
+    )
+    assert weight.codes.stride(0) % 16 == 0
+    linears.check(x, weight, normal(columns, seed=2), residual=normal(5, columns, seed=3), tile=tile)
+
+
+@pytest.mark.parametrize("number", [1, 17, 65, 300])
+def test_any_number_of_rows(linears, tile, number):
+    x, weight = rows(number, 64), rows(72, 64, seed=1)
+    out = linears.check(x, weight, tile=tile, dtype=torch.float32)
+    linears.check(x, weight, residual=normal(number, 72, seed=3), tile=tile)
+    last = QuantizedRows(x.codes[-1:], x.scale[-1:])
+    assert torch.equal(linears.multiply(last, weight, tile=tile, dtype=torch.float32), out[-1:])
+
+
+@without_reference
+@pytest.mark.parametrize("number", [5, 40, 70])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_table_s_own_tiles(linears, number, format):
+    x, weight = rows(number, 272, format=format), rows(136, 272, format=format, seed=1)
+    linears.check(x, weight, normal(136, seed=2), activation="gelu_tanh")
+    linears.check(x, weight, residual=normal(number, 136, seed=3))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 1, 72), (72,), (1, 9, 72), (2, 9, 72), (1, 1, 72), (1,), (2, 9, 1), (9, 1), (2, 1, 1), (1, 72)],
+)
+def test_gates_of_every_shape(linears, tile, shape):
+    x, weight = rows(2, 9, 64), rows(72, 64, seed=1)
+    gate = normal(*shape, seed=2)
+    linears.check(x, weight, gate=gate, tile=tile, dtype=torch.float32)
+    one = QuantizedRows(x.codes[:1], x.scale[:1])
+    if shape[0] != 2:
+        linears.check(one, weight, gate=gate, tile=tile, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64), (2, 3, 4, 64), (1, 3, 1, 64)])
+def test_one_to_four_dimensions(linears, shape):
+    x, weight = rows(*shape), rows(40, 64, seed=1)
+    out = (*shape[:-1], 40)
+    for gate in ((40,), out, (*shape[:1], *(1 for _ in shape[1:-1]), 40)[-len(shape) :]):
+        linears.check(x, weight, normal(40, seed=2), gate=normal(*gate, seed=3), residual=normal(*out, seed=4))
+    if len(shape) == 4:
+        linears.check(x, weight, gate=normal(shape[0], 1, shape[2], 40, seed=3))
+        linears.check(x, weight, gate=normal(shape[1], 1, 1, seed=3))
+
+
+def test_an_empty_batch(linears):
+    x = linears.quantize(torch.zeros(0, 5, 64))
+    assert x.codes.shape == (0, 5, 64) and x.codes.dtype == torch.int8
+    out = linears.multiply(x, rows(40, 64), activation="swiglu", residual=torch.zeros(0, 5, 20))
+    assert out.shape == (0, 5, 20)
+
+
+def test_strided_operands(linears, tile):
+    """Views: of a wider tensor, transposed, every second row, off by one element, with stride 0."""
+    wide, weight = rows(2, 6, 160), rows(72, 64, seed=1)
+    bias = normal(144, seed=2)[::2]
+    for codes in (
+        wide.codes[..., 32:96],
+        wide.codes[:, ::2, :64],
+        wide.codes[..., 1:65],
+        wide.codes[..., ::2][..., :64],
+    ):
+        x = QuantizedRows(codes, wide.scale[:, ::2] if codes.shape[1] == 3 else wide.scale)
+        shape = (*codes.shape[:-1], 72)
+        residuals = [
+            normal(*shape[:-1], 144, seed=3)[..., 8:80], normal(shape[1], shape[0], 72, seed=3).transpose(0, 1),
+            normal(*shape[:-1], 145, seed=3)[..., 1:73], normal(1, 1, 72, seed=3).expand(shape),
+            normal(shape[0], 72, shape[1], seed=3).mT,
+        ]  # fmt: skip
+        for residual in residuals:
+            gate = normal(shape[0], 72, shape[1], seed=4).mT
+            linears.check(x, weight, bias, residual=residual, gate=gate, tile=tile)
+    shifted = oracle(normal(72, 80, seed=1))
+    linears.check(
+        QuantizedRows(wide.codes[..., :64], wide.scale),
+        QuantizedRows(shifted.codes[:, 3:67], shifted.scale),
+        tile=tile,
+    )
+    linears.check(
+        QuantizedRows(wide.codes[:1, :1, :64].expand(2, 6, 64), wide.scale[:1, :1].expand(2, 6)), weight, tile=tile
+    )
+
+
+def test_nothing_is_written_but_the_output(linears, tile):
+    x, weight, bias = rows(2, 9, 64), rows(72, 64, seed=1), normal(72, seed=2)
+    given = [*x, *weight, bias, *epilogue((2, 9, 72)).values()]
+    before = [y.clone() for y in given]
+    linears.multiply(x, weight, bias, gate=given[5], residual=given[6], tile=tile)
+    assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True))
+
+
+def test_long_int8_sums_are_exact(linears):
+    """15,360 products of 127 · 127: beyond what fp32 counts one by one."""
+    x = QuantizedRows(torch.full((3, 15360), 127, dtype=torch.int8), torch.ones(3))
+    codes = torch.full((16, 15360), 127, dtype=torch.int8)
+    codes[1, 5], codes[2], codes[3, ::2] = 126, -127, 0
+    linears.check(x, QuantizedRows(codes, torch.ones(16)), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("activation", GATED)
+def test_interleaved_weights_are_those_of_a_gated_module(linears, activation):
+    """First half values, second half gates, as GEGLU and SwiGLU modules of diffusers have them."""
+    x, weight, bias = normal(7, 256), normal(80, 256, seed=1) / 16, normal(80, seed=2)
+    quantized = quantize_weight(weight, is_gated=True)
+    out = linears.multiply(
+        linears.quantize(x), quantized, interleaved(bias), activation=activation, dtype=torch.float32
+    )
+    value, gate = torch.nn.functional.linear(x, weight, bias).chunk(2, -1)
+    wanted = value * activated(gate, GATED[activation])
+    assert (out - wanted).norm() / wanted.norm() < 0.03
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "silu"])
+@pytest.mark.filterwarnings("ignore:.*encountered in")  # of NumPy: that is what this is about
+def test_N03_infinite_and_large_sums(linears, tile, activation):
+    """As in fp32 PyTorch: large ones are themselves or nothing, never NaN."""
+    x = QuantizedRows(torch.ones(1, 32, dtype=torch.int8), torch.ones(1))
+    scale = torch.tensor([1e30, -1e30, 10.0, -10.0, 1e4, -1e4, 0.0, torch.nan])
+    weight = QuantizedRows(torch.ones(8, 32, dtype=torch.int8), scale)
+    out = linears.multiply(x, weight, activation=activation, tile=tile, dtype=torch.float32)[0]
+    wanted = activated(32 * scale, activation)
+    torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("library", [False, True])
+def test_long_sums_of_one_sign_are_right_on_a_gpu(library, format, monkeypatch):
+    """FP8 matrix units cut off what they add to a long sum: 23 % of this one with torch's fast accumulation."""
+    from sage_kernels import library_matmul, quantize_activation, quantized_linear, replay
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    if format == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
+    x, w = (normal(n, 15360, seed=n).abs().cuda() for n in (300, 512))
+    x, w = quantize_activation(x, format=format), quantize_weight(w, format=format)
+    if not library:
+        monkeypatch.setattr(library_matmul, "does", lambda *_: False)
+    replay.forget()
+    for number in (16, 64, 300):
+        part = QuantizedRows(x.codes[:number], x.scale[:number])
+        wanted = (part.codes.double() @ w.codes.double().mT) * part.scale.double()[:, None] * w.scale.double()
+        out = quantized_linear(part, w, dtype=torch.bfloat16 if library else torch.float32)
+        assert ((out.double() - wanted).abs() / wanted).max() < 0.003 + library * 2.0**-8
+    replay.forget()
