@@ -190,6 +190,8 @@ def _run(key, function, op: str, arguments):
     """The checked call: its launches are remembered under the key, if there is one."""
     if key is None:
         call = getattr(torch.ops.sage_kernels, op)
+        # a module's own parameters: the result would require a gradient, and the next call refuse it
+        arguments = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in arguments]
         if differentiates_forward():
             with without_tangents():
                 return call(*arguments)

@@ -32,6 +32,7 @@ GROUPS = {
     "S": "Shapes",
     "L": "Layouts and memory",
     "D": "Number formats",
+    "N": "8-bit linear layers",
     "E": "Devices and execution",
     "T": "Autograd, compilation, threads",
     "P": "Pipelines and processors",
