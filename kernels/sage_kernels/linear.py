@@ -118,9 +118,13 @@ def quantize_weight(
 
 
 def _aligned(codes: torch.Tensor, scale: torch.Tensor):
-    """Rows that lie a multiple of 16 bytes apart, as copy engines want them."""
-    padded = _new_rows(codes, codes.dtype)
-    return (codes if padded.stride() == codes.stride() else padded.copy_(codes)), scale
+    """As the kernel lays them out: rows a multiple of 16 bytes apart, as copy engines want them, zeros between."""
+    columns = codes.shape[-1]
+    if columns % 16 == 0:
+        return codes.contiguous(), scale.contiguous()
+    padded = codes.new_zeros((*codes.shape[:-1], -(-columns // 16) * 16))
+    padded[..., :columns] = codes
+    return padded[..., :columns], scale.contiguous()
 
 
 def _new_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -289,29 +289,30 @@ def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False
     return {"kernel": "quantize_rows", **read(compiled)}
 
 
-# of an 8-bit matmul: rows, columns, activation function, whether gate · y + residual follows. Few rows of text or of
-# a vector, few tiles, many
+# of an 8-bit matmul: rows, columns, activation function, the gate of gate · y + residual: one of each row, one for
+# all, or none of it. Few rows of text or of a vector, few tiles, many
 LINEARS = {
-    "16": (16, 3072, "none", False),
-    "64": (64, 3072, "none", False),
-    "few": (512, 3072, "none", False),
-    "many": (32768, 3072, "none", False),
-    "many/gelu_tanh": (32768, 12288, "gelu_tanh", False),
-    "many/swiglu": (32768, 12288, "swiglu", False),
-    "many/gate_residual": (32768, 3072, "none", True),
+    "16": (16, 3072, "none", "none"),
+    "64": (64, 3072, "none", "none"),
+    "few": (512, 3072, "none", "none"),
+    "many": (32768, 3072, "none", "none"),
+    "many/gelu_tanh": (32768, 12288, "gelu_tanh", "none"),
+    "many/swiglu": (32768, 12288, "swiglu", "none"),
+    "many/gate_residual": (32768, 3072, "none", "row"),
+    "many/one_gate_residual": (32768, 3072, "none", "all"),
 }
 
 
 def linear(name: str, kind: str, fp8: bool = False, copied: bool = True) -> dict:
     """An 8-bit matmul with a bias and what follows. copied: by the copy engine, where the table says so."""
-    target, (rows, columns, activation, gated_residual) = TARGETS[name], LINEARS[kind]
+    target, (rows, columns, activation, gate) = TARGETS[name], LINEARS[kind]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = choose_linear_tile(capability, rows, columns, fp8=fp8, has_residual=gated_residual)
+    tile = choose_linear_tile(capability, rows, columns, fp8=fp8, has_residual=gate != "none")
     is_pair = activation in GATED
     constants = {
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
         "ACTIVATION": GATED.get(activation, activation), "GATED": is_pair, "HAS_BIAS": True,
-        "GATE": "row" if gated_residual else "none", "HAS_RESIDUAL": gated_residual, "FP8": fp8,
+        "GATE": gate, "HAS_RESIDUAL": gate != "none", "FP8": fp8,
         "ASM": target.backend == "cuda",
     }  # fmt: skip
     code = "fp8e4nv" if fp8 else "i8"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from sage_kernels import QuantizedRows, library_matmul, linear, quantize_activation, quantized_linear
@@ -50,17 +51,22 @@ class Linears:
         if not isinstance(x, torch.Tensor) or x.device == self.device:
             return x
         # as it lies: .to() would write strided memory anew
-        storage = torch.empty(0, dtype=x.dtype, device=self.device).set_(x.untyped_storage().to(self.device))
-        return storage.as_strided(x.shape, x.stride(), x.storage_offset())
+        whole = x.as_strided((x.untyped_storage().nbytes() // x.element_size(),), (1,), 0)
+        return whole.to(self.device).as_strided(x.shape, x.stride(), x.storage_offset())
 
     def quantize(self, x, **options) -> QuantizedRows:
+        skip_without_fp8(self.device, options.get("format"))
         result = quantize_activation(self.to_device(x), **{n: self.to_device(y) for n, y in options.items()})
         assert isinstance(result, QuantizedRows) and result.codes.shape == x.shape
         assert result.scale.shape == x.shape[:-1] and result.scale.dtype == torch.float32
+        assert result.scale.is_contiguous() and result.codes.stride() == linear._new_rows(x, torch.int8).stride()
         return QuantizedRows(*(y.cpu() for y in result))
 
     def multiply(self, x, weight, bias=None, tile=None, **options):
         self.tile = tile
+        skip_without_fp8(self.device, x.format)
+        if tile is not None and tile.use_tma and self.tier == "cuda" and torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("this GPU has no copy engine")
         options = {n: self.to_device(y) for n, y in options.items()}
         out = quantized_linear(self.to_device(x), self.to_device(weight), self.to_device(bias), **options)
         columns = weight.codes.shape[0] // (2 if options.get("activation", "none") in GATED else 1)
@@ -80,11 +86,19 @@ class Linears:
         return out
 
 
+def skip_without_fp8(device, format: str | None) -> None:
+    """Skip a test that needs what this GPU lacks."""
+    if torch.device(device).type == "cuda" and format == "fp8":
+        if torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("this GPU has no FP8")
+
+
 def exact(
     x, weight, bias=None, *, activation="none", gate=None, residual=None, dtype=torch.bfloat16, tier="reference"
 ):
     """The output in fp64, and how far the op may be from it: INT8 sums are exact, what follows is a few roundings of
-    fp32 each, and one to the output's type. FP8 sums are fp32, of units that keep 13 bits in a block (on a GPU).
+    fp32 each, and one to the output's type. FP8 sums are of fp32; of what a GPU's units add at once, they drop what is
+    below 2^-13 of the largest.
 
     The interpreter cuts bf16 off where a GPU rounds.
     """
@@ -94,7 +108,11 @@ def exact(
     bias = torch.zeros(()) if bias is None else bias.double()
     error = 8 * _FP32 * (y.abs() + bias.abs())
     if x.format == "fp8":
-        error += (2.0**-12 if tier == "cuda" else codes.shape[-1] * _FP32) * (codes.abs() @ w.abs().mT) * scales
+        depth = codes.shape[-1]
+        error += depth * _FP32 * (codes.abs() @ w.abs().mT) * scales
+        if tier == "cuda":  # as many times as there are products, and sums of 32 of them
+            largest = (codes.abs()[..., None, :] * w.abs()).amax(-1)
+            error += (depth + depth // 32 + 1) * 2.0**-13 * largest * scales
     y = y + bias
     if activation in GATED:
         (value, y), (value_error, error) = (z.unflatten(-1, (-1, 2)).unbind(-1) for z in (y, error))

@@ -8,7 +8,16 @@ import torch
 from sage_kernels import QuantizedRows, quantize_weight
 from sage_kernels.linear import interleaved
 from sage_kernels.recipe import GATED
-from tests.kernels.linear.linear_cases import ACTIVATIONS, DTYPES, FORMATS, activated, normal, oracle, rows
+from tests.kernels.linear.linear_cases import (
+    ACTIVATIONS,
+    DTYPES,
+    FORMATS,
+    activated,
+    normal,
+    oracle,
+    rows,
+    skip_without_fp8,
+)
 
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -27,13 +36,16 @@ without_reference = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=TILES)
-def tile(request, linears):
-    if linears.tier == "reference" and request.param != "pointers":
-        pytest.skip("the reference has no tiles")
-    if TILES[request.param].use_tma and linears.tier == "cuda" and torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("this GPU has no copy engine")
-    return TILES[request.param]
+# each tile on the kernels; the reference has none
+on_every_tile = pytest.mark.parametrize(
+    ("tier", "tile"),
+    [
+        pytest.param("reference", None, id="reference"),
+        *(pytest.param("interpreter", tile, id=f"interpreter-{name}") for name, tile in TILES.items()),
+        *(pytest.param("cuda", tile, id=f"cuda-{name}", marks=pytest.mark.gpu) for name, tile in TILES.items()),
+    ],
+    indirect=["tier"],
+)
 
 
 def epilogue(shape, *, dtype=torch.float16):
@@ -43,6 +55,7 @@ def epilogue(shape, *, dtype=torch.float16):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
+@on_every_tile
 def test_every_activation_alone_and_with_all_that_may_follow(linears, tile, activation):
     x, weight = rows(2, 9, 96), rows(144, 96, seed=1)
     columns = 72 if activation in GATED else 144
@@ -53,6 +66,7 @@ def test_every_activation_alone_and_with_all_that_may_follow(linears, tile, acti
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
+@on_every_tile
 def test_every_output_type(linears, tile, dtype, format):
     x, weight = rows(2, 9, 96, format=format), rows(80, 96, seed=1, format=format)
     linears.check(x, weight, normal(80, dtype=dtype, seed=2), tile=tile, dtype=dtype)
@@ -62,6 +76,7 @@ def test_every_output_type(linears, tile, dtype, format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("columns", [1, 72, 100])
 @pytest.mark.parametrize("depth", [1, 100, 272])
+@on_every_tile
 def test_any_number_of_columns_and_any_depth(linears, tile, depth, columns, format):
     x, weight = (
         linears.quantize(normal(5, depth), format=format),
@@ -72,6 +87,7 @@ def test_any_number_of_columns_and_any_depth(linears, tile, depth, columns, form
 
 
 @pytest.mark.parametrize("number", [1, 17, 65, 300])
+@on_every_tile
 def test_any_number_of_rows(linears, tile, number):
     x, weight = rows(number, 64), rows(72, 64, seed=1)
     out = linears.check(x, weight, tile=tile, dtype=torch.float32)
@@ -93,6 +109,7 @@ def test_the_table_s_own_tiles(linears, number, format):
     "shape",
     [(2, 1, 72), (72,), (1, 9, 72), (2, 9, 72), (1, 1, 72), (1,), (2, 9, 1), (9, 1), (2, 1, 1), (1, 72)],
 )
+@on_every_tile
 def test_gates_of_every_shape(linears, tile, shape):
     x, weight = rows(2, 9, 64), rows(72, 64, seed=1)
     gate = normal(*shape, seed=2)
@@ -120,6 +137,7 @@ def test_an_empty_batch(linears):
     assert out.shape == (0, 5, 20)
 
 
+@on_every_tile
 def test_strided_operands(linears, tile):
     """Views: of a wider tensor, transposed, every second row, off by one element, with stride 0."""
     wide, weight = rows(2, 6, 160), rows(72, 64, seed=1)
@@ -151,6 +169,7 @@ def test_strided_operands(linears, tile):
     )
 
 
+@on_every_tile
 def test_nothing_is_written_but_the_output(linears, tile):
     x, weight, bias = rows(2, 9, 64), rows(72, 64, seed=1), normal(72, seed=2)
     given = [*x, *weight, bias, *epilogue((2, 9, 72)).values()]
@@ -182,6 +201,7 @@ def test_interleaved_weights_are_those_of_a_gated_module(linears, activation):
 
 @pytest.mark.parametrize("activation", ["none", "gelu", "gelu_tanh", "silu"])
 @pytest.mark.filterwarnings("ignore:.*encountered in")  # of NumPy: that is what this is about
+@on_every_tile
 def test_N03_infinite_and_large_sums(linears, tile, activation):
     """As in fp32 PyTorch: large ones are themselves or nothing, never NaN."""
     x = QuantizedRows(torch.ones(1, 32, dtype=torch.int8), torch.ones(1))
@@ -201,8 +221,7 @@ def test_long_sums_of_one_sign_are_right_on_a_gpu(library, format, monkeypatch):
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    if format == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8")
+    skip_without_fp8("cuda", format)
     x, w = (normal(n, 15360, seed=n).abs().cuda() for n in (300, 512))
     x, w = quantize_activation(x, format=format), quantize_weight(w, format=format)
     if not library:

