@@ -7,6 +7,7 @@ planning/ may import ops; recipe, numerics, masking, state and compat are the gr
 from .attention import sage_attention
 from .checks.attention import REASONS, unsupported
 from .decode import append_kv, sage_decode_attention
+from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state
 
@@ -18,9 +19,13 @@ __all__ = [
     "ROTATIONS",
     "SCALINGS",
     "HeadState",
+    "QuantizedRows",
     "Recipe",
     "append_kv",
     "new_head_state",
+    "quantize_activation",
+    "quantize_weight",
+    "quantized_linear",
     "sage_attention",
     "sage_decode_attention",
     "unsupported",

@@ -1,0 +1,133 @@
+"""Input checks of the 8-bit linear layers: which argument, what it got, what is expected, before any launch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from .checks import DTYPES, check_strided
+
+
+FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+NORMS = ("none", "layer", "rms")
+GATED = ("geglu", "geglu_tanh", "swiglu")
+ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
+
+
+def gated(activation: str) -> bool:
+    """Whether an activation function takes pairs of columns."""
+    return activation in GATED
+
+
+def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -> None:
+    _check_tensor("x", x, DTYPES)
+    if not 1 <= x.dim() <= 4:
+        raise ValueError(f"x: got {x.dim()} dimensions, expected 1 to 4")
+    _check_choice("format", format, FORMATS)
+    _check_choice("norm", norm, NORMS)
+    if norm == "none" and not (weight is None and bias is None):
+        raise ValueError('weight, bias: got them with norm="none", expected None; they are the norm\'s own')
+    if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps >= 0):
+        raise ValueError(f"eps: got {eps!r}, expected a finite number >= 0")
+    for name, vector in (("weight", weight), ("bias", bias), ("balance", balance)):
+        if vector is not None:
+            _check_tensor(name, vector, DTYPES, x.device)
+            if vector.shape != x.shape[-1:]:
+                raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected {tuple(x.shape[-1:])}")
+    for name, tensor in (("gain", gain), ("shift", shift)):
+        if tensor is not None:
+            _check_tensor(name, tensor, DTYPES, x.device)
+            _check_broadcasts(name, tensor, x.shape)
+    _refuse_gradients(x=x, weight=weight, bias=bias, gain=gain, shift=shift)
+
+
+def check_weight(weight, format, balance, is_gated: bool) -> None:
+    _check_tensor("weight", weight, DTYPES)
+    _check_choice("format", format, FORMATS)
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected [N, K] with N, K >= 1")
+    if weight.is_meta:
+        raise ValueError("weight: got one on the meta device, expected its numbers; load the weights first")
+    if is_gated and weight.shape[0] % 2:
+        raise ValueError(f"weight: got {weight.shape[0]} rows, expected an even number for a gated activation")
+    if balance is not None:
+        _check_tensor("balance", balance, DTYPES, weight.device)
+        if balance.shape != weight.shape[1:]:
+            raise ValueError(f"balance: got shape {tuple(balance.shape)}, expected {tuple(weight.shape[1:])}")
+    if not bool(weight.isfinite().all()):
+        raise ValueError("weight: got NaN or inf in it, expected finite numbers")
+
+
+def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
+    for name, rows in (("x", x), ("weight", weight)):
+        if not (isinstance(rows, tuple) and len(rows) == 2):
+            raise TypeError(f"{name}: got {type(rows).__name__}, expected QuantizedRows (codes, scale)")
+        codes, scale = rows
+        _check_tensor(f"{name}.codes", codes, tuple(FORMATS.values()))
+        _check_tensor(f"{name}.scale", scale, (torch.float32,), codes.device)
+        if scale.shape != codes.shape[:-1]:
+            raise ValueError(f"{name}.scale: got shape {tuple(scale.shape)}, expected {tuple(codes.shape[:-1])}")
+    (codes, _), (w_codes, _) = x, weight
+    if w_codes.dim() != 2 or not 1 <= codes.dim() <= 4 or codes.shape[-1] != w_codes.shape[1]:
+        got = f"{tuple(codes.shape)} and {tuple(w_codes.shape)}"
+        raise ValueError(f"x.codes, weight.codes: got shapes {got}, expected [..., K] and [N, K]")
+    if codes.dtype != w_codes.dtype:
+        raise TypeError(f"weight.codes: got {w_codes.dtype}, expected {codes.dtype} as x.codes")
+    if codes.device != w_codes.device:
+        raise ValueError(f"weight.codes: got device {w_codes.device}, expected {codes.device} as x.codes")
+    _check_choice("activation", activation, ACTIVATIONS)
+    if dtype not in DTYPES:
+        raise TypeError(f"dtype: got {dtype}, expected one of {DTYPES}")
+    columns = w_codes.shape[0]
+    if gated(activation) and columns % 2:
+        raise ValueError(f"weight.codes: got {columns} rows, expected an even number for {activation!r}")
+    shape = (*codes.shape[:-1], columns // 2 if gated(activation) else columns)
+    if bias is not None:
+        _check_tensor("bias", bias, DTYPES, codes.device)
+        if bias.shape != (columns,):
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {(columns,)}")
+    if gate is not None:
+        _check_tensor("gate", gate, DTYPES, codes.device)
+        _check_broadcasts("gate", gate, shape)
+    if residual is not None:
+        _check_tensor("residual", residual, DTYPES, codes.device)
+        if residual.shape != shape:
+            raise ValueError(f"residual: got shape {tuple(residual.shape)}, expected {tuple(shape)}")
+    _refuse_gradients(bias=bias, gate=gate, residual=residual)
+
+
+def _check_tensor(name: str, x, dtypes, device=None) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    check_strided(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got {x.dtype}, expected one of {dtypes}")
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: got device {x.device}, expected {device}")
+
+
+def _check_choice(name: str, value, choices) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}: got {value!r}, expected one of {tuple(choices)}")
+
+
+def _check_broadcasts(name: str, x, shape) -> None:
+    pairs = zip(reversed(x.shape), reversed(shape), strict=False)
+    if x.dim() > len(shape) or any(mine not in (1, size) for mine, size in pairs):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected one that broadcasts to {tuple(shape)}")
+
+
+def _refuse_gradients(**tensors) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if (
+            x is not None
+            and x.requires_grad
+            and not (isinstance(x, torch.nn.Parameter) and name in ("weight", "bias"))
+        ):
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires a gradient, expected none; 8-bit linear layers have no backward: "
+                "call under torch.no_grad(), or detach()"
+            )

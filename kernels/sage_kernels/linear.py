@@ -1,0 +1,179 @@
+"""8-bit linear layers: quantise rows, multiply, and finish in one pass; Triton on a GPU, the reference on a CPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from . import reference_linear as reference
+from .checks_linear import FORMATS, check_activation, check_linear, check_weight, gated
+
+
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+_library.define(
+    "quantize_activation(Tensor x, str format, str norm, Tensor? weight, Tensor? bias, float eps, Tensor? gain, "
+    "Tensor? shift, Tensor? balance) -> (Tensor, Tensor)"
+)
+_library.define(
+    "quantized_linear(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
+    "Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor"
+)
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in 8 bit, one scale a row: an activation [..., K], or the weight [N, K] of a linear layer.
+
+    Attributes:
+        codes: int8 or float8_e4m3fn [..., K], the last stride 1.
+        scale: fp32 [...]; a row is codes · scale. NaN for a row that held NaN or inf.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def format(self) -> str:
+        """ "int8" or "fp8"."""
+        return "int8" if self.codes.dtype == torch.int8 else "fp8"
+
+
+def quantize_activation(
+    x: torch.Tensor,
+    *,
+    format: str = "int8",
+    norm: str = "none",
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    gain: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    balance: torch.Tensor | None = None,
+) -> QuantizedRows:
+    """Rows of an activation in 8 bit, each by its own largest element, in one pass: norm, modulation, rounding.
+
+    What is quantised is (norm(x) · weight + bias) · gain + shift, then · balance, computed in fp32 without rounding
+    in between.
+
+    Args:
+        x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
+        format: "int8" (127 levels each side; the more exact one for rows without outliers) or "fp8" (e4m3).
+        norm: "none", "layer" (LayerNorm) or "rms" (RMSNorm), over K, with `eps`.
+        weight, bias: [K], the norm's own; None for ones and zeros. Only with a norm.
+        gain, shift: broadcastable to x, usually [B, 1, K]: adaLN's 1 + scale and shift. None for ones and zeros.
+        balance: fp32 [K], positive: divides outlier channels, whose weights were multiplied by it (`quantize_weight`).
+    Returns: codes of x's shape, scale of x's shape without K.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks_linear.py.
+    Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
+    """
+    check_activation(x, format, norm, weight, bias, eps, gain, shift, balance)
+    arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance)
+    return QuantizedRows(*torch.ops.sage_kernels.quantize_activation(*arguments))
+
+
+SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)  # of a weight row's largest element, that are tried
+
+
+def quantize_weight(
+    weight: torch.Tensor, *, format: str = "int8", balance: torch.Tensor | None = None, is_gated: bool = False
+) -> QuantizedRows:
+    """A linear layer's weight in 8 bit, one scale an output channel; done once, by plain PyTorch.
+
+    The range of a row's codes is its largest element or a smaller share of it (SHRINKS), whichever leaves the least
+    squared error: a row with one outlier rounds all others finer.
+
+    Args:
+        weight: [N, K] fp16, bf16 or fp32, finite.
+        format: "int8" or "fp8".
+        balance: fp32 [K], what `quantize_activation` is given: the weight's columns are divided by it.
+        is_gated: the first N/2 rows give the value, the others the gate of GEGLU or SwiGLU; they are stored in turns,
+            as `quantized_linear` wants them for `activation="geglu"` and "swiglu".
+    Returns: codes [N, K], scale [N].
+    """
+    check_weight(weight, format, balance, is_gated)
+    w = weight.detach().float()
+    w = w if balance is None else w / balance.float()
+    if is_gated:
+        w = interleaved(w)
+    if format == "fp8":  # relative precision does not hang on the range
+        return QuantizedRows(*reference.quantize(w, format))
+    amax = w.abs().amax(-1)
+    best, least = amax, torch.full_like(amax, torch.inf)
+    for shrink in SHRINKS:
+        codes, scale = reference.quantize(w, format, amax * shrink)
+        error = (codes.float() * scale[:, None] - w).square().sum(-1)
+        best = torch.where(error < least, amax * shrink, best)
+        least = torch.minimum(error, least)
+    return QuantizedRows(*reference.quantize(w, format, best))
+
+
+def interleaved(rows: torch.Tensor) -> torch.Tensor:
+    """[N, ...] whose first half are values and second half gates, in turns: value 0, gate 0, value 1, gate 1 …"""
+    return torch.stack(rows.chunk(2), 1).flatten(0, 1)
+
+
+def quantized_linear(
+    x: QuantizedRows,
+    weight: QuantizedRows,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "none",
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """residual + gate · activation(x · weightᵀ + bias) of 8-bit rows, exact sums, one rounding at the end.
+
+    Args:
+        x: codes [..., K], scale [...], as `quantize_activation` returns them.
+        weight: codes [N, K] of the same format, scale [N], as `quantize_weight` returns them.
+        bias: [N] or None; with a gated activation in the weight's order (`interleaved`).
+        activation: "none", "gelu", "gelu_tanh", "silu", or of pairs of columns "geglu", "geglu_tanh", "swiglu":
+            value · activation(gate), N / 2 columns.
+        gate: broadcastable to the output, usually [B, 1, N]: adaLN's gate.
+        residual: of the output's shape.
+        dtype: of the output, fp16, bf16 or fp32.
+    Returns: [..., N], contiguous.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks_linear.py.
+    """
+    check_linear(x, weight, bias, activation, gate, residual, dtype)
+    return torch.ops.sage_kernels.quantized_linear(*x, *weight, bias, activation, gate, residual, dtype)
+
+
+def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balance):
+    options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
+    options |= {"gain": gain, "shift": shift, "balance": balance}
+    if x.is_cuda and x.numel():
+        from ._triton.linear.launch_linear import launch_quantize_activation
+
+        return launch_quantize_activation(x, **options)
+    if x.numel() == 0:
+        return torch.empty_like(x, dtype=FORMATS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return reference.ref_quantize_activation(x, **options)
+
+
+def _quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
+    options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
+    if codes.is_cuda and codes.numel():
+        from ._triton.linear.launch_linear import launch_quantized_linear
+
+        return launch_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
+    return reference.ref_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
+
+
+def _fake_quantize_activation(x, format, *_):
+    return x.new_empty(x.shape, dtype=FORMATS[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _fake_quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
+    columns = weight.shape[0] // (2 if gated(activation) else 1)
+    return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
+
+
+for _name, _function, _fake in (
+    ("quantize_activation", _quantize_activation, _fake_quantize_activation),
+    ("quantized_linear", _quantized_linear, _fake_quantized_linear),
+):
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _device)
+    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)

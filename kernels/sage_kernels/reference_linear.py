@@ -1,0 +1,76 @@
+"""8-bit linear layers in plain PyTorch, rounding where the kernels round: their oracle, and what runs on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from .numerics import divide, round_to_e4m3
+from .recipe import AMAX_FLOOR, E4M3_MAX, INT8_MAX
+
+
+# of the tanh form of GELU, x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))
+_SQRT_2_OVER_PI, _CUBIC = 0.7978845608028654, 0.044715
+
+
+def ref_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance):
+    """Codes [..., K] and scale [...] fp32 of x [..., K]: see `sage_kernels.quantize_activation`."""
+    x = normalized(x.float(), norm, weight, bias, eps)
+    if gain is not None:
+        x = x * gain.float()
+    if shift is not None:
+        x = x + shift.float()
+    if balance is not None:
+        x = x * balance.float()
+    return quantize(x, format)
+
+
+def normalized(x, norm: str, weight, bias, eps: float):
+    """x fp32 [..., K] after LayerNorm ("layer"), RMSNorm ("rms") or nothing ("none"), in fp32."""
+    if norm == "layer":
+        x = x - x.mean(-1, keepdim=True)
+    if norm != "none":
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        x = x * weight.float()
+    return x if bias is None else x + bias.float()
+
+
+def quantize(x, format: str, amax=None):
+    """Codes and scale of the rows of x fp32 [..., K]; amax [...] in place of the rows' own, which then clips.
+
+    A row with something that is not finite has the scale NaN, and with it all that is computed from the row.
+    """
+    largest = E4M3_MAX if format == "fp8" else float(INT8_MAX)
+    finite = torch.where(x.isfinite(), x, 0.0)
+    amax = (finite.abs().amax(-1) if amax is None else amax).clamp_min(AMAX_FLOOR)
+    lost = (x * 0.0).sum(-1)
+    y = finite * divide(largest, amax)[..., None]
+    y = round_to_e4m3(y).to(torch.float8_e4m3fn) if format == "fp8" else torch.round(y).clamp(-127, 127).to(torch.int8)
+    return y, amax / largest + lost
+
+
+def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype):
+    """[..., N] of codes [..., K], scale [...], weight [N, K] and its scale [N]: `sage_kernels.quantized_linear`."""
+    # INT8 products of up to 2^24 / 127² elements are exact in fp32, and longer ones in fp64
+    sums = (codes.double() @ weight.double().mT).float()
+    y = sums * scale[..., None] * weight_scale
+    if bias is not None:
+        y = y + bias.float()
+    y = activated(y, activation)
+    if gate is not None:
+        y = y * gate.float()
+    if residual is not None:
+        y = residual.float() + y
+    return y.to(dtype)
+
+
+def activated(y, activation: str):
+    """y fp32 [..., N] after its activation function; "geglu" and "swiglu" take pairs of columns: [..., N / 2]."""
+    if activation in ("geglu", "geglu_tanh", "swiglu"):
+        value, gate = y.unflatten(-1, (-1, 2)).unbind(-1)
+        return value * activated(gate, {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}[activation])
+    if activation == "gelu":
+        return torch.nn.functional.gelu(y)
+    if activation == "gelu_tanh":
+        return y * torch.sigmoid(y * (1 + _CUBIC * y * y) * (2 * _SQRT_2_OVER_PI))
+    return torch.nn.functional.silu(y) if activation == "silu" else y
