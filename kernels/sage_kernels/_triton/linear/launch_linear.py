@@ -1,0 +1,148 @@
+"""Launches of the 8-bit linear layers' kernels on the tensors' device and current stream; arguments are checked."""
+
+import torch
+
+from ...checks_linear import FORMATS, gated
+from .. import compat
+from ..launch import buffer, launch, processors_of
+from .linear_tiles import LinearTile, choose_linear_tile
+from .matmul import _linear_kernel
+from .matmul_tma import _linear_tma_kernel
+from .quantize_rows import _quantize_rows_kernel
+
+
+ALIGNMENT = 16  # bytes: of rows of codes, as the copy engine wants them
+_GROUP = 8  # rows of tiles that are walked together
+_ACTIVATIONS = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
+
+
+def _aligned(number: int) -> int:
+    return -(-number // ALIGNMENT) * ALIGNMENT
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as [rows, K] whose last stride is 1, a view where its strides allow one."""
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def _broadcast(x: torch.Tensor, shape) -> tuple[torch.Tensor, int, int, int]:
+    """A tensor that broadcasts to `shape` [..., K], the tokens of a sample, and its strides from sample to sample and
+    from token to token."""
+    x = x.expand(shape)
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        x = x.contiguous()
+    if len(shape) <= 2:
+        return x, shape[0] if len(shape) == 2 else 1, 0, x.stride(0) if len(shape) == 2 else 0
+    if len(shape) == 4:
+        x = x.flatten(1, 2) if x.stride(1) == x.stride(2) * shape[2] else x.contiguous().flatten(1, 2)
+    return x, x.shape[1], x.stride(0), x.stride(1)
+
+
+def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance):
+    """See `sage_kernels.quantize_activation`. Rows of codes lie ALIGNMENT bytes apart or a multiple of that."""
+    columns = x.shape[-1]
+    flat = _as_rows(x)
+    number, stride = flat.shape[0], _aligned(columns)
+    codes = buffer(number, stride, dtype=FORMATS[format], device=x.device, returned=True)
+    scale = buffer(number, device=x.device, returned=True)
+    width = max(16, 1 << (stride - 1).bit_length())
+    rows = max(1, 4096 // width)
+    none = scale  # never read where a pointer does not apply
+    tokens, strides, given = 1, [], []
+    for tensor in (gain, shift):
+        if tensor is None:
+            given, strides = [*given, none], [*strides, 0, 0]
+        else:
+            tensor, tokens, *steps = _broadcast(tensor, x.shape)
+            given, strides = [*given, tensor], [*strides, *steps]
+    with torch.cuda.device_of(x):
+        launch(
+            _quantize_rows_kernel, -(-number // rows),
+            flat, codes, scale, *(none if t is None else t.contiguous() for t in (weight, bias)), *given,
+            none if balance is None else balance.contiguous(),
+            number, columns, tokens, eps, flat.stride(0), stride, *strides,
+            WIDTH=width, ROWS=rows, NORM=norm, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+            HAS_GAIN=gain is not None, HAS_SHIFT=shift is not None, HAS_BALANCE=balance is not None,
+            FP8=format == "fp8", num_warps=min(16, max(4, width * rows // 1024)), enable_fp_fusion=False,
+        )  # fmt: skip
+    return codes[:, :columns].unflatten(0, x.shape[:-1]), scale.view(x.shape[:-1])
+
+
+def _aligned_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Codes [..., K] as rows whose stride is a multiple of ALIGNMENT, zeros beyond K: as they are where a launch of
+    ours made them, else copied."""
+    columns = codes.shape[-1]
+    rows = codes.reshape(-1, columns)
+    if rows.stride(1) == 1 and rows.stride(0) % ALIGNMENT == 0 and columns % ALIGNMENT == 0:
+        return rows
+    if rows.stride(1) == 1 and rows.stride(0) == _aligned(columns):  # of launch_quantize_activation
+        return rows.as_strided((rows.shape[0], _aligned(columns)), rows.stride())
+    padded = rows.new_zeros(rows.shape[0], _aligned(columns))
+    padded[:, :columns] = rows
+    return padded
+
+
+def launch_quantized_linear(
+    codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype, tile: LinearTile | None = None
+):
+    """See `sage_kernels.quantized_linear`. tile: overrides the table (benchmarks, tests)."""
+    shape, is_gated = codes.shape[:-1], gated(activation)
+    columns = weight.shape[0]
+    columns_out = columns // 2 if is_gated else columns
+    x, w = _aligned_codes(codes), _aligned_codes(weight)
+    rows, depth = x.shape
+    tile = tile or _device_tile(x.device, rows, columns, depth)
+    out = buffer(*shape, columns_out, dtype=dtype, device=x.device, returned=True)
+    none = weight_scale
+    kind, gate_strides, tokens = "none", (0, 0), 1
+    if gate is not None:
+        gate, tokens, *gate_strides = _broadcast(gate, out.shape)
+        kind = "row" if any(gate_strides) and gate.stride(0) | gate.stride(-2 if gate.dim() > 1 else 0) else "all"
+    constants = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
+        "ACTIVATION": _ACTIVATIONS.get(activation, activation), "GATED": is_gated, "HAS_BIAS": bias is not None,
+        "GATE": kind, "HAS_RESIDUAL": residual is not None, "FP8": codes.dtype != torch.int8,
+        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+    }  # fmt: skip
+    tiles = -(-rows // tile.block_m) * -(-columns // tile.block_n)
+    vectors = [scale.reshape(-1).contiguous(), weight_scale.contiguous()]
+    vectors += [none if t is None else t for t in (None if bias is None else bias.contiguous(), gate)]
+    sizes = [rows, columns, columns_out, depth, tokens]
+    flat = out.view(-1, columns_out)
+    residual = None if residual is None else _as_rows(residual)
+    use_tma = tile.use_tma and all(_copyable(t) for t in (x, w, flat) + (() if residual is None else (residual,)))
+    with torch.cuda.device_of(x):
+        if use_tma:
+            programs = min(tiles, processors_of(x.device))
+            part = [tile.block_m, tile.block_n // tile.parts // (2 if is_gated else 1)]
+            launch(
+                _linear_tma_kernel, programs, _describe(x, [tile.block_m, tile.block_k]),
+                _describe(w, [tile.block_n, tile.block_k]), _describe(flat, part),
+                _describe(flat if residual is None else residual, part), *vectors, *sizes, programs, *gate_strides,
+                PARTS=tile.parts, **constants,
+            )  # fmt: skip
+        else:
+            launch(
+                _linear_kernel, tiles, x, w, out, none if residual is None else residual, *vectors, *sizes,
+                x.stride(0), w.stride(0), *gate_strides, 0 if residual is None else residual.stride(0),
+                STAGES=tile.num_stages, **constants,
+            )  # fmt: skip
+    return out
+
+
+def _copyable(x: torch.Tensor) -> bool:
+    """Whether the copy engine can read and write rows [R, K]: they lie at multiples of 16 bytes."""
+    return x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0 and x.stride(1) == 1
+
+
+def _describe(x: torch.Tensor, block: list[int]):
+    return compat.TensorDescriptor(x, list(x.shape), list(x.stride()), block)
+
+
+def _device_tile(device: torch.device, rows: int, columns: int, depth: int) -> LinearTile:
+    if device.type != "cuda" or torch.version.hip is not None:
+        return choose_linear_tile(0, rows, columns, depth)
+    major, minor = torch.cuda.get_device_capability(device)
+    tile = choose_linear_tile(10 * major + minor, rows, columns, depth)
+    return tile._replace(use_tma=tile.use_tma and compat.TensorDescriptor is not None)

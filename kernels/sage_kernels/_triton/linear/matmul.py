@@ -1,0 +1,54 @@
+"""The 8-bit matmul with its epilogue, for any GPU: tiles are read through pointers."""
+
+import triton
+import triton.language as tl
+
+from .epilogue import finish_tile
+
+
+@triton.jit
+def tile_of(program, rows, columns, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Which tile a program computes: GROUP rows of tiles are walked column by column, so that they share what they
+    read in the cache."""
+    tiles_m, tiles_n = tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N)
+    first = program // (GROUP * tiles_n) * GROUP
+    size = tl.minimum(tiles_m - first, GROUP)
+    inside = program % (GROUP * tiles_n)
+    return first + inside % size, inside // size
+
+
+@triton.jit(do_not_specialize=["rows", "tokens"])
+def _linear_kernel(
+    x_ptr, w_ptr, out_ptr, residual_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr,
+    rows, columns, columns_out, depth, tokens, stride_x, stride_w, stride_gb, stride_gt, stride_r,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """out [rows, columns_out] of codes x [rows, depth] and w [columns, depth]. depth is a multiple of 16; codes beyond
+    the layer's own K are zero. Grid: tiles."""
+    i, j = tile_of(tl.program_id(0), rows, columns, BLOCK_M, BLOCK_N, GROUP)
+    m, n = i * BLOCK_M + tl.arange(0, BLOCK_M), j * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows beyond the last read it again: a mask on them would be one more of each load
+    x_rows = x_ptr + tl.minimum(m, rows - 1).to(tl.int64)[:, None] * stride_x
+    w_rows = w_ptr + tl.minimum(n, columns - 1).to(tl.int64)[:, None] * stride_w
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32 if FP8 else tl.int32)
+    for start in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
+        inside = (start + k < depth)[None, :]
+        x = tl.load(x_rows + (start + k)[None, :], mask=inside, other=0)
+        w = tl.load(w_rows + (start + k)[None, :], mask=inside, other=0)
+        sums = tl.dot(x, tl.trans(w), sums, out_dtype=tl.float32 if FP8 else tl.int32)
+    x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
+    y = finish_tile(
+        sums, m, j * BLOCK_N, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb,
+        stride_gt, BLOCK_M, BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE,
+    )  # fmt: skip
+    BLOCK_OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    o = j * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = (m < rows)[:, None] & (o < columns_out)[None, :]
+    if HAS_RESIDUAL:
+        at = residual_ptr + m.to(tl.int64)[:, None] * stride_r + o[None, :]
+        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    at = out_ptr + m.to(tl.int64)[:, None] * columns_out + o[None, :]
+    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=inside)

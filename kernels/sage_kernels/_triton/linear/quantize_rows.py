@@ -1,0 +1,59 @@
+"""Rows in 8 bit, each by its own largest element: norm, modulation, balance and rounding in one pass over memory."""
+
+import triton
+import triton.language as tl
+
+from ..primitives import AMAX_FLOOR, E4M3_MAX, INT8_MAX, nan_unless_finite, round_to_int8, to_e4m3
+
+
+@triton.jit
+def _load_vector(ptr, columns, count):
+    """[1, WIDTH] of a vector of all rows, in fp32."""
+    return tl.load(ptr + columns, mask=columns < count, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _load_by_row(ptr, rows, columns, number, count, tokens, stride_batch, stride_token):
+    """[ROWS, WIDTH] of what is broadcast over rows by strides, row r being token r % tokens of sample r // tokens."""
+    base = (rows // tokens).to(tl.int64) * stride_batch + (rows % tokens).to(tl.int64) * stride_token
+    mask = (rows < number)[:, None] & (columns < count)[None, :]
+    return tl.load(ptr + base[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["number", "tokens", "eps"])
+def _quantize_rows_kernel(
+    x_ptr, codes_ptr, scale_ptr, weight_ptr, bias_ptr, gain_ptr, shift_ptr, balance_ptr,
+    number, count, tokens, eps, stride_x, stride_codes, stride_gb, stride_gt, stride_sb, stride_st,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BALANCE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Quantise rows [number, count]; codes beyond `count`, up to stride_codes, become zero. Grid: groups of ROWS."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    inside = (rows < number)[:, None] & (columns < count)[None, :]
+    base = rows.to(tl.int64)[:, None]
+    x = tl.load(x_ptr + base * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    size = count.to(tl.float32)
+    if NORM == "layer":
+        x = tl.where(inside, x - tl.div_rn(tl.sum(x, 1), size)[:, None], 0.0)
+    if NORM != "none":
+        x = x * tl.rsqrt(tl.div_rn(tl.sum(x * x, 1), size) + eps)[:, None]
+    if HAS_WEIGHT:
+        x = x * _load_vector(weight_ptr, columns, count)
+    if HAS_BIAS:
+        x = x + _load_vector(bias_ptr, columns, count)
+    if HAS_GAIN:
+        x = x * _load_by_row(gain_ptr, rows, columns, number, count, tokens, stride_gb, stride_gt)
+    if HAS_SHIFT:
+        x = x + _load_by_row(shift_ptr, rows, columns, number, count, tokens, stride_sb, stride_st)
+    if HAS_BALANCE:
+        x = x * _load_vector(balance_ptr, columns, count)
+    lost = nan_unless_finite(x, 1)
+    x = tl.where(x * 0.0 == 0.0, x, 0.0)
+    largest = E4M3_MAX if FP8 else INT8_MAX
+    amax = tl.maximum(tl.max(tl.abs(x), 1), AMAX_FLOOR)
+    x = x * tl.div_rn(amax * 0.0 + largest, amax)[:, None]
+    codes = to_e4m3(x) if FP8 else round_to_int8(x)
+    stored = (rows < number)[:, None] & (columns < stride_codes)[None, :]
+    tl.store(codes_ptr + base * stride_codes + columns[None, :], codes, mask=stored)
+    tl.store(scale_ptr + rows, tl.div_rn(amax, amax * 0.0 + largest) + lost, mask=rows < number)
