@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from . import reference_linear as reference
-from .checks_linear import FORMATS, check_activation, check_linear, check_weight, gated
+from .checks.linear import FORMATS, check_activation, check_linear, check_weight, gated
+from .reference import linear as reference
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -63,7 +63,7 @@ def quantize_activation(
         gain, shift: broadcastable to x, usually [B, 1, K]: adaLN's 1 + scale and shift. None for ones and zeros.
         balance: fp32 [K], positive: divides outlier channels, whose weights were multiplied by it (`quantize_weight`).
     Returns: codes of x's shape, scale of x's shape without K.
-    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks_linear.py.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
     """
     check_activation(x, format, norm, weight, bias, eps, gain, shift, balance)
@@ -134,7 +134,7 @@ def quantized_linear(
         residual: of the output's shape.
         dtype: of the output, fp16, bf16 or fp32.
     Returns: [..., N], contiguous.
-    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks_linear.py.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
     check_linear(x, weight, bias, activation, gate, residual, dtype)
     return torch.ops.sage_kernels.quantized_linear(*x, *weight, bias, activation, gate, residual, dtype)
@@ -144,7 +144,7 @@ def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balanc
     options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
     options |= {"gain": gain, "shift": shift, "balance": balance}
     if x.is_cuda and x.numel():
-        from ._triton.linear.launch_linear import launch_quantize_activation
+        from ._triton.linear.launch import launch_quantize_activation
 
         return launch_quantize_activation(x, **options)
     if x.numel() == 0:
@@ -155,7 +155,7 @@ def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balanc
 def _quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
     if codes.is_cuda and codes.numel():
-        from ._triton.linear.launch_linear import launch_quantized_linear
+        from ._triton.linear.launch import launch_quantized_linear
 
         return launch_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
     return reference.ref_quantized_linear(codes, scale, weight, weight_scale, bias, **options)

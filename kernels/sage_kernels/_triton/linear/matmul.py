@@ -23,7 +23,8 @@ def _linear_kernel(
     rows, columns, columns_out, depth, tokens, stride_x, stride_w, stride_gb, stride_gt, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, STAGES: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+    IMPRECISE: tl.constexpr,
 ):  # fmt: skip
     """out [rows, columns_out] of codes x [rows, depth] and w [columns, depth]. depth is a multiple of 16; codes beyond
     the layer's own K are zero. Grid: tiles."""
@@ -38,11 +39,17 @@ def _linear_kernel(
         inside = (start + k < depth)[None, :]
         x = tl.load(x_rows + (start + k)[None, :], mask=inside, other=0)
         w = tl.load(w_rows + (start + k)[None, :], mask=inside, other=0)
-        sums = tl.dot(x, tl.trans(w), sums, out_dtype=tl.float32 if FP8 else tl.int32)
+        sums = tl.dot(
+            x,
+            tl.trans(w),
+            sums,
+            max_num_imprecise_acc=IMPRECISE if FP8 else None,
+            out_dtype=tl.float32 if FP8 else tl.int32,
+        )
     x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
     y = finish_tile(
         sums, m, j * BLOCK_N, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb,
-        stride_gt, BLOCK_M, BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE,
+        stride_gt, BLOCK_M, BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, ASM,
     )  # fmt: skip
     BLOCK_OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     o = j * BLOCK_OUT + tl.arange(0, BLOCK_OUT)

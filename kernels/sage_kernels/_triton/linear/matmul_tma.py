@@ -12,14 +12,14 @@ def _store_part(
     sums, m, i, j, part, x_scale, w_scale_ptr, bias_ptr, gate_ptr, residual_desc, out_desc, rows, columns, columns_out,
     tokens, stride_gb, stride_gt,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Finish and store one of the PARTS of a tile's columns."""
     PART: tl.constexpr = BLOCK_N // PARTS
     first = j * BLOCK_N + part * PART
     y = finish_tile(
         sums, m, first, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb,
-        stride_gt, BLOCK_M, PART, ACTIVATION, GATED, HAS_BIAS, GATE,
+        stride_gt, BLOCK_M, PART, ACTIVATION, GATED, HAS_BIAS, GATE, ASM,
     )  # fmt: skip
     at = [i * BLOCK_M, first // 2 if GATED else first]
     if HAS_RESIDUAL:
@@ -33,7 +33,8 @@ def _linear_tma_kernel(
     rows, columns, columns_out, depth, tokens, programs, stride_gb, stride_gt,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, FP8: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, FP8: tl.constexpr, ASM: tl.constexpr,
+    IMPRECISE: tl.constexpr,
 ):  # fmt: skip
     """As `_linear_kernel`; descriptors of codes x [rows, depth], w [columns, depth], out and residual [rows,
     columns_out]. What lies beyond their edges is read as zero and not written. A tile is finished in PARTS of its
@@ -45,7 +46,13 @@ def _linear_tma_kernel(
         for start in range(0, depth, BLOCK_K):
             x = x_desc.load([i * BLOCK_M, start])
             w = w_desc.load([j * BLOCK_N, start])
-            sums = tl.dot(x, w.T, sums, out_dtype=tl.float32 if FP8 else tl.int32)
+            sums = tl.dot(
+                x,
+                w.T,
+                sums,
+                max_num_imprecise_acc=IMPRECISE if FP8 else None,
+                out_dtype=tl.float32 if FP8 else tl.int32,
+            )
         m = i * BLOCK_M + tl.arange(0, BLOCK_M)
         x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
         parts = (sums,)
@@ -58,5 +65,5 @@ def _linear_tma_kernel(
             _store_part(
                 parts[part], m, i, j, part, x_scale, w_scale_ptr, bias_ptr, gate_ptr, residual_desc, out_desc, rows,
                 columns, columns_out, tokens, stride_gb, stride_gt, BLOCK_M, BLOCK_N, PARTS, ACTIVATION, GATED,
-                HAS_BIAS, GATE, HAS_RESIDUAL,
+                HAS_BIAS, GATE, HAS_RESIDUAL, ASM,
             )  # fmt: skip

@@ -2,16 +2,17 @@
 
 import torch
 
-from ...checks_linear import FORMATS, gated
+from ...checks.linear import FORMATS, gated
 from .. import compat
 from ..launch import buffer, launch, processors_of
-from .linear_tiles import LinearTile, choose_linear_tile
 from .matmul import _linear_kernel
 from .matmul_tma import _linear_tma_kernel
 from .quantize_rows import _quantize_rows_kernel
+from .tiles import LinearTile, choose_linear_tile
 
 
 ALIGNMENT = 16  # bytes: of rows of codes, as the copy engine wants them
+_IMPRECISE = [2**30]
 _GROUP = 8  # rows of tiles that are walked together
 _ACTIVATIONS = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 
@@ -47,7 +48,7 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
     codes = buffer(number, stride, dtype=FORMATS[format], device=x.device, returned=True)
     scale = buffer(number, device=x.device, returned=True)
     width = max(16, 1 << (stride - 1).bit_length())
-    rows = max(1, 4096 // width)
+    rows = max(1, 1024 // width)
     none = scale  # never read where a pointer does not apply
     tokens, strides, given = 1, [], []
     for tensor in (gain, shift):
@@ -64,7 +65,7 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
             number, columns, tokens, eps, flat.stride(0), stride, *strides,
             WIDTH=width, ROWS=rows, NORM=norm, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             HAS_GAIN=gain is not None, HAS_SHIFT=shift is not None, HAS_BALANCE=balance is not None,
-            FP8=format == "fp8", num_warps=min(16, max(4, width * rows // 1024)), enable_fp_fusion=False,
+            FP8=format == "fp8", num_warps=min(16, max(2, width // 4096)), enable_fp_fusion=False,
         )  # fmt: skip
     return codes[:, :columns].unflatten(0, x.shape[:-1]), scale.view(x.shape[:-1])
 
@@ -103,6 +104,8 @@ def launch_quantized_linear(
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
         "ACTIVATION": _ACTIVATIONS.get(activation, activation), "GATED": is_gated, "HAS_BIAS": bias is not None,
         "GATE": kind, "HAS_RESIDUAL": residual is not None, "FP8": codes.dtype != torch.int8,
+        "IMPRECISE": _IMPRECISE[0],
+        "ASM": x.is_cuda and torch.version.hip is None,
         "num_warps": tile.num_warps, "num_stages": tile.num_stages,
     }  # fmt: skip
     tiles = -(-rows // tile.block_m) * -(-columns // tile.block_n)

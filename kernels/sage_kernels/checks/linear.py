@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .checks import DTYPES, check_strided
+from .tensors import DTYPES, check_strided
 
 
 FORMATS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
