@@ -12,7 +12,7 @@ from .tiles import LinearTile, choose_linear_tile
 
 
 ALIGNMENT = 16  # bytes: of rows of codes, as the copy engine wants them
-_IMPRECISE = [2**30]
+_IMPRECISE = [0]
 _GROUP = 8  # rows of tiles that are walked together
 _ACTIVATIONS = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 

@@ -43,7 +43,7 @@ def _linear_kernel(
             x,
             tl.trans(w),
             sums,
-            max_num_imprecise_acc=IMPRECISE if FP8 else None,
+            max_num_imprecise_acc=IMPRECISE if IMPRECISE > 0 else None,
             out_dtype=tl.float32 if FP8 else tl.int32,
         )
     x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)

@@ -50,7 +50,7 @@ def _linear_tma_kernel(
                 x,
                 w.T,
                 sums,
-                max_num_imprecise_acc=IMPRECISE if FP8 else None,
+                max_num_imprecise_acc=IMPRECISE if IMPRECISE > 0 else None,
                 out_dtype=tl.float32 if FP8 else tl.int32,
             )
         m = i * BLOCK_M + tl.arange(0, BLOCK_M)
