@@ -13,7 +13,7 @@ import logging
 
 from .diffusion.pipeline_method import add_pipeline_method
 from .on_import import when_imported
-from .options import SageAttnProcessor, UnsupportedAttentionError, read_policies_with
+from .options import SageAttnProcessor, UnsupportedAttentionError, UnsupportedLinearError, read_policies_with
 from .version import __version__ as __version__
 
 
@@ -22,6 +22,8 @@ _HOMES = {
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
     "Int8KVCacheError": "language.kv_cache",
+    "ChangedInputError": "linears.lazy",
+    "LinearSwap": "linears.swap",
     "Probe": "diffusion.probe",
     "Report": "diffusion.report",
     "apply": "diffusion.handle",
@@ -29,6 +31,7 @@ _HOMES = {
     "calibrate": "calibration.search",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.handle",
+    "quantize_linears": "linears.swap",
     "read_policy": "calibration.policy_files",
     "register_transformers": "language.attention",
     "sage_class": "diffusion.processors",
@@ -43,10 +46,13 @@ _MODULES = {
 __all__ = [
     "SageAttnProcessor",
     "UnsupportedAttentionError",
+    "UnsupportedLinearError",
     "Calibration",
+    "ChangedInputError",
     "Handle",
     "Int8KVCache",
     "Int8KVCacheError",
+    "LinearSwap",
     "Probe",
     "Report",
     "apply",
@@ -54,6 +60,7 @@ __all__ = [
     "calibrate",
     "handle_of",
     "processors_for",
+    "quantize_linears",
     "register_transformers",
     "sage_class",
 ]

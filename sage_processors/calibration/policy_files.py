@@ -19,9 +19,10 @@ from ..version import __version__
 from ..whole_file import write_whole
 
 
-FORMAT_VERSION = 2  # 2: recipes by layer, ranges of noise levels
+FORMAT_VERSION = 3  # 2: recipes by layer, ranges of noise levels; 3: 8-bit linear layers
 # Options that files of an earlier version don't hold: they were written with what is their default now.
-_SINCE = {1: {"keep_noise", "layer_recipe", "layer_keep_noise"}}
+_NEW_IN_3 = {"linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"}
+_SINCE = {1: {"keep_noise", "layer_recipe", "layer_keep_noise"} | _NEW_IN_3, 2: _NEW_IN_3}
 MAX_FILE_BYTES = 2**20
 _REMEDY = "write it again with sage_processors.calibrate"
 _FIELDS = {

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from sage_kernels.planning.rules import NEED_RUNS, RULES
 
 from ..layer_report import LayerReport, empty_table, reasons
+from ..linears.report import LinearReport, rows_of
 from ..options import PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
 from .processors import CALLS, EVENTS, is_sage
@@ -14,6 +17,7 @@ from .rebind import attention_calls
 ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
 
 
+@dataclass
 class Report(LayerReport):
     """Result of `handle.report()`.
 
@@ -46,7 +50,16 @@ class Report(LayerReport):
                 the latest call.
             note: what else to know.
         notes: about the handle as a whole.
+        linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.
     """
+
+    linears: LinearReport | None = None
+
+    def print(self, console=None) -> None:
+        """Print the tables with rich, to `console` or the terminal."""
+        super().print(console)
+        if self.linears is not None:
+            self.linears.print(console)
 
     @property
     def bytes_saved(self) -> int:
@@ -270,4 +283,5 @@ def build_report(handle) -> Report:
     for name, model in (handle._models() if handle._active else {}).items():
         if not any(model is known for known in swapped):
             notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
-    return Report(rows, notes)
+    swaps = [part.linears for part in handle._parts if part.linears is not None]
+    return Report(rows, notes, LinearReport([row for swap in swaps for row in rows_of(swap)]) if swaps else None)
