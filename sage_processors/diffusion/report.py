@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from sage_kernels.planning.rules import NEED_RUNS, RULES
 
 from ..layer_report import LayerReport, empty_table, reasons
@@ -17,7 +15,6 @@ from .rebind import attention_calls
 ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
 
 
-@dataclass
 class Report(LayerReport):
     """Result of `handle.report()`.
 
@@ -52,14 +49,6 @@ class Report(LayerReport):
         notes: about the handle as a whole.
         linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.
     """
-
-    linears: LinearReport | None = None
-
-    def print(self, console=None) -> None:
-        """Print the tables with rich, to `console` or the terminal."""
-        super().print(console)
-        if self.linears is not None:
-            self.linears.print(console)
 
     @property
     def bytes_saved(self) -> int:

@@ -25,10 +25,10 @@ class LazyLinear(Lazy):
     A sum with a residual of the same shape computes it all in one pass.
     """
 
-    def __init__(self, shape, dtype, device, module, x, activation="none", gate=None, modules=None):
+    def __init__(self, shape, dtype, device, module, x, activation="none", gate=None):
         super().__init__(shape, dtype, device)
         self._module, self._x, self._activation, self._gate = module, x, activation, gate
-        self._modules = modules  # (value, gate) of a gated activation over two modules
+        self._storage = module._sage_linear.storage
 
     def _finish(self, residual=None, dtype=None) -> torch.Tensor:
         if self._gate is not None and self._gate.is_changed:
@@ -42,6 +42,11 @@ class LazyLinear(Lazy):
         gate = None if self._gate is None else self._gate.tensor
         activation = self._activation
         if activation in GATED.values():
+            if storage is not self._storage:
+                raise ChangedInputError(
+                    f"weight of {self._module._sage_linear.label}: got one that was exchanged between the call and the "
+                    "use of its result, expected the one of the call"
+                )
             rows, bias = storage.all_rows, storage.bias(0, len(storage.modules) - 1)
         else:
             rows, bias = storage.rows_of(index, index), storage.bias(index, index)
@@ -58,7 +63,7 @@ class LazyLinear(Lazy):
         return self._finish()
 
     def _with(self, **changes):
-        kept = {"activation": self._activation, "gate": self._gate, "modules": self._modules} | changes
+        kept = {"activation": self._activation, "gate": self._gate} | changes
         return LazyLinear(self._shape, self._dtype, self._device, self._module, self._x, **kept)
 
     @property
@@ -184,15 +189,16 @@ def _gated_pair(a: LazyLinear, b: LazyLinear) -> LazyLinear | None:
 
 
 def _gelu(args, kwargs):
-    (x, *rest) = args
-    approximate = rest[0] if rest else kwargs.get("approximate", "none")
+    x = args[0] if args else None
+    approximate = kwargs.get("approximate", "none")
     names = {"none": "gelu", "tanh": "gelu_tanh"}
     return x._activated(names[approximate]) if approximate in names and isinstance(x, _ACTIVATED) else None
 
 
 def _silu(args, kwargs):
+    x = args[0] if args else None
     in_place = args[1] if len(args) > 1 else kwargs.get("inplace", False)
-    return args[0]._activated("silu") if not in_place and args and isinstance(args[0], _ACTIVATED) else None
+    return x._activated("silu") if not in_place and isinstance(x, _ACTIVATED) else None
 
 
 def _dropout(args, kwargs):

@@ -1,4 +1,4 @@
-"""The output of a norm that is not computed yet: a linear layer in 8 bit takes norm, modulation and rounding in one."""
+"""The output of a norm that is not computed yet: an 8-bit linear layer takes norm, modulation and rounding in one."""
 
 from __future__ import annotations
 

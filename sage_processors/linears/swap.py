@@ -20,8 +20,8 @@ from .weights import LinearState
 
 
 DROPPED = (
-    "weight of {}: got a model whose 16-bit weights were dropped (drop_weights=True), expected one that still has them; "
-    "load the model again"
+    "weight of {}: got a model whose 16-bit weights were dropped (drop_weights=True), expected one that still has "
+    "them; load the model again"
 )
 
 
