@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sage_kernels import QuantizedRows, quantized_linear
+from sage_kernels import quantized_linear
 
 from .lazy import ChangedInputError, Lazy, Operand, can_wait, is_by_token, real_of
 from .storage import Storage
 
 
 GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
+_GATED = frozenset(GATED.values())
 _STOCK = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -28,7 +29,10 @@ class LazyLinear(Lazy):
     def __init__(self, shape, dtype, device, module, x, activation="none", gate=None):
         super().__init__(shape, dtype, device)
         self._module, self._x, self._activation, self._gate = module, x, activation, gate
-        self._storage = module._sage_linear.storage
+        state = module._sage_linear
+        self._storage = state.storage
+        # taken now: the next call of the layer may find another one
+        self._bias = state.storage.bias(0, len(state.storage.modules) - 1) if activation in _GATED else state.bias
 
     def _finish(self, residual=None, dtype=None) -> torch.Tensor:
         if self._gate is not None and self._gate.is_changed:
@@ -41,16 +45,17 @@ class LazyLinear(Lazy):
         index = self._module._sage_linear.index
         gate = None if self._gate is None else self._gate.tensor
         activation = self._activation
-        if activation in GATED.values():
+        if activation in _GATED:
             if storage is not self._storage:
                 raise ChangedInputError(
-                    f"weight of {self._module._sage_linear.label}: got one that was exchanged between the call and the "
-                    "use of its result, expected the one of the call"
+                    f"weight of {self._module._sage_linear.label}: got one that was exchanged between the call "
+                    "and the use of its result, expected the one of the call"
                 )
-            rows, bias = storage.all_rows, storage.bias(0, len(storage.modules) - 1)
+            rows, bias = storage.all_rows, self._bias
         else:
-            rows, bias = storage.rows_of(index, index), storage.bias(index, index)
+            rows, bias = storage.rows_of(index, index), self._bias
             if storage.in_turns and len(storage.modules) == 1:  # its columns come in turns: put them back
+                bias = None if bias is None else storage.turned(bias)
                 y = quantized_linear(self._x, rows, bias, activation=activation, dtype=self._dtype)
                 y = storage.turned_back(y)
                 y = y if gate is None else y * gate
@@ -150,9 +155,10 @@ def _put_in_turns(module, *, gate_first: bool) -> bool:
     if storage.in_turns or len(storage.modules) > 1:
         return len(storage.modules) == 1 and storage.gate_first == gate_first
     turned = Storage([module], in_turns=True, gate_first=gate_first)
-    codes, scale = storage.all_rows
     with torch.no_grad(), torch.inference_mode(False):
-        turned.take([QuantizedRows(codes, scale)])
+        rows = storage.all_rows
+        storage.clear()  # not written over: whoever reads the old tensors still finds the old order
+        turned.write(0, rows)
     state.storage = turned
     return True
 
@@ -178,7 +184,8 @@ def _gated_pair(a: LazyLinear, b: LazyLinear) -> LazyLinear | None:
                 return None
             for state in states:
                 state.storage.clear()
-            pair.take(parts)
+            for index, part in enumerate(parts):
+                pair.write(index, part)
         for index, state in enumerate(states):
             state.storage, state.index = pair, index
         storage = pair

@@ -88,11 +88,7 @@ def _in_8_bit(module, base, x):
         version = version_of(x)
     run = state.run
     if run is not None and version is not None:
-        if state.index == run.first:
-            for other in storage.modules[run.first + 1 : run.last + 1]:
-                other._sage_linear.prepare(other)
-            run = state.run  # a weight that can't be quantised has broken it up
-        y = None if run is None else run.output(state.index, x, version, rows, dtype)
+        y = run.output(state.index, x, version, rows, dtype)
         if y is not None:
             return y
     shape = torch.Size((*x.shape[:-1], module.out_features))
@@ -106,8 +102,8 @@ def _compiled(module, base, x):
     weight = module._parameters.get("weight")
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     home = storage.modules[0]._buffers
-    codes, scale = home.get(CODES), home.get(SCALE)
-    if reason is None and (codes is None or state.failed or codes.device != x.device):
+    codes = home.get(CODES)
+    if reason is None and (codes is None or state.failed or codes.device != x.device or not state.is_filled):
         reason = "weight"
     if reason is not None:
         state.stay_exact(reason)
@@ -138,7 +134,7 @@ class _SwappedLinear:
     @property
     def bias(self):
         if not torch.compiler.is_compiling():
-            self._sage_linear.storage.forget_bias()
+            self._sage_linear.bias_touched = True
         return _parameter(self, "bias")
 
     def _apply(self, fn, recurse=True):

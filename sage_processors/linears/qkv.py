@@ -29,7 +29,8 @@ class Run:
 
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
-        self._waiting = None  # (weak reference to the input, its version, dtype, {index: result})
+        # (weak reference to the input, its version, dtype, {index: (version of the weight, result)})
+        self._waiting = None
 
     def __getstate__(self):
         return self.__dict__ | {"_waiting": None}
@@ -45,10 +46,11 @@ class Run:
                 return None
             reference, known_version, known_dtype, results = waiting
             if reference() is x and known_version == version and known_dtype == dtype:
-                result = results.pop(index, None)
+                weight_version, result = results.pop(index, (None, None))
                 if not results:
                     self._waiting = None
-                return result
+                is_current = weight_version == self.storage.modules[index]._sage_linear.version
+                return result if is_current else None
             self._break_up(index)
             return None
         if waiting is not None and waiting[0]() is not None and waiting[3]:
@@ -58,11 +60,15 @@ class Run:
 
     def _all(self, x, version, rows, dtype):
         storage, first, last = self.storage, self.first, self.last
+        modules = storage.modules[first : last + 1]
+        states = [module._sage_linear for module in modules]
+        # those that are offloaded now are as they were, or their own call notices
+        if not all([state.prepare(module) for state, module in zip(states, modules, strict=True)]):
+            return None
         together = quantized_linear(rows, storage.rows_of(first, last), storage.bias(first, last), dtype=dtype)
-        results = dict(
-            enumerate(together.split([m.out_features for m in storage.modules[first : last + 1]], -1), first)
-        )
-        own = results.pop(first)
+        parts = together.split([module.out_features for module in modules], -1)
+        results = {i: (s.version, y) for i, s, y in zip(range(first, last + 1), states, parts, strict=True)}
+        own = results.pop(first)[1]
         self._waiting = (weakref.ref(x, self._forget), version, dtype, results)
         return own
 

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from sage_kernels import QuantizedRows, quantize_weight
+from sage_kernels import QuantizedRows
 from sage_kernels.compat import mark_static_address
 
 
 CODES, SCALE = "_sage_codes", "_sage_scale"
-
-
-def is_ready_for(module, device: torch.device) -> bool:
-    """Whether the module's 16-bit weight is on a device now, and can be read."""
-    weight = module._parameters.get("weight")
-    return weight is not None and not weight.is_meta and weight.device == device
 
 
 class Storage:
@@ -26,18 +20,16 @@ class Storage:
             value's row 0, the gate's row 0, the value's row 1 … Of one module: its first half of rows is a part, and
             the other one the other.
         gate_first: of one module in turns: the first half is the gate.
+        filled: of each module, whether its rows are there.
     """
 
     def __init__(self, modules, *, in_turns: bool = False, gate_first: bool = False):
         self.modules, self.in_turns, self.gate_first = list(modules), in_turns, gate_first
+        self.filled = [False] * len(self.modules)
         self.starts = [0]
         for module in self.modules:
             self.starts.append(self.starts[-1] + module.out_features)
-        self._bias = self._bias_key = None
-
-    @property
-    def is_filled(self) -> bool:
-        return self.modules[0]._buffers.get(CODES) is not None
+        self._biases, self._bias = (), None
 
     @property
     def all_rows(self) -> QuantizedRows:
@@ -55,29 +47,23 @@ class Storage:
         start, stop = self.starts[first], self.starts[last + 1]
         return QuantizedRows(codes[start:stop], scale[start:stop])
 
-    def fill(self, format: str) -> None:
-        """Quantise all modules' weights, into the tensors that are there where they fit: graphs may read them."""
-        parts = [quantize_weight(module._parameters["weight"], format=format) for module in self.modules]
-        codes, scale = (self._laid_out([part[i] for part in parts]) for i in range(2))
-        self._keep(codes, scale)
-
-    def write(self, index: int, format: str) -> None:
-        """Quantise one module's weight anew."""
-        if len(self.modules) == 1 or not self.is_filled:
-            return self.fill(format)
-        rows = quantize_weight(self.modules[index]._parameters["weight"], format=format)
+    def write(self, index: int, rows: QuantizedRows) -> None:
+        """Keep the 8-bit weight of one module, in the tensors that are there where it fits: graphs may read them."""
+        home = self.modules[0]
+        if len(self.modules) == 1:
+            rows = QuantizedRows(*(self.turned(part) for part in rows)) if self.in_turns else rows
+        for name, part in zip((CODES, SCALE), rows, strict=True):
+            old = home._buffers.get(name)
+            shape = (self.starts[-1], *part.shape[1:])
+            if old is None or (old.shape, old.dtype, old.device) != (shape, part.dtype, part.device):
+                put_buffer(home, name, part.new_zeros(shape))
         for mine, new in zip(self.rows_of(index, index), rows, strict=True):
             mine.copy_(new)
-        return None
-
-    def take(self, parts) -> None:
-        """Keep codes and scales that were quantised before: one QuantizedRows a module."""
-        self._keep(*(self._laid_out([part[i] for part in parts]) for i in range(2)))
+        self.filled[index] = True
 
     def _laid_out(self, parts):
         if len(self.modules) == 1:
-            (part,) = parts
-            return self.turned(part) if self.in_turns else part
+            return self.turned(parts[0]) if self.in_turns else parts[0]
         return torch.stack(parts, 1).flatten(0, 1) if self.in_turns else torch.cat(parts)
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
@@ -90,15 +76,6 @@ class Storage:
         halves = columns.unflatten(-1, (-1, 2)).unbind(-1)
         return torch.cat(halves[::-1] if self.gate_first else halves, -1)
 
-    def _keep(self, codes, scale) -> None:
-        home = self.modules[0]
-        for name, new in ((CODES, codes), (SCALE, scale)):
-            old = home._buffers.get(name)
-            if old is not None and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device):
-                old.copy_(new)
-            else:
-                put_buffer(home, name, new)
-
     def move(self, device: torch.device) -> None:
         """To where a call is."""
         for name in (CODES, SCALE):
@@ -106,41 +83,36 @@ class Storage:
 
     def clear(self) -> None:
         """Forget the weights."""
-        self._bias = self._bias_key = None
+        self._biases, self._bias = (), None
+        self.filled = [False] * len(self.modules)
         for module in self.modules:
             for name in (CODES, SCALE):
                 module._buffers.pop(name, None)
                 module._non_persistent_buffers_set.discard(name)
+                hook = module.__dict__.get("_hf_hook")  # accelerate's, which wants to put back what it saw
+                for one in (hook, *getattr(hook, "hooks", ())):
+                    getattr(one, "original_devices", {}).pop(name, None)
 
     def bias(self, first: int, last: int) -> torch.Tensor | None:
         """The biases [N] of the modules first … last, in the order of `rows_of`; zeros where a module has none."""
-        modules = self.modules[first : last + 1]
-        own = [module._parameters.get("bias") for module in modules]
+        own = tuple(module._sage_linear.bias for module in self.modules[first : last + 1])
         if all(bias is None for bias in own):
             return None
         if len(own) == 1 and not (self.in_turns and len(self.modules) == 1):
             return own[0]
-        key = (first, last, *((None, 0) if x is None else (x.data_ptr(), _version(x), x.device) for x in own))
-        if key != self._bias_key:
+        if len(own) != len(self._biases) or any(a is not b for a, b in zip(own, self._biases, strict=True)):
             known = next(x for x in own if x is not None)
-            zeros = [
-                x if x is not None else known.new_zeros(m.out_features) for x, m in zip(own, modules, strict=True)
-            ]
+            modules = self.modules[first : last + 1]
             with torch.no_grad(), torch.inference_mode(False):
-                self._bias, self._bias_key = self._laid_out([x.detach() for x in zeros]), key
+                filled = [
+                    known.new_zeros(m.out_features) if x is None else x for x, m in zip(own, modules, strict=True)
+                ]
+                self._bias, self._biases = self._laid_out(filled), own
             mark_static_address(self._bias, guard=False)
         return self._bias
 
-    def forget_bias(self) -> None:
-        """It may have been written to."""
-        self._bias_key = None
-
     def __getstate__(self):
-        return self.__dict__ | {"_bias": None, "_bias_key": None}
-
-
-def _version(x) -> int:
-    return 0 if x.is_inference() else x._version
+        return self.__dict__ | {"_biases": (), "_bias": None}
 
 
 def put_buffer(module, name: str, tensor) -> None:

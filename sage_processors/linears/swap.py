@@ -105,7 +105,7 @@ class LinearSwap:
         self._group()
         self._postpone_norms()
         for module, state in self._states.values():
-            state.touched = True
+            state.touched = state.bias_touched = True
             if not self._waits(module):
                 self._prepare_one(module, state)
 
@@ -121,7 +121,7 @@ class LinearSwap:
         state = module._sage_linear
         if state.dropped:
             raise RuntimeError(DROPPED.format(state.label))
-        state.leave_storage(module)
+        state.leave_storage()
         module._sage_linear.storage.clear()
         put_class(module, type(module)._sage_base)
         del module._sage_linear
@@ -142,10 +142,8 @@ class LinearSwap:
                     self._stack(modules)
 
     def _stack(self, modules) -> None:
-        if any(hasattr(module, "_hf_hook") for module in modules):
-            return  # offloaded one by one: never all there at once
         states = [module._sage_linear for module in modules]
-        if any(state.storage.is_filled or state.storage.in_turns for state in states):
+        if any(state.is_filled or state.storage.in_turns for state in states):
             return
         storage = Storage(modules)
         run = Run(storage, 0, len(modules) - 1)
@@ -179,7 +177,7 @@ class LinearSwap:
         """Free every 16-bit weight that has its 8-bit one, and those of later ones as soon as they are made."""
         self.drop_weights = True
         for module, state in self._states.values():
-            if state.storage.is_filled:
+            if state.is_filled:
                 self._prepare_one(module, state)
 
     def _drop(self, module) -> None:
@@ -197,7 +195,7 @@ class LinearSwap:
         for module, state in self._states.values():
             weight = module._parameters.get("weight")
             if not state.dropped and weight is not None and not state.is_fresh(weight):
-                if not self._waits(module) or state.storage.is_filled:
+                if not self._waits(module) or state.is_filled:
                     self._prepare_one(module, state)
 
     def _count(self) -> int:

@@ -7,9 +7,12 @@ import weakref
 
 import torch
 
+from sage_kernels import QuantizedRows, quantize_weight
+from sage_kernels.compat import mark_static_address
+
 from ..event_counter import EventCounter
 from ..options import UnsupportedLinearError
-from .storage import Storage, is_ready_for
+from .storage import Storage
 
 
 logger = logging.getLogger("sage_processors")
@@ -60,89 +63,98 @@ class LinearState:
         label: its name in the report. format: "int8" or "fp8". policy: "fallback" or "strict".
         events: EventCounter of EVENTS.
         storage, index: where its 8-bit weight is.
+        bias: the bias [N] as the latest call found it, or None: offloading takes the module's own away, and casting
+            by layer casts it, before a result that waits is computed.
         run: qkv.Run, where it is multiplied together with others of the same input; None alone.
+        version: how often its 8-bit weight was made.
         touched: the 16-bit weight was handed out since it was last compared, and may have been written to through
-            `.data`, which no counter of PyTorch's tells.
+            `.data`, which no counter of PyTorch's tells. bias_touched: the bias was.
         dropped: the 16-bit weight is gone.
         failed: its weight can't be quantised.
-        saved_per_call: bytes, of the weight, that a call reads less.
     """
 
     def __init__(self, label: str, format: str, policy: str):
         self.label, self.format, self.policy = label, format, policy
         self.events = EventCounter(len(EVENTS))
         self.storage, self.index = None, 0
-        self.run = None
-        self.touched = self.dropped = self.failed = False
-        self._seen, self._version, self._checksum = lambda: None, None, None
+        self.bias = self.run = None
+        self.version = 0
+        self.touched = self.bias_touched = self.dropped = self.failed = False
+        self._weight, self._weight_version, self._checksum = _nothing, None, None
+        self._bias, self._bias_version = _nothing, None
 
-    def __getstate__(self):
-        return self.__dict__ | {"_seen": None}
+    def __getstate__(self):  # weak references are no state
+        return self.__dict__ | {"_weight": _nothing, "_bias": _nothing}
 
-    def __setstate__(self, state):
-        self.__dict__.update(state | {"_seen": lambda: None})
+    @property
+    def is_filled(self) -> bool:
+        """Whether the 8-bit weight is there."""
+        return self.storage.filled[self.index]
 
     def is_fresh(self, weight) -> bool:
         """Whether nothing speaks for a weight that was written to or exchanged since it was quantised."""
-        return weight is self._seen() and not self.touched and _version(weight) == self._version
+        return weight is self._weight() and not self.touched and _version(weight) == self._weight_version
 
     def prepare(self, module) -> bool:
         """Have the 8-bit weight be that of the 16-bit one; whether there is one. Syncs where it looks at numbers."""
-        if self.dropped:
-            return True
         weight = module._parameters.get("weight")
-        if weight is None or weight.is_meta:
-            return False
-        if self.is_fresh(weight):
-            return not self.failed
-        if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-            return self.storage.is_filled and not self.failed  # whoever captures has run it before
-        with torch.no_grad(), torch.inference_mode(False):
-            known = checksum(weight)
-            if known != self._checksum or not self.storage.is_filled:
-                self._quantize(module, weight)
-        self._look(weight, known)
+        if not self.dropped and (weight is None or not self.is_fresh(weight)):
+            if weight is None:
+                return False
+            if weight.is_meta or weight.dtype not in DTYPES:  # offloaded, or cast to rest
+                return self.is_filled and not self.failed
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+                return self.is_filled and not self.failed  # whoever captures has run it before
+            self._compare(weight)
+        bias = module._parameters.get("bias")
+        if bias is None:
+            self.bias = None
+        elif bias is not self._bias() or self.bias_touched or _version(bias) != self._bias_version:
+            self._take_bias(bias)
+        elif self.bias.device != bias.device:
+            self._take_bias(bias)
         return not self.failed
 
-    def _look(self, weight, known) -> None:
-        self._seen, self._version, self._checksum = weakref.ref(weight), _version(weight), known
+    def _take_bias(self, bias) -> None:
+        if bias.is_meta or bias.dtype not in DTYPES:
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            self.bias = bias.detach().clone()
+        mark_static_address(self.bias, guard=False)
+        self._bias, self._bias_version, self.bias_touched = weakref.ref(bias), _version(bias), False
+
+    def _compare(self, weight) -> None:
+        with torch.no_grad(), torch.inference_mode(False):
+            known = checksum(weight)
+            if known != self._checksum or not (self.is_filled or self.failed):
+                self._quantize(weight)
+        self._weight, self._weight_version, self._checksum = weakref.ref(weight), _version(weight), known
         self.touched = False
 
-    def _quantize(self, module, weight) -> None:
-        together = self.storage.modules
-        if not self.storage.is_filled and not all(is_ready_for(other, weight.device) for other in together):
-            self.leave_storage(module)
-        self.failed = False
+    def _quantize(self, weight) -> None:
+        self.version += 1
         try:
-            if self.storage.is_filled:
-                self.storage.write(self.index, self.format)
-            else:
-                self.storage.fill(self.format)
-                for other in together:
-                    state, own = other._sage_linear, other._parameters["weight"]
-                    if state is not self and state.storage is self.storage:
-                        state._look(own, checksum(own))
+            rows = quantize_weight(weight, format=self.format)
         except ValueError as error:
-            if len(together) > 1:  # which of them is it?
-                self.leave_storage(module)
-                return self._quantize(module, weight)
             self.failed = True
             logger.warning("linear layer %s stays in 16 bit: %s", self.label, error)
-        return None
+        else:
+            self.failed = False
+            self.storage.write(self.index, rows)
 
-    def leave_storage(self, module) -> None:
+    def leave_storage(self) -> None:
         """All of the modules that share a matrix get one of their own."""
         shared = self.storage
-        parts = [shared.rows_of(i, i) if shared.is_filled else None for i in range(len(shared.modules))]
         if len(shared.modules) == 1:
             return
-        kept = [None if part is None else [x.clone() for x in part] for part in parts]
+        ready = enumerate(shared.filled)
+        kept = [[part.clone() for part in shared.rows_of(i, i)] if filled else None for i, filled in ready]
         shared.clear()
         for other, part in zip(shared.modules, kept, strict=True):
             state = other._sage_linear
             state.storage, state.index, state.run = Storage([other]), 0, None
             if part is not None:
-                state.storage.take([part])
+                state.storage.write(0, QuantizedRows(*part))
 
     def stay_exact(self, reason: str) -> None:
         """Count a call in 16 bit; raise under policy="strict"."""
@@ -155,6 +167,10 @@ class LinearState:
             remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
             level = logging.WARNING if first else logging.DEBUG
             logger.log(level, "linear layer %s runs in 16 bit (reason: %s%s)", self.label, reason, remedy)
+
+
+def _nothing():
+    """A weak reference to nothing."""
 
 
 def _version(weight) -> int:

@@ -173,7 +173,7 @@ def test_a_swapped_layer_is_a_linear_layer_with_the_same_state():
         assert [name for name, _ in block.named_parameters()] == list(block.state_dict())
         block.load_state_dict(block.state_dict())
         with pytest.raises(AttributeError, match="has no attribute"):
-            block.first.no_such_thing
+            _ = block.first.no_such_thing
 
 
 def test_copies_stay_in_8_bit_and_have_weights_of_their_own():
