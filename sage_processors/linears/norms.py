@@ -41,14 +41,14 @@ class NormState:
     """Of one norm module in front of 8-bit linear layers.
 
     Attributes:
-        label: its name. behind: a pattern of the layers behind it, for messages.
+        label: its name. behind: a pattern of the layers behind it, for messages. shared: weights.Shared.
         kind: "layer" or "rms". plus_one: the weight that it multiplies by is 1 + its parameter.
         is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
     """
 
-    def __init__(self, label: str, kind: str, plus_one: bool):
-        self.label, self.kind, self.plus_one = label, kind, plus_one
+    def __init__(self, label: str, kind: str, plus_one: bool, shared):
+        self.label, self.kind, self.plus_one, self.shared = label, kind, plus_one, shared
         self.behind = f"{label.rpartition('.')[0]}.*" if "." in label else "*"
         self.is_postponed, self.is_proven = True, False
         self.dtypes: dict = {}
@@ -68,7 +68,7 @@ class NormState:
 
     def postpone(self, module, x, forward) -> torch.Tensor | None:
         """The lazy result of norm module called with x, or None: it has to be computed now."""
-        if not self.is_postponed or module.training or not can_wait(x):
+        if not (self.is_postponed and self.shared.may_wait) or module.training or not can_wait(x):
             return None
         if x.dtype not in _DTYPES or not 2 <= x.dim() <= 4 or x.numel() == 0:
             return None

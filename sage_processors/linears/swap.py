@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from fnmatch import fnmatchcase
 
 import torch
@@ -16,7 +17,7 @@ from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run
 from .report import LinearReport, rows_of
 from .storage import Storage
-from .weights import LinearState
+from .weights import LinearState, Shared
 
 
 DROPPED = (
@@ -61,7 +62,7 @@ class LinearSwap:
     def __init__(self, model, *, linears, keep=(), layers=(), min_features=None, policy="fallback", name=""):
         self.model, self.name, self.drop_weights = model, name, False
         self._options = {"linears": linears, "keep": keep, "layers": layers, "min_features": min_features}
-        self._policy = policy
+        self._policy, self._shared = policy, Shared()
         self._states: dict[int, tuple[nn.Module, LinearState]] = {}
         self._norms: dict[int, nn.Module] = {}
         self.choices: list[Choice] = []
@@ -111,7 +112,7 @@ class LinearSwap:
 
     def _enter(self, choice: Choice) -> None:
         module = choice.module
-        state = LinearState(choice.name, choice.format, self._policy)
+        state = LinearState(choice.name, choice.format, self._policy, self._shared)
         state.storage = Storage([module])
         object.__setattr__(module, "_sage_linear", state)
         put_class(module, linear_class(type(module)))
@@ -158,7 +159,7 @@ class LinearSwap:
             form = norm_form(module)
             if form is None:
                 continue
-            object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form))
+            object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form, self._shared))
             put_class(module, norm_class(type(module)))
             self._norms[id(module)] = module
 
@@ -188,6 +189,7 @@ class LinearSwap:
         state.dropped = True
 
     def _before_forward(self) -> None:
+        self._shared.may_wait = "torch._dynamo" not in sys.modules or not _has_compiled_part(self.model)
         calls = self._count()
         if calls == self._eager_calls and self._forward_seen:
             self.unseen_forwards += 1
@@ -251,6 +253,18 @@ class LinearSwap:
     def __repr__(self):
         state = f"{len(self._states)} layers" if self._active else "removed"
         return f"<sage_processors.LinearSwap: {self._options['linears']}, {state}>"
+
+
+def _has_compiled_part(model) -> bool:
+    """Whether something inside of the model is compiled by itself. Runs at every forward."""
+    left = list(model._modules.values())
+    while left:
+        module = left.pop()
+        if module is not None:
+            if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+                return True
+            left.extend(module._modules.values())
+    return False
 
 
 def _base_of(module):

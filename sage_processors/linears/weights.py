@@ -56,11 +56,22 @@ def checksum(weight: torch.Tensor) -> tuple[int, int]:
     return tuple(found.tolist())
 
 
+class Shared:
+    """What the layers and norms of one model have in common.
+
+    Attributes: may_wait: results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary
+        tensors alone.
+    """
+
+    def __init__(self):
+        self.may_wait = True
+
+
 class LinearState:
     """Of one swapped linear layer.
 
     Attributes:
-        label: its name in the report. format: "int8" or "fp8". policy: "fallback" or "strict".
+        label: its name in the report. format: "int8" or "fp8". policy: "fallback" or "strict". shared: Shared.
         events: EventCounter of EVENTS.
         storage, index: where its 8-bit weight is.
         bias: the bias [N] as the latest call found it, or None: offloading takes the module's own away, and casting
@@ -73,8 +84,8 @@ class LinearState:
         failed: its weight can't be quantised.
     """
 
-    def __init__(self, label: str, format: str, policy: str):
-        self.label, self.format, self.policy = label, format, policy
+    def __init__(self, label: str, format: str, policy: str, shared: Shared):
+        self.label, self.format, self.policy, self.shared = label, format, policy, shared
         self.events = EventCounter(len(EVENTS))
         self.storage, self.index = None, 0
         self.bias = self.run = None
