@@ -31,7 +31,9 @@ _HOMES = {
     "calibrate": "calibration.search",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.handle",
+    "load_quantized": "linears.quantized_files",
     "quantize_linears": "linears.swap",
+    "save_quantized": "linears.quantized_files",
     "read_policy": "calibration.policy_files",
     "register_transformers": "language.attention",
     "sage_class": "diffusion.processors",
@@ -60,9 +62,11 @@ __all__ = [
     "calibrate",
     "handle_of",
     "processors_for",
+    "load_quantized",
     "quantize_linears",
     "register_transformers",
     "sage_class",
+    "save_quantized",
 ]
 
 

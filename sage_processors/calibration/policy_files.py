@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from ..diffusion.scale_files import config_hash
+from ..config_hash import config_hash
 from ..options import SageAttnProcessor
 from ..strict_json import strict_json, strict_object
 from ..version import __version__

@@ -57,9 +57,14 @@ class LinearSwap:
 
     The modules stay the objects that they are, with another class: names, parameters, hooks, state_dict and
     save_pretrained are as before. A copy of the model stays in 8 bit.
+
+    ready: {name of a layer: QuantizedRows, its weight}, where 8-bit weights are there already and take the place of
+    16-bit ones, which need not be there.
     """
 
-    def __init__(self, model, *, linears, keep=(), layers=(), min_features=None, policy="fallback", name=""):
+    def __init__(
+        self, model, *, linears, keep=(), layers=(), min_features=None, policy="fallback", name="", ready=None
+    ):
         self.model, self.name, self.drop_weights = model, name, False
         self._options = {"linears": linears, "keep": keep, "layers": layers, "min_features": min_features}
         self._policy, self._shared = policy, Shared()
@@ -70,7 +75,7 @@ class LinearSwap:
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
         self._active, self._hook = True, None
         try:
-            self.refresh()
+            self.refresh(ready)
             self._hook = model.register_forward_pre_hook(PrepareHook(self), prepend=True)
         except Exception:
             self._put_back()
@@ -84,7 +89,7 @@ class LinearSwap:
         """Names of all linear layers, swapped or not, as patterns are matched with them."""
         return [choice.name for choice in self.choices]
 
-    def refresh(self) -> None:
+    def refresh(self, ready=None) -> None:
         """Swap what came since, and look at the numbers of all weights: LoRA, fused projections, new blocks.
 
         A weight that was written to through `.data` of a tensor from model.parameters() is noticed here alone.
@@ -106,6 +111,9 @@ class LinearSwap:
         self._group()
         self._postpone_norms()
         for module, state in self._states.values():
+            if ready is not None:
+                state.storage.write(state.index, ready[state.label])
+                self._drop(module, ready[state.label].codes.device)
             state.touched = state.bias_touched = True
             if not self._waits(module):
                 self._prepare_one(module, state)
@@ -170,9 +178,8 @@ class LinearSwap:
         return weight.is_meta or (weight.device.type == "cpu" and torch.cuda.is_available())
 
     def _prepare_one(self, module, state) -> None:
-        if state.prepare(module) and self.drop_weights and not state.dropped:
-            for other in state.storage.modules:
-                self._drop(other)
+        if state.prepare(module) and self.drop_weights:
+            self._drop(module)
 
     def drop(self) -> None:
         """Free every 16-bit weight that has its 8-bit one, and those of later ones as soon as they are made."""
@@ -181,11 +188,11 @@ class LinearSwap:
             if state.is_filled:
                 self._prepare_one(module, state)
 
-    def _drop(self, module) -> None:
+    def _drop(self, module, device=None) -> None:
         state, weight = module._sage_linear, module._parameters["weight"]
-        if state.dropped or state.failed or weight.is_meta:
+        if state.dropped or not state.is_filled or (weight.is_meta and device is None):
             return
-        module._parameters["weight"] = placeholder(weight.shape, weight.dtype, weight.device)
+        module._parameters["weight"] = placeholder(weight.shape, weight.dtype, device or weight.device)
         state.dropped = True
 
     def _before_forward(self) -> None:
