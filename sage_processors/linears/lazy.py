@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from sage_kernels.compat import make_wrapper_subclass
+
+
+CAN_WAIT = make_wrapper_subclass is not None  # else every result is computed at once
+
 
 class ChangedInputError(RuntimeError):
     """A tensor was changed in place between an operation and the use of its postponed result."""
@@ -19,7 +24,7 @@ class Lazy(torch.Tensor):
 
     @staticmethod
     def __new__(cls, shape, dtype, device, *_, **__):
-        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        return make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
 
     def __init__(self, shape, dtype, device):
         self._shape, self._dtype, self._device = shape, dtype, device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from sage_kernels import quantized_linear
+from sage_kernels import QuantizedRows, quantized_linear
 
 from .lazy import ChangedInputError, Lazy, Operand, can_wait, is_by_token, real_of
 from .storage import Storage
@@ -41,28 +41,17 @@ class LazyLinear(Lazy):
                 "layer's output was multiplied by it, expected the one of the multiplication; keep this layer in "
                 f'16 bit: layer_linears={{"{self._module._sage_linear.label}": "none"}}'
             )
+        options = {"activation": self._activation, "residual": residual, "dtype": dtype or self._dtype}
+        options["gate"] = None if self._gate is None else self._gate.tensor
+        if self._activation not in _GATED:
+            return product(self._module, self._x, self._bias, **options)
         storage = self._module._sage_linear.storage
-        index = self._module._sage_linear.index
-        gate = None if self._gate is None else self._gate.tensor
-        activation = self._activation
-        if activation in _GATED:
-            if storage is not self._storage:
-                raise ChangedInputError(
-                    f"weight of {self._module._sage_linear.label}: got one that was exchanged between the call "
-                    "and the use of its result, expected the one of the call"
-                )
-            rows, bias = storage.all_rows, self._bias
-        else:
-            rows, bias = storage.rows_of(index, index), self._bias
-            if storage.in_turns and len(storage.modules) == 1:  # its columns come in turns: put them back
-                bias = None if bias is None else storage.turned(bias)
-                y = quantized_linear(self._x, rows, bias, activation=activation, dtype=self._dtype)
-                y = storage.turned_back(y)
-                y = y if gate is None else y * gate
-                return (y if residual is None else residual + y).to(dtype or self._dtype)
-        return quantized_linear(
-            self._x, rows, bias, activation=activation, gate=gate, residual=residual, dtype=dtype or self._dtype
-        )
+        if storage is not self._storage:
+            raise ChangedInputError(
+                f"weight of {self._module._sage_linear.label}: got one that was exchanged between the call and the "
+                "use of its result, expected the one of the call"
+            )
+        return quantized_linear(self._x, storage.all_rows, self._bias, **options)
 
     def _compute(self):
         return self._finish()
@@ -109,6 +98,20 @@ class LazyLinear(Lazy):
     @classmethod
     def _knows(cls, func):
         return _KNOWN.get(func)
+
+
+def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=None, residual=None) -> torch.Tensor:
+    """residual + gate · activation(x · weightᵀ + bias) of a swapped layer [..., N], in the order of its own weight."""
+    state = module._sage_linear
+    storage = state.storage
+    rows = storage.rows_of(state.index, state.index)
+    options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
+    if not storage.in_turns or len(storage.modules) > 1:
+        return quantized_linear(x, rows, bias, **options)
+    y = quantized_linear(x, rows, None if bias is None else storage.turned(bias), activation=activation, dtype=dtype)
+    y = storage.turned_back(y)
+    y = y if gate is None else y * gate
+    return (y if residual is None else residual + y).to(dtype)
 
 
 class LazyHalf(Lazy):

@@ -11,7 +11,7 @@ from torch import nn
 
 from .activations import quantized
 from .lazy import Lazy, real_of, version_of
-from .lazy_linear import LazyLinear
+from .lazy_linear import LazyLinear, product
 from .lazy_norm import LazyNorm
 from .storage import CODES, SCALE, put_buffer
 from .weights import CALLED, DTYPES, EVENTS, LinearState
@@ -91,9 +91,10 @@ def _in_8_bit(module, base, x):
         y = run.output(state.index, x, version, rows, dtype)
         if y is not None:
             return y
+    if not state.shared.may_wait:
+        return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
-    result = LazyLinear(shape, dtype, x.device, module, rows)
-    return result if state.shared.may_wait else result.real()
+    return LazyLinear(shape, dtype, x.device, module, rows)
 
 
 def _compiled(module, base, x):

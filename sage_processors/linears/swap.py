@@ -10,8 +10,11 @@ from torch import nn
 
 from sage_kernels.compat import keep_out_of_dynamo
 
+from ..on_import import when_imported
 from ..options import LINEARS, POLICIES
+from .graph_pass import share_in_compiled_code
 from .layers import Choice, choose
+from .lazy import CAN_WAIT
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run
@@ -77,6 +80,7 @@ class LinearSwap:
         try:
             self.refresh(ready)
             self._hook = model.register_forward_pre_hook(PrepareHook(self), prepend=True)
+            when_imported("torch._inductor.config", share_in_compiled_code, ready="post_grad_custom_pre_pass")
         except Exception:
             self._put_back()
             raise
@@ -196,7 +200,8 @@ class LinearSwap:
         state.dropped = True
 
     def _before_forward(self) -> None:
-        self._shared.may_wait = "torch._dynamo" not in sys.modules or not _has_compiled_part(self.model)
+        compiles = "torch._dynamo" in sys.modules
+        self._shared.may_wait = CAN_WAIT and not (compiles and _has_compiled_part(self.model))
         calls = self._count()
         if calls == self._eager_calls and self._forward_seen:
             self.unseen_forwards += 1

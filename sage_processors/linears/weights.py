@@ -12,6 +12,7 @@ from sage_kernels.compat import mark_static_address
 
 from ..event_counter import EventCounter
 from ..options import UnsupportedLinearError
+from .lazy import CAN_WAIT
 from .storage import Storage
 
 
@@ -64,7 +65,7 @@ class Shared:
     """
 
     def __init__(self):
-        self.may_wait = True
+        self.may_wait = CAN_WAIT
 
 
 class LinearState:

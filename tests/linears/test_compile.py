@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch._dynamo
 from torch import nn
 
 import sage_processors as sp
+from sage_kernels.compat import add_graph_pass
+from sage_processors.linears.graph_pass import share_in_compiled_code, share_quantized
 from tests.linears.counting import relative_error
 from tests.support.tiny_models import MODELS
 
@@ -108,3 +111,59 @@ def test_layers_that_stay_exact_are_counted_in_graphs_too():
         for _ in range(3):
             torch.testing.assert_close(compiled(x), nn.Linear.forward(layer, x))
         assert swap.report().fallbacks == {"training": 3}
+
+
+class Projections(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(48)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(48, 48) for _ in range(3))
+        self.overwrites = False
+
+    def forward(self, x):
+        x = self.norm(x)
+        q = self.to_q(x)
+        if self.overwrites:
+            x.mul_(-2)
+        return q + self.to_k(x) + self.to_v(x)
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_compiled_code_quantises_an_activation_once(overwrites):
+    torch._dynamo.reset()
+    block, x = Projections().eval().requires_grad_(False), torch.randn(2, 6, 48)
+    block.overwrites = overwrites
+    expected = block(x)
+    counted = []
+
+    def count(graph):
+        counted.append(sum("quantize_activation" in str(node.target) for node in graph.nodes))
+
+    with sp.quantize_linears(block, min_features=0), torch.no_grad():
+        from torch._inductor import config
+
+        share_in_compiled_code()
+        before = config.post_grad_custom_pre_pass
+        try:
+            add_graph_pass(count, b"test")
+            assert relative_error(torch.compile(block, fullgraph=True)(x), expected) < 0.03
+        finally:
+            config.post_grad_custom_pre_pass = before
+    assert counted == [2 if overwrites else 1]
+    add_graph_pass(share_quantized, b"")
+    assert config.post_grad_custom_pre_pass is before  # once is enough
+
+
+def test_the_pass_keeps_what_was_there_before():
+    from torch._inductor import config
+
+    before, seen = config.post_grad_custom_pre_pass, []
+    try:
+        config.post_grad_custom_pre_pass = None
+        add_graph_pass(lambda graph: seen.append(1), b"1")
+        share_in_compiled_code()
+        config.post_grad_custom_pre_pass(torch.fx.Graph())
+        assert seen == [1] and share_quantized in config.post_grad_custom_pre_pass.changes
+        assert config.post_grad_custom_pre_pass.uuid() != before
+    finally:
+        config.post_grad_custom_pre_pass = before
