@@ -15,7 +15,7 @@ from typing import Any
 
 from .diffusion.pipeline_method import add_pipeline_method
 from .on_import import when_imported
-from .options import SageAttnProcessor, UnsupportedAttentionError, read_policies_with
+from .options import SageAttnProcessor, UnsupportedAttentionError, UnsupportedLinearError, read_policies_with
 from .version import __version__ as __version__
 
 
@@ -25,6 +25,8 @@ _HOMES = {
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
     "Int8KVCacheError": "language.kv_cache",
+    "ChangedInputError": "linears.lazy",
+    "LinearSwap": "linears.swap",
     "Probe": "diffusion.probe",
     "Report": "diffusion.report",
     "apply": "diffusion.handle",
@@ -32,6 +34,9 @@ _HOMES = {
     "calibrate": "calibration.search",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.handle",
+    "load_quantized": "linears.quantized_files",
+    "quantize_linears": "linears.swap",
+    "save_quantized": "linears.quantized_files",
     "read_policy": "calibration.policy_files",
     "register_transformers": "language.attention",
     "sage_class": "diffusion.sage_class",
@@ -46,10 +51,13 @@ _MODULES = {
 __all__ = [
     "SageAttnProcessor",
     "UnsupportedAttentionError",
+    "UnsupportedLinearError",
     "Calibration",
+    "ChangedInputError",
     "Handle",
     "Int8KVCache",
     "Int8KVCacheError",
+    "LinearSwap",
     "Probe",
     "Report",
     "apply",
@@ -57,8 +65,11 @@ __all__ = [
     "calibrate",
     "handle_of",
     "processors_for",
+    "load_quantized",
+    "quantize_linears",
     "register_transformers",
     "sage_class",
+    "save_quantized",
 ]
 
 

@@ -22,10 +22,12 @@ class LayerReport:
     Attributes:
         rows: one dict per layer, with at least the keys "calls" (INT8) and "fallbacks" ({reason: exact calls}).
         notes: about the model as a whole.
+        linears: the same of the model's linear layers; None without 8-bit ones.
     """
 
     rows: list[dict[str, Any]]
     notes: list[str] = field(default_factory=list)
+    linears: LayerReport | None = None
 
     @property
     def calls(self) -> int:
@@ -53,6 +55,8 @@ class LayerReport:
         console.print(self.table())
         for note in self.notes:
             console.print(note, markup=False)
+        if self.linears is not None:
+            self.linears.print(console)
 
     def __str__(self) -> str:
         from rich.console import Console

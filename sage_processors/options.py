@@ -24,6 +24,7 @@ SCALINGS = {
 }
 BY_CALL = ("dynamic", "per_token", "per_block", "per_head")  # those whose scales come from the call itself
 POLICIES = ("fallback", "strict")
+LINEARS = ("none", "int8", "fp8")
 # "auto" is decided while a pipeline runs: see auto_rotation.py.
 ROTATIONS = ("none", "hadamard", "auto")
 # Options that may differ from layer to layer: beside each is a `layer_<option>` of (layer pattern, value) pairs.
@@ -69,6 +70,19 @@ class UnsupportedAttentionError(NotImplementedError):
             f"attention of layer {layer!r}: got a call that INT8 attention can't do (reason {reason!r}), expected a "
             f'supported one because of policy="strict"; {remedy + ", or: " if remedy else ""}'
             'SageAttnProcessor(policy="fallback") runs such calls exactly'
+        )
+
+
+class UnsupportedLinearError(NotImplementedError):
+    """Raised with policy="strict" where a swapped linear layer can't run in 8 bit. Attributes: layer, reason."""
+
+    def __init__(self, layer: str, reason: str, remedy: str = ""):
+        self.layer = layer
+        self.reason = reason
+        super().__init__(
+            f"linear layer {layer!r}: got a call that an 8-bit linear layer can't do (reason {reason!r}), expected a "
+            f'supported one because of policy="strict"; {remedy + ", or: " if remedy else ""}policy="fallback" runs '
+            "such calls in 16 bit"
         )
 
 
@@ -196,6 +210,17 @@ class SageAttnProcessor:
         min_tokens: calls with fewer queries or keys than this run the exact attention (reason "short"): there INT8
             saves nothing. None: as measured for the running GPU, head_dim and recipe (sage_kernels/crossover.py), on
             a CPU never. 0: never.
+        linears: number format of the linear layers. "int8": weights and activations as INT8, a scale for every row
+            of either. "fp8": the same in e4m3, a third as exact and faster on some GPUs. "none": as they are.
+            Only those inside of the repeated blocks are swapped; modulation, embeddings and small layers stay in
+            16 bit (linears/layers.py).
+        keep_linears: fnmatch patterns of linear layers, as in handle.report(), that stay in 16 bit.
+        layer_linears: (pattern, "int8" | "fp8" | "none") pairs, or a dict: the first match counts, also for layers
+            that would stay in 16 bit. A pattern that matches no layer is a ValueError.
+        linears_min_features: linear layers with fewer input or output features than this stay in 16 bit. None: 1024.
+            0: all are swapped.
+        drop_weights: free the 16-bit weights of swapped linear layers as soon as the 8-bit ones are made. The handle
+            can't give them back: `remove()`, `save_pretrained` and whatever else needs them raise RuntimeError.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
             is counted per layer with its reason and logged once. "strict": UnsupportedAttentionError.
     Raises: TypeError or ValueError for an option of wrong type or value.
@@ -218,13 +243,18 @@ class SageAttnProcessor:
     rotation: str = "none"
     layer_rotation: tuple[tuple[str, str], ...] = ()
     min_tokens: int | None = None
+    linears: str = "none"
+    keep_linears: tuple[str, ...] = ()
+    layer_linears: tuple[tuple[str, str], ...] = ()
+    linears_min_features: int | None = None
+    drop_weights: bool = False
     policy: str = "fallback"
 
     def __post_init__(self) -> None:
         from sage_kernels import RECIPES
 
         named: dict[str, Collection[str]] = {"recipe": RECIPES, "scaling": SCALINGS}
-        named |= {"rotation": ROTATIONS, "policy": POLICIES}
+        named |= {"rotation": ROTATIONS, "policy": POLICIES, "linears": LINEARS}
         for name, allowed in named.items():
             value = getattr(self, name)
             if not isinstance(value, str):
@@ -237,16 +267,19 @@ class SageAttnProcessor:
             _number(self, "gamma", 'a number or "fit"')
         for name, least in (("history", 1), ("keep_first_steps", 0), ("keep_last_steps", 0)):
             _whole(self, name, least)
-        if self.min_tokens is not None:
-            _whole(self, "min_tokens", 0)
+        for name in ("min_tokens", "linears_min_features"):
+            if getattr(self, name) is not None:
+                _whole(self, name, 0)
+        if not isinstance(self.drop_weights, bool):
+            raise TypeError(f"drop_weights: got {type(self.drop_weights).__name__}, expected a bool")
         if not 0 <= _number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
             raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
-        for name in ("keep_layers", "only_layers"):
+        for name in ("keep_layers", "only_layers", "keep_linears"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         object.__setattr__(self, "keep_noise", _span("keep_noise", self.keep_noise))
-        for name in LAYER_OPTIONS:
+        for name in (*LAYER_OPTIONS, "linears"):
             object.__setattr__(self, f"layer_{name}", _pairs(f"layer_{name}", getattr(self, f"layer_{name}")))
-        for name in ("recipe", "rotation"):
+        for name in ("recipe", "rotation", "linears"):
             for _, value in getattr(self, f"layer_{name}"):
                 if value not in named[name]:
                     raise ValueError(f"layer_{name}: got {value!r}, expected one of {sorted(named[name])}")

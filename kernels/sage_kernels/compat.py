@@ -24,6 +24,8 @@ NAMES = (
     "torch._C.DispatchKeySet.raw_repr",
     "torch._dynamo.eval_frame.skip_code",
     "torch._dynamo.mark_static_address",
+    "torch._inductor.config.post_grad_custom_pre_pass",
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch.autograd._profiler_enabled",
     "torch.autograd.forward_ad._current_level",
     "torch.overrides._get_current_function_mode_stack",
@@ -138,6 +140,36 @@ def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
     mark = find("torch._dynamo.mark_static_address")
     if mark is not None:
         mark(x, guard=guard)
+
+
+def add_graph_pass(change, version: bytes) -> None:
+    """Have torch.compile's Inductor run change(graph) on its graphs without writes in place, after what is set there.
+
+    Without the names graphs stay as they are. Adding the same function again does nothing.
+    version: of what it does; compiled code of another one is not used again.
+    """
+    base = find("torch._inductor.custom_graph_pass.CustomGraphPass")
+    config = find("torch._inductor.config")
+    if base is None or not hasattr(config, "post_grad_custom_pre_pass"):
+        return
+    before = config.post_grad_custom_pre_pass
+    if change in getattr(before, "changes", ()):
+        return
+
+    class Passes(base):
+        """One pass after the other."""
+
+        changes = (*getattr(before, "changes", (before,) if before else ()), change)
+
+        def __call__(self, graph):
+            for each in self.changes:
+                each(graph)
+
+        def uuid(self):
+            known = before.uuid() if hasattr(before, "uuid") else repr(before)
+            return known, version
+
+    config.post_grad_custom_pre_pass = Passes()
 
 
 def function_modes() -> list:

@@ -13,16 +13,17 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..diffusion.scale_files import config_hash
+from ..config_hash import config_hash
 from ..options import SageAttnProcessor
 from ..strict_json import strict_json, strict_object
 from ..version import __version__
 from ..whole_file import write_whole
 
 
-FORMAT_VERSION = 2  # 2: recipes by layer, ranges of noise levels
+FORMAT_VERSION = 3  # 2: recipes by layer, ranges of noise levels; 3: 8-bit linear layers
 # Options that files of an earlier version don't hold: they were written with what is their default now.
-_SINCE = {1: {"keep_noise", "layer_recipe", "layer_keep_noise"}}
+_NEW_IN_3 = {"linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"}
+_SINCE = {1: {"keep_noise", "layer_recipe", "layer_keep_noise"} | _NEW_IN_3, 2: _NEW_IN_3}
 MAX_FILE_BYTES = 2**20
 _REMEDY = "write it again with sage_processors.calibrate"
 _FIELDS: dict[str, type] = {

@@ -16,6 +16,7 @@ from sage_kernels.compat import keep_out_of_dynamo, mark_static_address
 from sage_kernels.planning.rules import RULES, rule_for
 from sage_kernels.planning.state import ScaleState, Site
 
+from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS, REMEDIES
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .forwards import Forwards
@@ -84,7 +85,8 @@ class Part:
     """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
 
     Attributes: name ("" for a raw model), model, layers, state (None without planned scales), follows_scheduler,
-        frozen (what it has learnt stays), is_told (without a scheduler: the user says where a run begins).
+        frozen (what it has learnt stays), is_told (without a scheduler: the user says where a run begins), linears
+        (its LinearSwap; None without 8-bit linear layers).
     """
 
     def __init__(self, name, model, config, handle):
@@ -93,6 +95,7 @@ class Part:
         self.layers: list[Layer] = []
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state: Any = None  # a ScaleState where scales are planned
+        self.linears: Any = None  # a LinearSwap where linear layers run in 8 bit
         self._parked = Parked()
         self.guests: dict[int, Any] = {}  # Sage processors that a pipeline puts there within its steps
         self.perturbed = False  # by others than those
@@ -120,6 +123,17 @@ class Part:
             layer.sage._sage_accept_backend()
             self.layers.append(layer)
         self._plan_sites()
+        self._swap_linears()
+
+    def _swap_linears(self) -> None:
+        config = self.config
+        if self.linears is not None:
+            self.linears.refresh()
+        elif any(format != "none" for format in (config.linears, *(format for _, format in config.layer_linears))):
+            self.linears = LinearSwap(
+                self.model, linears=config.linears, keep=config.keep_linears, layers=config.layer_linears,
+                min_features=config.linears_min_features, policy=config.policy, name=self.name,
+            )  # fmt: skip
 
     def _swapped(self, original, label: str):
         """The Sage twin of a processor, with the options that hold for its layer."""
@@ -290,6 +304,9 @@ class Part:
 
     def uninstall(self) -> None:
         """The original processor objects, where one of ours is in place. Processors that others put there stay."""
+        if self.linears is not None:
+            self.linears.remove()
+            self.linears = None
         self._hook.remove()
         for _, module in attention_modules(self.model):
             if is_sage(module.processor):

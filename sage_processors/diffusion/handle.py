@@ -13,6 +13,8 @@ from torch import nn
 
 from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
 
+from ..linears.layers import choose
+from ..linears.swap import check_linear_patterns, swap_of
 from ..options import LAYER_OPTIONS, REMEDIES, SageAttnProcessor
 from .auto_rotation import AutoRotation
 from .denoiser import Part, RootHook
@@ -66,6 +68,9 @@ class Handle:
             self._warn_of_idle_layers()
             for part in self._parts:
                 self._kernels.swapped(part)
+            for part in self._parts if config.drop_weights else ():
+                if part.linears is not None:
+                    part.linears.drop()
         except Exception:
             self.remove()  # leave nothing half swapped behind
             raise
@@ -76,6 +81,10 @@ class Handle:
         check_patterns("only_layers", self.config.only_layers, names)
         for option in LAYER_OPTIONS:
             check_patterns(f"layer_{option}", [p for p, _ in getattr(self.config, f"layer_{option}")], names)
+        if self.config.keep_linears or self.config.layer_linears:
+            names = [x.name for part in self._parts for x in choose(part.model, label=part._label, linears="none")]
+            check_linear_patterns("keep_linears", self.config.keep_linears, names)
+            check_linear_patterns("layer_linears", [pattern for pattern, _ in self.config.layer_linears], names)
         if self.following.followed:
             return
         without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"
@@ -133,6 +142,10 @@ class Handle:
         for name, model in models.items():
             _refuse_bare_options(model)
             known = next((p for p in self._parts if p.name == name), None)
+            if known is None:
+                lone = swap_of(model)
+                if lone is not None:  # of quantize_linears: these options replace it
+                    lone.remove()
             part = Part(name, model, self.config, self) if known is None else known
             if known is None:
                 self._parts.append(part)
@@ -242,7 +255,13 @@ class Handle:
         return load_scales(self, path, on_mismatch)
 
     def remove(self) -> None:
-        """Put the original processor objects back and stop following schedulers. Harmless when repeated."""
+        """Put the original processors and linear layers back, stop following schedulers. Harmless when repeated.
+
+        Raises: RuntimeError where 16-bit weights were dropped (drop_weights=True); nothing is changed then.
+        """
+        for part in self._parts:
+            if part.linears is not None:
+                part.linears.refuse_dropped()
         self._active = False
         if self._probe is not None:
             self._probe.stop()

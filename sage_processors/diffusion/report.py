@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sage_kernels.planning.rules import NEED_RUNS, RULES
 
 from ..layer_report import LayerReport, empty_table, reasons
+from ..linears.report import LinearReport, rows_of
 from ..options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
 from .processors import CALLS, EVENTS
@@ -54,6 +55,7 @@ class Report(LayerReport):
                 the latest call.
             note: what else to know.
         notes: about the handle as a whole.
+        linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.
     """
 
     @property
@@ -290,4 +292,5 @@ def build_report(handle: Any) -> Report:
     for name, model in (handle._models() if handle._active else {}).items():
         if not any(model is known for known in swapped):
             notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
-    return Report(rows, notes)
+    swaps = [part.linears for part in handle._parts if part.linears is not None]
+    return Report(rows, notes, LinearReport([row for swap in swaps for row in rows_of(swap)]) if swaps else None)

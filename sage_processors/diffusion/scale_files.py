@@ -10,7 +10,6 @@ into a name to import, and there is no fall-back to another format.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -29,6 +28,7 @@ from sage_kernels.state import (
     STAT_V_AMAX,
 )
 
+from ..config_hash import config_hash
 from ..strict_json import some, strict_json, strict_object
 from ..version import __version__
 from ..whole_file import write_whole
@@ -183,14 +183,6 @@ def _describe(part) -> dict:
         "margin": float(part.state.margin),
         "layers": layers,
     }
-
-
-def config_hash(model) -> str:
-    """sha256 of a diffusers model's public config, hex; of its class name for a model without one."""
-    config = getattr(model, "config", None)
-    public = {k: v for k, v in dict(config).items() if not k.startswith("_")} if config is not None else {}
-    text = json.dumps([type(model).__name__, public], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _adapters(model) -> list[str]:

@@ -12,6 +12,7 @@ import sage_kernels
 
 from ..event_counter import EventCounter
 from ..layer_report import LayerReport, empty_table, reasons
+from ..linears.swap import swap_of
 
 
 if TYPE_CHECKING:
@@ -120,6 +121,7 @@ class AttentionReport(LayerReport):
             fallbacks: {reason: exact calls}. "short" is meant: INT8 saves nothing there.
             note: what else to know.
         notes: about the model as a whole.
+        linears: linears.report.LinearReport after `quantize_linears(model)`, else None.
     """
 
     def table(self) -> Table:
@@ -192,4 +194,5 @@ def build_report(model: Any, implementations: dict[str, Any]) -> AttentionReport
             f"Compiled calls of layers, of any model in this process, that had no counter when they were compiled: "
             f"{reasons(by_event)}. attention_report(model) before torch.compile gives every layer its own."
         )
-    return AttentionReport(rows, notes)
+    swap = swap_of(model)
+    return AttentionReport(rows, notes, None if swap is None else swap.report())

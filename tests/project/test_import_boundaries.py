@@ -80,12 +80,14 @@ TRITON = "sage_kernels._triton"  # its own files: what its rooms share
 KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "linear")}
 BELOW = {
     "sage_processors": set(),
-    "sage_processors.diffusion": {"sage_processors"},
-    "sage_processors.language": {"sage_processors"},
+    "sage_processors.linears": {"sage_processors"},
+    "sage_processors.diffusion": {"sage_processors", "sage_processors.linears"},
+    "sage_processors.language": {"sage_processors", "sage_processors.linears"},
     "sage_processors.evaluation": {"sage_processors", "sage_processors.diffusion", "sage_processors.language"},
     "sage_processors.calibration": {"sage_processors", "sage_processors.diffusion", "sage_processors.evaluation"},
     "sage_processors.cli": {
         "sage_processors",
+        "sage_processors.linears",
         "sage_processors.diffusion",
         "sage_processors.language",
         "sage_processors.evaluation",

@@ -54,6 +54,7 @@ def each(names, check, delete=delete):
 TORCH = (
     EACH
     + """
+import torch._inductor.config, torch._inductor.custom_graph_pass
 import types, torch, torch._dynamo, torch.utils._device, torch.utils._pytree, torch.autograd.forward_ad, importlib
 DEVICE = "cuda" if {on_gpu} else "cpu"
 

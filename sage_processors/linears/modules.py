@@ -1,0 +1,250 @@
+"""The classes that swapped modules get: the same objects, with another forward."""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .activations import quantized
+from .lazy import Lazy, real_of, version_of
+from .lazy_linear import LazyLinear, product
+from .lazy_norm import LazyNorm
+from .storage import CODES, SCALE, put_buffer
+from .weights import CALLED, DTYPES, EVENTS, LinearState
+
+
+_DEVICES = ("cpu", "cuda")
+_CALLED = EVENTS.index(CALLED)
+
+
+def _reason_against(module, state: LinearState, x, weight) -> str | None:
+    """Why this call can't run in 8 bit, or None. Looks at no numbers."""
+    if module.training:
+        return "training"
+    if x.dtype not in DTYPES:
+        return "dtype"
+    if not 2 <= x.dim() <= 4 or x.shape[-1] != module.in_features:
+        return "rank"
+    if x.numel() == 0:
+        return "empty"
+    if torch.is_grad_enabled():
+        bias = module._parameters.get("bias")
+        if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
+            return "gradient"
+    if x.device.type not in _DEVICES or weight.device != x.device:
+        return "device"
+    if torch.is_autocast_enabled(x.device.type):
+        return None if torch.get_autocast_dtype(x.device.type) in DTYPES else "autocast"
+    return None if x.dtype == weight.dtype else "dtype"
+
+
+def _output_dtype(x) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _exact(module, base, x):
+    """The layer in 16 bit: its own forward, or, without its weight, with what the codes stand for."""
+    state = module._sage_linear
+    if not state.dropped:
+        return base.forward(module, x)
+    codes, scale = state.storage.rows_of(state.index, state.index)
+    weight = codes.to(torch.float32) * scale[:, None]
+    if state.storage.in_turns and len(state.storage.modules) == 1:
+        weight = state.storage.turned_back(weight.t()).t()
+    return F.linear(x, weight.to(x.dtype), module._parameters.get("bias"))
+
+
+def _in_8_bit(module, base, x):
+    """Forward of a swapped linear layer, eager: x [..., K] ordinary or lazy -> [..., N] ordinary or lazy."""
+    state = module._sage_linear
+    if not (type(x) is torch.Tensor or type(x) is LazyNorm):
+        if isinstance(x, Lazy):
+            x = x.real()
+        if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
+            state.stay_exact("subclass")
+            return _exact(module, base, x)
+    weight = module._parameters.get("weight")
+    reason = "other" if weight is None else _reason_against(module, state, x, weight)
+    if reason is None and not state.prepare(module):
+        reason = "weight" if state.failed else "other"
+    if reason is not None:
+        state.stay_exact(reason)
+        return _exact(module, base, real_of(x))
+    dtype = _output_dtype(x)
+    storage = state.storage
+    if storage.modules[0]._buffers[CODES].device != x.device:
+        storage.move(x.device)
+    state.events.add(_CALLED)
+    if type(x) is LazyNorm:
+        rows = x.rows(state.format)
+        version = version_of(x.real()) if x.is_changed else 0
+    else:
+        rows = quantized(x, state.format)
+        version = version_of(x)
+    run = state.run
+    if run is not None and version is not None:
+        y = run.output(state.index, x, version, rows, dtype)
+        if y is not None:
+            return y
+    if not state.shared.may_wait:
+        return product(module, rows, state.bias, dtype=dtype)
+    shape = torch.Size((*x.shape[:-1], module.out_features))
+    return LazyLinear(shape, dtype, x.device, module, rows)
+
+
+def _compiled(module, base, x):
+    """The same inside of torch.compile: two registered ops, and everything else left to the compiler."""
+    state = module._sage_linear
+    storage = state.storage
+    weight = module._parameters.get("weight")
+    reason = "other" if weight is None else _reason_against(module, state, x, weight)
+    home = storage.modules[0]._buffers
+    codes = home.get(CODES)
+    if reason is None and (codes is None or state.failed or codes.device != x.device or not state.is_filled):
+        reason = "weight"
+    if reason is not None:
+        state.stay_exact(reason)
+        return _exact(module, base, x)
+    ops = torch.ops.sage_kernels
+    dtype = _output_dtype(x)
+    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, None)
+    codes, scale = storage.rows_of(state.index, state.index)
+    bias = module._parameters.get("bias")
+    alone_in_turns = storage.in_turns and len(storage.modules) == 1
+    if not alone_in_turns:
+        return ops.quantized_linear(x_codes, x_scale, codes, scale, bias, "none", None, None, dtype)
+    y = ops.quantized_linear(x_codes, x_scale, codes, scale, None, "none", None, None, dtype)
+    y = storage.turned_back(y)
+    return y if bias is None else y + bias.to(dtype)
+
+
+class _SwappedLinear:
+    """What every swapped linear class adds to its base. All attributes start with _sage_."""
+
+    @property
+    def weight(self):
+        """The 16-bit weight. Whoever gets it may write to it."""
+        if not torch.compiler.is_compiling():
+            self._sage_linear.touched = True
+        return _parameter(self, "weight")
+
+    @property
+    def bias(self):
+        if not torch.compiler.is_compiling():
+            self._sage_linear.bias_touched = True
+        return _parameter(self, "bias")
+
+    def _apply(self, fn, recurse=True):
+        """Move, but never cast, what is in 8 bit: `to(dtype)` is meant for the 16-bit weight."""
+        state = self.__dict__["_sage_linear"]
+        own = {name: self._buffers.pop(name) for name in (CODES, SCALE) if name in self._buffers}
+        dropped = self._parameters.pop("weight") if state.dropped else None
+        before = next((buffer.device for buffer in own.values()), None)
+        try:
+            probe = None if before is None else fn(torch.empty(0, device=before))
+            super()._apply(fn, recurse)
+            if dropped is not None:
+                kind = fn(dropped.detach()[:1, :1].clone())
+                dropped = placeholder(dropped.shape, kind.dtype, kind.device)
+            if probe is not None and not probe.is_meta:
+                own = {name: buffer.to(probe.device) for name, buffer in own.items()}
+        finally:
+            if dropped is not None:
+                self._parameters = {"weight": dropped, **self._parameters}
+            for name, buffer in own.items():
+                put_buffer(self, name, buffer)
+        return self
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        if self._sage_linear.dropped:
+            raise RuntimeError(
+                f"weight of {self._sage_linear.label}: got a model whose 16-bit weights were dropped "
+                "(drop_weights=True), expected one that still has them; sage_processors.save_quantized(model, path) "
+                "writes the 8-bit ones, or load the model again"
+            )
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild, ("linear", type(self)._sage_base), self.__dict__
+
+
+def _parameter(module, name):
+    parameters = module.__dict__.get("_parameters", {})
+    if name not in parameters:
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+    return parameters[name]
+
+
+def placeholder(shape, dtype, device) -> nn.Parameter:
+    """Stands where a dropped weight was: its shape, dtype and device, and NaN in one element of memory."""
+    one = torch.full((1, 1), torch.nan, dtype=dtype, device=device)
+    return nn.Parameter(one.expand(shape), requires_grad=False)
+
+
+@functools.cache
+def linear_class(base: type) -> type:
+    """The 8-bit subclass of nn.Linear or of a subclass of it with the same forward."""
+
+    def forward(self, input):
+        if torch.compiler.is_compiling():
+            return _compiled(self, base, input)
+        return _in_8_bit(self, base, input)
+
+    members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
+    return type("Sage" + base.__name__, (_SwappedLinear, base), members)
+
+
+class _SwappedNorm:
+    """What every postponing norm class adds to its base."""
+
+    def __reduce_ex__(self, protocol):
+        return _rebuild, ("norm", type(self)._sage_base), self.__dict__
+
+
+@functools.cache
+def norm_class(base: type) -> type:
+    """The subclass of a norm class whose result may be computed by the linear layers behind it."""
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1:
+            return base.forward(self, *args, **kwargs)
+        x = real_of(args[0])
+        lazy = self._sage_norm.postpone(self, x, base.forward)
+        return base.forward(self, x) if lazy is None else lazy
+
+    members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
+    return type("Sage" + base.__name__, (_SwappedNorm, base), members)
+
+
+def _rebuild(kind: str, base: type):
+    """For copy and pickle."""
+    return object.__new__((linear_class if kind == "linear" else norm_class)(base))
+
+
+def is_swapped(module) -> bool:
+    return isinstance(module, (_SwappedLinear, _SwappedNorm))
+
+
+def put_class(module, cls: type) -> None:
+    """Give a module another class, also where hooks of accelerate or diffusers hold its forward."""
+    old, new = type(module).forward, cls.forward
+    module.__class__ = cls
+    own = module.__dict__
+    for name in ("forward", "_old_forward"):
+        if name in own:
+            own[name] = _rebound(own[name], module, old, new)
+    hooks = own.get("_diffusers_hook")
+    for reference in getattr(hooks, "_fn_refs", ()):
+        for name in ("forward", "original_forward"):
+            setattr(reference, name, _rebound(getattr(reference, name), module, old, new))
+
+
+def _rebound(method, module, old, new):
+    if isinstance(method, types.MethodType) and method.__self__ is module and method.__func__ is old:
+        return types.MethodType(new, module)
+    return method

@@ -1,0 +1,132 @@
+"""Norm modules whose output may be postponed: which formula a module computes, found by trying it."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from .lazy import Lazy, can_wait
+from .lazy_norm import LazyNorm, NormCall
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+
+
+def _eps_of(module, dtype: torch.dtype) -> float | None:
+    for name in _EPS_NAMES:
+        if name in module.__dict__:
+            value = module.__dict__[name]
+            return torch.finfo(dtype).eps if value is None else value
+    return None
+
+
+def norm_width(module) -> int | None:
+    """Columns that a norm works on; None for what is none."""
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        return len(weight) if weight.dim() == 1 else None
+    for name in ("normalized_shape", "dim"):
+        value = module.__dict__.get(name)
+        if isinstance(value, (tuple, list)) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, int):
+            return value
+    return None
+
+
+class NormState:
+    """Of one norm module in front of 8-bit linear layers.
+
+    Attributes:
+        label: its name. behind: a pattern of the layers behind it, for messages. shared: weights.Shared.
+        kind: "layer" or "rms". plus_one: the weight that it multiplies by is 1 + its parameter.
+        is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
+        dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
+    """
+
+    def __init__(self, label: str, kind: str, plus_one: bool, shared):
+        self.label, self.kind, self.plus_one, self.shared = label, kind, plus_one, shared
+        self.behind = f"{label.rpartition('.')[0]}.*" if "." in label else "*"
+        self.is_postponed, self.is_proven = True, False
+        self.dtypes: dict = {}
+        self._weight = (None, None, None)
+
+    def __getstate__(self):
+        return self.__dict__ | {"_weight": (None, None, None)}
+
+    def _weight_of(self, weight):
+        if weight is None or not self.plus_one:
+            return weight
+        known, version, result = self._weight
+        if known is not weight or version != weight._version:
+            result = 1.0 + weight.detach().float()
+            self._weight = (weight, weight._version, result)
+        return result
+
+    def postpone(self, module, x, forward) -> torch.Tensor | None:
+        """The lazy result of norm module called with x, or None: it has to be computed now."""
+        if not (self.is_postponed and self.shared.may_wait) or module.training or not can_wait(x):
+            return None
+        if x.dtype not in _DTYPES or not 2 <= x.dim() <= 4 or x.numel() == 0:
+            return None
+        parameters = module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)):
+            return None
+        if torch.is_autocast_enabled(x.device.type) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return None
+        if any(p is not None and (p.is_meta or p.is_inference() or p.device != x.device) for p in (weight, bias)):
+            return None
+        key = (x.dtype, None if weight is None else weight.dtype)
+        dtype = self.dtypes.get(key)
+        vectors = {"weight": self._weight_of(weight), "bias": bias, "eps": _eps_of(module, x.dtype)}
+        if dtype is None:  # once: what dtype its result has
+            dtype = self.dtypes[key] = forward(module, x).dtype
+        if dtype not in _DTYPES:
+            return None
+        call = NormCall(self, x, lambda: forward(module, x), vectors, not self.is_proven)
+        return LazyNorm(x.shape, dtype, x.device, call)
+
+
+def norm_form(module: nn.Module) -> tuple[str, bool] | None:
+    """("layer" or "rms", whether the weight is stored less one) of a norm module; None for anything else.
+
+    Found by calling a copy of the module, with weights of a few columns, on a few random rows.
+    """
+    name = type(module).__name__
+    if "Norm" not in name or "Ada" in name or module._modules or _eps_of(module, torch.float32) is None:
+        return None
+    parameters = {key: p for key, p in module._parameters.items() if p is not None}
+    if not set(parameters) <= {"weight", "bias"} or any(p.dim() != 1 for p in parameters.values()) or module._buffers:
+        return None
+    width = norm_width(module)
+    if not width:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
+        x = torch.randn(3, width, generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]]) + 0.1
+        own = {key: torch.rand(width, generator=generator) + 0.5 for key in parameters}
+        twin = copy.copy(module)
+        twin.__dict__ = module.__dict__ | {"_parameters": {k: own.get(k) for k in module._parameters}}
+        twin.__dict__ |= {"training": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
+        try:
+            got = type(module).forward(twin, x)
+        except Exception:  # wants something else than one tensor
+            return None
+    if not isinstance(got, torch.Tensor) or isinstance(got, Lazy) or got.shape != x.shape:
+        return None
+    eps = _eps_of(module, torch.float32)
+    for kind in ("layer", "rms"):
+        y = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+        for plus_one in (False, True):
+            expected = y
+            if "weight" in own:
+                expected = expected * (own["weight"] + plus_one)
+            expected = expected + own.get("bias", 0.0)
+            if torch.allclose(got.float(), expected, rtol=1e-4, atol=1e-5):
+                return kind, plus_one
+    return None

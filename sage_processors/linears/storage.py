@@ -1,0 +1,135 @@
+"""The 8-bit weights of a linear layer, or of several that are multiplied as one matrix."""
+
+from __future__ import annotations
+
+import torch
+
+from sage_kernels import QuantizedRows
+from sage_kernels.compat import mark_static_address
+
+
+CODES, SCALE = "_sage_codes", "_sage_scale"
+
+
+class Storage:
+    """Codes and scales in buffers of one of the modules, so that they move with the model.
+
+    Attributes:
+        modules: the linear layers, in their order in the matrix; buffers are on the first one.
+        in_turns: rows of two equal parts alternate, as the gated activations of `quantized_linear` want them: the
+            value's row 0, the gate's row 0, the value's row 1 … Of one module: its first half of rows is a part, and
+            the other one the other.
+        gate_first: of one module in turns: the first half is the gate.
+        filled: of each module, whether its rows are there.
+    """
+
+    def __init__(self, modules, *, in_turns: bool = False, gate_first: bool = False):
+        self.modules, self.in_turns, self.gate_first = list(modules), in_turns, gate_first
+        self.filled = [False] * len(self.modules)
+        self.starts = [0]
+        for module in self.modules:
+            self.starts.append(self.starts[-1] + module.out_features)
+        self._biases, self._bias = (), None
+
+    @property
+    def all_rows(self) -> QuantizedRows:
+        """Codes [N, K] and scale [N] of the whole matrix."""
+        buffers = self.modules[0]._buffers
+        return QuantizedRows(buffers[CODES], buffers[SCALE])
+
+    def rows_of(self, first: int, last: int) -> QuantizedRows:
+        """Codes and scale of the modules first … last, as views; of one in turns with itself: as they lie."""
+        codes, scale = self.all_rows
+        if len(self.modules) == 1:
+            return QuantizedRows(codes, scale)
+        if self.in_turns:
+            return QuantizedRows(codes[first::2], scale[first::2])
+        start, stop = self.starts[first], self.starts[last + 1]
+        return QuantizedRows(codes[start:stop], scale[start:stop])
+
+    def write(self, index: int, rows: QuantizedRows) -> None:
+        """Keep the 8-bit weight of one module, in the tensors that are there where it fits: graphs may read them."""
+        home = self.modules[0]
+        if len(self.modules) == 1:
+            rows = QuantizedRows(*(self.turned(part) for part in rows)) if self.in_turns else rows
+        for name, part in zip((CODES, SCALE), rows, strict=True):
+            old = home._buffers.get(name)
+            shape = (self.starts[-1], *part.shape[1:])
+            if old is None or (old.shape, old.dtype, old.device) != (shape, part.dtype, part.device):
+                put_buffer(home, name, part.new_zeros(shape))
+        for mine, new in zip(self.rows_of(index, index), rows, strict=True):
+            mine.copy_(new)
+        self.filled[index] = True
+
+    def _laid_out(self, parts):
+        if len(self.modules) == 1:
+            return self.turned(parts[0]) if self.in_turns else parts[0]
+        return torch.stack(parts, 1).flatten(0, 1) if self.in_turns else torch.cat(parts)
+
+    def turned(self, rows: torch.Tensor) -> torch.Tensor:
+        """[N, ...] of one module, its two halves in turns, value first."""
+        halves = _bits(rows).chunk(2)
+        return torch.stack(halves[::-1] if self.gate_first else halves, 1).flatten(0, 1).view(rows.dtype)
+
+    def turned_back(self, columns: torch.Tensor) -> torch.Tensor:
+        """[..., N], columns in turns, as the module itself gives them."""
+        halves = columns.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.cat(halves[::-1] if self.gate_first else halves, -1)
+
+    def plain_rows(self, index: int) -> QuantizedRows:
+        """Codes [N, K] and scale [N] of one module in the order of its own weight, in memory of their own."""
+        rows = self.rows_of(index, index)
+        if len(self.modules) > 1 or not self.in_turns:
+            return QuantizedRows(*(part.clone(memory_format=torch.contiguous_format) for part in rows))
+        back = [self.turned_back(_bits(part).movedim(0, -1)).movedim(-1, 0).contiguous() for part in rows]
+        return QuantizedRows(*(bits.view(part.dtype) for bits, part in zip(back, rows, strict=True)))
+
+    def move(self, device: torch.device) -> None:
+        """To where a call is."""
+        for name in (CODES, SCALE):
+            put_buffer(self.modules[0], name, self.modules[0]._buffers[name].to(device))
+
+    def clear(self) -> None:
+        """Forget the weights."""
+        self._biases, self._bias = (), None
+        self.filled = [False] * len(self.modules)
+        for module in self.modules:
+            for name in (CODES, SCALE):
+                module._buffers.pop(name, None)
+                module._non_persistent_buffers_set.discard(name)
+                hook = module.__dict__.get("_hf_hook")  # accelerate's, which wants to put back what it saw
+                for one in (hook, *getattr(hook, "hooks", ())):
+                    getattr(one, "original_devices", {}).pop(name, None)
+
+    def bias(self, first: int, last: int) -> torch.Tensor | None:
+        """The biases [N] of the modules first … last, in the order of `rows_of`; zeros where a module has none."""
+        own = tuple(module._sage_linear.bias for module in self.modules[first : last + 1])
+        if all(bias is None for bias in own):
+            return None
+        if len(own) == 1 and not (self.in_turns and len(self.modules) == 1):
+            return own[0]
+        if len(own) != len(self._biases) or any(a is not b for a, b in zip(own, self._biases, strict=True)):
+            known = next(x for x in own if x is not None)
+            modules = self.modules[first : last + 1]
+            with torch.no_grad(), torch.inference_mode(False):
+                filled = [
+                    known.new_zeros(m.out_features) if x is None else x for x, m in zip(own, modules, strict=True)
+                ]
+                self._bias, self._biases = self._laid_out(filled), own
+            mark_static_address(self._bias, guard=False)
+        return self._bias
+
+    def __getstate__(self):
+        return self.__dict__ | {"_biases": (), "_bias": None}
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes: few operations take it as it is."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+
+
+def put_buffer(module, name: str, tensor) -> None:
+    """A buffer that no file of the model holds."""
+    module._buffers[name] = tensor
+    module._non_persistent_buffers_set.add(name)
+    mark_static_address(tensor, guard=False)  # CUDA graphs would copy it at every replay

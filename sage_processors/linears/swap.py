@@ -1,0 +1,348 @@
+"""Run the linear layers of a model in 8 bit, and give the 16-bit ones back."""
+
+from __future__ import annotations
+
+import sys
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from sage_kernels.compat import keep_out_of_dynamo
+
+from ..on_import import when_imported
+from ..options import LINEARS, POLICIES
+from .graph_pass import share_in_compiled_code
+from .layers import Choice, choose
+from .lazy import CAN_WAIT
+from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
+from .norms import NormState, norm_form, norm_width
+from .qkv import TOGETHER, Run
+from .report import LinearReport, rows_of
+from .storage import Storage
+from .weights import LinearState, Shared
+
+
+DROPPED = (
+    "weight of {}: got a model whose 16-bit weights were dropped (drop_weights=True), expected one that still has "
+    "them; load the model again"
+)
+
+
+class PrepareHook:
+    """Forward pre-hook of a model: 8-bit weights are made, and made anew, before code that may be compiled.
+
+    In a copy of the model it does nothing: its layers look after themselves, and a compiled copy runs in 16 bit until
+    it was called once or is given to `quantize_linears`.
+    """
+
+    def __init__(self, swap=None):
+        self.swap = swap
+
+    def __call__(self, module, args):
+        if self.swap is not None and not torch.compiler.is_compiling():
+            _prepare(self.swap)
+
+    def __reduce__(self):
+        return PrepareHook, ()
+
+
+@torch.compiler.disable
+def _prepare(swap):
+    swap._before_forward()
+
+
+keep_out_of_dynamo(PrepareHook.__call__)
+
+
+class LinearSwap:
+    """Linear layers of one model in 8 bit. What `quantize_linears` returns; use it as a context manager to undo it.
+
+    The modules stay the objects that they are, with another class: names, parameters, hooks, state_dict and
+    save_pretrained are as before. A copy of the model stays in 8 bit.
+
+    ready: {name of a layer: QuantizedRows, its weight}, where 8-bit weights are there already and take the place of
+    16-bit ones, which need not be there.
+    """
+
+    def __init__(
+        self, model, *, linears, keep=(), layers=(), min_features=None, policy="fallback", name="", ready=None
+    ):
+        self.model, self.name, self.drop_weights = model, name, False
+        self._options = {"linears": linears, "keep": keep, "layers": layers, "min_features": min_features}
+        self._policy, self._shared = policy, Shared()
+        self._states: dict[int, tuple[nn.Module, LinearState]] = {}
+        self._norms: dict[int, nn.Module] = {}
+        self.choices: list[Choice] = []
+        self._eager_calls, self._forward_seen = 0, False
+        self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
+        self._active, self._hook = True, None
+        try:
+            self.refresh(ready)
+            self._hook = model.register_forward_pre_hook(PrepareHook(self), prepend=True)
+            when_imported("torch._inductor.config", share_in_compiled_code, ready="post_grad_custom_pre_pass")
+        except Exception:
+            self._put_back()
+            raise
+
+    def _label(self, name: str) -> str:
+        return ".".join(part for part in (self.name, name) if part)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all linear layers, swapped or not, as patterns are matched with them."""
+        return [choice.name for choice in self.choices]
+
+    def refresh(self, ready=None) -> None:
+        """Swap what came since, and look at the numbers of all weights: LoRA, fused projections, new blocks.
+
+        A weight that was written to through `.data` of a tensor from model.parameters() is noticed here alone.
+        Raises: RuntimeError after `remove`.
+        """
+        if not self._active:
+            raise RuntimeError("swap: got one that was removed, expected a live one; call quantize_linears again")
+        self.choices = choose(self.model, label=self._label, **self._options)
+        wanted = {id(c.module): c for c in self.choices if c.format != "none"}
+        for key, (module, state) in list(self._states.items()):
+            if key not in wanted or module._sage_linear is not state:
+                self._leave(module)
+                del self._states[key]
+        for key, choice in wanted.items():
+            if key not in self._states:
+                if is_swapped(choice.module):  # a copy of another model's: start anew
+                    self._leave(choice.module)
+                self._enter(choice)
+        self._group()
+        self._postpone_norms()
+        for module, state in self._states.values():
+            if ready is not None:
+                state.storage.write(state.index, ready[state.label])
+                self._drop(module, ready[state.label].codes.device)
+            state.touched = state.bias_touched = True
+            if not self._waits(module):
+                self._prepare_one(module, state)
+
+    def _enter(self, choice: Choice) -> None:
+        module = choice.module
+        state = LinearState(choice.name, choice.format, self._policy, self._shared)
+        state.storage = Storage([module])
+        object.__setattr__(module, "_sage_linear", state)
+        put_class(module, linear_class(type(module)))
+        self._states[id(module)] = (module, state)
+
+    def _leave(self, module) -> None:
+        state = module._sage_linear
+        if state.dropped:
+            raise RuntimeError(DROPPED.format(state.label))
+        state.leave_storage()
+        module._sage_linear.storage.clear()
+        put_class(module, type(module)._sage_base)
+        del module._sage_linear
+
+    def _group(self) -> None:
+        """Layers of the same input, where their module names them as attention modules do."""
+        for owner in self.model.modules():
+            for names in TOGETHER:
+                modules = [_base_of(owner._modules.get(name)) for name in names]
+                own = [self._states.get(id(module)) for module in modules]
+                if None in own:
+                    modules, own = modules[1:], own[1:]  # keys and values of a layer whose queries are not swapped
+                if None in own or any(len(state.storage.modules) > 1 for _, state in own):
+                    continue
+                if len({(m.in_features, state.format) for m, state in own}) > 1:
+                    modules, own = modules[1:], own[1:]
+                if len({(m.in_features, state.format) for m, state in own}) == 1 and len(set(map(id, modules))) > 1:
+                    self._stack(modules)
+
+    def _stack(self, modules) -> None:
+        states = [module._sage_linear for module in modules]
+        if any(state.is_filled or state.storage.in_turns for state in states):
+            return
+        storage = Storage(modules)
+        run = Run(storage, 0, len(modules) - 1)
+        for index, state in enumerate(states):
+            state.storage, state.index, state.run = storage, index, run
+
+    def _postpone_norms(self) -> None:
+        widths = {module.in_features for module, _ in self._states.values()}
+        for name, module in self.model.named_modules():
+            if id(module) in self._norms or is_swapped(module) or norm_width(module) not in widths:
+                continue
+            form = norm_form(module)
+            if form is None:
+                continue
+            object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form, self._shared))
+            put_class(module, norm_class(type(module)))
+            self._norms[id(module)] = module
+
+    def _waits(self, module) -> bool:
+        """Whether the weight is better quantised where the model will run than where it is: on a CPU that has a GPU
+        beside it, it takes minutes."""
+        weight = module._parameters["weight"]
+        return weight.is_meta or (weight.device.type == "cpu" and torch.cuda.is_available())
+
+    def _prepare_one(self, module, state) -> None:
+        if state.prepare(module) and self.drop_weights:
+            self._drop(module)
+
+    def drop(self) -> None:
+        """Free every 16-bit weight that has its 8-bit one, and those of later ones as soon as they are made."""
+        self.drop_weights = True
+        for module, state in self._states.values():
+            if state.is_filled:
+                self._prepare_one(module, state)
+
+    def _drop(self, module, device=None) -> None:
+        state, weight = module._sage_linear, module._parameters["weight"]
+        if state.dropped or not state.is_filled or (weight.is_meta and device is None):
+            return
+        module._parameters["weight"] = placeholder(weight.shape, weight.dtype, device or weight.device)
+        state.dropped = True
+
+    def _before_forward(self) -> None:
+        compiles = "torch._dynamo" in sys.modules
+        self._shared.may_wait = CAN_WAIT and not (compiles and _has_compiled_part(self.model))
+        calls = self._count()
+        if calls == self._eager_calls and self._forward_seen:
+            self.unseen_forwards += 1
+        self._eager_calls, self._forward_seen = calls, True
+        for module, state in self._states.values():
+            weight = module._parameters.get("weight")
+            if not state.dropped and weight is not None and not state.is_fresh(weight):
+                if not self._waits(module) or state.is_filled:
+                    self._prepare_one(module, state)
+
+    def _count(self) -> int:
+        return sum(sum(state.events.eager) for _, state in self._states.values())
+
+    def forwards_without_eager_calls(self) -> int:
+        """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
+        return self.unseen_forwards + (self._forward_seen and self._count() == self._eager_calls)
+
+    def state_of(self, module) -> LinearState | None:
+        """What a swapped layer knows; None for one that is not swapped."""
+        return self._states.get(id(module), (None, None))[1]
+
+    def report(self) -> LinearReport:
+        """What really ran: per layer format, calls, exact calls with reasons, bytes saved. Syncs."""
+        return LinearReport(rows_of(self))
+
+    def remove(self) -> None:
+        """Put the 16-bit layers back, bit for bit. Harmless when repeated.
+
+        Raises: RuntimeError where the 16-bit weights were dropped; nothing is changed then.
+        """
+        if not self._active:
+            return
+        self.refuse_dropped()
+        self._put_back()
+
+    def refuse_dropped(self) -> None:
+        """Raise RuntimeError if there is nothing to put back."""
+        for _, state in self._states.values():
+            if state.dropped:
+                raise RuntimeError(DROPPED.format(state.label))
+
+    def _put_back(self) -> None:
+        self._active = False
+        if self._hook is not None:
+            self._hook.remove()
+        for module in self._norms.values():
+            if is_swapped(module):
+                put_class(module, type(module)._sage_base)
+                del module._sage_norm
+        for module, _ in self._states.values():
+            if is_swapped(module):
+                self._leave(module)
+        self._norms, self._states, self.choices = {}, {}, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.remove()
+
+    def __repr__(self):
+        state = f"{len(self._states)} layers" if self._active else "removed"
+        return f"<sage_processors.LinearSwap: {self._options['linears']}, {state}>"
+
+
+def _has_compiled_part(model) -> bool:
+    """Whether something inside of the model is compiled by itself. Runs at every forward."""
+    left = list(model._modules.values())
+    while left:
+        module = left.pop()
+        if module is not None:
+            if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+                return True
+            left.extend(module._modules.values())
+    return False
+
+
+def _base_of(module):
+    """The layer that an adapter wraps."""
+    return getattr(module, "base_layer", module)
+
+
+def check_linear_patterns(option: str, patterns, names) -> None:
+    """Raise ValueError for a pattern that matches none of the names."""
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{option}: got {pattern!r}, which matches no linear layer, expected a pattern of names such as "
+                f"{list(names)[:3]}"
+            )
+
+
+def quantize_linears(
+    model: nn.Module,
+    linears: str = "int8",
+    *,
+    keep=(),
+    layers=(),
+    min_features: int | None = None,
+    policy: str = "fallback",
+    drop_weights: bool = False,
+) -> LinearSwap:
+    """Run the linear layers of a transformers model, or of any module, in 8 bit.
+
+    Args:
+        model: any nn.Module; layers outside of its repeated blocks, embeddings, routers and lm_head stay in 16 bit.
+        linears, keep, layers, min_features, policy, drop_weights: as linears, keep_linears, layer_linears,
+            linears_min_features, policy and drop_weights of SageAttnProcessor.
+    Returns: a LinearSwap: report(), refresh(), remove(). Calling it again replaces the options.
+    Raises: TypeError, ValueError for options of wrong type or value; the model is then unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    model = getattr(model, "_orig_mod", model)
+    layers = tuple(layers.items()) if isinstance(layers, dict) else tuple(layers)
+    for name, value, allowed in (("linears", linears, LINEARS), ("policy", policy, POLICIES)):
+        if value not in allowed:
+            raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
+    for pair in layers:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"layers: got {pair!r}, expected (layer pattern, format) pairs or a dict")
+        if pair[1] not in LINEARS:
+            raise ValueError(f"layers: got {pair[1]!r}, expected one of {sorted(LINEARS)}")
+    if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in keep):
+        raise TypeError(f"keep: got {keep!r}, expected a tuple of patterns")
+    names = [c.name for c in choose(model, label=str, linears="none")]
+    check_linear_patterns("keep", keep, names)
+    check_linear_patterns("layers", [pattern for pattern, _ in layers], names)
+    earlier = swap_of(model)
+    if earlier is not None:
+        earlier.remove()
+    options = {"linears": linears, "keep": tuple(keep), "layers": layers, "min_features": min_features}
+    swap = LinearSwap(model, policy=policy, **options)
+    if drop_weights:
+        swap.drop()
+    return swap
+
+
+def swap_of(model) -> LinearSwap | None:
+    """The live swap of a model, or None."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, PrepareHook) and hook.swap is not None and hook.swap._active:
+            return hook.swap
+    return None

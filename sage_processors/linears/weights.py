@@ -1,0 +1,189 @@
+"""What a swapped linear layer knows: its format, its 8-bit weight, and whether the 16-bit one was written to since."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+
+from sage_kernels import QuantizedRows, quantize_weight
+from sage_kernels.compat import mark_static_address
+
+from ..event_counter import EventCounter
+from ..options import UnsupportedLinearError
+from .lazy import CAN_WAIT
+from .storage import Storage
+
+
+logger = logging.getLogger("sage_processors")
+
+CALLED = "called"
+# Slots of a layer's counter: 8-bit calls, then the reasons for exact ones.
+EVENTS = (
+    CALLED,
+    "training",
+    "gradient",
+    "autocast",
+    "dtype",
+    "rank",
+    "empty",
+    "subclass",
+    "device",
+    "weight",
+    "other",
+)
+_EVENT = {name: i for i, name in enumerate(EVENTS)}
+CHOSEN = ("empty",)  # nothing is lost by these
+REMEDIES = {
+    "training": "the module is in training mode: call model.eval()",
+    "gradient": "8-bit linear layers have no backward: call the model under torch.no_grad()",
+    "dtype": "float16, bfloat16 and float32 only: cast the model",
+    "autocast": "autocast to float16 or bfloat16 only",
+    "weight": "its weight holds NaN or inf",
+}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_logged: set[tuple[str, str]] = set()
+
+
+def checksum(weight: torch.Tensor) -> tuple[int, int]:
+    """Two numbers that change with any of the weight's bits, and with their places. Syncs."""
+    size = weight.element_size()
+    bits = weight.detach().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
+    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
+    place = torch.arange(1, max(bits.shape) + 1, device=weight.device)
+    found = torch.stack([(rows * place[: len(rows)]).sum(), (columns * place[: len(columns)]).sum()])
+    return tuple(found.tolist())
+
+
+class Shared:
+    """What the layers and norms of one model have in common.
+
+    Attributes: may_wait: results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary
+        tensors alone.
+    """
+
+    def __init__(self):
+        self.may_wait = CAN_WAIT
+
+
+class LinearState:
+    """Of one swapped linear layer.
+
+    Attributes:
+        label: its name in the report. format: "int8" or "fp8". policy: "fallback" or "strict". shared: Shared.
+        events: EventCounter of EVENTS.
+        storage, index: where its 8-bit weight is.
+        bias: the bias [N] as the latest call found it, or None: offloading takes the module's own away, and casting
+            by layer casts it, before a result that waits is computed.
+        run: qkv.Run, where it is multiplied together with others of the same input; None alone.
+        version: how often its 8-bit weight was made.
+        touched: the 16-bit weight was handed out since it was last compared, and may have been written to through
+            `.data`, which no counter of PyTorch's tells. bias_touched: the bias was.
+        dropped: the 16-bit weight is gone.
+        failed: its weight can't be quantised.
+    """
+
+    def __init__(self, label: str, format: str, policy: str, shared: Shared):
+        self.label, self.format, self.policy, self.shared = label, format, policy, shared
+        self.events = EventCounter(len(EVENTS))
+        self.storage, self.index = None, 0
+        self.bias = self.run = None
+        self.version = 0
+        self.touched = self.bias_touched = self.dropped = self.failed = False
+        self._weight, self._weight_version, self._checksum = _nothing, None, None
+        self._bias, self._bias_version = _nothing, None
+
+    def __getstate__(self):  # weak references are no state
+        return self.__dict__ | {"_weight": _nothing, "_bias": _nothing}
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether the 8-bit weight is there."""
+        return self.storage.filled[self.index]
+
+    def is_fresh(self, weight) -> bool:
+        """Whether nothing speaks for a weight that was written to or exchanged since it was quantised."""
+        return weight is self._weight() and not self.touched and _version(weight) == self._weight_version
+
+    def prepare(self, module) -> bool:
+        """Have the 8-bit weight be that of the 16-bit one; whether there is one. Syncs where it looks at numbers."""
+        weight = module._parameters.get("weight")
+        if not self.dropped and (weight is None or not self.is_fresh(weight)):
+            if weight is None:
+                return False
+            if weight.is_meta or weight.dtype not in DTYPES:  # offloaded, or cast to rest
+                return self.is_filled and not self.failed
+            if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+                return self.is_filled and not self.failed  # whoever captures has run it before
+            self._compare(weight)
+        bias = module._parameters.get("bias")
+        if bias is None:
+            self.bias = None
+        elif bias is not self._bias() or self.bias_touched or _version(bias) != self._bias_version:
+            self._take_bias(bias)
+        elif self.bias.device != bias.device:
+            self._take_bias(bias)
+        return not self.failed
+
+    def _take_bias(self, bias) -> None:
+        if bias.is_meta or bias.dtype not in DTYPES:
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            self.bias = bias.detach().clone()
+        mark_static_address(self.bias, guard=False)
+        self._bias, self._bias_version, self.bias_touched = weakref.ref(bias), _version(bias), False
+
+    def _compare(self, weight) -> None:
+        with torch.no_grad(), torch.inference_mode(False):
+            known = checksum(weight)
+            if known != self._checksum or not (self.is_filled or self.failed):
+                self._quantize(weight)
+        self._weight, self._weight_version, self._checksum = weakref.ref(weight), _version(weight), known
+        self.touched = False
+
+    def _quantize(self, weight) -> None:
+        self.version += 1
+        try:
+            rows = quantize_weight(weight, format=self.format)
+        except ValueError as error:
+            self.failed = True
+            logger.warning("linear layer %s stays in 16 bit: %s", self.label, error)
+        else:
+            self.failed = False
+            self.storage.write(self.index, rows)
+
+    def leave_storage(self) -> None:
+        """All of the modules that share a matrix get one of their own."""
+        shared = self.storage
+        if len(shared.modules) == 1:
+            return
+        ready = enumerate(shared.filled)
+        kept = [[part.clone() for part in shared.rows_of(i, i)] if filled else None for i, filled in ready]
+        shared.clear()
+        for other, part in zip(shared.modules, kept, strict=True):
+            state = other._sage_linear
+            state.storage, state.index, state.run = Storage([other]), 0, None
+            if part is not None:
+                state.storage.write(0, QuantizedRows(*part))
+
+    def stay_exact(self, reason: str) -> None:
+        """Count a call in 16 bit; raise under policy="strict"."""
+        if self.policy == "strict" and reason not in CHOSEN:
+            raise UnsupportedLinearError(self.label, reason, REMEDIES.get(reason, ""))
+        self.events.add(_EVENT.get(reason, _EVENT["other"]))
+        if not torch.compiler.is_compiling() and reason not in CHOSEN and (self.label, reason) not in _logged:
+            first = all(seen != reason for _, seen in _logged)
+            _logged.add((self.label, reason))
+            remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
+            level = logging.WARNING if first else logging.DEBUG
+            logger.log(level, "linear layer %s runs in 16 bit (reason: %s%s)", self.label, reason, remedy)
+
+
+def _nothing():
+    """A weak reference to nothing."""
+
+
+def _version(weight) -> int:
+    return -1 if weight.is_inference() else weight._version

@@ -1,0 +1,40 @@
+"""What tests of 8-bit linear layers share: counts of ops, and the error that quantising alone makes."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sage_kernels
+
+
+class OpCounter(TorchDispatchMode):
+    """Counts calls of the two ops while it is on."""
+
+    def __init__(self):
+        super().__init__()
+        self.quantized = self.multiplied = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        self.quantized += "sage_kernels.quantize_activation" in name
+        self.multiplied += "sage_kernels.quantized_linear" in name
+        return func(*args, **(kwargs or {}))
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """L2 norm of the difference over that of `expected`."""
+    got, expected = got.double(), expected.double()
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+def rounding(x: torch.Tensor, rows: sage_kernels.QuantizedRows) -> float:
+    """Relative L2 error of the codes of x."""
+    return relative_error(rows.codes.float() * rows.scale[..., None], x.float())
+
+
+def expected_error(x: torch.Tensor, *weights: torch.Tensor, format: str = "int8") -> float:
+    """Relative L2 error of x · weightᵀ from rounding x and the weight to 8 bit: both independent."""
+    parts = [rounding(x, sage_kernels.quantize_activation(x, format=format))]
+    parts += [max(rounding(w, sage_kernels.quantize_weight(w, format=format)) for w in weights)] if weights else []
+    return sum(part**2 for part in parts) ** 0.5

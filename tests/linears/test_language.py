@@ -1,0 +1,103 @@
+"""Language, vision and audio models of transformers with 8-bit linear layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+
+pytest.importorskip("transformers")
+
+import sage_processors as sp
+from sage_processors.evaluation import language
+from tests.linears.counting import OpCounter, relative_error
+from tests.support.tiny_language_models import DECODERS, MODELS, tokens
+
+
+def test_perplexity_of_the_embedded_model_within_a_percent():
+    model, tokenizer = language.load()
+    windows = language.heldout_windows(tokenizer, 128, count=12)
+    stock = language.perplexity(model, windows)
+    for format in ("int8", "fp8"):
+        with sp.quantize_linears(model, format, min_features=0) as swap:
+            ratio, _ = language.perplexity(model, windows).ratio(stock)
+            assert swap.report().calls and swap.report().fallbacks == {}
+        assert abs(ratio - 1) < 0.01
+    assert torch.equal(language.perplexity(model, windows).losses, stock.losses)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_family_within_quantisation(name):
+    model, inputs = MODELS[name]()
+
+    def run():
+        with torch.no_grad():
+            return next(x for x in model(**inputs).to_tuple() if isinstance(x, torch.Tensor))
+
+    expected = run()
+    with sp.quantize_linears(model, min_features=0) as swap:
+        for _ in range(3):
+            assert relative_error(run(), expected) < 0.15
+        assert swap.report().calls > 0 and set(swap.report().fallbacks) <= {"rank", "empty"}
+        status = {row["layer"]: row["status"] for row in swap.report().rows}
+        assert status.get("lm_head", "outside of the blocks") == "outside of the blocks"
+    assert torch.equal(run(), expected)
+
+
+def test_a_llama_block_quantises_three_activations_and_multiplies_four_times():
+    model, inputs = MODELS["llama"]()
+    with sp.quantize_linears(model, min_features=0), torch.no_grad():
+        for _ in range(2):
+            model(**inputs)
+        with OpCounter() as ops:
+            model(**inputs)
+    layers = model.config.num_hidden_layers
+    # norm → q k v | attention → out | norm → gate and up | their product → down
+    assert (ops.quantized, ops.multiplied) == (4 * layers, 4 * layers)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_generation_runs(name):
+    model, _ = MODELS[name]()
+    prompt = tokens(2, 7)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones(2, 7).long()}
+    with sp.quantize_linears(model, min_features=0) as swap:
+        assert model.generate(prompt, **options).shape == (2, 11)
+        assert swap.report().calls > 0 and set(swap.report().fallbacks) <= {"rank", "empty"}
+
+
+def test_the_attention_report_lists_linear_layers():
+    model, inputs = MODELS["llama"]()
+    assert sp.attention_report(model).linears is None
+    with sp.quantize_linears(model, min_features=0, policy="strict"), torch.no_grad():
+        model(**inputs)
+        report = sp.attention_report(model)
+        assert report.linears.calls == sum(row["format"] is not None for row in report.linears.rows)
+        assert "8-bit linear layers" in str(report)
+
+
+def test_saved_while_swapped_is_16_bit(tmp_path):
+    model, inputs = MODELS["llama"]()
+    with sp.quantize_linears(model, min_features=0), torch.no_grad():
+        model(**inputs)
+        model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert set(loaded.state_dict()) == set(model.state_dict())
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.state_dict().values(), model.state_dict().values(), strict=True)
+    )
+    assert all(type(module) is nn.Linear for module in loaded.modules() if isinstance(module, nn.Linear))
+
+
+def test_an_8_bit_language_model_on_disk(tmp_path):
+    model, inputs = MODELS["llama"]()
+    with sp.quantize_linears(model, min_features=0), torch.no_grad():
+        model(**inputs)
+        expected = model(**inputs).logits
+        sp.save_quantized(model, tmp_path / "a.safetensors")
+    twin, _ = MODELS["llama"]()
+    sp.load_quantized(twin, tmp_path / "a.safetensors")
+    with torch.no_grad():
+        twin(**inputs)
+        assert torch.equal(twin(**inputs).logits, expected)

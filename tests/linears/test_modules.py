@@ -1,0 +1,275 @@
+"""A swapped linear layer against the 16-bit module: every input it may meet, and what it can't do in 8 bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import sage_processors as sp
+from tests.linears.counting import OpCounter, expected_error, relative_error
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Block(nn.Module):
+    """Two layers, so that it counts as a block."""
+
+    def __init__(self, k=48, n=64, bias=True):
+        super().__init__()
+        self.first, self.second = nn.Linear(k, n, bias=bias), nn.Linear(n, k)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def layer(k=48, n=64, *, bias=True, dtype=torch.float32):
+    """A linear layer and its swapped twin."""
+    torch.manual_seed(0)
+    stock = nn.Linear(k, n, bias=bias).to(dtype).eval().requires_grad_(False)
+    return stock, copy.deepcopy(stock)
+
+
+def swapped(module, linears="int8", **options):
+    return sp.quantize_linears(module, linears, **({"min_features": 0} | options))
+
+
+def only(report):
+    (row,) = report.rows
+    return row
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(5, 48), (2, 5, 48), (2, 3, 5, 48)])
+def test_output_is_the_modules_within_quantisation(shape, format, dtype):
+    stock, twin = layer(dtype=dtype)
+    x = torch.randn(shape).to(dtype)
+    with swapped(twin, format) as swap:
+        got = twin(x) + 0  # whatever comes next
+        assert type(got) is torch.Tensor and got.dtype == dtype and got.shape == stock(x).shape
+        assert only(swap.report())["calls"] == 1 and only(swap.report())["format"] == format
+    bound = 1.3 * expected_error(x, stock.weight, format=format) + torch.finfo(dtype).eps
+    assert 0 < relative_error(got, stock(x)) < bound
+
+
+@pytest.mark.parametrize("k", [1, 2, 48, 2520])
+@pytest.mark.parametrize("bias", [True, False])
+def test_any_width_and_no_bias(k, bias):
+    stock, twin = layer(k, 24, bias=bias)
+    x = torch.randn(4, k)
+    with swapped(twin):
+        got = twin(x).clone()
+    assert relative_error(got, stock(x)) < 1.3 * expected_error(x, stock.weight) + 1e-6
+
+
+def test_nan_and_inf_poison_their_rows_alone():
+    stock, twin = layer()
+    x = torch.randn(4, 48)
+    x[1, 3], x[2, 5] = torch.nan, torch.inf
+    with swapped(twin):
+        got = twin(x).clone()
+    assert torch.equal(got.isfinite().all(-1), stock(x).isfinite().all(-1))
+
+
+def test_weights_that_are_not_finite_stay_in_16_bit():
+    stock, twin = layer()
+    stock.weight[2, 2] = torch.nan
+    twin.weight[2, 2] = torch.nan
+    x = torch.randn(4, 48)
+    with swapped(twin) as swap:
+        torch.testing.assert_close(twin(x), stock(x), equal_nan=True, rtol=0, atol=0)
+        assert only(swap.report())["fallbacks"] == {"weight": 1}
+
+
+def test_exact_calls_are_counted_with_their_reasons():
+    stock, twin = layer()
+    with swapped(twin) as swap:
+        x = torch.randn(4, 48)
+        needing = x.clone().requires_grad_()
+        assert twin(needing).requires_grad
+        torch.testing.assert_close(twin(x[0]), stock(x[0]), rtol=0, atol=0)
+        assert twin(x[:0]).shape == (0, 64)
+        twin.train()
+        torch.testing.assert_close(twin(x), stock(x), rtol=0, atol=0)
+        twin.eval()
+        torch.testing.assert_close(twin(x[None, None, None]), stock(x[None, None, None]), rtol=0, atol=0)
+
+        class Own(torch.Tensor):
+            pass
+
+        twin(x.as_subclass(Own))
+        with pytest.raises(RuntimeError):  # as stock
+            twin(x.half())
+        expected = {"gradient": 1, "rank": 2, "empty": 1, "training": 1, "subclass": 1, "dtype": 1}
+        assert only(swap.report())["fallbacks"] == expected and only(swap.report())["calls"] == 0
+
+
+def test_parameters_that_need_a_gradient_keep_it():
+    _, twin = layer()
+    twin.requires_grad_(True)
+    with swapped(twin) as swap:
+        twin(torch.randn(4, 48)).sum().backward()
+        assert twin._parameters["weight"].grad is not None
+        with torch.no_grad():
+            twin(torch.randn(4, 48))
+        assert only(swap.report())["fallbacks"] == {"gradient": 1} and only(swap.report())["calls"] == 1
+
+
+def test_strict_raises_what_would_be_exact():
+    _, twin = layer()
+    with swapped(twin, policy="strict"):
+        with pytest.raises(sp.UnsupportedLinearError, match="reason 'training'.*model.eval"):
+            twin.train()(torch.randn(4, 48))
+        twin.eval()(torch.randn(0, 48))  # nothing is lost
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_decides_the_dtype(dtype):
+    stock, twin = layer()
+    x = torch.randn(4, 48)
+    with swapped(twin) as swap, torch.autocast("cpu", dtype=dtype):
+        got, expected = twin(x) + 0, stock(x)
+        assert got.dtype == expected.dtype == dtype and only(swap.report())["calls"] == 1
+    assert relative_error(got, expected) < 1.3 * expected_error(x, stock.weight) + torch.finfo(dtype).eps
+
+
+def test_inference_mode_runs_in_8_bit():
+    block = Block().eval()
+    x = torch.randn(4, 48)
+    expected = block(x)
+    with swapped(block) as swap, torch.inference_mode():
+        assert relative_error(block(x), expected) < 0.03
+        assert swap.report().calls == 2
+
+
+def test_removal_gives_back_the_modules_bit_for_bit():
+    block = Block().eval().requires_grad_(False)
+    x, before = torch.randn(4, 48), dict(block.named_modules())
+    expected, state = block(x), {k: v.clone() for k, v in block.state_dict().items()}
+    attributes = {name: set(module.__dict__) for name, module in block.named_modules()}
+    swap = swapped(block)
+    assert not torch.equal(block(x), expected)
+    swap.remove()
+    swap.remove()
+    assert dict(block.named_modules()) == before and type(block.first) is nn.Linear
+    assert {name: set(module.__dict__) for name, module in block.named_modules()} == attributes
+    assert not list(block.named_buffers()) and not block._forward_pre_hooks
+    assert torch.equal(block(x), expected)
+    assert all(torch.equal(v, state[k]) for k, v in block.state_dict().items())
+
+
+def test_a_swapped_layer_is_a_linear_layer_with_the_same_state():
+    block = Block().eval()
+    weight = block.first.weight
+    with swapped(block):
+        assert isinstance(block.first, nn.Linear) and block.first.weight is weight
+        assert set(block.state_dict()) == {"first.weight", "first.bias", "second.weight", "second.bias"}
+        assert [name for name, _ in block.named_parameters()] == list(block.state_dict())
+        block.load_state_dict(block.state_dict())
+        with pytest.raises(AttributeError, match="has no attribute"):
+            _ = block.first.no_such_thing
+
+
+def test_copies_stay_in_8_bit_and_have_weights_of_their_own():
+    block = Block().eval().requires_grad_(False)
+    x = torch.randn(4, 48)
+    expected = block(x)
+    with swapped(block):
+        got = block(x).clone()
+        twins = [copy.deepcopy(block), pickle.loads(pickle.dumps(block))]
+        file = io.BytesIO()
+        torch.save(block, file)
+        twins.append(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
+        for twin in twins:
+            with OpCounter() as ops:
+                assert torch.equal(twin(x), got)
+            assert ops.multiplied == 2
+            twin.first.weight.zero_()
+            twin.first.bias.zero_()
+            assert not torch.equal(twin(x), got) and torch.equal(block(x), got)
+    for twin in twins:  # a copy can be swapped anew and put back
+        with swapped(twin):
+            twin(x)
+        assert type(twin.first) is nn.Linear
+    assert torch.equal(block(x), expected)
+
+
+def test_swapping_again_replaces_the_options():
+    block = Block().eval()
+    first = swapped(block)
+    second = swapped(block, "fp8", keep=("second",))
+    rows = {row["layer"]: row for row in second.report().rows}
+    assert rows["first"]["format"] == "fp8" and rows["second"]["status"] == "kept"
+    first.remove()
+    assert type(block.first) is not nn.Linear
+    second.remove()
+    assert type(block.first) is nn.Linear
+
+
+def test_casts_and_moves_leave_the_codes_alone():
+    stock, twin = layer()
+    x = torch.randn(4, 48)
+    for format in ("int8", "fp8"):
+        with swapped(twin, format):
+            twin(x)
+            codes = {name: buffer.clone() for name, buffer in twin.named_buffers()}
+            twin.to(torch.bfloat16).to("cpu").float()
+            for name, buffer in twin.named_buffers():
+                assert buffer.dtype == codes[name].dtype and torch.equal(buffer.float(), codes[name].float())
+        twin.load_state_dict(stock.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"linears": "int4"}, ValueError, "linears: got 'int4'"),
+        ({"policy": "loose"}, ValueError, "policy: got 'loose'"),
+        ({"keep": "first"}, TypeError, "keep: got 'first'"),
+        ({"keep": ("third",)}, ValueError, "keep: got 'third', which matches no linear layer"),
+        ({"layers": {"third": "int8"}}, ValueError, "layers: got 'third', which matches no"),
+        ({"layers": {"first": "int4"}}, ValueError, "layers: got 'int4'"),
+        ({"layers": ("first",)}, TypeError, "layers: got 'first'"),
+    ],
+)
+def test_bad_options_leave_the_model_alone(options, error, words):
+    block = Block()
+    with pytest.raises(error, match=words):
+        sp.quantize_linears(block, **options)
+    assert type(block.first) is nn.Linear and not block._forward_pre_hooks
+    with pytest.raises(TypeError, match="model: got str"):
+        sp.quantize_linears("model")
+
+
+def test_an_error_while_swapping_leaves_nothing_half_swapped(monkeypatch):
+    block = Block()
+    from sage_processors.linears import swap
+
+    monkeypatch.setattr(swap.LinearSwap, "_postpone_norms", lambda self: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        swapped(block)
+    assert type(block.first) is nn.Linear and not hasattr(block.first, "_sage_linear")
+    assert not block._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("linears", "int4", ValueError),
+        ("linears", 8, TypeError),
+        ("keep_linears", "x", TypeError),
+        ("layer_linears", {"x": "int4"}, ValueError),
+        ("layer_linears", 3, TypeError),
+        ("linears_min_features", -1, ValueError),
+        ("linears_min_features", "all", TypeError),
+        ("drop_weights", 1, TypeError),
+    ],
+)
+def test_options_of_the_processor_are_checked(field, value, error):
+    with pytest.raises(error, match=f"{field}: got"):
+        sp.SageAttnProcessor(**{field: value})

@@ -1,0 +1,155 @@
+"""The embedded pipelines with 8-bit linear layers, through the handle: pictures, reports, removal."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import sage_processors as sp
+from tests.linears.counting import OpCounter, relative_error
+from tests.support.tiny_models import MODELS
+
+
+ALL = {"linears_min_features": 0}
+
+
+@functools.cache
+def pipeline(name):
+    diffusers = pytest.importorskip("diffusers")
+    pipe = diffusers.DiffusionPipeline.from_pretrained(sp.pipelines.path(name))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe):
+    generator = torch.Generator().manual_seed(0)
+    return pipe(
+        "a red circle on a blue background", num_inference_steps=4, generator=generator, output_type="pt"
+    ).images
+
+
+def psnr(a, b):
+    return (-10 * (a.float() - b.float()).square().mean().log10()).item()
+
+
+# INT8 has an SQNR of 40 dB a layer, FP8 one of 29: the bar of a picture is 36 dB for the first, 10 less for the second
+@pytest.mark.parametrize(("format", "bar"), [("int8", 36.0), ("fp8", 30.0)])
+@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+def test_pictures_of_the_embedded_pipelines(name, format, bar):
+    pipe = pipeline(name)
+    stock = draw(pipe)
+    handle = pipe.set_attn_processor(sp.SageAttnProcessor(linears=format, **ALL))
+    assert psnr(draw(pipe), stock) > bar
+    report = handle.report()
+    active = [row for row in report.linears.rows if row["format"]]
+    assert {row["format"] for row in active} == {format} and {row["calls"] for row in active} == {4}
+    assert report.linears.fallbacks == {} and all(row["bytes_saved"] > 0 for row in active)
+    text = str(report)
+    assert "8-bit linear layers" in text and "INT8 attention" in text and "outside of the blocks" in text
+    handle.remove()
+    assert torch.equal(draw(pipe), stock)
+    model = pipe.unet if name == "tiny_sd" else pipe.transformer
+    assert all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
+
+
+@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+def test_batch_and_resolution_change(name):
+    pipe = pipeline(name)
+    size = pipe.vae_scale_factor * 8
+    calls = [{"height": 2 * size, "width": size}, {"height": size, "width": 2 * size, "num_images_per_prompt": 2}]
+
+    def run(**options):
+        generator = torch.Generator().manual_seed(1)
+        return pipe(
+            "a green square", num_inference_steps=2, generator=generator, output_type="latent", **options
+        ).images
+
+    stock = [run(**options) for options in calls]
+    with sp.apply(pipe, sp.SageAttnProcessor(linears="int8", **ALL)):
+        for options, expected in zip(calls, stock, strict=True):
+            assert relative_error(run(**options), expected) < 0.1
+
+
+FEW = {"flux": {"single": 2, "double": 8}}
+
+
+def test_flux_blocks_quantise_every_activation_once():
+    model, inputs = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL)) as handle, torch.no_grad():
+        model(**inputs, return_dict=False)
+        with OpCounter() as ops:
+            model(**inputs, return_dict=False)
+        doubles, singles = len(model.transformer_blocks), len(model.single_transformer_blocks)
+        # double, each of image and text: q k v | out | up | down. single: q k v and up | out
+        assert ops.quantized == 8 * doubles + 2 * singles
+        assert ops.multiplied == 8 * doubles + 3 * singles
+        active = [row["layer"] for row in handle.report().linears.rows if row["format"]]
+        assert len(active) == 12 * doubles + 5 * singles
+
+
+def test_defaults_protect_modulation_embeddings_and_small_layers():
+    model, _ = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL)) as handle:
+        status = {row["layer"]: row["status"] for row in handle.report().linears.rows}
+        assert status["transformer_blocks.0.norm1.linear"] == "protected"
+        assert status["x_embedder"] == status["proj_out"] == "outside of the blocks"
+        assert status["single_transformer_blocks.0.proj_out"] == "active"
+    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8")) as handle:
+        assert {row["status"] for row in handle.report().linears.rows if "attn" in row["layer"]} == {"small"}
+    options = {"linears": "none", "layer_linears": {"*.attn.to_?": "fp8", "*norm1.linear": "int8"}}
+    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", **options)) as handle:
+        formats = {row["layer"]: row["format"] for row in handle.report().linears.rows}
+        assert formats["transformer_blocks.0.attn.to_q"] == "fp8"
+        assert formats["transformer_blocks.0.norm1.linear"] == "int8"
+        assert formats["transformer_blocks.0.ff.net.2"] is None
+    with sp.apply(
+        model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", keep_linears=("*.net.2",), **ALL)
+    ) as h:
+        status = {row["layer"]: row["status"] for row in h.report().linears.rows}
+        assert status["transformer_blocks.0.ff.net.2"] == "kept"
+
+
+@pytest.mark.parametrize("option", ["keep_linears", "layer_linears"])
+def test_patterns_that_match_nothing_leave_the_model_alone(option):
+    model, inputs = MODELS["flux"]()
+    value = ("*.no_such",) if option == "keep_linears" else {"*.no_such": "int8"}
+    with pytest.raises(ValueError, match=f"{option}: got '..no_such', which matches no linear layer"):
+        sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL, **{option: value}))
+    assert sp.handle_of(model) is None
+    assert all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
+
+
+def test_a_handle_without_16_bit_weights_can_not_be_removed():
+    model, inputs = MODELS["flux"]()
+    with torch.no_grad():
+        expected = model(**inputs, return_dict=False)[0]
+        handle = sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", drop_weights=True, **ALL))
+        for call in (handle.remove, lambda: sp.apply(model)):
+            with pytest.raises(RuntimeError, match="16-bit weights were dropped"):
+                call()
+        assert relative_error(model(**inputs, return_dict=False)[0], expected) < 0.05
+    assert handle.report().calls and handle.report().linears.calls  # still all in 8 bit
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_every_family_within_quantisation(name):
+    model, inputs = MODELS[name]()
+
+    def run(model):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            result = model(**copy.deepcopy(inputs))
+        result = result[0] if isinstance(result, (tuple, dict)) or hasattr(result, "to_tuple") else result
+        return torch.cat([x.flatten() for x in result]) if isinstance(result, list) else result
+
+    expected = run(model)
+    with sp.quantize_linears(model, min_features=0) as swap:
+        for _ in range(3):
+            assert relative_error(run(model), expected) < 0.06
+        assert swap.report().calls > 0
+        assert set(swap.report().fallbacks) <= {"rank", "empty"}
+    assert torch.equal(run(model), expected)

@@ -1,0 +1,178 @@
+"""Models whose linear layers are in 8 bit, written and read: the same results, and no file that is trusted."""
+
+from __future__ import annotations
+
+import copy
+import json
+import struct
+
+import pytest
+import torch
+from torch import nn
+
+import sage_processors as sp
+from tests.support.tiny_models import MODELS
+
+
+def flux(device=None):
+    model, inputs = MODELS["flux"]()
+    return model, inputs
+
+
+def empty(model):
+    with torch.device("meta"):
+        return type(model).from_config(model.config).eval()
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        return model(**inputs, return_dict=False)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    model, inputs = flux()
+    path = tmp_path_factory.mktemp("quantized") / "model.safetensors"
+    with sp.quantize_linears(model, min_features=0):
+        expected = run(model, inputs)
+        sp.save_quantized(model, path)
+    return path, model, inputs, expected
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("drop", [True, False])
+def test_a_read_model_is_the_written_one(format, drop, tmp_path):
+    model, inputs = flux()
+    sp.quantize_linears(model, format, min_features=0, drop_weights=drop)
+    expected = run(model, inputs)
+    sp.save_quantized(model, tmp_path / "a.safetensors")
+    twin = empty(model)
+    swap = sp.load_quantized(twin, tmp_path / "a.safetensors")
+    torch.testing.assert_close(run(twin, inputs), expected)  # sums of FP8 codes are not exact, their order is BLAS's
+    assert swap.report().fallbacks == {}
+    assert not any(x.is_meta for x in (*twin.parameters(), *twin.buffers()))
+    with pytest.raises(RuntimeError, match="16-bit weights were dropped"):
+        swap.remove()
+    sp.save_quantized(twin, tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_gated_layers_are_written_in_the_models_order(tmp_path):
+    from diffusers.models.activations import GEGLU
+
+    block = GEGLU(48, 64).eval().requires_grad_(False)
+    x = torch.randn(4, 48)
+    with sp.quantize_linears(block, "fp8", min_features=0):
+        before = block.proj(x) + 0
+        expected = block(x) + 0
+        sp.save_quantized(block, tmp_path / "a.safetensors")
+    twin = GEGLU(48, 64).eval().requires_grad_(False)
+    sp.load_quantized(twin, tmp_path / "a.safetensors")
+    assert torch.equal(twin.proj(x) + 0, before) and torch.equal(twin(x) + 0, expected)
+
+
+def test_a_file_is_safetensors_with_codes_in_place_of_weights(saved):
+    from safetensors.torch import load_file
+
+    path, model, _, _ = saved
+    tensors = load_file(path)
+    assert tensors["transformer_blocks.0.attn.to_q.codes"].dtype == torch.int8
+    assert "transformer_blocks.0.attn.to_q.weight" not in tensors
+    assert torch.equal(tensors["x_embedder.weight"], model.x_embedder.weight)
+
+
+def test_tied_weights_are_read_tied(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 16), nn.Linear(16, 10, bias=False)
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2))
+            self.head.weight = self.embed.weight
+
+        def forward(self, x):
+            x = self.embed(x)
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    model, x = Tied().eval().requires_grad_(False), torch.randint(0, 10, (2, 3))
+    with sp.quantize_linears(model, min_features=0):
+        expected = model(x) + 0
+        sp.save_quantized(model, tmp_path / "a.safetensors")
+    with torch.device("meta"):
+        twin = Tied().eval()
+    sp.load_quantized(twin, tmp_path / "a.safetensors")
+    assert twin.head.weight is twin.embed.weight and torch.equal(twin(x) + 0, expected)
+
+
+def rewrite(path, target, change_header=None, change_meta=None, body=lambda b: b):
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, rest = json.loads(content[8 : 8 + length]), content[8 + length :]
+    meta = json.loads(header["__metadata__"]["sage_processors_linears"])
+    if change_meta:
+        change_meta(meta)
+        header["__metadata__"]["sage_processors_linears"] = json.dumps(meta)
+    if change_header:
+        change_header(header)
+    text = json.dumps(header).encode()
+    target.write_bytes(struct.pack("<Q", len(text)) + text + body(rest))
+
+
+Q = "transformer_blocks.0.attn.to_q"
+DAMAGES = {
+    "version": ({"change_meta": lambda m: m.update(format_version=2)}, "format_version 2, expected 1"),
+    "class": ({"change_meta": lambda m: m.update(model_class="Other")}, "model_class Other"),
+    "config": ({"change_meta": lambda m: m.update(config_hash="0")}, "config_hash 0"),
+    "extra": ({"change_meta": lambda m: m.update(more=1)}, "unknown keys"),
+    "no_layer": ({"change_meta": lambda m: m["layers"].update(nothing="int8")}, "got layer 'nothing'"),
+    "format": ({"change_meta": lambda m: m["layers"].update({Q: "int4"})}, "got format 'int4'"),
+    "other_format": ({"change_meta": lambda m: m["layers"].update({Q: "fp8"})}, "got I8 .* for .*to_q.codes"),
+    "fewer": ({"change_meta": lambda m: m["layers"].pop(Q)}, "unknown tensors"),
+    "missing": ({"change_header": lambda h: h.pop("x_embedder.bias")}, "missing tensors .*x_embedder.bias"),
+    "shape": ({"change_header": lambda h: h["x_embedder.bias"].update(shape=[1])}, "for x_embedder.bias"),
+    "dtype": ({"change_header": lambda h: h["x_embedder.bias"].update(dtype="I32")}, "for x_embedder.bias"),
+    "offsets": (
+        {"change_header": lambda h: h["x_embedder.bias"].update(data_offsets=[0, 128])},
+        "safetensors refuses",
+    ),
+    "cut": ({"body": lambda b: b[:-1]}, "damaged"),
+    "longer": ({"body": lambda b: b + b"x"}, "damaged"),
+    "codes": ({"body": lambda b: b"\x80" * len(b)}, "codes or scales"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_files_are_refused_and_the_model_is_as_it_was(saved, name, tmp_path):
+    path, model, inputs, _ = saved
+    changes, words = DAMAGES[name]
+    target = tmp_path / "damaged.safetensors"
+    rewrite(path, target, **changes)
+    twin = copy.deepcopy(model)
+    expected = run(twin, inputs)
+    with pytest.raises(ValueError, match=words):
+        sp.load_quantized(twin, target)
+    assert torch.equal(run(twin, inputs), expected)
+    assert all(type(m) is nn.Linear for m in twin.modules() if isinstance(m, nn.Linear))
+
+
+def test_what_is_no_such_file_or_model(saved, tmp_path):
+    path, model, _, _ = saved
+    for content in (b"", b"PK\x03\x04", b"\xff" * 64, struct.pack("<Q", 2**60) + b"{}"):
+        (tmp_path / "x.safetensors").write_bytes(content)
+        with pytest.raises(ValueError, match="header of .* bytes"):
+            sp.load_quantized(copy.deepcopy(model), tmp_path / "x.safetensors")
+    with pytest.raises(FileNotFoundError):
+        sp.load_quantized(model, tmp_path / "none.safetensors")
+    with pytest.raises(ValueError, match="ends in .safetensors"):
+        sp.load_quantized(model, tmp_path / "x.bin")
+    with pytest.raises(TypeError, match="path: got int"):
+        sp.load_quantized(model, 3)
+    with pytest.raises(TypeError, match="model: got int"):
+        sp.save_quantized(3, path)
+    with pytest.raises(ValueError, match="without 8-bit linear layers"):
+        sp.save_quantized(model, tmp_path / "y.safetensors")
+    with sp.quantize_linears(model, min_features=0):
+        with pytest.raises(ValueError, match="linear layers are swapped"):
+            sp.load_quantized(model, path)
+    assert not (tmp_path / "y.safetensors").exists()
