@@ -37,7 +37,7 @@ P_EXPONENT = 8.0
 # ... which scores beyond this would lose to fp32's rounding, so there the largest P is 1.
 P_EXPONENT_LIMIT = 2.0**18
 # Against the row's largest score of the step before, P of such a score is 2^4: what e4m3 has above (448 = 2^8.8, less
-# what the exponential is off by) and below, in exponents of the largest P of a row. See kernels/README.md, section 8.
+# what the exponential is off by) and below, in exponents of the largest P of a row. See kernels/README.md.
 LAGGED_EXPONENT, LAGGED_LOWEST, LAGGED_HIGHEST = 4.0, 0.0, 8.75
 
 

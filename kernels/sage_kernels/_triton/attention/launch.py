@@ -15,7 +15,7 @@ from ..launch import buffer, launch, processors_of
 from ..masks import as_loadable, broadcast_strides
 from ..primitives import head_width
 from ..prologue.mask_tiles import MaskTiles, launch_mask_tiles
-from ..prologue.prologue import launch_prologue
+from ..prologue.prologue import Prepared, launch_prologue
 from ..prologue.rotate import launch_rotate
 from .kernel import _attention_fwd_kernel
 from .tiles import Tile, choose_tail, choose_tile, query_slice
@@ -119,10 +119,9 @@ def launch_attention_fwd(
         tiles = -(-seq_q // tile.block_m) * batch * heads  # triton.cdiv takes two microseconds on the host
         cut = can_be_cut(tile, masking, mask)
         tail = choose_tail(tiles, seq_kv, processors_of(q.device)) if cut else None
-        groups = tile.block_m // 64
         partials = arrived = None
         if tail is not None:
-            slots = (tiles - tail.whole) * tail.pieces * groups
+            slots = (tiles - tail.whole) * tail.pieces * (tile.block_m // 64)
             partials = buffer(slots, 64, width + 3, device=q.device)
             arrived = buffer(slots // tail.pieces, dtype=torch.int32, device=q.device)
 
@@ -133,21 +132,20 @@ def launch_attention_fwd(
             block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
             overlap=tile.kernel == "hopper",
         )  # fmt: skip
-        codes = prepared.codes.view(-1, width)
-        none = prepared.scale  # never read where a pointer does not apply
-        v_scale = none
-        value_block = [1, tile.block_n, 1, width]
         if is_fp8:
-            v, v_scale = prepared.values, prepared.value_scale
-            value_block = [width, tile.block_n]
+            v = prepared.values
         elif tile.kernel != "pointers":
             v = _copyable_by_engine(v)
 
-        # what both kernels take
-        tensors = [none if x is None else x for x in (out, lse, prepared.center, prepared.q_weight, prepared.q_amax)]
-        recorded = [none, none] if state is None else [state.stats, state.row]
-        numbers = [0 if state is None else state.plan.shape[-1], q.stride(0), q.stride(1), q.stride(2)]
-        sizes = [seq_q, seq_kv, heads, heads // kv_heads, float(scale)]
+        # the kernel; what both of them take first: tensors, then numbers
+        none = prepared.scale  # never read where a pointer does not apply
+        row_max = (state.row_max if lagged else state.row_max_next) if keeps_max else None
+        recorded = (None, None, None) if state is None else (state.stats, state.row, state.counts)
+        tensors = (out, lse, prepared.center, prepared.q_weight, prepared.q_amax, *recorded, row_max,
+                   prepared.value_scale)  # fmt: skip
+        first = [none if x is None else x for x in tensors]
+        first += (0 if state is None else state.plan.shape[-1], q.stride(0), q.stride(1), q.stride(2))
+        sizes = (seq_q, seq_kv, heads, heads // kv_heads, float(scale))
         constants = {
             "HEAD_DIM": head_dim,
             "WIDTH": width,
@@ -162,50 +160,61 @@ def launch_attention_fwd(
             "KEEPS_MAX": keeps_max,
             "PV": pv,
         }
-        kept = [none, none]
-        if state is not None:
-            row_max = state.row_max if lagged else state.row_max_next
-            kept = [state.counts, row_max if keeps_max else none]
-
         if tile.kernel == "hopper":
-            from .hopper import kernel as hopper
-            from .hopper.descriptors import describe
-
-            scales = prepared.scale
-            if scaling == "per_token":
-                scales = describe(scales.view(-1, tile.block_n), [1, tile.block_n])
-            whole, pieces = tail or (tiles, 1)
-            launch(
-                hopper.attention_fwd_hopper_kernel, whole + (tiles - whole) * pieces,
-                q, describe(codes, [tile.block_n, width]), scales, describe(v, value_block),
-                *tensors, *recorded, *kept, v_scale, *numbers,
-                *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
-                mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset,
-                none if partials is None else partials, none.view(torch.int32) if arrived is None else arrived,
-                whole, pieces, *sizes,
-                **constants, NUM_BUFFERS=tile.num_stages, GROUPS=groups,
-                SLICE=query_slice(seq_kv, is_band(masking), mask.kind != "none", lagged), SPLIT=cut,
-                num_warps=4, launch_pdl=True, enable_fp_fusion=False,
-            )  # fmt: skip
-            return out, lse
-        use_tma = tile.kernel == "tma"
-        if use_tma:
-            codes = compat.TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [tile.block_n, width])
-        values = compat.TensorDescriptor(v, list(v.shape), list(v.stride()), value_block) if use_tma else v
-        value_strides = v.stride()[:3] if pv == "16bit" else (0, 0, 0)  # where 8-bit values lie is known
-        launch(
-            _attention_fwd_kernel, tiles,
-            q, codes, prepared.scale, values, *tensors, *recorded, *kept, v_scale, *numbers, *value_strides,
-            *_mask_arguments(masking, mask, none), *sizes,
-            **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
-            SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
-            TILE_ADDS_BITS=tile.adds_bits, enable_fp_fusion=False,
-        )  # fmt: skip
+            constants["SLICE"] = query_slice(seq_kv, is_band(masking), mask.kind != "none", lagged)
+            constants["SPLIT"] = cut
+            parts = [none if partials is None else partials]
+            parts.append(none.view(torch.int32) if arrived is None else arrived)
+            parts += tail or (tiles, 1)
+            _launch_hopper(tile, tiles, q, prepared, v, first, masking, mask, parts, sizes, constants)
+        else:
+            _launch_plain(tile, tiles, q, prepared, v, first, masking, mask, sizes, constants)
     return out, lse
 
 
+def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, masking, mask, parts, sizes, constants):
+    """The Gluon kernel on so many tiles of query rows. parts: partial sums, counters, the two numbers of a Tail."""
+    from .hopper import kernel as hopper
+    from .hopper.descriptors import describe
+
+    block_n, width, none = tile.block_n, constants["WIDTH"], prepared.scale
+    scales = prepared.scale
+    if constants["SCALING"] == "per_token":
+        scales = describe(scales.view(-1, block_n), [1, block_n])
+    value_block = [1, block_n, 1, width] if constants["PV"] == "16bit" else [width, block_n]
+    whole, pieces = parts[2:]
+    launch(
+        hopper.attention_fwd_hopper_kernel, whole + (tiles - whole) * pieces,
+        q, describe(prepared.codes.view(-1, width), [block_n, width]), scales, describe(v, value_block), *first,
+        *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
+        mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes,
+        **constants, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64,
+        num_warps=4, launch_pdl=True, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, masking, mask, sizes, constants):
+    """Triton's kernel on so many tiles of query rows, through the copy engine or by pointers."""
+    block_n, width = tile.block_n, constants["WIDTH"]
+    codes, values = prepared.codes.view(-1, width), v
+    value_strides = v.stride()[:3] if constants["PV"] == "16bit" else (0, 0, 0)  # where 8-bit values lie is known
+    use_tma = tile.kernel == "tma"
+    if use_tma:
+        value_block = [1, block_n, 1, width] if constants["PV"] == "16bit" else [width, block_n]
+        codes = compat.TensorDescriptor(codes, list(codes.shape), list(codes.stride()), [block_n, width])
+        values = compat.TensorDescriptor(v, list(v.shape), list(v.stride()), value_block)
+    launch(
+        _attention_fwd_kernel, tiles,
+        q, codes, prepared.scale, values, *first, *value_strides,
+        *_mask_arguments(masking, mask, prepared.scale), *sizes,
+        **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
+        SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
+        TILE_ADDS_BITS=tile.adds_bits, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
 def _mask_arguments(masking: Masking, mask: MaskTiles, none: torch.Tensor) -> list:
-    """The kernel's arguments from mask_ptr to softcap."""
+    """Arguments of Triton's kernel from mask_ptr to softcap."""
     given, strides = None, (0, 0, 0, 0)
     if mask.kind == "rows":
         given = as_loadable(masking.mask)

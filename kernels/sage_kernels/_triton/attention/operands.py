@@ -67,7 +67,7 @@ def add_product(acc, rescale, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLO
     and packed again.
 
     8-bit products of a tile are a sum of their own: the matrix unit cuts off what it adds to a long one. With all keys
-    in one sum, outputs came out 5 % short at 4,096 keys and 39 % at 32,768 (kernels/README.md, section 8). Added in an
+    in one sum, outputs came out 5 % short at 4,096 keys and 39 % at 32,768 (kernels/README.md). Added in an
     FMA, as Triton makes one sum again of an addition.
     """
     if PV == "fp8_e4m3":

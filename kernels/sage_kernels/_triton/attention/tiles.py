@@ -167,10 +167,9 @@ def choose_tail(tiles: int, seq_kv: int, processors: int) -> Tail | None:
 def query_slice(seq_kv: int, band: bool, masked: bool, lagged: bool) -> int:
     """Query rows that a warpgroup of the Hopper kernel quantises together: 16, 32 or all 64.
 
-    In slices a program begins sooner: 3 % of the time at 4,608 keys (2 % more with 32 rows than with 16), 5 % at 4,096
-    causal ones. With more keys, the kernel is at the GPU's power cap, where a sooner begin gains nothing, and its loop
-    came out 1 to 2 % slower; but not with the reference of the step before, where 32 rows take 1 % off the time at 128
-    channels and 6 % at 64. Timed on an H200, saved nowhere.
+    In slices a program begins sooner, which shows where it has few keys to walk. With many, the kernel is at the GPU's
+    power cap, where a sooner begin gains nothing, and its loop comes out slower; but not with the reference of the
+    step before. Chosen by timing on an H200.
 
     Args:
         masked: by a mask of keys, beside which the loop spills registers if there are slices (Triton 3.7.1).
