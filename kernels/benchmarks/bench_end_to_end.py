@@ -5,6 +5,7 @@
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph
+    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --linears int8
 
 Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
 the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one. Ours is what a user
@@ -125,11 +126,19 @@ def held_to(provider: str, device):
 class Bench:
     """One case on one model. Providers are measured in the order of `providers`."""
 
-    def __init__(self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager"):
+    def __init__(
+        self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none"
+    ):
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
+        self.linears = linears
         self.int8_calls = None  # that ran, once ours has
         self.redone = None  # most of a layer's query tiles that were done again, once ours has run
+
+    @property
+    def full_recipe(self) -> str:
+        """Of attention, and of linear layers where they run in 8 bit."""
+        return self.recipe if self.linears == "none" else f"{self.recipe}+linears_{self.linears}"
 
     def providers(self):
         """(provider, what measures it), stock ones first, cuDNN last as well unless a forward is timed only once."""
@@ -151,7 +160,9 @@ class Bench:
             return self.measure(1 if self.reps > 1 else 0)
 
     def ours_denoiser(self) -> Measured:
-        options = sp.SageAttnProcessor(recipe=self.recipe, scaling="timestep", min_tokens=self.min_tokens)
+        options = sp.SageAttnProcessor(
+            recipe=self.recipe, scaling="timestep", min_tokens=self.min_tokens, linears=self.linears
+        )
         with sp.apply(self.model, options) as handle, held_to("torch_sdpa_cudnn", self.device):
             handle.new_run()
             result = self.measure(WARM_UP)
@@ -162,11 +173,14 @@ class Bench:
         name = f"sage_bench_{self.recipe}"
         sp.register_transformers(name, recipe=self.recipe, min_tokens=self.min_tokens)
         self.model.set_attn_implementation(name)
-        before = sp.attention_report(self.model)
+        before, swap = sp.attention_report(self.model), None
         try:
+            swap = None if self.linears == "none" else sp.quantize_linears(self.model, linears=self.linears)
             with held_to("torch_sdpa_cudnn", self.device):
                 result = self.measure(1)
         finally:
+            if swap is not None:
+                swap.remove()
             self.model.set_attn_implementation("sdpa")
         self.check_report(sp.attention_report(self.model), 1 + self.reps, before)
         return result
@@ -269,7 +283,7 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
     sizes = bench.case.attention()
     shared = {
         "suite": "end_to_end", "case": bench.case.name, "provider": provider,
-        "recipe": bench.recipe if provider == OURS else "", "batch": sizes["batch"], "heads": sizes["heads"],
+        "recipe": bench.full_recipe if provider == OURS else "", "batch": sizes["batch"], "heads": sizes["heads"],
         "kv_heads": sizes["kv_heads"], "seq_q": sizes["seq_q"], "seq_k": sizes["seq_kv"],
         "head_dim": sizes["head_dim"], "causal": sizes["causal"], "includes_quantization": provider == OURS,
         "rel_l2_error": "" if errors is None else f"{errors[1]:.5f}",
@@ -296,6 +310,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--reps", type=int, help="timed forwards; the case's own number by default")
     parser.add_argument("--layers", type=int, help="at most so many blocks of each kind; the case's name says so")
     parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
+    parser.add_argument("--linears", choices=("none", "int8", "fp8"), default="none", help="of our options")
     parser.add_argument("--called", choices=CALLED, default="eager", help="denoisers only; the case's name says so")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
     parser.add_argument("--device", default="cuda")
@@ -337,7 +352,7 @@ def main(arguments=None) -> int:
         bench = Bench(
             case if options.min_tokens is None else case.renamed(f"min_tokens{options.min_tokens}"), model, device,
             torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens, reps=options.reps or case.reps,
-            called=options.called,
+            called=options.called, linears=options.linears,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0
