@@ -47,7 +47,7 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
     codes = buffer(*x.shape[:-1], stride, dtype=CODE_TYPES[format], device=x.device, returned=True)
     scale = buffer(*x.shape[:-1], device=x.device, returned=True)
     width = max(16, 1 << (stride - 1).bit_length())
-    rows = max(1, 1024 // width)
+    rows = max(1, 4096 // width)
     none = scale  # never read where a pointer does not apply
     tokens, strides, given = 1, [], []
     for tensor in (gain, shift):
@@ -64,7 +64,7 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
             number, columns, tokens, eps, flat.stride(0), stride, *strides,
             WIDTH=width, ROWS=rows, NORM=norm, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             HAS_GAIN=gain is not None, HAS_SHIFT=shift is not None, HAS_BALANCE=balance is not None,
-            FP8=format == "fp8", num_warps=min(16, max(2, width // 4096)), enable_fp_fusion=False,
+            FP8=format == "fp8", num_warps=min(16, max(4, width // 1024)), enable_fp_fusion=False,
         )  # fmt: skip
     return codes if stride == columns else codes[..., :columns], scale
 
