@@ -43,7 +43,7 @@ from .warm_up import warm_up
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
 RESULTS = Path("kernels") / "benchmarks" / "results.csv"
-PAGES = ("README.md", "docs/results.md", "docs/comparison.md", "kernels/NOTES.md")  # with tables made from it
+PAGES = ("README.md", "docs/guide.md", "docs/linears.md", "docs/results.md", "docs/comparison.md", "kernels/NOTES.md")
 
 app = typer.Typer(
     no_args_is_help=True, pretty_exceptions_enable=False, help="INT8 attention for Hugging Face pipelines."

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ..whole_file import write_whole
 from .headline import figures_markdown
+from .kernel_tables import cold_start, linears
 from .tables import launch_layers, peers, results_markdown
 
 
@@ -27,6 +28,8 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
         "figures": figures_markdown(rows),
         "results": results_markdown(rows, summary=True),
         "peers": peers(rows),
+        "linears": linears(rows),
+        "cold_start": cold_start(rows),
         "layers": launch_layers([row for row in rows if row["suite"] == "end_to_end"]),
     }
 

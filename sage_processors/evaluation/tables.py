@@ -93,7 +93,7 @@ def _quality(rows: list[dict[str, str]]) -> str:
             for is_transfer, *line in in_order
             if is_transfer == transfers and any((*line, way) in own for way in used)
         ]
-        return [text, _table(["pipeline", "recipe", "on", "pictures", *used.values()], body)] if body else []
+        return [text, markdown_table(["pipeline", "recipe", "on", "pictures", *used.values()], body)] if body else []
 
     parts = []
     for metric, (heading, samples, _) in QUALITY.items():
@@ -139,7 +139,7 @@ def _quality_summary(rows: list[dict[str, str]]) -> str:
         lines.append([pipeline, gpu, pictures, *cells])
     header = ["pipeline", "on", "pictures", *SUMMARY_WAYS, *(f"attention: {way}" for way in SUMMARY_WAYS[:2])]
     note = "PSNR, dB, mean over the pictures; last, SQNR of attention's output against exact attention, dB."
-    return f"{note}\n\n{_table(header, lines)}"
+    return f"{note}\n\n{markdown_table(header, lines)}"
 
 
 def _language(rows: list[dict[str, str]]) -> str:
@@ -151,7 +151,7 @@ def _language(rows: list[dict[str, str]]) -> str:
         found = [by_key.get((case, gpu, recipe, metric)) for metric in LANGUAGE]
         model, _, way = case.partition("/")
         lines.append([model, way, recipe or "stock", gpu, *("–" if row is None else row["median"] for row in found)])
-    return _table(["model", "case", "recipe", "on", *LANGUAGE.values()], lines)
+    return markdown_table(["model", "case", "recipe", "on", *LANGUAGE.values()], lines)
 
 
 # squares of these sizes; other shapes are those of models
@@ -186,8 +186,8 @@ def _attention(rows: list[dict[str, str]], summary: bool = False) -> str:
     for shape, gpu in shapes:
         other = cudnn.get((shape, gpu))
         lines.append([shape, gpu, other["median"] if other else "–", *(cells.get((shape, gpu, x), "–") for x in ways)])
-    speed = _table(["shape", "on", "cuDNN", *(f"{scaling}, {recipe}" for recipe, scaling in ways)], lines)
-    worst = _table(
+    speed = markdown_table(["shape", "on", "cuDNN", *(f"{scaling}, {recipe}" for recipe, scaling in ways)], lines)
+    worst = markdown_table(
         ["recipe", "scaling", "largest relative L2 error"],
         [[recipe, scaling, errors.get((recipe, scaling), "–")] for recipe, scaling in ways],
     )
@@ -224,7 +224,7 @@ def peers(rows: list[dict[str, str]]) -> str:
     if not lines:
         return "No rows yet: `make bench` with other packages installed."
     body = [[case, commit, *(run[x]["median"] if x in run else "–" for x in columns)] for case, commit, run in lines]
-    return _table(["shape", "commit", *(recipe or provider for provider, recipe in columns)], body)
+    return markdown_table(["shape", "commit", *(recipe or provider for provider, recipe in columns)], body)
 
 
 def _calls(rows: list[dict[str, str]]) -> str:
@@ -255,7 +255,7 @@ def _calls(rows: list[dict[str, str]]) -> str:
     )
     names = ["as called", "CUDA graph", "compiled"]
     header = ["shape", "recipe", "on", *names, f"µs: {names[0]}", *names[1:], f"kernels: {names[0]}", *names[1:]]
-    return f"{note}\n\n{_table(header, lines)}"
+    return f"{note}\n\n{markdown_table(header, lines)}"
 
 
 def _softmax(rows: list[dict[str, str]]) -> str:
@@ -280,7 +280,7 @@ def _softmax(rows: list[dict[str, str]]) -> str:
         return "No rows yet: `python kernels/benchmarks/bench_guard.py` on a machine with a Hopper GPU."
     note = "TFLOPS from CUDA graphs, with a plan, and in brackets the ratio to cuDNN of the same run."
     header = ["shape", "recipe", "on", "as it ships", "no guard", "running max", "all rows done again"]
-    return f"{note}\n\n{_table([*header, 'the guard costs', 'rows done again, as it ships'], lines)}"
+    return f"{note}\n\n{markdown_table([*header, 'the guard costs', 'rows done again, as it ships'], lines)}"
 
 
 def _decoding(rows: list[dict[str, str]]) -> str:
@@ -304,7 +304,7 @@ def _decoding(rows: list[dict[str, str]]) -> str:
         ratio = f"{float(best['median']) / float(row['median']):.2f}"
         lines.append([plain, how or "as called", gpu, row["median"], best["median"], best["provider"], ratio])
     header = ["case", "how", "on", "ours, ms", "best 16-bit, ms", "which", "16-bit / ours"]
-    return _table(header, lines)
+    return markdown_table(header, lines)
 
 
 def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
@@ -346,7 +346,7 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
         lines.append([case, recipe, gpu, row["median"], *stock, ratio, *peaks, error])
     header = ["model", "recipe", "on", "ours, ms", "cuDNN, ms", "flash, ms", "attention removed, ms"]
     header += ["cuDNN / ours, same run", "peak GiB, cuDNN", "peak GiB, ours", "relative L1"]
-    return _table(header, lines)
+    return markdown_table(header, lines)
 
 
 LAYERS = re.compile(r"(?P<model>.+)/(?P<variant>everything|without_\w+)$")  # rows of bench_launch_layers.py
@@ -378,9 +378,10 @@ def launch_layers(rows: list[dict[str, str]]) -> str:
         for run in found
     ]
     note = "Eager calls in turns, median of the turns, in brackets the 20th and 80th percentile."
-    return f"{note}\n\n{_table(['model', 'commit', 'on', 'unit', *(x.replace('_', ' ') for x in variants)], lines)}"
+    header = ["model", "commit", "on", "unit", *(x.replace("_", " ") for x in variants)]
+    return f"{note}\n\n{markdown_table(header, lines)}"
 
 
-def _table(header: list[str], lines: list[list[str]]) -> str:
+def markdown_table(header: list[str], lines: list[list[str]]) -> str:
     rows = [header, ["---"] * len(header), *lines]
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

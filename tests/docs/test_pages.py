@@ -83,6 +83,7 @@ def gain() -> float:
         row
         for row in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
         if (row["case"], row["metric"], row["provider"]) == ("flux_1024", "time", "sage_kernels")
+        and "linears" not in row["recipe"]
     )
     return 100 * (float(row["ratio_vs_cudnn"]) - 1)
 

@@ -6,6 +6,7 @@ from sage_kernels.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, is_without_int8, read_rows
 from sage_processors.cli.main import PAGES
 from sage_processors.evaluation.headline import FIGURES, figures_markdown
+from sage_processors.evaluation.kernel_tables import cold_start, linears
 from sage_processors.evaluation.pages import PAGE, PAGE_HEADER, replace_sections, sections, update
 from sage_processors.evaluation.tables import LANGUAGE, peers, results_markdown
 from tests.support.repository import ROOT
@@ -328,3 +329,26 @@ def test_language_rows_stay_out_of_the_picture_table():
     ]
     assert rows and {row["metric"] for row in rows} <= set(LANGUAGE)
     assert "tiny_lm" not in results_markdown(rows).split("### Language models")[0]
+
+
+def test_linear_layers_of_the_newest_run_beside_their_peers():
+    row = {"suite": "linear", "gpu": "H200", "case": "up", "batch": "8", "seq_q": "64", "seq_k": "32", "recipe": ""}
+    rows = [
+        row | {"commit": "old", "provider": "torch_bf16", "median": "1.0"},
+        row | {"commit": "new", "provider": "torch_bf16", "median": "700.0"},
+        row | {"commit": "new", "provider": "torchao_int8", "ratio_vs_cudnn": "1.100", "rel_l2_error": "0.02"},
+        row
+        | {"commit": "new", "provider": "sage_kernels", "recipe": "linears_int8"}
+        | {"ratio_vs_cudnn": "1.400", "rel_l2_error": "0.01"},
+    ]
+    *_, line = linears(rows).splitlines()
+    assert line == "| up | 8 | 32 | 64 | 700.0 | 1.400 (0.01) | – | 1.100 (0.02) |"
+    assert linears([]).startswith("No rows yet")
+
+
+def test_the_wait_of_a_first_call_by_recipe_and_the_newest_row_of_each():
+    row = {"suite": "cold_start", "case": "flux", "provider": "sage_kernels", "recipe": "a", "commit": "c"}
+    rows = [row | {"metric": "first_forward", "median": x} for x in ("9.0", "5.0")]
+    rows.append(row | {"metric": "warm_up", "median": "4.0"})
+    *_, line = cold_start(rows).splitlines()
+    assert line == "| flux | sage_kernels | a | c | 5.0 | – | 4.0 |"
