@@ -36,7 +36,8 @@ def _offline_and_wide(monkeypatch):
 
 def invoke(*arguments, code=0) -> str:
     result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
-    assert result.exit_code == code, (result.output, result.exception)
+    if result.exit_code != code:
+        pytest.fail(f"exit code {result.exit_code}, expected {code}\n{result.output}\n{result.exception!r}")
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return result.output
 
