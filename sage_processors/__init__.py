@@ -25,7 +25,7 @@ _HOMES = {
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
     "Int8KVCacheError": "language.kv_cache",
-    "ChangedInputError": "linears.lazy",
+    "ChangedInputError": "linears.errors",
     "LinearSwap": "linears.swap",
     "Probe": "diffusion.probe",
     "Report": "diffusion.report",

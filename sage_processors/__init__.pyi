@@ -21,7 +21,7 @@ from .language.attention import attention_report as attention_report
 from .language.attention import register_transformers as register_transformers
 from .language.kv_cache import Int8KVCache as Int8KVCache
 from .language.kv_cache import Int8KVCacheError as Int8KVCacheError
-from .linears.lazy import ChangedInputError as ChangedInputError
+from .linears.errors import ChangedInputError as ChangedInputError
 from .linears.quantized_files import load_quantized as load_quantized
 from .linears.quantized_files import save_quantized as save_quantized
 from .linears.swap import LinearSwap as LinearSwap

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -117,7 +118,7 @@ def quantize_weight(
     return QuantizedRows(*_aligned(*reference.quantize(w, format, best)))
 
 
-def _aligned(codes: torch.Tensor, scale: torch.Tensor):
+def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """As the kernel lays them out: rows a multiple of 16 bytes apart, as copy engines want them, zeros between."""
     columns = codes.shape[-1]
     if columns % 16 == 0:
@@ -173,7 +174,7 @@ def quantized_linear(
     return result
 
 
-def _make_again(op: str, given, options):
+def _make_again(op: str, given: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """A call's key and its results if it was made before, as in attention.py."""
     if torch.compiler.is_compiling() or not given or type(given[0]) not in TENSOR or not given[0].is_cuda:
         return None, None
@@ -185,12 +186,12 @@ def _make_again(op: str, given, options):
     return make_again(_key(op, given, options), tensors)
 
 
-def _key(op: str, given, options) -> tuple:
+def _key(op: str, given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
     """All that decides whether a call is valid and what it launches."""
     return op, options, *map(type, options), *map(layout_of, given)
 
 
-def _run(key, function, op: str, arguments):
+def _run(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[Any]) -> Any:
     """The checked call: its launches are remembered under the key, if there is one."""
     if key is None:
         call = getattr(torch.ops.sage_kernels, op)
@@ -204,7 +205,9 @@ def _run(key, function, op: str, arguments):
     return remember(key, lambda: function(*arguments), given)
 
 
-def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balance):
+def _quantize_activation(
+    x: torch.Tensor, format: str, norm: str, weight: Any, bias: Any, eps: float, gain: Any, shift: Any, balance: Any
+) -> Any:
     check_called_below("quantize_activation")
     options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
     options |= {"gain": gain, "shift": shift, "balance": balance}
@@ -217,7 +220,10 @@ def _quantize_activation(x, format, norm, weight, bias, eps, gain, shift, balanc
     return _aligned(*reference.ref_quantize_activation(x, **options))
 
 
-def _quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
+def _quantized_linear(
+    codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any,
+    activation: str, gate: Any, residual: Any, dtype: torch.dtype,
+) -> Any:  # fmt: skip
     check_called_below("quantized_linear")
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
     if library_matmul.does(codes, weight, dtype) and codes.numel():
@@ -229,11 +235,14 @@ def _quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate
     return reference.ref_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
 
 
-def _fake_quantize_activation(x, format, *_):
+def _fake_quantize_activation(x: torch.Tensor, format: str, *_: Any) -> Any:
     return _new_rows(x, CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-def _fake_quantized_linear(codes, scale, weight, weight_scale, bias, activation, gate, residual, dtype):
+def _fake_quantized_linear(
+    codes: torch.Tensor, scale: Any, weight: torch.Tensor, weight_scale: Any, bias: Any, activation: str, gate: Any,
+    residual: Any, dtype: torch.dtype,
+) -> Any:  # fmt: skip
     columns = weight.shape[0] // (2 if activation in GATED else 1)
     return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
 

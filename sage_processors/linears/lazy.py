@@ -12,10 +12,6 @@ from sage_kernels.compat import make_wrapper_subclass
 CAN_WAIT = make_wrapper_subclass is not None  # else every result is computed at once
 
 
-class ChangedInputError(RuntimeError):
-    """A tensor was changed in place between an operation and the use of its postponed result."""
-
-
 class Lazy(torch.Tensor):
     """Shape, dtype and device of a result, and how to compute it.
 

@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from sage_kernels import QuantizedRows, quantized_linear
 
-from .lazy import ChangedInputError, Lazy, Operand, can_wait, is_by_token, real_of
+from .errors import ChangedInputError
+from .lazy import Lazy, Operand, can_wait, is_by_token, real_of
 from .storage import Storage
 
 

@@ -6,7 +6,8 @@ import torch
 
 from sage_kernels import QuantizedRows, quantize_activation
 
-from .lazy import ChangedInputError, Lazy, Operand, can_wait, is_by_token
+from .errors import ChangedInputError
+from .lazy import Lazy, Operand, can_wait, is_by_token
 
 
 class NormCall:

@@ -13,6 +13,7 @@ import json
 import os
 import struct
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -58,7 +59,7 @@ _BYTES = {name: dtype.itemsize for dtype, name in _NAMES.items()}
 _SAVE_AGAIN = "save it again with sage_processors.save_quantized"
 
 
-def save_quantized(model: nn.Module, path: str | os.PathLike) -> None:
+def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write a model with 8-bit linear layers to `path`, which must end in .safetensors. Syncs.
 
     Args: model: one that `quantize_linears` or SageAttnProcessor(linears=...) swapped, with or without its 16-bit
@@ -93,7 +94,7 @@ def save_quantized(model: nn.Module, path: str | os.PathLike) -> None:
 
 
 def load_quantized(
-    model: nn.Module, path: str | os.PathLike, *, device: torch.device | str = "cpu", policy: str = "fallback"
+    model: nn.Module, path: str | os.PathLike[str], *, device: torch.device | str = "cpu", policy: str = "fallback"
 ) -> LinearSwap:
     """Fill a model from a file of `save_quantized`. 16-bit weights of its 8-bit layers are never there.
 
@@ -122,11 +123,11 @@ def load_quantized(
     return swap
 
 
-def _plain(name: str, swap) -> str:
+def _plain(name: str, swap: LinearSwap) -> str:
     return name[len(swap.name) + 1 :] if swap.name else name
 
 
-def _swap_of(model) -> LinearSwap:
+def _swap_of(model: nn.Module) -> LinearSwap:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     swap = swap_of(model)
@@ -139,20 +140,20 @@ def _swap_of(model) -> LinearSwap:
     return swap
 
 
-def _refuse_adapters(model) -> None:
+def _refuse_adapters(model: nn.Module) -> None:
     if any("base_layer" in module._modules for module in model.modules()):
         raise ValueError(
             "model: got one with adapters, expected none: fuse them into the weights or unload them first"
         )
 
 
-def _refuse_swapped(model) -> None:
+def _refuse_swapped(model: nn.Module) -> None:
     _refuse_adapters(model)
     if any(is_swapped(module) for module in model.modules()):
         raise ValueError("model: got one whose linear layers are swapped, expected a stock one")
 
 
-def _checked_path(path) -> Path:
+def _checked_path(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path: got {type(path).__name__}, expected a str or a Path that ends in .safetensors")
     path = Path(path)
@@ -161,7 +162,7 @@ def _checked_path(path) -> Path:
     return path
 
 
-def _describe(model) -> dict:
+def _describe(model: nn.Module) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "package_version": __version__,
@@ -170,7 +171,7 @@ def _describe(model) -> dict:
     }
 
 
-def _own_tensors(model) -> dict[str, torch.Tensor]:
+def _own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name; a tied one under its first name alone."""
     found, seen = {}, set()
     for prefix, module in model.named_modules():
@@ -183,9 +184,9 @@ def _own_tensors(model) -> dict[str, torch.Tensor]:
     return found
 
 
-def _write(file, tensors: dict, metadata: dict) -> None:
+def _write(file: Any, tensors: dict[str, Any], metadata: dict[str, Any]) -> None:
     """A safetensors file, tensor by tensor: the model is not in memory twice."""
-    header: dict[str, dict] = {"__metadata__": {_METADATA_KEY: json.dumps(metadata, sort_keys=True)}}
+    header: dict[str, dict[str, Any]] = {"__metadata__": {_METADATA_KEY: json.dumps(metadata, sort_keys=True)}}
     offset = 0
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -204,7 +205,7 @@ def _write(file, tensors: dict, metadata: dict) -> None:
 # --- reading: from the outside in ---
 
 
-def _read_header(path: Path) -> tuple[dict, dict]:
+def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if not path.exists():
         raise FileNotFoundError(f"path: got {path.name!r}, which does not exist, expected a file of save_quantized")
     if not path.is_file():
@@ -223,7 +224,7 @@ def _read_header(path: Path) -> tuple[dict, dict]:
     return entries, strict_json(text[_METADATA_KEY], "the metadata", _SAVE_AGAIN)
 
 
-def _check_metadata(metadata: dict, model) -> dict[str, str]:
+def _check_metadata(metadata: dict[str, Any], model: nn.Module) -> dict[str, str]:
     """{name of a layer: format}."""
     version = metadata.get("format_version")  # before the keys: they are another version's
     if type(version) is int and version != FORMAT_VERSION:
@@ -243,13 +244,14 @@ def _check_metadata(metadata: dict, model) -> dict[str, str]:
             raise ValueError(f"path: got layer {name[:200]!r}, expected a linear layer of the model; {_SAVE_AGAIN}")
         if format not in _CODES:
             raise ValueError(f"path: got format {str(format)[:50]!r} of {name!r}, expected one of {sorted(_CODES)}")
-    return metadata["layers"]
+    layers: dict[str, str] = metadata["layers"]
+    return layers
 
 
-def _expected(model, layers: dict[str, str]) -> dict[str, tuple[torch.dtype | None, tuple]]:
+def _expected(model: nn.Module, layers: dict[str, str]) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
     """{name: (dtype, shape)} of what the file has to hold; dtype None: whatever floating type it was saved in."""
     modules = dict(model.named_modules())
-    found: dict[str, tuple] = {}
+    found: dict[str, tuple[Any, ...]] = {}
     for name, tensor in _own_tensors(model).items():
         dtype = None if tensor.is_floating_point() else tensor.dtype
         found[name] = (dtype, tuple(tensor.shape))
@@ -260,7 +262,7 @@ def _expected(model, layers: dict[str, str]) -> dict[str, tuple[torch.dtype | No
     return found
 
 
-def _check_entries(entries: dict, expected: dict, path: Path) -> None:
+def _check_entries(entries: dict[str, Any], expected: dict[str, Any], path: Path) -> None:
     unknown, missing = sorted(set(entries) - set(expected)), sorted(set(expected) - set(entries))
     if unknown or missing:
         raise ValueError(
@@ -284,7 +286,9 @@ def _check_entries(entries: dict, expected: dict, path: Path) -> None:
         )
 
 
-def _read_tensors(path: Path, entries: dict, expected: dict, device) -> dict[str, torch.Tensor]:
+def _read_tensors(
+    path: Path, entries: dict[str, Any], expected: dict[str, Any], device: torch.device | str
+) -> dict[str, torch.Tensor]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -310,10 +314,10 @@ def _check_values(ready: dict[str, QuantizedRows]) -> None:
             )
 
 
-def _fill(model, tensors: dict[str, torch.Tensor]) -> None:
+def _fill(model: nn.Module, tensors: dict[str, torch.Tensor]) -> None:
     """Put the parameters and buffers in place, tied ones everywhere."""
     first = {id(tensor): name for name, tensor in _own_tensors(model).items()}
-    made: dict[str, torch.Tensor] = {}
+    made: dict[str, Any] = {}
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for key, old in table.items():

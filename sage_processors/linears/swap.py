@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -37,19 +38,19 @@ class PrepareHook:
     it was called once or is given to `quantize_linears`.
     """
 
-    def __init__(self, swap=None):
+    def __init__(self, swap: LinearSwap | None = None) -> None:
         self.swap = swap
 
-    def __call__(self, module, args):
+    def __call__(self, module: nn.Module, args: Any) -> None:
         if self.swap is not None and not torch.compiler.is_compiling():
             _prepare(self.swap)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return PrepareHook, ()
 
 
-@torch.compiler.disable
-def _prepare(swap):
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _prepare(swap: LinearSwap) -> None:
     swap._before_forward()
 
 
@@ -67,10 +68,24 @@ class LinearSwap:
     """
 
     def __init__(
-        self, model, *, linears, keep=(), layers=(), min_features=None, policy="fallback", name="", ready=None
-    ):
+        self,
+        model: nn.Module,
+        *,
+        linears: str,
+        keep: tuple[str, ...] = (),
+        layers: tuple[tuple[str, str], ...] = (),
+        min_features: int | None = None,
+        policy: str = "fallback",
+        name: str = "",
+        ready: dict[str, Any] | None = None,
+    ) -> None:
         self.model, self.name, self.drop_weights = model, name, False
-        self._options = {"linears": linears, "keep": keep, "layers": layers, "min_features": min_features}
+        self._options: dict[str, Any] = {
+            "linears": linears,
+            "keep": keep,
+            "layers": layers,
+            "min_features": min_features,
+        }
         self._policy, self._shared = policy, Shared()
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms: dict[int, Any] = {}
@@ -94,7 +109,7 @@ class LinearSwap:
         """Names of all linear layers, swapped or not, as patterns are matched with them."""
         return [choice.name for choice in self.choices]
 
-    def refresh(self, ready=None) -> None:
+    def refresh(self, ready: dict[str, Any] | None = None) -> None:
         """Swap what came since, and look at the numbers of all weights: LoRA, fused projections, new blocks.
 
         A weight that was written to through `.data` of a tensor from model.parameters() is noticed here alone.
@@ -132,7 +147,7 @@ class LinearSwap:
         put_class(module, linear_class(cls))
         self._states[id(module)] = (module, state)
 
-    def _leave(self, module) -> None:
+    def _leave(self, module: Any) -> None:
         state = module._sage_linear
         if state.dropped:
             raise RuntimeError(DROPPED.format(state.label))
@@ -156,7 +171,7 @@ class LinearSwap:
                 if len({(m.in_features, state.format) for m, state in own}) == 1 and len(set(map(id, modules))) > 1:
                     self._stack(modules)
 
-    def _stack(self, modules) -> None:
+    def _stack(self, modules: Any) -> None:
         states = [module._sage_linear for module in modules]
         if any(state.is_filled or state.storage.in_turns for state in states):
             return
@@ -178,13 +193,13 @@ class LinearSwap:
             put_class(module, norm_class(cls))
             self._norms[id(module)] = module
 
-    def _waits(self, module) -> bool:
+    def _waits(self, module: Any) -> bool:
         """Whether the weight is better quantised where the model will run than where it is: on a CPU that has a GPU
         beside it, it takes minutes."""
         weight = module._parameters["weight"]
         return weight.is_meta or (weight.device.type == "cpu" and torch.cuda.is_available())
 
-    def _prepare_one(self, module, state) -> None:
+    def _prepare_one(self, module: Any, state: LinearState) -> None:
         if state.prepare(module) and self.drop_weights:
             self._drop(module)
 
@@ -195,7 +210,7 @@ class LinearSwap:
             if state.is_filled:
                 self._prepare_one(module, state)
 
-    def _drop(self, module, device=None) -> None:
+    def _drop(self, module: Any, device: torch.device | str | None = None) -> None:
         state, weight = module._sage_linear, module._parameters["weight"]
         if state.dropped or not state.is_filled or (weight.is_meta and device is None):
             return
@@ -225,7 +240,7 @@ class LinearSwap:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
         return self.unseen_forwards + (self._forward_seen and self._count() == self._eager_calls)
 
-    def state_of(self, module) -> LinearState | None:
+    def state_of(self, module: Any) -> LinearState | None:
         """What a swapped layer knows; None for one that is not swapped."""
         return self._states.get(id(module), (None, None))[1]
 
@@ -262,18 +277,18 @@ class LinearSwap:
                 self._leave(module)
         self._norms, self._states, self.choices = {}, {}, []
 
-    def __enter__(self):
+    def __enter__(self) -> LinearSwap:
         return self
 
-    def __exit__(self, *exception):
+    def __exit__(self, *exception: object) -> None:
         self.remove()
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         state = f"{len(self._states)} layers" if self._active else "removed"
         return f"<sage_processors.LinearSwap: {self._options['linears']}, {state}>"
 
 
-def _has_compiled_part(model) -> bool:
+def _has_compiled_part(model: nn.Module) -> bool:
     """Whether something inside of the model is compiled by itself. Runs at every forward."""
     left = list(model._modules.values())
     while left:
@@ -285,12 +300,12 @@ def _has_compiled_part(model) -> bool:
     return False
 
 
-def _base_of(module):
+def _base_of(module: Any) -> Any:
     """The layer that an adapter wraps."""
     return getattr(module, "base_layer", module)
 
 
-def check_linear_patterns(option: str, patterns, names) -> None:
+def check_linear_patterns(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
     """Raise ValueError for a pattern that matches none of the names."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -304,8 +319,8 @@ def quantize_linears(
     model: nn.Module,
     linears: str = "int8",
     *,
-    keep=(),
-    layers=(),
+    keep: Collection[str] = (),
+    layers: Mapping[str, str] | Iterable[tuple[str, str]] = (),
     min_features: int | None = None,
     policy: str = "fallback",
     drop_weights: bool = False,
@@ -322,7 +337,7 @@ def quantize_linears(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     model = getattr(model, "_orig_mod", model)
-    layers = tuple(layers.items()) if isinstance(layers, dict) else tuple(layers)
+    layers = tuple(layers.items()) if isinstance(layers, Mapping) else tuple(layers)
     for name, value, allowed in (("linears", linears, LINEARS), ("policy", policy, POLICIES)):
         if value not in allowed:
             raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
@@ -339,16 +354,17 @@ def quantize_linears(
     earlier = swap_of(model)
     if earlier is not None:
         earlier.remove()
-    options = {"linears": linears, "keep": tuple(keep), "layers": layers, "min_features": min_features}
+    options: dict[str, Any] = {"linears": linears, "keep": tuple(keep), "layers": layers, "min_features": min_features}
     swap = LinearSwap(model, policy=policy, **options)
     if drop_weights:
         swap.drop()
     return swap
 
 
-def swap_of(model) -> LinearSwap | None:
+def swap_of(model: nn.Module) -> LinearSwap | None:
     """The live swap of a model, or None."""
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, PrepareHook) and hook.swap is not None and hook.swap._active:
-            return hook.swap
+            found: LinearSwap = hook.swap
+            return found
     return None

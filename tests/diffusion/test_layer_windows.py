@@ -204,17 +204,21 @@ def test_copies_and_files_keep_the_options_of_the_layers(tmp_path):
         assert all(p._sage_window is None for p in twin.attn_processors.values())
 
 
-def test_policies_of_the_first_format_are_read(tmp_path):
+def test_policies_of_earlier_formats_are_read(tmp_path):
     path = tmp_path / "p.json"
     config = sp.SageAttnProcessor(scaling="per_block", layer_scaling={JOINT: "per_token"})
     policy.write_policy(path, config, [], budget={}, result={}, curve=[])
     content = json.loads(path.read_text())
+    for name in ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"):
+        del content["options"][name]
+    path.write_text(json.dumps(content | {"format_version": 2}))
+    assert sp.SageAttnProcessor.from_policy(path) == config
     for name in ("keep_noise", "layer_recipe", "layer_keep_noise"):
         del content["options"][name]
     path.write_text(json.dumps(content | {"format_version": 1}))
     assert sp.SageAttnProcessor.from_policy(path) == config
-    path.write_text(json.dumps(content))  # the second format must have them
-    with pytest.raises(ValueError, match="options that differ in .'keep_noise'"):
+    path.write_text(json.dumps(content))  # the present format must have them
+    with pytest.raises(ValueError, match="options that differ in .'drop_weights'"):
         sp.SageAttnProcessor.from_policy(path)
 
 
