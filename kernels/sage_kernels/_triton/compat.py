@@ -29,7 +29,7 @@ NAMES = (
 )
 # of Triton's kernels and compiled kernels
 ATTRIBUTES = (
-    "params", "do_not_specialize", "do_not_specialize_on_alignment", "arg_names",
+    "params", "do_not_specialize", "do_not_specialize_on_alignment", "arg_names", "device_caches", "ASTSource",
     "run", "function", "packed_metadata", "metadata", "src", "signature", "target", "num_warps", "shared",
 )  # fmt: skip
 DRIVER = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo")  # the last one from CUDA 12.4 on
@@ -190,6 +190,40 @@ def told_of_cache_hits():
         yield _told.hits
     finally:
         _told.hits = None
+
+
+@functools.cache
+def _telling(source: type) -> type:
+    """A kind of source whose reading is told of: `source`, where it already is one."""
+    if hasattr(source, "_tells"):
+        return source
+
+    def make_ir(self, *arguments, **options):
+        try:
+            return source.make_ir(self, *arguments, **options)
+        finally:
+            told = getattr(_told, "read", None)
+            if told is not None:
+                told()
+
+    return type(source.__name__, (source,), {"make_ir": make_ir, "_tells": True})
+
+
+@contextlib.contextmanager
+def told_when_read(kernel, told):
+    """told() is called when this thread's compile of the kernel inside has read its source, which needs Python's lock;
+    at once where Triton can't tell.
+    """
+    try:
+        attribute(kernel, "device_caches")[current_device()]  # what kind of source it has is decided here
+        kernel.ASTSource = _telling(attribute(kernel, "ASTSource"))
+    except AttributeError:
+        told()
+    _told.read = told
+    try:
+        yield
+    finally:
+        _told.read = None
 
 
 # launches through the CUDA driver

@@ -236,3 +236,40 @@ def test_a_compile_that_fails_is_the_error_of_its_launch_and_the_interpreter_end
     """At its exit, compiles that run are waited for; those that wait are left."""
     done = run(OUTCOMES, tmp_path)
     assert done.stdout == "all outcomes\n1 of 7 began\n" and done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+
+READING = (
+    COMPILES
+    + """
+reads = []  # (block, compiles that have ended) as a kernel's reading begins, and None as it ends
+read = triton.compiler.ASTSource.make_ir
+
+def read_slowly(self, *arguments):
+    (block,) = self.constants.values()
+    reads.append((block, sum(job.finished.is_set() for job in jobs)))
+    time.sleep(0.1)
+    found = read(self, *arguments)
+    reads.append(None)
+    return found
+
+triton.compiler.ASTSource.make_ir = read_slowly
+
+ahead._cores = lambda: 4
+jobs = []
+collected = ahead.collect([use(good, block) for block in (16, 32, 64, 128)])
+jobs += collected.values()
+started = ahead._start(collected)
+use(good, 128)()  # in the main thread, before or after others
+started.wait()
+blocks = [x[0] for x in reads[::2]]
+assert reads[1::2] == [None] * 4, "two were read at once"
+assert sorted(blocks) == [16, 32, 64, 128] and blocks[0] == 16, blocks
+assert reads[2][1] == 0, "the second one waited for the first one's compile to end"
+print("in turns")
+"""
+)
+
+
+def test_kernels_are_read_one_after_the_other_and_compiled_side_by_side(tmp_path):
+    done = run(READING, tmp_path)
+    assert done.stdout == "in turns\n", done.stderr[-3000:]

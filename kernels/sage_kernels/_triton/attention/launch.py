@@ -126,9 +126,13 @@ def launch_attention_fwd(
             arrived = buffer(slots // tail.pieces, dtype=torch.int32, device=q.device)
 
         # codes and scales
+        # with a state, not only where maxima are kept: calls before that share the kernel, which compiles for seconds
+        return_center = (
+            return_lse or masking.sinks is not None or masking.softcap > 0 or (is_fp8 and state is not None)
+        )
         prepared = launch_prologue(
             q, k, v if is_fp8 else None, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
-            return_center=return_lse or masking.sinks is not None or masking.softcap > 0 or keeps_max,
+            return_center=return_center,
             block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
             overlap=tile.kernel == "hopper",
         )  # fmt: skip

@@ -1,8 +1,11 @@
 """Kernels compiled before a launch waits for them, side by side in threads.
 
 A compile takes seconds, and nearly all of them pass in the compiler's passes and in ptxas, where Python's lock is not
-held: threads are enough, and what they compile is there for this process and in Triton's cache on the disk. Which
-kernels a call needs is found by making the call with launches that only write down what they are handed (`collect`).
+held: threads are enough, and what they compile is there for this process and in Triton's cache on the disk. Before
+that the kernel's source is read, all of it in Python. Kernels that were read side by side would share Python's lock,
+and the first ones, which are waited for, would take as long as all of them: so they are read one after the other.
+Which kernels a call needs is found by making the call with launches that only write down what they are handed
+(`collect`).
 
 A compile that fails is no error here: the launch that needs the kernel compiles it again, and raises.
 """
@@ -19,9 +22,17 @@ from .. import compat
 from .recording import Tape, recording
 
 
-# What a compile holds Python's lock for at its begin, while it reads the kernel. The next one begins that much later:
-# they would only share the lock, and the first ones, which are waited for, would take as long as all of them.
-_READING_S = 0.25
+class _Turn:
+    """The turn to read a kernel, of one thread at a time. Given back once, by the thread that took it."""
+
+    def __init__(self):
+        self._lock, self._is_mine = _reading, True
+        self._lock.acquire()
+
+    def give_back(self) -> None:
+        if self._is_mine:
+            self._is_mine = False
+            self._lock.release()
 
 
 class Job:
@@ -38,15 +49,21 @@ class Job:
     def name(self) -> str:
         return self.kernel.__name__
 
-    def run(self) -> None:
-        """Compile it in this thread. Raises nothing."""
+    def run(self, turn: _Turn | None = None) -> None:
+        """Compile it in this thread, which has its turn or waits for it. Raises nothing."""
+        turn = turn or _Turn()
         try:
-            with _on(self.device), compat.told_of_cache_hits() as hits:
+            with (
+                _on(self.device),
+                compat.told_of_cache_hits() as hits,
+                compat.told_when_read(self.kernel, turn.give_back),
+            ):
                 self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
             self.cached = all(hits) if hits else None
         except Exception as error:  # whatever it is: the launch meets it again, and raises it
             self.error = error
         finally:
+            turn.give_back()
             with _lock:
                 _under_way.pop(self.kind, None)
                 if self.error is None:
@@ -76,8 +93,8 @@ _known: set[tuple] = set()  # kinds of launches whose kernels this process has
 
 def _forget() -> None:
     """In a process that was forked, the threads and what they were at are not there."""
-    global _lock, _starting, _last
-    _lock, _starting, _last = threading.Lock(), threading.Lock(), None  # _lock: of all that is below
+    global _lock, _reading
+    _lock, _reading = threading.Lock(), threading.Lock()  # _lock: of all that is below
     _under_way.clear()
     _waiting.clear()
     _workers.clear()
@@ -177,21 +194,20 @@ def _start(jobs: dict[tuple, Job]) -> Compiling:
 
 def _work() -> None:
     """Compile what waits, one after the other. At the interpreter's exit, what is waiting is left."""
-    global _last
     try:
         while True:
-            with _starting:
-                if _last is not None:
-                    _last.finished.wait(_READING_S)
-                with _lock:
-                    if not _waiting:
-                        _workers.discard(threading.current_thread())
-                        return
-                    job = _last = _waiting.popleft()
-            if threading.main_thread().is_alive():
-                job.run()
-            else:
-                job.finished.set()
+            turn = _Turn()
+            with _lock:
+                job = _waiting.popleft() if _waiting else None
+                if job is None:
+                    _workers.discard(threading.current_thread())
+            if job is not None and threading.main_thread().is_alive():
+                job.run(turn)
+                continue
+            turn.give_back()
+            if job is None:
+                return
+            job.finished.set()
     finally:
         with _lock:
             _workers.discard(threading.current_thread())
