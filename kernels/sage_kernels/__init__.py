@@ -7,6 +7,7 @@ planning/ may import ops; recipe, numerics, masking, state and compat are the gr
 from .attention import sage_attention
 from .checks.attention import REASONS, unsupported
 from .decode import append_kv, sage_decode_attention
+from .heads import qk_norm_rope
 from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state
@@ -23,6 +24,7 @@ __all__ = [
     "Recipe",
     "append_kv",
     "new_head_state",
+    "qk_norm_rope",
     "quantize_activation",
     "quantize_weight",
     "quantized_linear",

@@ -20,6 +20,7 @@ from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS, REMEDIES
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .forwards import Forwards
+from .head_norms import postpone_head_norms
 from .noise_level import TimestepReader
 from .parked_state import Parked
 from .row_maxima_op import keep_rows_of
@@ -134,6 +135,9 @@ class Part:
                 self.model, linears=config.linears, keep=config.keep_linears, layers=config.layer_linears,
                 min_features=config.linears_min_features, policy=config.policy, name=self.name,
             )  # fmt: skip
+        if self.linears is not None:
+            for layer in self.layers:
+                postpone_head_norms(self.linears, layer)
 
     def _swapped(self, original, label: str):
         """The Sage twin of a processor, with the options that hold for its layer."""

@@ -21,8 +21,11 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
 from ..autocast import autocast
+from ..linears.lazy import real_of
 from ..options import REMEDIES, UnsupportedAttentionError
+from .lazy_heads import made_ready
 from .rebind import dispatch_attention_fn, stand_ins
+from .rotary import is_rotary, rotary
 from .row_maxima_op import attention_keeping
 from .windows import CHOSEN
 
@@ -180,6 +183,7 @@ def _attend(
     index: int,
 ) -> torch.Tensor:
     """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D]."""
+    query, key = made_ready(query, key)
     config = processor._sage_config
     site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
     state = None
@@ -247,6 +251,7 @@ def _sdpa(
         if reason is None:
             return _attend(q, k, v, attn_mask, is_causal, scale, processor, index).transpose(1, 2)
         _stay_exact(processor, reason)
+    query, key, value = real_of((query, key, value))
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -291,6 +296,7 @@ def _dispatch(
         if reason is None:
             return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
         _stay_exact(processor, reason)
+    query, key, value = real_of((query, key, value))
     out: torch.Tensor = dispatch_attention_fn(
         query,
         key,
@@ -307,4 +313,8 @@ def _dispatch(
     return out
 
 
-STAND_INS = stand_ins(_sdpa, _dispatch)
+def _other(value: Any) -> Any:
+    return rotary(value, lambda: _running.processor) if is_rotary(value) else None
+
+
+STAND_INS = stand_ins(_sdpa, _dispatch, _other)

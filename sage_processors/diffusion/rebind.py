@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import types
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -22,11 +23,15 @@ dispatch_attention_fn = attention_dispatch.dispatch_attention_fn
 
 
 class StandIns(NamedTuple):
-    """What code gets to see instead of the module torch.nn.functional and of the two attention functions."""
+    """What code gets to see instead of the module torch.nn.functional and of the two attention functions.
+
+    other: a global -> what else it is replaced with, or None.
+    """
 
     functional: types.ModuleType
     sdpa: types.FunctionType
     dispatch: types.FunctionType
+    other: Callable[[object], object]
 
 
 class _Functional(types.ModuleType):
@@ -36,11 +41,11 @@ class _Functional(types.ModuleType):
         return getattr(F, name)
 
 
-def stand_ins(sdpa, dispatch) -> StandIns:
+def stand_ins(sdpa, dispatch, other=lambda value: None) -> StandIns:
     """Stand-ins that call `sdpa` and `dispatch`, which take the arguments of the originals."""
     functional: Any = _Functional("torch.nn.functional")
     functional.scaled_dot_product_attention = sdpa
-    return StandIns(functional, sdpa, dispatch)
+    return StandIns(functional, sdpa, dispatch, other)
 
 
 def _stand_in(value, names, ops: StandIns):
@@ -59,6 +64,7 @@ def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
     calls = 0
     replaced: dict[str, object] = {}
     helpers: dict[str, object] = {}
+    others: dict[str, object] = {}
     for i in instructions:
         value = fn.__globals__.get(i.argval) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
         stand_in = _stand_in(value, names, ops)
@@ -67,13 +73,15 @@ def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
             calls += stand_in is not ops.functional
         elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval == "scaled_dot_product_attention":
             calls += 1
+        elif value is not None and (stand_in := ops.other(value)) is not None:
+            others[i.argval] = stand_in
         elif isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__ and value not in above:
             inner_calls, inner_replaced, inner_helpers = _scan(value, ops, (*above, fn))
             if inner_calls:
                 calls += inner_calls
                 replaced |= inner_replaced
                 helpers |= inner_helpers | {i.argval: value}
-    return (calls, replaced, helpers) if replaced else (0, {}, {})
+    return (calls, replaced | others, helpers) if replaced else (0, {}, {})
 
 
 def _copy(fn, scope):

@@ -18,10 +18,12 @@ import torch
 from ..event_counter import EventCounter
 from ..options import PAG_REMEDY, SageAttnProcessor
 from .class_lists import list_beside
+from .lazy_heads import Waiting
 from .processors import EVENTS, STAND_INS, CallSite
 from .processors import _running as running
 from .processors import _stay_exact as stay_exact
 from .rebind import rebind
+from .rotary import is_rotary
 from .windows import Window
 
 
@@ -40,6 +42,7 @@ class _SageMethods:
 
     _sage_base: Any  # the class of the original
     _sage_calls: int  # attention calls in its code
+    _sage_turns_heads: bool  # it calls a rotary embedding that can wait for attention
     _sage_config: SageAttnProcessor | None = None
     _sage_layer = "stand-alone processor"
     _sage_sites: tuple[CallSite, ...] = ()
@@ -49,6 +52,7 @@ class _SageMethods:
     _sage_kept = False  # stays in 16 bit at all steps
     _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
     _sage_lock = None  # of the handle, held while a call counts in a state
+    _sage_waiting: Any = None  # lazy_heads.Waiting, once armed
     _sage_probe = None  # probe.LayerProbe while a probe is on
 
     def _sage_arm(
@@ -69,6 +73,7 @@ class _SageMethods:
         set_("_sage_rotated", config is not None and config.rotation == "hadamard")
         set_("_sage_window", window)
         set_("_sage_lock", lock)
+        set_("_sage_waiting", Waiting(layer))
         set_("_sage_events", EventCounter(len(EVENTS), device))
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
         self._sage_accept_backend()
@@ -106,6 +111,7 @@ def _sage_class(base: Any) -> Any:
     if not isinstance(base, type) or not isinstance(fn, types.FunctionType):
         raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
     inner, calls = rebind(fn, STAND_INS)
+    turns_heads = any(is_rotary(fn.__globals__.get(name)) for name in fn.__code__.co_names)
     original: Any = base
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -130,6 +136,7 @@ def _sage_class(base: Any) -> Any:
         "__init__": __init__,
         "_sage_base": base,
         "_sage_calls": calls,
+        "_sage_turns_heads": turns_heads,
         "__doc__": base.__doc__,
     }
     cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": f"{__package__}.by_name"})

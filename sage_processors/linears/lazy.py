@@ -53,6 +53,8 @@ class Lazy(torch.Tensor):
     is_meta = property(lambda self: False)
     is_sparse = property(lambda self: False)
     is_quantized = property(lambda self: False)
+    is_nested = property(lambda self: False)
+    layout = property(lambda self: torch.strided)
     requires_grad = property(lambda self: False, lambda self, value: self.real().requires_grad_(value))
 
     def size(self, dim=None):

@@ -87,8 +87,10 @@ class NormState:
             dtype = self.dtypes[key] = forward(module, x).dtype
         if dtype not in _DTYPES:
             return None
-        call = NormCall(self, x, lambda: forward(module, x), vectors, not self.is_proven)
-        return LazyNorm(x.shape, dtype, x.device, call)
+        return self._lazy(x, dtype, lambda: forward(module, x), vectors)
+
+    def _lazy(self, x, dtype, forward, vectors) -> torch.Tensor | None:
+        return LazyNorm(x.shape, dtype, x.device, NormCall(self, x, forward, vectors, not self.is_proven))
 
 
 def norm_form(module: nn.Module) -> tuple[str, bool] | None:

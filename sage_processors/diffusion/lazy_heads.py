@@ -1,0 +1,186 @@
+"""Queries and keys whose norm and rotary embedding wait for attention, which has both made in one pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from sage_kernels import qk_norm_rope
+
+from ..linears.errors import ChangedInputError
+from ..linears.lazy import Lazy, Operand, real_of
+
+
+class Norm(NamedTuple):
+    """An RMSNorm over the channels of a head. weight: [D] or None."""
+
+    weight: torch.Tensor | None
+    eps: float
+
+
+class Angles(NamedTuple):
+    """Of a rotary embedding. cos, sin: [S, D] or [S, D / 2]. pairs: channels 2i and 2i + 1 turn together; else i and
+    i + D / 2. of: Operands, what the model handed over, by which two calls are known to have the same angles."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    pairs: bool
+    of: tuple[Operand, ...]
+
+    def are_of(self, tensors, pairs: bool) -> bool:
+        """Whether these are the angles of such a call, as they are now."""
+        known = all(mine.tensor is x and not mine.is_changed for mine, x in zip(self.of, tensors, strict=False))
+        return known and len(self.of) == len(tensors) and self.pairs == pairs
+
+
+class Part(NamedTuple):
+    """Tokens of one origin. x: Operand of [B, S, H, D], before everything. norm, angles: None without."""
+
+    x: Operand
+    norm: Norm | None
+    angles: Angles | None
+
+
+class Waiting:
+    """What a source of lazy heads has seen: whether its inputs are left alone until their heads are used.
+
+    Attributes:
+        label: of the layer. is_postponed: its results may wait. is_proven: one did, and its input was not written to
+            meanwhile.
+        angles: of the latest rotary embedding: that of the keys mostly has those of the queries.
+    """
+
+    def __init__(self, label: str):
+        self.label, self.is_postponed, self.is_proven = label, True, False
+        self.angles: Angles | None = None
+
+    def __getstate__(self):
+        return self.__dict__ | {"angles": None}
+
+
+class LazyHeads(Lazy):
+    """[B, S, H, D] of parts, each normed and turned; `angles` of all parts together, or None.
+
+    compute: () -> what the model's own code would have made, in 16 bit.
+    """
+
+    def __init__(self, shape, dtype, device, parts, angles, sources, compute):
+        super().__init__(shape, dtype, device)
+        self._parts: tuple[Part, ...] = parts
+        self._angles: Angles | None = angles
+        self._sources: tuple[Waiting, ...] = sources
+        self._own = compute
+        if not all(source.is_proven for source in sources):
+            self.real()  # whether the model writes to the input before the heads are used is not known yet
+
+    @property
+    def is_stale(self) -> bool:
+        angles = [self._angles, *(part.angles for part in self._parts)]
+        read = [part.x for part in self._parts] + [x for each in angles if each is not None for x in each.of]
+        return any(x.is_changed for x in read)
+
+    def _compute(self):
+        if self.is_stale:
+            raise ChangedInputError(
+                f"queries or keys of {self._sources[0].label}: got a tensor that was written to in place between norm "
+                "or rotary embedding and attention, expected the one that these were called with; the first calls "
+                "were without such writes. Keep this layer's attention in 16 bit: keep_layers"
+            )
+        return self._own()
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether it has had a rotary embedding, in whole or in parts."""
+        return self._angles is not None or any(part.angles is not None for part in self._parts)
+
+    def turned(self, angles: Angles, compute) -> LazyHeads | None:
+        """After a rotary embedding of the whole; None: it can't wait for that."""
+        if self.is_turned or self.is_changed:
+            return None
+        parts, whole = self._parts, angles
+        if len(parts) == 1:
+            parts, whole = (parts[0]._replace(angles=angles),), None
+        return LazyHeads(self._shape, self._dtype, self._device, parts, whole, self._sources, compute)
+
+    @classmethod
+    def _knows(cls, func):
+        return _KNOWN.get(func)
+
+
+def _cat(args, kwargs):
+    """Parts of the sequence side by side."""
+    tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if dim not in (1, -3) or "out" in kwargs or not all(type(x) is LazyHeads for x in tensors):
+        return None
+    first = tensors[0]
+    if any(x.is_changed or x._angles is not None or x._dtype != first._dtype for x in tensors):
+        return None
+    if any((x.shape[0], x.shape[2:]) != (first.shape[0], first.shape[2:]) for x in tensors):
+        return None
+    parts = tuple(part for x in tensors for part in x._parts)
+    shape = torch.Size((first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]))
+    sources = tuple(source for x in tensors for source in x._sources)
+    return LazyHeads(
+        shape, first._dtype, first._device, parts, None, sources, lambda: torch.cat([x.real() for x in tensors], 1)
+    )
+
+
+_KNOWN = {torch.cat: _cat, torch.concat: _cat}
+
+
+def made_ready(query, key):
+    """Queries and keys [B, S, H, D] for attention, ordinary tensors: in one pass where both wait for the same."""
+    if type(query) is not LazyHeads or type(key) is not LazyHeads:
+        return real_of(query), real_of(key)
+    sources = (*query._sources, *key._sources)
+    if query.is_changed or key.is_changed or not _fit(query, key):
+        return query.real(), key.real()
+    if query.is_stale or key.is_stale:
+        if all(source.is_proven for source in sources):
+            return query.real(), key.real()  # raises
+        for source in sources:
+            source.is_postponed = False  # this model writes to what it has normed or turned
+        return query.real(), key.real()
+    for source in sources:
+        source.is_proven = True
+    part = query._parts[0]
+    angles = [query._angles] if query._angles is not None else [p.angles for p in query._parts if p.angles is not None]
+    made: tuple[torch.Tensor, torch.Tensor] = qk_norm_rope(
+        [p.x.tensor for p in query._parts],
+        [p.x.tensor for p in key._parts],
+        [None if p.norm is None else p.norm.weight for p in query._parts],
+        [None if p.norm is None else p.norm.weight for p in key._parts],
+        norm=part.norm is not None,
+        eps=0.0 if part.norm is None else part.norm.eps,
+        cos=[x.cos for x in angles],
+        sin=[x.sin for x in angles],
+        pairs=not angles or angles[0].pairs,
+    )
+    return made
+
+
+def _fit(query: LazyHeads, key: LazyHeads) -> bool:
+    """Whether one pass makes both: the same parts, the same angles, one eps, norms of one kind, one dtype."""
+    mine, others = query._parts, key._parts
+    if len(mine) != len(others) or query._dtype != key._dtype:
+        return False
+    first = mine[0]
+    for part, other in zip(mine, others, strict=True):
+        for x in (part, other):
+            if (x.norm is None) != (first.norm is None) or x.x.tensor.dtype != query._dtype:
+                return False
+            if (x.angles is None) != (first.angles is None):
+                return False
+            if x.norm is not None and first.norm is not None:
+                if x.norm.eps != first.norm.eps or (x.norm.weight is None) != (first.norm.weight is None):
+                    return False
+            if x.angles is not None and x.angles.pairs != first.angles.pairs:  # type: ignore[union-attr]
+                return False
+        if part.x.tensor.shape[1] != other.x.tensor.shape[1] or not _same(part.angles, other.angles):
+            return False
+    return _same(query._angles, key._angles)
+
+
+def _same(a: Angles | None, b: Angles | None) -> bool:
+    return a is b or (a is not None and b is not None and a.are_of([x.tensor for x in b.of], b.pairs))

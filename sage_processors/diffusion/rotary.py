@@ -1,0 +1,101 @@
+"""Rotary embedding inside of a Sage class: it waits for attention where it can, else it is diffusers' own function.
+
+The functions of diffusers that are known here are called with [B, S, H, D]. What they compute in several passes over
+Q and K, norms of the heads included, is then one (lazy_heads.py).
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+
+from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
+from sage_kernels.compat import function_modes
+
+from ..linears.lazy import CAN_WAIT, Operand, can_wait, real_of
+from .lazy_heads import Angles, LazyHeads, Part, Waiting
+
+
+# function → (its module, parameters after x and the angles, with their defaults)
+KNOWN = {
+    "apply_rotary_emb": (
+        "diffusers.models.embeddings",
+        {"use_real": True, "use_real_unbind_dim": -1, "sequence_dim": 2},
+    ),
+    "apply_rotary_emb_qwen": (
+        "diffusers.models.transformers.transformer_qwenimage",
+        {"use_real": True, "use_real_unbind_dim": -1},
+    ),
+}
+
+
+def is_rotary(function) -> bool:
+    """Whether it is a rotary embedding of diffusers that can wait for attention."""
+    return (
+        isinstance(function, types.FunctionType)
+        and KNOWN.get(function.__name__, (None,))[0] == function.__module__
+        and not hasattr(function, "__wrapped__")
+    )
+
+
+def rotary(function, processor_of):
+    """What stands in for `function` inside of a Sage class. processor_of: () -> the processor that runs."""
+    defaults = KNOWN[function.__name__][1]
+    names = tuple(defaults)
+
+    def stand_in(x, freqs_cis, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            options = defaults | dict(zip(names, args, strict=False)) | kwargs
+            turned = _waits(processor_of(), x, freqs_cis, options, lambda: function(real_of(x), freqs_cis, **options))
+            if turned is not None:
+                return turned
+        return function(x, freqs_cis, *args, **kwargs)
+
+    return stand_in
+
+
+def _waits(processor, x, freqs, options, compute) -> LazyHeads | None:
+    if processor is None or processor._sage_config is None or not CAN_WAIT:
+        return None
+    is_lazy = type(x) is LazyHeads
+    if not is_lazy and (type(x) is not torch.Tensor or not can_wait(x)):
+        return None
+    if x.dim() != 4 or x.dtype not in DTYPES or x.shape[3] % 2 or x.shape[3] > MAX_HEAD_DIM or x.numel() == 0:
+        return None
+    if torch.is_autocast_enabled(x.device.type) or function_modes():
+        return None
+    source = processor._sage_waiting
+    if not source.is_postponed:
+        return None
+    angles = _angles(freqs, options, x, source)
+    if angles is None:
+        return None
+    if is_lazy:
+        return x.turned(angles, compute)
+    if x.stride(3) != 1:
+        return None
+    part = Part(Operand(x), None, angles)
+    return LazyHeads(x.shape, x.dtype, x.device, (part,), None, (source,), compute)
+
+
+def _angles(freqs: Any, options: dict, x, source: Waiting) -> Angles | None:
+    """Of a known call; None for a form that isn't."""
+    tokens, width = x.shape[1], x.shape[3]
+    if options["use_real"]:  # cos and sin, fp32 [S, D]
+        given = tuple(freqs) if type(freqs) in (tuple, list) else ()
+        shape, dtype, is_known = (tokens, width), torch.float32, options.get("sequence_dim") == 1 and len(given) == 2
+    else:  # [S, D / 2] complex numbers, one a pair of neighbours
+        given = (freqs,)
+        shape, dtype, is_known = (tokens, width // 2), torch.complex64, "sequence_dim" not in options
+    pairs = not options["use_real"] or options["use_real_unbind_dim"] == -1
+    if not is_known or not all(can_wait(t) and t.dtype == dtype and t.shape == shape for t in given):
+        return None
+    if source.angles is not None and source.angles.are_of(given, pairs):
+        return source.angles
+    if any(t.device != x.device or t.is_neg() or t.is_conj() for t in given):
+        return None
+    cos, sin = given if options["use_real"] else torch.view_as_real(freqs).unbind(-1)
+    source.angles = Angles(cos, sin, pairs, tuple(map(Operand, given)))
+    return source.angles
