@@ -20,7 +20,7 @@ from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS, REMEDIES
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .forwards import Forwards
-from .head_norms import postpone_head_norms
+from .head_norms import HeadNorms
 from .noise_level import TimestepReader
 from .parked_state import Parked
 from .row_maxima_op import keep_rows_of
@@ -97,6 +97,7 @@ class Part:
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state: Any = None  # a ScaleState where scales are planned
         self.linears: LinearSwap | None = None
+        self._head_norms = HeadNorms()
         self._parked = Parked()
         self.guests: dict[int, Any] = {}  # Sage processors that a pipeline puts there within its steps
         self.perturbed = False  # by others than those
@@ -124,6 +125,7 @@ class Part:
             layer.sage._sage_accept_backend()
             self.layers.append(layer)
         self._plan_sites()
+        self._head_norms.put(self.layers, self._label)
         self._swap_linears()
 
     def _swap_linears(self) -> None:
@@ -135,9 +137,6 @@ class Part:
                 self.model, linears=config.linears, keep=config.keep_linears, layers=config.layer_linears,
                 min_features=config.linears_min_features, policy=config.policy, name=self.name,
             )  # fmt: skip
-        if self.linears is not None:
-            for layer in self.layers:
-                postpone_head_norms(self.linears, layer)
 
     def _swapped(self, original, label: str):
         """The Sage twin of a processor, with the options that hold for its layer."""
@@ -311,6 +310,7 @@ class Part:
         if self.linears is not None:
             self.linears.remove()
             self.linears = None
+        self._head_norms.remove()
         self._hook.remove()
         for _, module in attention_modules(self.model):
             if is_sage(module.processor):

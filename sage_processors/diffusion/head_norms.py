@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sage_kernels.checks import MAX_HEAD_DIM
 
 from ..linears.lazy import Operand
-from ..linears.norms import NormState
-from ..linears.swap import LinearSwap
+from ..linears.modules import is_swapped, norm_class, put_class
+from ..linears.norms import NormState, norm_form
+from ..linears.weights import Shared
 from .lazy_heads import LazyHeads, Norm, Part, Waiting
 
 
@@ -33,11 +36,43 @@ class HeadNormState(NormState):
         return LazyHeads(x.shape, dtype, x.device, (part,), None, (self.waiting,), forward)
 
 
-def postpone_head_norms(swap: LinearSwap, layer) -> None:
-    """Let the head norms of a swapped attention layer wait, where its processor's rotary embedding does."""
-    if not layer.sage._sage_turns_heads:
-        return
-    for name in NAMES:
-        module = layer.module._modules.get(name)
-        if module is not None:
-            swap.postpone(module, f"{layer.name}.{name}", HeadNormState)
+class HeadNorms:
+    """The norms of one model that wait for attention: the same objects, with another class.
+
+    Compiled code never sees what waits: inside of it a norm is what it was, and outside of it what waits is in the
+    hands of attention processors alone.
+    """
+
+    def __init__(self) -> None:
+        self._swapped: dict[int, Any] = {}
+        self._shared = Shared()
+
+    def put(self, layers, label) -> None:
+        """Let the head norms of attention layers wait, where the processor's rotary embedding does.
+
+        label: name in the model -> name in messages.
+        """
+        for layer in layers:
+            for name in NAMES if layer.sage._sage_turns_heads else ():
+                module = layer.module._modules.get(name)
+                if id(module) not in self._swapped and isinstance(getattr(module, "_sage_norm", None), HeadNormState):
+                    _put_back(module)  # a copy of another model's: start anew
+                form = None if module is None or is_swapped(module) else norm_form(module)
+                if form is not None:
+                    state = HeadNormState(label(f"{layer.name}.{name}"), *form, self._shared)
+                    object.__setattr__(module, "_sage_norm", state)
+                    cls: Any = type(module)
+                    put_class(module, norm_class(cls))
+                    self._swapped[id(module)] = module
+
+    def remove(self) -> None:
+        """Put their own classes back. Harmless when repeated."""
+        for module in self._swapped.values():
+            if is_swapped(module):
+                _put_back(module)
+        self._swapped = {}
+
+
+def _put_back(module: Any) -> None:
+    put_class(module, type(module)._sage_base)
+    del module._sage_norm

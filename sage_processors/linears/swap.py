@@ -188,21 +188,10 @@ class LinearSwap:
             form = norm_form(module)
             if form is None:
                 continue
-            self._postpone(module, NormState(self._label(name), *form, self._shared))
-
-    def _postpone(self, module: Any, state: NormState) -> None:
-        object.__setattr__(module, "_sage_norm", state)
-        cls: Any = type(module)
-        put_class(module, norm_class(cls))
-        self._norms[id(module)] = module
-
-    def postpone(self, module: nn.Module, name: str, kind: Any) -> None:
-        """Let the results of a norm that no linear layer follows wait: kind(label, form, 1 + weight, Shared) is the
-        NormState that says for whom. Nothing is done for what is no norm, or is swapped already."""
-        if id(module) not in self._norms and not is_swapped(module):
-            form = norm_form(module)
-            if form is not None:
-                self._postpone(module, kind(self._label(name), *form, self._shared))
+            object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form, self._shared))
+            cls: Any = type(module)
+            put_class(module, norm_class(cls))
+            self._norms[id(module)] = module
 
     def _waits(self, module: Any) -> bool:
         """Whether the weight is better quantised where the model will run than where it is: on a CPU that has a GPU
