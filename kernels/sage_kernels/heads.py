@@ -91,7 +91,7 @@ def _make_again(given: Sequence[Any], options: tuple[Any, ...]) -> Any:
 
 def _qk_norm_rope(
     q: Any, k: Any, q_weight: Any, k_weight: Any, norm: bool, eps: float, cos: Any, sin: Any, pairs: bool
-):
+) -> Any:
     check_called_below("qk_norm_rope")
     if q[0].is_cuda and q[0].numel():
         from ._triton.heads.qk_norm_rope import launch_qk_norm_rope

@@ -98,7 +98,8 @@ class LazyHeads(Lazy):
         """After a rotary embedding of the whole; None: it can't wait for that."""
         if self.is_turned or self.is_changed:
             return None
-        parts, whole = self._parts, angles
+        parts: tuple[Part, ...] = self._parts
+        whole: Angles | None = angles
         if len(parts) == 1:
             parts, whole = (parts[0]._replace(angles=angles),), None
         return LazyHeads(self._shape, self._dtype, self._device, parts, whole, self._sources, compute)

@@ -77,7 +77,7 @@ def test_processors_use_the_ops_not_their_insides():
 GROUND = "sage_kernels, ground floor"
 GROUND_FILES = {f"sage_kernels.{name}" for name in ("compat", "masking", "numerics", "recipe", "state")}
 TRITON = "sage_kernels._triton"  # its own files: what its rooms share
-KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "linear")}
+KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "heads", "linear")}
 BELOW = {
     "sage_processors": set(),
     "sage_processors.linears": {"sage_processors"},
@@ -100,6 +100,7 @@ BELOW = {
     f"{TRITON}.attention": {GROUND, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue"},
     f"{TRITON}.prologue": {GROUND, TRITON, f"{TRITON}.launch"},
     f"{TRITON}.decode": {GROUND, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.heads": {GROUND, TRITON, f"{TRITON}.launch"},
     f"{TRITON}.linear": {GROUND, TRITON, f"{TRITON}.launch"},
     f"{TRITON}.launch": {TRITON},
     TRITON: {GROUND},

@@ -15,9 +15,7 @@ def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin) -> None:
             raise TypeError(f"{name}: got {type(x).__name__}, expected a list with one tensor for each part")
     if not q or not len(q) == len(k) == len(q_weight) == len(k_weight):
         got = ", ".join(str(len(x)) for x in (q, k, q_weight, k_weight))
-        raise ValueError(
-            f"q, k, q_weight, k_weight: got lists of {got}, expected lists of the same length, at least 1"
-        )
+        raise ValueError(f"q, k, q_weight, k_weight: got lists of {got}, expected lists of one length, at least 1")
     if len(cos) != len(sin) or len(cos) not in (0, 1, len(q)):
         raise ValueError(f"cos, sin: got {len(cos)} and {len(sin)} tables, expected none, one, or one for each part")
     if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps >= 0):

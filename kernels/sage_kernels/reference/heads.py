@@ -17,14 +17,15 @@ def ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs):
             y = y if weight is None else y * weight.float()
             if cos:
                 tokens = slice(0, x.shape[1]) if len(cos) > 1 else slice(first, first + x.shape[1])
-                y = _rotated(y, *(table[i if len(cos) > 1 else 0][tokens].float() for table in (cos, sin)), pairs)
+                c, s = (table[i if len(cos) > 1 else 0][tokens].float() for table in (cos, sin))
+                y = _rotated(y, c, s, pairs)
             done.append(y.to(x.dtype))
             first += x.shape[1]
         results.append(torch.cat(done, 1))
     return tuple(results)
 
 
-def _rotated(y, cos, sin, pairs: bool):
+def _rotated(y, cos, sin, pairs):
     """y fp32 [B, S, H, D] turned by the angles of its tokens [S, D], or [S, D / 2] for one angle a pair."""
     if cos.shape[-1] != y.shape[-1]:
         cos, sin = (x.repeat_interleave(2, -1) if pairs else torch.cat([x, x], -1) for x in (cos, sin))

@@ -27,6 +27,7 @@ def _load_pairs(ptr, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, HEAD_DIM: 
 
 @triton.jit
 def _store_pairs(ptr, a, b, inside, PAIRS: tl.constexpr, HALF: tl.constexpr, HEAD_DIM: tl.constexpr):
+    a, b = a.to(ptr.dtype.element_ty), b.to(ptr.dtype.element_ty)
     if PAIRS:
         channel = tl.arange(0, 2 * HALF)[None, None, :]
         x = tl.reshape(tl.join(a, b), [a.shape[0], a.shape[1], 2 * HALF])
