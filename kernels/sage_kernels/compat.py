@@ -25,7 +25,7 @@ NAMES = (
     "torch._C.DispatchKeySet.raw_repr",
     "torch._dynamo.eval_frame.skip_code",
     "torch._dynamo.mark_static_address",
-    "torch._inductor.config.post_grad_custom_pre_pass",
+    "torch._inductor.config.pre_grad_custom_pass",
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch.autograd._profiler_enabled",
     "torch.autograd.forward_ad._current_level",
@@ -144,16 +144,16 @@ def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
 
 
 def add_graph_pass(change, version: bytes) -> None:
-    """Have torch.compile's Inductor run change(graph) on its graphs without writes in place, after what is set there.
+    """Have torch.compile's Inductor run change(graph) on graphs as Dynamo writes them, after what is set there.
 
     Without the names graphs stay as they are. Adding the same function again does nothing.
     version: of what it does; compiled code of another one is not used again.
     """
     base: Any = find("torch._inductor.custom_graph_pass.CustomGraphPass")
     config = find("torch._inductor.config")
-    if base is None or not hasattr(config, "post_grad_custom_pre_pass"):
+    if base is None or not hasattr(config, "pre_grad_custom_pass"):
         return
-    before = config.post_grad_custom_pre_pass
+    before = config.pre_grad_custom_pass
     if change in getattr(before, "changes", ()):
         return
 
@@ -170,7 +170,7 @@ def add_graph_pass(change, version: bytes) -> None:
             known = before.uuid() if hasattr(before, "uuid") else repr(before)
             return known, version
 
-    config.post_grad_custom_pre_pass = Passes()
+    config.pre_grad_custom_pass = Passes()
 
 
 def function_modes() -> list:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from .compat import differentiates_forward
 from .numerics import CODE_TYPES
 from .recipe import GATED
 from .reference import linear as reference
-from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
+from .replay import TENSOR, is_plain_call, layout_of, made, make_again, remember
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -171,7 +171,28 @@ def quantized_linear(
         check_linear(x, weight, bias, activation, gate, residual, dtype)
         arguments = (*x, *weight, bias, activation, gate, residual, dtype)
         result = _run(key, _quantized_linear, "quantized_linear", arguments)
+        if key is not None:
+            _remember_library(key, given, activation, dtype)
     return result
+
+
+def _remember_library(key: Any, given: Sequence[Any], activation: str, dtype: torch.dtype) -> None:
+    """A checked call of PyTorch's matmul, which is no launch of ours, is made again without checks, too."""
+    codes, _, weight, *_ = given
+    if key in made or not library_matmul.does(codes, weight, dtype):
+        return
+    is_given = [x is not None for x in given]
+
+    def again(given: Iterable[Any], numbers: Any = None) -> Any:
+        tensors = iter(given)
+        all_of_them: list[Any] = [next(tensors) if x else None for x in is_given]
+        codes, scale, weight, weight_scale, bias, gate, residual = all_of_them
+        if not library_matmul.does(codes, weight, dtype):  # at other addresses
+            return None
+        options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
+        return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
+
+    made[key] = again
 
 
 def _make_again(op: str, given: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
@@ -208,7 +229,6 @@ def _run(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[An
 def _quantize_activation(
     x: torch.Tensor, format: str, norm: str, weight: Any, bias: Any, eps: float, gain: Any, shift: Any, balance: Any
 ) -> Any:
-    check_called_below("quantize_activation")
     options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
     options |= {"gain": gain, "shift": shift, "balance": balance}
     if x.is_cuda and x.numel():
@@ -224,7 +244,6 @@ def _quantized_linear(
     codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any,
     activation: str, gate: Any, residual: Any, dtype: torch.dtype,
 ) -> Any:  # fmt: skip
-    check_called_below("quantized_linear")
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
     if library_matmul.does(codes, weight, dtype) and codes.numel():
         return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
@@ -247,10 +266,32 @@ def _fake_quantized_linear(
     return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
 
 
-for _name, _function, _fake in (
-    ("quantize_activation", _quantize_activation, _fake_quantize_activation),
-    ("quantized_linear", _quantized_linear, _fake_quantized_linear),
+def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
+    """What the dispatcher hands an op's arguments to, compiled code's above all: a call like an earlier one is only
+    launched. tensors: which arguments are."""
+
+    def run(*arguments: Any) -> Any:
+        check_called_below(name)
+        given = tuple(arguments[i] for i in tensors)
+        options = tuple(x for i, x in enumerate(arguments) if i not in tensors)
+        key, result = _make_again(f"op {name}", given, options)
+        if result is not None:
+            return result
+        if key is None:
+            return function(*arguments)
+        result = remember(key, lambda: function(*arguments), [x for x in given if x is not None])
+        if name == "quantized_linear":
+            _remember_library(key, given, arguments[5], arguments[8])
+        return result
+
+    return run
+
+
+for _name, _function, _fake, _tensors in (
+    ("quantize_activation", _quantize_activation, _fake_quantize_activation, (0, 3, 4, 6, 7, 8)),
+    ("quantized_linear", _quantized_linear, _fake_quantized_linear, (0, 1, 2, 3, 4, 6, 7)),
 ):
+    _implementation = _of_op(_name, _function, _tensors)
     for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _device)
+        _library.impl(_name, _implementation, _device)
     torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)

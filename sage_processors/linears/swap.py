@@ -14,7 +14,7 @@ from sage_kernels.compat import keep_out_of_dynamo
 
 from ..on_import import when_imported
 from ..options import LINEARS, POLICIES
-from .graph_pass import share_in_compiled_code
+from .graph_pass import fuse_in_compiled_code
 from .layers import Choice, choose
 from .lazy import CAN_WAIT
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
@@ -96,7 +96,7 @@ class LinearSwap:
         try:
             self.refresh(ready)
             self._hook = model.register_forward_pre_hook(PrepareHook(self), prepend=True)
-            when_imported("torch._inductor.config", share_in_compiled_code, ready="post_grad_custom_pre_pass")
+            when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
         except Exception:
             self._put_back()
             raise

@@ -7,12 +7,14 @@ import os
 import pytest
 import torch
 import torch._dynamo
+import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
 from sage_kernels.compat import add_graph_pass
-from sage_processors.linears.graph_pass import share_in_compiled_code, share_quantized
-from tests.linears.counting import relative_error
+from sage_processors.linears.graph_fusion import fuse
+from sage_processors.linears.graph_pass import fuse_in_compiled_code
+from tests.linears.counting import OpCounter, relative_error
 from tests.support.tiny_models import MODELS
 
 
@@ -144,28 +146,145 @@ def test_compiled_code_quantises_an_activation_once(overwrites):
     with sp.quantize_linears(block, min_features=0), torch.no_grad():
         from torch._inductor import config
 
-        share_in_compiled_code()
-        before = config.post_grad_custom_pre_pass
+        fuse_in_compiled_code()
+        before = config.pre_grad_custom_pass
         try:
             add_graph_pass(count, os.urandom(8))  # compiled code of an earlier run counts nothing
             assert relative_error(torch.compile(block, fullgraph=True)(x), expected) < 0.03
         finally:
-            config.post_grad_custom_pre_pass = before
+            config.pre_grad_custom_pass = before
     assert counted == [2 if overwrites else 1]
-    add_graph_pass(share_quantized, b"")
-    assert config.post_grad_custom_pre_pass is before  # once is enough
+    add_graph_pass(fuse, b"")
+    assert config.pre_grad_custom_pass is before  # once is enough
 
 
 def test_the_pass_keeps_what_was_there_before():
     from torch._inductor import config
 
-    before, seen = config.post_grad_custom_pre_pass, []
+    before, seen = config.pre_grad_custom_pass, []
     try:
-        config.post_grad_custom_pre_pass = None
+        config.pre_grad_custom_pass = None
         add_graph_pass(lambda graph: seen.append(1), b"1")
-        share_in_compiled_code()
-        config.post_grad_custom_pre_pass(torch.fx.Graph())
-        assert seen == [1] and share_quantized in config.post_grad_custom_pre_pass.changes
-        assert config.post_grad_custom_pre_pass.uuid() != before
+        fuse_in_compiled_code()
+        config.pre_grad_custom_pass(torch.fx.Graph())
+        assert seen == [1] and fuse in config.pre_grad_custom_pass.changes
+        assert config.pre_grad_custom_pass.uuid() != before
     finally:
-        config.post_grad_custom_pre_pass = before
+        config.pre_grad_custom_pass = before
+
+
+def compiled_ops(model, call):
+    """What `call()` returns, compiled by Inductor, and the calls of our ops in its graphs: name → arguments."""
+    from torch._inductor import config
+
+    torch._dynamo.reset()
+    fuse_in_compiled_code()
+    before, found = config.pre_grad_custom_pass, {"quantize_activation": [], "quantized_linear": []}
+
+    def look(graph):
+        for node in graph.nodes:
+            for name, calls in found.items():
+                if name in str(node.target):
+                    calls.append(node.args)
+
+    try:
+        add_graph_pass(look, os.urandom(8))  # compiled code of an earlier run is not looked at
+        with torch.no_grad():
+            return call(torch.compile(model, fullgraph=True)), found
+    finally:
+        config.pre_grad_custom_pass = before
+
+
+def test_blocks_are_compiled_with_as_many_calls_as_eager_ones():
+    model, inputs, expected = flux()
+    with sp.quantize_linears(model, min_features=0), torch.no_grad():
+        with OpCounter() as ops:
+            eager = model(**inputs, return_dict=False)[0]
+        got, found = compiled_ops(model, lambda compiled: compiled(**inputs, return_dict=False)[0])
+    assert relative_error(got, expected) < 0.02 and relative_error(got, eager) < 0.005
+    assert (len(found["quantize_activation"]), len(found["quantized_linear"])) == (ops.quantized, ops.multiplied)
+    assert {args[2] for args in found["quantize_activation"]} == {"none", "layer"}
+    finished = [(args[5], args[6] is not None, args[7] is not None) for args in found["quantized_linear"]]
+    assert ("gelu_tanh", False, False) in finished and ("none", True, True) in finished
+
+
+class Layers(nn.Module):
+    """A norm, three projections of it and a layer behind; `finish` is given what they make."""
+
+    def __init__(self, finish, norm="layer", bias=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(48, elementwise_affine=bias) if norm == "layer" else nn.RMSNorm(48, eps=1e-5)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(48, 48, bias=bias) for _ in range(3))
+        self.out = nn.Linear(48, 64, bias=bias)
+        self.finish = finish
+        self.eval().requires_grad_(False)
+
+    def forward(self, x, vector, residual):
+        return self.finish(self, x, vector, residual)
+
+
+FINISHES = {
+    # name: (what a model does, (quantisations, matmuls, merged or finished ones) when compiled)
+    "projections": (lambda m, x, v, r: m.to_q(y := m.norm(x)) + m.to_k(y) * 2 - m.to_v(y), (1, 1)),
+    "modulated": (lambda m, x, v, r: m.to_q(y := m.norm(x) * (1 + v) + v) - m.to_k(y), (1, 1)),
+    "shifted": (lambda m, x, v, r: m.out(v + m.norm(x)), (1, 1)),
+    "scaled": (lambda m, x, v, r: m.out(m.norm(x) * v), (1, 1)),
+    "shift of each token": (lambda m, x, v, r: m.out(m.norm(x) + x), (1, 1)),
+    "gelu": (lambda m, x, v, r: F.gelu(m.out(x), approximate="tanh"), (1, 1)),
+    "exact gelu": (lambda m, x, v, r: F.gelu(m.out(x)), (1, 1)),
+    "silu": (lambda m, x, v, r: F.silu(m.out(x)), (1, 1)),
+    "gate and residual": (lambda m, x, v, r: r + torch.cat([v, v], -1)[..., :64] * F.dropout(m.out(x), 0.0), (1, 1)),
+    "casts": (lambda m, x, v, r: (r.float() + m.out(x).float() * torch.cat([v, v], -1)[..., :64]).type_as(r), (1, 1)),
+    "used twice": (lambda m, x, v, r: F.gelu(y := m.out(x)) + y, (1, 1)),
+    "sum with itself": (lambda m, x, v, r: (y := m.out(x)) + y, (1, 1)),
+    "input written to": (lambda m, x, v, r: (y := m.norm(x), a := m.to_q(y), y.mul_(-2), a + m.to_k(y))[-1], (2, 2)),
+    "norm's input written to": (lambda m, x, v, r: (z := x * 1, y := m.norm(z), z.add_(1), m.out(y))[-1], (1, 1)),
+    "residual written to": (lambda m, x, v, r: (z := r * 1, y := m.out(x), z.add_(1), z + y)[-1], (1, 1)),
+    "output written to": (lambda m, x, v, r: (y := m.out(x), y.mul_(2), F.gelu(y))[-1], (1, 1)),
+    "slice written to": (lambda m, x, v, r: (y := m.out(x), y.__setitem__((0, 0), 7.0), r + y)[-1], (1, 1)),
+    "gelu in another type": (lambda m, x, v, r: F.gelu(m.out(x).float()), (1, 1)),
+}
+
+
+FUSED = {
+    "projections": lambda found: found["quantize_activation"][0][2] in ("layer", "rms"),
+    "modulated": lambda found: all(x is not None for x in found["quantize_activation"][0][6:8]),
+    "scaled": lambda found: found["quantize_activation"][0][6] is not None,
+    "shifted": lambda found: found["quantize_activation"][0][7] is not None,
+    "gelu": lambda found: found["quantized_linear"][0][5] == "gelu_tanh",
+    "exact gelu": lambda found: found["quantized_linear"][0][5] == "gelu",
+    "silu": lambda found: found["quantized_linear"][0][5] == "silu",
+    "gate and residual": lambda found: all(x is not None for x in found["quantized_linear"][0][6:8]),
+    "gelu in another type": lambda found: found["quantized_linear"][0][8] == torch.float32,
+}
+
+
+@pytest.mark.parametrize(
+    ("finish", "norm"), [*((x, "layer") for x in FINISHES), ("projections", "rms"), ("modulated", "rms")]
+)
+def test_compiled_models_make_what_eager_ones_make(finish, norm):
+    function, counts = FINISHES[finish]
+    model = Layers(function, norm, bias=norm == "layer")
+    x, vector, residual = torch.randn(2, 6, 48), torch.randn(2, 1, 48), torch.randn(2, 6, 64)
+    expected = model(x, vector, residual)
+    with sp.quantize_linears(model, min_features=0):
+        got, found = compiled_ops(model, lambda compiled: compiled(x, vector, residual))
+    assert got.dtype == expected.dtype and relative_error(got, expected) < 0.03
+    assert (len(found["quantize_activation"]), len(found["quantized_linear"])) == counts
+    # what is done in one call, and what is not
+    if finish in FUSED:
+        assert FUSED[finish](found)
+    elif finish not in ("casts", "input written to"):
+        assert all(args[5:8] == ("none", None, None) for args in found["quantized_linear"])
+
+
+def test_casts_around_a_gate_and_a_residual_are_of_the_same_call():
+    model = Layers(FINISHES["casts"][0]).bfloat16()
+    x, vector, residual = (torch.randn(*s).bfloat16() for s in ((2, 6, 48), (2, 1, 48), (2, 6, 64)))
+    expected = model(x, vector.float(), residual)
+    with sp.quantize_linears(model, min_features=0):
+        got, found = compiled_ops(model, lambda compiled: compiled(x, vector.float(), residual))
+    (linear,) = found["quantized_linear"]
+    assert linear[6] is not None and linear[7] is not None and linear[8] == got.dtype == torch.bfloat16
+    assert relative_error(got, expected) < 0.03
