@@ -170,6 +170,9 @@ def add_graph_pass(change, version: bytes) -> None:
             known = before.uuid() if hasattr(before, "uuid") else repr(before)
             return known, version
 
+        def __reduce__(self):  # part of a cache's key: what it does is all that counts
+            return str, (repr(self.uuid()),)
+
     config.pre_grad_custom_pass = Passes()
 
 
