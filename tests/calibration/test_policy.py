@@ -50,6 +50,7 @@ def test_the_same_policy_has_the_same_bytes_and_no_leftovers(written):
         again, CONFIG, content["models"], budget={"target_psnr": 42.0}, result={"met": True}, curve=[{"a": 1.5}]
     )
     assert again.read_bytes() == path.read_bytes()
+    assert path.read_text() == json.dumps(content, indent=1, sort_keys=True) + "\n"  # whatever order options come in
     assert sorted(p.name for p in path.parent.iterdir()) == ["again.json", "policy.json"]
 
 

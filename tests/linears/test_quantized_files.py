@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
+from sage_processors.linears import quantized_files
 from tests.support.tiny_models import MODELS
 
 
@@ -88,6 +89,7 @@ def test_tied_weights_are_read_tied(tmp_path):
             self.embed, self.head = nn.Embedding(10, 16), nn.Linear(16, 10, bias=False)
             self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2))
             self.head.weight = self.embed.weight
+            self.register_buffer("ids", torch.arange(7))
 
         def forward(self, x):
             x = self.embed(x)
@@ -103,6 +105,10 @@ def test_tied_weights_are_read_tied(tmp_path):
         twin = Tied().eval()
     sp.load_quantized(twin, tmp_path / "a.safetensors")
     assert twin.head.weight is twin.embed.weight and torch.equal(twin(x) + 0, expected)
+    assert torch.equal(twin.ids, torch.arange(7))
+    rewrite(tmp_path / "a.safetensors", tmp_path / "b.safetensors", lambda h: h["ids"].update(dtype="F64"))
+    with pytest.raises(ValueError, match=r"got F64 \[7\] for ids, expected \['I64'\]"):
+        sp.load_quantized(Tied().eval(), tmp_path / "b.safetensors")
 
 
 def rewrite(path, target, change_header=None, change_meta=None, body=lambda b: b):
@@ -176,3 +182,39 @@ def test_what_is_no_such_file_or_model(saved, tmp_path):
         with pytest.raises(ValueError, match="linear layers are swapped"):
             sp.load_quantized(model, path)
     assert not (tmp_path / "y.safetensors").exists()
+
+
+def test_models_with_adapters_or_without_numbers_are_refused(saved, tmp_path):
+    path, model, inputs, _ = saved
+    adapted = copy.deepcopy(model)
+    adapted.x_embedder.add_module("base_layer", nn.Identity())
+    with pytest.raises(ValueError, match="model: got one with adapters"):
+        sp.load_quantized(adapted, path)
+    swapped = copy.deepcopy(model)
+    with sp.quantize_linears(swapped, min_features=0):
+        run(swapped, inputs)
+        swapped.norm_out.register_buffer("nothing", torch.zeros(3, device="meta"))
+        with pytest.raises(ValueError, match="model: got norm_out.nothing on the meta device"):
+            sp.save_quantized(swapped, tmp_path / "x.safetensors")
+        swapped.x_embedder.add_module("base_layer", nn.Identity())
+        with pytest.raises(ValueError, match="model: got one with adapters"):
+            sp.save_quantized(swapped, tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("field", ["dtype", "shape"])
+def test_a_file_that_is_replaced_after_it_was_checked_is_refused(field, saved, tmp_path, monkeypatch):
+    path, model, _, _ = saved
+    target = tmp_path / "x.safetensors"
+    target.write_bytes(path.read_bytes())
+    check = quantized_files._check_entries
+
+    def replaced(entries, expected, path_):
+        check(entries, expected, path_)
+        rows, columns = entries[f"{Q}.codes"]["shape"]
+        new = {"dtype": "U8", "shape": [1, rows * columns]}[field]
+        rewrite(path, target, change_header=lambda header: header[f"{Q}.codes"].update({field: new}))
+
+    monkeypatch.setattr(quantized_files, "_check_entries", replaced)
+    with pytest.raises(ValueError, match=f"got another tensor {Q}.codes than its header says"):
+        sp.load_quantized(copy.deepcopy(model), target)

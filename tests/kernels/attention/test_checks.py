@@ -245,6 +245,7 @@ def test_Q42_a_mask_is_only_in_the_way_of_gradients_if_it_requires_some():
         ({"mask": torch.zeros(2, 3, 1, 8)}, False, True),
         ({"mask": torch.zeros(2, 1, 5, 8)}, False, True),
         ({"softcap": 20.0}, False, True),
+        ({"softcap": 0.5}, False, True),
         ({"sinks": torch.zeros(3)}, False, True),
         ({"mask": torch.zeros(2, 1, 1, 8), "sinks": torch.zeros(3)}, True, True),
     ],
@@ -277,6 +278,14 @@ def test_bad_option_raises_before_any_launch(case, no_launch):
 )
 def test_unsupported_options(reason, options):
     assert sage_kernels.unsupported(*qkv().values(), **options) == reason
+
+
+@pytest.mark.parametrize(
+    ("q", "kv"), [((0, 8, 4), (0, 12, 2)), ((2, 0, 4), (2, 12, 2)), ((2, 8, 0), (2, 12, 2)), ((2, 8, 4), (2, 0, 2))]
+)
+def test_tensors_without_elements_are_a_reason_of_their_own(q, kv):
+    tensors = torch.zeros(*q, 16), torch.zeros(*kv, 16), torch.zeros(*kv, 16)
+    assert sage_kernels.unsupported(*tensors, enable_gqa=True) == "empty"
 
 
 def test_supported_inputs_have_no_reason():
