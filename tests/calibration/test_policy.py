@@ -110,6 +110,7 @@ def edited(content, **changes):
         (lambda c: edited(c, format_version=0), "format_version 0, expected 3"),
         (lambda c: edited(c, format_version=1), "options that differ in .'drop_weights', 'keep_linears'"),
         (lambda c: edited(c, format_version=True), "got bool for format_version"),
+        (lambda c: edited(c, format_version=[3]), "got list for format_version"),
         (lambda c: edited(c, extra=1), "unknown keys"),
         (lambda c: edited(c, models=[1]), "got int for an entry of models"),
         (lambda c: edited(c, options={}), "options that differ"),

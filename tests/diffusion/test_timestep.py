@@ -122,6 +122,14 @@ def test_noise_levels_of_an_unknown_scheduler_fall_with_its_place_in_the_run():
     assert noise_levels(scheduler).tolist() == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
+def test_noise_levels_of_trigflow_are_sines():
+    """x_t = cos(t) · x0 + sin(t) · ε: SANA-Sprint."""
+    scheduler = diffusers.SCMScheduler()
+    scheduler.set_timesteps(2)
+    torch.testing.assert_close(noise_levels(scheduler), scheduler.timesteps.sin().float())
+    assert noise_levels(scheduler)[0] > 0.99
+
+
 def run_all(scheduler, timesteps=None, as_number=False):
     sample = torch.zeros(1, 1, 2, 2)
     for t in scheduler.timesteps if timesteps is None else timesteps:
@@ -237,6 +245,8 @@ def test_tracked_step_with_a_timestep_per_token_takes_the_noisiest():
     run = track(scheduler, listener)
     scheduler.set_timesteps(8)
     listener.events.clear()
+    run.finish_step(torch.empty(0))  # of no token at all
+    assert listener.events == []
     run.finish_step(torch.stack([scheduler.timesteps[6], scheduler.timesteps[2]]))
     assert listener.events[0][0] == pytest.approx(float(noise_levels(scheduler)[2]))
 

@@ -48,6 +48,22 @@ def test_timestep_reader_tells_where_runs_begin(down):
     assert begins(0.25, 0.125) == [1, 0]
 
 
+def test_a_reader_that_is_held_numbers_timesteps_as_before():
+    model, _ = MODELS["flux"]()
+    reader = TimestepReader(type(model).forward, "cpu")
+    given = [(0.5, 0), (1000.0, 1), (500.0, 0)]
+    read = [float(reader.read(torch.tensor([t]), held=torch.tensor(held))[1]) for t, held in given]
+    assert read == [0.5, 1.0, 0.5]
+
+
+def test_a_reader_keeps_no_graph():
+    model, _ = MODELS["flux"]()
+    reader = TimestepReader(type(model).forward, "cpu")
+    with torch.enable_grad():
+        levels = reader.read(torch.tensor([0.5], requires_grad=True))
+    assert not any(x.requires_grad for x in (*levels, reader.begins, reader.snapshot()))
+
+
 def test_a_model_without_a_timestep_has_none():
     reader = TimestepReader(lambda self, hidden_states, mask=None: hidden_states, "cpu")
     assert reader.timestep_of((1.0, 2.0), {}) is None and reader.timestep_of((), {"timestep": 1.0}) is None
@@ -61,6 +77,8 @@ def test_timestep_reader_finds_the_argument(name):
     assert reader.timestep_of((), inputs) is wanted
     order = list(inspect.signature(model.forward).parameters)
     assert reader.timestep_of([inputs.get(key) for key in order], {}) is wanted
+    before = order.index(next(key for key in ("timestep", "timesteps", "t") if key in inputs))
+    assert reader.timestep_of([inputs.get(key) for key in order[:before]], inputs) is wanted
     assert reader.timestep_of((), {}) is None
     reader.read(wanted)
 

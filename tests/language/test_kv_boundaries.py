@@ -8,11 +8,13 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
+import sage_processors as sp  # noqa: E402
 from sage_kernels import append_kv  # noqa: E402
 from sage_kernels.testing import relative_l2  # noqa: E402
-from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
+from sage_processors.language.kv_layers import Int8Layer, smoothing_vector  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
 from sage_processors.language.masks import BandMask  # noqa: E402
 from sage_processors.language.quantized_kv import StoredKV, stored_int8  # noqa: E402
@@ -108,6 +110,26 @@ def test_keys_are_written_by_update_alone(layer):
     for name in ("keys", "values"):
         with pytest.raises(TypeError, match="keys: got Tensor, expected update"):
             setattr(layer, name, torch.zeros(1, 2, 3, 16))
+
+
+def test_a_cache_may_have_room_for_one_token():
+    config = MODELS["llama"]()[0].config
+    cache = sp.Int8KVCache(config, 1)
+    cache.update(*(x[:, :2] for x in states(1)), 0)
+    with pytest.raises(ValueError, match="expected at most 1 in all"):
+        cache.update(*(x[:, :2] for x in states(1)), 0)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_length_of_a_growing_layer_is_transformers_own(window):
+    stock = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+    assert Int8Layer(sliding_window=window).get_max_length() == stock.get_max_length()
+
+
+def test_one_token_counts_for_a_half():
+    keys = torch.randn(2, 3, 4, 16)
+    assert torch.equal(smoothing_vector(keys[:, :, :1]), keys[:, :, 0] / 2)
+    torch.testing.assert_close(smoothing_vector(keys), keys.sum(2) / 5)
 
 
 @pytest.fixture

@@ -105,6 +105,10 @@ def test_C13_one_layer_may_come_twice_in_a_row_where_no_mask_was_asked_for():
     for _ in range(3):
         cache.update(k, v, 0)
     assert cache.get_seq_length() == 6
+    cache = sp.Int8KVCache(encoder_decoder("bart")[0].config)  # of two, none comes twice in a row
+    cache.update(k, v, 0)
+    with pytest.raises(TypeError, match="updated twice"):
+        cache.update(k, v, 0)
 
 
 def test_C12_a_decoder_whose_own_config_does_not_tell_is_known_by_the_whole_one():

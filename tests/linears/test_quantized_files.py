@@ -176,6 +176,8 @@ def test_what_is_no_such_file_or_model(saved, tmp_path):
         sp.load_quantized(model, 3)
     with pytest.raises(TypeError, match="model: got int"):
         sp.save_quantized(3, path)
+    with pytest.raises(TypeError, match="model: got int"):
+        sp.load_quantized(3, path)
     with pytest.raises(ValueError, match="without 8-bit linear layers"):
         sp.save_quantized(model, tmp_path / "y.safetensors")
     with sp.quantize_linears(model, min_features=0):
@@ -218,3 +220,56 @@ def test_a_file_that_is_replaced_after_it_was_checked_is_refused(field, saved, t
     monkeypatch.setattr(quantized_files, "_check_entries", replaced)
     with pytest.raises(ValueError, match=f"got another tensor {Q}.codes than its header says"):
         sp.load_quantized(copy.deepcopy(model), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_models_of_every_floating_type_are_read(dtype, tmp_path):
+    model, x = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8)).eval(), torch.randn(2, 16)
+    with sp.quantize_linears(model, min_features=0):
+        expected = model(x) + 0
+        model[0].to(dtype)
+        sp.save_quantized(model, tmp_path / "x.safetensors")
+    twin = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8)).eval()
+    sp.load_quantized(twin, tmp_path / "x.safetensors")
+    assert twin[0].weight.dtype == dtype
+    twin[0].float()
+    torch.testing.assert_close(twin(x) + 0, expected, atol=0.05, rtol=0)
+
+
+def test_numbers_that_safetensors_does_not_know_are_not_written(tmp_path):
+    model = nn.Sequential(nn.Linear(16, 8)).eval()
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    with sp.quantize_linears(model, min_features=0):
+        model(torch.randn(2, 16))
+        with pytest.raises(ValueError, match="model: got torch.complex128 for odd"):
+            sp.save_quantized(model, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "value"),
+    [
+        ("int8", "scale", 0.0),
+        ("int8", "scale", -1.0),
+        ("int8", "scale", torch.nan),
+        ("int8", "scale", torch.inf),
+        ("int8", "codes", -128),
+        ("fp8", "codes", torch.nan),
+    ],
+)
+def test_one_code_or_scale_that_no_weight_has_is_refused(format, name, value, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    path, model = tmp_path / "x.safetensors", nn.Sequential(nn.Linear(16, 8)).eval()
+    with sp.quantize_linears(model, format, min_features=0):
+        model(torch.randn(2, 16))
+        sp.save_quantized(model, path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    sp.load_quantized(nn.Sequential(nn.Linear(16, 8)).eval(), path)
+    tensors[f"0.{name}"].view(-1)[5] = value
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(ValueError, match="got codes or scales of layer '0' that no weight has"):
+        sp.load_quantized(nn.Sequential(nn.Linear(16, 8)).eval(), path)

@@ -23,6 +23,7 @@ from tests.kernels.decode.decode_cases import arguments
         ({"k_codes": torch.zeros(2, 2, 25, 64)}, TypeError, "k_codes"),
         ({"k_scale": torch.ones(2, 2, 25, dtype=torch.float16)}, TypeError, "k_scale"),
         ({"v_codes": torch.zeros(2, 2, 24, 64, dtype=torch.int8)}, ValueError, "v_codes"),
+        ({"k_mean": 1.0}, TypeError, "k_mean: got float"),
         ({"lengths": 20}, TypeError, "lengths"),
         ({"lengths": torch.tensor([20.0, 20.0])}, ValueError, "lengths"),
         ({"lengths": torch.tensor([20, 20, 20])}, ValueError, "lengths"),
@@ -40,6 +41,7 @@ from tests.kernels.decode.decode_cases import arguments
         ({"scale": float("nan")}, ValueError, "scale"),
         ({"scale": -0.5}, ValueError, "scale: got -0.5"),
         ({"sinks": torch.zeros(3)}, ValueError, "sinks"),
+        ({"sinks": torch.zeros(4, dtype=torch.int64)}, ValueError, "sinks"),
         *(
             (arguments_, error, f"{name}: got")
             for name, shape in (("sinks", (4,)), ("attn_mask", (2, 1, 1, 25)))
@@ -72,6 +74,37 @@ def test_a_cache_that_no_kernel_reads_is_refused(head_dim, device, message):
     token = torch.zeros(2, 2, 1, head_dim, device=device)
     with pytest.raises(NotImplementedError, match=message):
         append_kv(token, token, None, *a_cache(head_dim, device), position=0)
+
+
+@pytest.mark.parametrize(
+    ("position", "error"),
+    [
+        ("2", TypeError),
+        (2.0, TypeError),
+        (True, TypeError),
+        (-1, ValueError),
+        (7, ValueError),
+        (torch.tensor(2.0), ValueError),
+        (torch.tensor([2]), ValueError),
+        (torch.tensor(2, device="meta"), ValueError),
+        (2, None),
+        (6, None),
+        (torch.tensor(2), None),
+        (torch.tensor(2, dtype=torch.int32), None),
+    ],
+    ids=str,
+)
+def test_a_position_is_an_integer_inside_of_the_cache(position, error):
+    cache, tokens = [x.clone() for x in a_cache(64)], torch.randn(2, 2, 2, 64)
+    if error is None:
+        append_kv(tokens, tokens, None, *cache, position=position)
+        assert [bool(x.any()) for x in cache[0].unbind(2)] == [
+            int(position) <= i < int(position) + 2 for i in range(8)
+        ]
+        return
+    with pytest.raises(error, match="position: got"):
+        append_kv(tokens, tokens, None, *cache, position=position)
+    assert not cache[0].any()
 
 
 def test_unknown_keyword_raises():
