@@ -105,7 +105,7 @@ def test_tied_weights_are_read_tied(tmp_path):
         twin = Tied().eval()
     sp.load_quantized(twin, tmp_path / "a.safetensors")
     assert twin.head.weight is twin.embed.weight and torch.equal(twin(x) + 0, expected)
-    assert torch.equal(twin.ids, torch.arange(7))
+    assert torch.equal(twin.ids, torch.arange(7)) and type(twin.ids) is torch.Tensor
     rewrite(tmp_path / "a.safetensors", tmp_path / "b.safetensors", lambda h: h["ids"].update(dtype="F64"))
     with pytest.raises(ValueError, match=r"got F64 \[7\] for ids, expected \['I64'\]"):
         sp.load_quantized(Tied().eval(), tmp_path / "b.safetensors")
@@ -273,3 +273,18 @@ def test_one_code_or_scale_that_no_weight_has_is_refused(format, name, value, tm
     save_file(tensors, path, metadata=metadata)
     with pytest.raises(ValueError, match="got codes or scales of layer '0' that no weight has"):
         sp.load_quantized(nn.Sequential(nn.Linear(16, 8)).eval(), path)
+
+
+def test_layers_that_were_left_alone_are_left_alone(tmp_path):
+    def made():
+        return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).eval().requires_grad_(False)
+
+    model, twin, x = made(), made(), torch.randn(2, 16)
+    with sp.quantize_linears(model, min_features=0, layers={"1": "none"}):
+        expected = model(x) + 0
+        sp.save_quantized(model, tmp_path / "x.safetensors")
+    swap = sp.load_quantized(twin, tmp_path / "x.safetensors")
+    assert torch.equal(twin(x) + 0, expected) and type(twin[1]) is nn.Linear
+    assert torch.equal(twin[1].weight, model[1].weight) and [c.name for c in swap.choices if c.format != "none"] == [
+        "0"
+    ]

@@ -35,6 +35,7 @@ BAD_SHAPES = {
 }
 BAD_TYPES = {
     "not_a_tensor": (qkv(q=[1.0]), TypeError, ["q", "list"]),
+    "sparse": (qkv(v=torch.zeros(2, 12, 2, 16).to_sparse()), TypeError, ["v", "sparse", "to_dense"]),
     "D01_mixed_dtype": (qkv(k=torch.randn(2, 12, 2, 16).half()), TypeError, ["k", "float16", "float32"]),
     "D01_fp16_and_bf16": (
         {n: torch.randn(1, 4, 2, 16).to(torch.bfloat16 if n == "k" else torch.float16) for n in "qkv"},

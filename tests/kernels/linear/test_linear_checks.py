@@ -133,6 +133,11 @@ def test_N04_a_bad_argument_is_named(name):
         call()
 
 
+def test_a_balance_may_be_any_positive_number():
+    small = quantize_weight(X[0], balance=vector(32) / 1024)
+    assert torch.equal(small.codes, quantize_weight(X[0]).codes)  # a power of two for all channels: the scale's alone
+
+
 ACTIVATION = {"gain": (32,), "shift": (32,), "balance": (32,)}
 LINEAR = {"gate": (8,), "residual": (2, 3, 8)}
 
