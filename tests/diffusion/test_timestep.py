@@ -237,7 +237,8 @@ def test_a_run_goes_to_the_device_of_its_timesteps():
     run = track(scheduler, listener)
     for _ in range(2):
         run.finish_step(scheduler.timesteps[0].to("meta"))
-    assert [x.device.type for levels in told for x in (*levels, run.level)] == ["meta"] * 6
+    run.finish_step(scheduler.timesteps[1])  # a number for the device, wherever it is
+    assert [x.device.type for levels in told for x in (*levels, run.level)] == ["meta"] * 9
 
 
 def test_tracked_step_with_a_timestep_per_token_takes_the_noisiest():

@@ -277,9 +277,9 @@ def test_one_code_or_scale_that_no_weight_has_is_refused(format, name, value, tm
 
 def test_layers_that_were_left_alone_are_left_alone(tmp_path):
     def made():
-        return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)).eval().requires_grad_(False)
+        return nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).eval().requires_grad_(False)
 
-    model, twin, x = made(), made(), torch.randn(2, 16)
+    model, twin, x = made(), made(), torch.randn(2, 1024)
     with sp.quantize_linears(model, min_features=0, layers={"1": "none"}):
         expected = model(x) + 0
         sp.save_quantized(model, tmp_path / "x.safetensors")

@@ -281,6 +281,7 @@ def test_E20_a_derivative_is_refused_not_lost(qkv):
         with pytest.raises(NotImplementedError, match="v: got a tangent"):
             append_kv(k.transpose(1, 2), dual[2].transpose(1, 2), cache[4], *cache[:4], position=0)
         assert torch.equal(sage_attention(q, k, v), sage_attention(q, k, v))  # what has none runs
+        assert sage_kernels.unsupported(q, k, v, enable_gqa=True) is None
 
 
 def test_E24_an_op_called_by_its_own_name_refuses_derivatives(qkv):
