@@ -128,6 +128,22 @@ def test_damaged_policies_are_refused(written, text, words):
         sp.SageAttnProcessor.from_policy(path)
 
 
+LINEARS = ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights")
+NEWER = {1: ("keep_noise", "layer_recipe", "layer_keep_noise", *LINEARS), 2: LINEARS}
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_policies_of_earlier_versions_are_read_and_hold_what_there_was_then(written, version):
+    path, content = written
+    options = {name: value for name, value in content["options"].items() if name not in NEWER[version]}
+    path.write_text(edited(content, format_version=version, options=options))
+    assert sp.SageAttnProcessor.from_policy(path) == CONFIG
+    for name in NEWER[version]:
+        path.write_text(edited(content, format_version=version, options=options | {name: content["options"][name]}))
+        with pytest.raises(ValueError, match=f"options that differ in .'{name}'.,"):
+            sp.SageAttnProcessor.from_policy(path)
+
+
 @pytest.mark.parametrize("options", [{"keep_layers": "unet"}, {"margin": "1"}, {"layer_scaling": [["a"]]}])
 def test_options_of_a_wrong_type_are_type_errors(written, options):
     path, content = written

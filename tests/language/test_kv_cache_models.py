@@ -118,6 +118,8 @@ def test_C12_a_decoder_whose_own_config_does_not_tell_is_known_by_the_whole_one(
     assert not decoder.is_encoder_decoder and not getattr(decoder, "add_cross_attention", False)
     cache = sp.Int8KVCache(config)
     assert len(cache.layers) == 2
+    with pytest.raises(ValueError, match=f"key_states: got {decoder.num_key_value_heads + 1} heads"):
+        cache.update(*torch.randn(2, 1, decoder.num_key_value_heads + 1, 3, decoder.head_dim), 0)
     k, v = (torch.randn(1, decoder.num_key_value_heads, 3, decoder.head_dim) for _ in range(2))
     cache.get_mask_sizes(3, 0)
     cache.update(k, v, 0)

@@ -178,6 +178,8 @@ def test_what_is_no_such_file_or_model(saved, tmp_path):
         sp.save_quantized(3, path)
     with pytest.raises(TypeError, match="model: got int"):
         sp.load_quantized(3, path)
+    with pytest.raises(ValueError, match="policy: got 'Strict', expected one of .'fallback', 'strict'"):
+        sp.load_quantized(model, path, policy="Strict")
     with pytest.raises(ValueError, match="without 8-bit linear layers"):
         sp.save_quantized(model, tmp_path / "y.safetensors")
     with sp.quantize_linears(model, min_features=0):
@@ -234,6 +236,20 @@ def test_models_of_every_floating_type_are_read(dtype, tmp_path):
     assert twin[0].weight.dtype == dtype
     twin[0].float()
     torch.testing.assert_close(twin(x) + 0, expected, atol=0.05, rtol=0)
+
+
+def test_buffers_of_every_type_are_named_as_safetensors_names_them(tmp_path):
+    from safetensors.torch import load_file
+
+    model = nn.Sequential(nn.Linear(16, 8)).eval()
+    for i, dtype in enumerate(quantized_files._NAMES):
+        model.register_buffer(f"buffer{i}", (torch.arange(6) % 2).to(dtype))
+    with sp.quantize_linears(model, min_features=0):
+        model(torch.randn(2, 16))
+        sp.save_quantized(model, tmp_path / "x.safetensors")
+    read = load_file(tmp_path / "x.safetensors")
+    for name, x in model.named_buffers():
+        assert read[name].dtype == x.dtype and torch.equal(read[name].view(torch.uint8), x.view(torch.uint8))
 
 
 def test_numbers_that_safetensors_does_not_know_are_not_written(tmp_path):
