@@ -21,6 +21,7 @@ from torch import nn
 from sage_kernels import QuantizedRows
 
 from ..config_hash import config_hash
+from ..options import POLICIES
 from ..strict_json import some, strict_json, strict_object
 from ..version import __version__
 from ..whole_file import whole_file
@@ -103,11 +104,13 @@ def load_quantized(
             `with torch.device("meta"): model = FluxTransformer2DModel.from_config(config)`.
         device: where parameters and codes go. policy: as in `quantize_linears`.
     Returns: a LinearSwap whose 16-bit weights are dropped.
-    Raises: TypeError; ValueError for a file that is damaged, or of another model, version or format; FileNotFoundError
-        and other OSErrors. The model is then unchanged.
+    Raises: TypeError; ValueError for another policy, for a file that is damaged, or of another model, version or
+        format; FileNotFoundError and other OSErrors. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+    if policy not in POLICIES:
+        raise ValueError(f"policy: got {policy!r}, expected one of {sorted(POLICIES)}")
     path = _checked_path(path)
     _refuse_swapped(model)
     entries, metadata = _read_header(path)

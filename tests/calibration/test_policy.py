@@ -50,6 +50,7 @@ def test_the_same_policy_has_the_same_bytes_and_no_leftovers(written):
         again, CONFIG, content["models"], budget={"target_psnr": 42.0}, result={"met": True}, curve=[{"a": 1.5}]
     )
     assert again.read_bytes() == path.read_bytes()
+    assert path.read_text() == json.dumps(content, indent=1, sort_keys=True) + "\n"  # whatever order options come in
     assert sorted(p.name for p in path.parent.iterdir()) == ["again.json", "policy.json"]
 
 
@@ -109,6 +110,7 @@ def edited(content, **changes):
         (lambda c: edited(c, format_version=0), "format_version 0, expected 3"),
         (lambda c: edited(c, format_version=1), "options that differ in .'drop_weights', 'keep_linears'"),
         (lambda c: edited(c, format_version=True), "got bool for format_version"),
+        (lambda c: edited(c, format_version=[3]), "got list for format_version"),
         (lambda c: edited(c, extra=1), "unknown keys"),
         (lambda c: edited(c, models=[1]), "got int for an entry of models"),
         (lambda c: edited(c, options={}), "options that differ"),
@@ -124,6 +126,22 @@ def test_damaged_policies_are_refused(written, text, words):
     path.write_text(text(content))
     with pytest.raises(ValueError, match=words):
         sp.SageAttnProcessor.from_policy(path)
+
+
+LINEARS = ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights")
+NEWER = {1: ("keep_noise", "layer_recipe", "layer_keep_noise", *LINEARS), 2: LINEARS}
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_policies_of_earlier_versions_are_read_and_hold_what_there_was_then(written, version):
+    path, content = written
+    options = {name: value for name, value in content["options"].items() if name not in NEWER[version]}
+    path.write_text(edited(content, format_version=version, options=options))
+    assert sp.SageAttnProcessor.from_policy(path) == CONFIG
+    for name in NEWER[version]:
+        path.write_text(edited(content, format_version=version, options=options | {name: content["options"][name]}))
+        with pytest.raises(ValueError, match=f"options that differ in .'{name}'.,"):
+            sp.SageAttnProcessor.from_policy(path)
 
 
 @pytest.mark.parametrize("options", [{"keep_layers": "unet"}, {"margin": "1"}, {"layer_scaling": [["a"]]}])

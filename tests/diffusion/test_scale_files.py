@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import sage_processors as sp
+from sage_processors.diffusion import scale_files
 from sage_processors.diffusion.noise_level import TimestepReader, track
 from tests.diffusion.scale_files import Refusal, changed, flux_file, learnt, same, values_of
 from tests.diffusion.test_apply_pipelines import EVERYTHING, PIPES
@@ -370,3 +371,15 @@ def test_Q04_another_scheduler_uses_what_was_learnt(tmp_path):
         run(steps=1)  # at timestep 0
         assert all(calls_without_a_plan(row) == 1 for row in fresh.report().rows), str(fresh.report())
     assert sp.metrics.sqnr_db(ours, stock) > 25
+
+
+def test_adapters_are_those_that_a_layer_has_and_that_are_not_disabled():
+    """PEFT names all active adapters on every layer, whichever it has."""
+
+    class Lora(torch.nn.Module):
+        def __init__(self, *, disabled=False, **scaling):
+            super().__init__()
+            self.active_adapters, self.scaling, self.disable_adapters = ["style", "face"], scaling, disabled
+
+    model = torch.nn.Sequential(Lora(style=0.5, unused=2.0), Lora(face=1.0), Lora(style=7.0, disabled=True))
+    assert scale_files._adapters(model) == ["face:1", "style:0.5"]

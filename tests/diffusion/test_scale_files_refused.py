@@ -53,6 +53,7 @@ Q02 = {
     "scale_negative": (_value("plan_scale", 3, -1.0), "a negative plan_scale"),
     "plan_nan": (_value("plan", (3, 0, 1), NAN), "NaN or infinity in plan"),
     "plan_zero": (_value("plan", (3, 2), 0.0), "or a plan without"),
+    "plan_zero_of_keys": (_value("plan", (3, 1), 0.0), "or a plan without"),
     "weight_negative": (_value("plan", (3, 1, 0), -1.0), "a negative weight"),
     "table_nan": (_value("table", (15, 3, 0, 1), NAN), "NaN or infinity in table"),
     "table_negative": (_value("table", (15, 3, 0, 1), -1.0), "negative max |q| in table"),
@@ -142,6 +143,14 @@ def test_Q42_timesteps_at_the_ends_of_their_ranges_are_read(largest, level, save
     with pipe.set_attn_processor(EVERYTHING) as fresh:
         assert fresh.load_scales(path)
         assert values_of(fresh)[0]["t"].tolist() == pytest.approx([largest, level])
+
+
+def test_Q42_the_last_run_that_is_counted_is_read(saved, tmp_path):
+    last = torch.tensor(scale_files.MAX_RUN, dtype=saved[2]["transformer.run"].dtype)
+    path = changed(saved, tmp_path / "x.safetensors", tensors={"transformer.run": last})
+    pipe, _ = PIPES["flux"]()
+    with pipe.set_attn_processor(EVERYTHING) as fresh:
+        assert fresh.load_scales(path)
 
 
 @pytest.mark.parametrize("header_bytes", [0, 1, 2**22 + 1, 2**40, 2**64 - 1])

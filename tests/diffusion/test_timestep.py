@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import sage_processors as sp
-from sage_processors.diffusion.noise_level import TimestepReader, noise_levels, track, untrack
-from tests.support.tiny_models import MODELS
+from sage_processors.diffusion.noise_level import noise_levels, track, untrack
 
 
 SCHEDULERS = {
@@ -124,6 +122,14 @@ def test_noise_levels_of_an_unknown_scheduler_fall_with_its_place_in_the_run():
     assert noise_levels(scheduler).tolist() == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
 
+def test_noise_levels_of_trigflow_are_sines():
+    """x_t = cos(t) · x0 + sin(t) · ε: SANA-Sprint."""
+    scheduler = diffusers.SCMScheduler()
+    scheduler.set_timesteps(2)
+    torch.testing.assert_close(noise_levels(scheduler), scheduler.timesteps.sin().float())
+    assert noise_levels(scheduler)[0] > 0.99
+
+
 def run_all(scheduler, timesteps=None, as_number=False):
     sample = torch.zeros(1, 1, 2, 2)
     for t in scheduler.timesteps if timesteps is None else timesteps:
@@ -179,11 +185,69 @@ def test_tracked_run_that_starts_in_the_middle():
     assert events_close(listener.events, list(zip(levels[5:], levels[6:] + levels[-1:], strict=True)))
 
 
+def test_a_begin_index_that_is_not_named_is_the_first():
+    scheduler, listener = make("flow_euler"), Listener()
+    track(scheduler, listener)
+    scheduler.set_timesteps(8)
+    listener.events.clear()
+    scheduler.set_begin_index()
+    assert events_close(listener.events, [("begin", noise_levels(scheduler)[0].item())])
+
+
+def test_timesteps_that_were_not_there_when_the_scheduler_was_followed():
+    scheduler, listener = make("flow_euler"), Listener()
+    scheduler.set_timesteps(4)
+    timesteps = scheduler.timesteps
+    for missing in (timesteps[:0], None):
+        scheduler.timesteps = missing
+        run = track(scheduler, listener)
+        run.finish_step(timesteps[1])
+        assert listener.events == [] and run.level is None
+    scheduler.timesteps = timesteps
+    levels = noise_levels(scheduler).tolist()
+    run.finish_step(timesteps[1])
+    assert events_close(listener.events, [("begin", levels[0]), (levels[1], levels[2])])
+
+
+def test_a_scheduler_whose_step_has_no_timestep_runs_and_tells_nothing():
+    class Steps:
+        def __init__(self):
+            self.timesteps, self.taken = torch.linspace(1, 0.2, 5), 0
+
+        def set_timesteps(self, number):
+            self.timesteps = torch.linspace(1, 0.2, number)
+
+        def step(self, output, sample=None):
+            self.taken += 1
+
+    scheduler, listener = Steps(), Listener()
+    track(scheduler, listener)
+    listener.events.clear()
+    scheduler.step(1.0)
+    scheduler.step(1.0, sample=2.0)
+    assert scheduler.taken == 2 and listener.events == []
+
+
+def test_a_run_goes_to_the_device_of_its_timesteps():
+    """The other way round would wait for that device. ("meta" has no values, so none can have been read.)"""
+    scheduler = make("ddim")
+    scheduler.set_timesteps(5)
+    told = []
+    listener = type("Told", (), {"begin_run": lambda *_: None, "advance": lambda _, *levels: told.append(levels)})()
+    run = track(scheduler, listener)
+    for _ in range(2):
+        run.finish_step(scheduler.timesteps[0].to("meta"))
+    run.finish_step(scheduler.timesteps[1])  # a number for the device, wherever it is
+    assert [x.device.type for levels in told for x in (*levels, run.level)] == ["meta"] * 9
+
+
 def test_tracked_step_with_a_timestep_per_token_takes_the_noisiest():
     scheduler, listener = make("flow_euler"), Listener()
     run = track(scheduler, listener)
     scheduler.set_timesteps(8)
     listener.events.clear()
+    run.finish_step(torch.empty(0))  # of no token at all
+    assert listener.events == []
     run.finish_step(torch.stack([scheduler.timesteps[6], scheduler.timesteps[2]]))
     assert listener.events[0][0] == pytest.approx(float(noise_levels(scheduler)[2]))
 
@@ -282,33 +346,6 @@ def test_a_tracked_scheduler_can_be_collected():
     assert gone() is None
 
 
-@pytest.mark.parametrize(
-    "values, expected", [([999.0, 500.0, 1.0], [0.999, 0.5, 0.001]), ([1.0, 0.5, 0.0], [1.0, 0.5, 0.0])]
-)
-def test_timestep_reader_tells_thousandths_from_fractions(values, expected):
-    model, _ = MODELS["flux"]()
-    reader = TimestepReader(type(model).forward, "cpu")
-    read = []
-    with NoHostRead():
-        for value in values:
-            previous, level = reader.read(torch.tensor([value]))
-            read.append((previous.clone(), level.clone()))
-    assert [float(level) for _, level in read] == pytest.approx(expected)
-    assert [float(previous) for previous, _ in read] == pytest.approx([1.0, *expected[:-1]])
-
-
-@pytest.mark.parametrize("name", ["flux", "unet_sd15", "z_image", "hidream", "prior"])
-def test_timestep_reader_finds_the_argument(name):
-    model, inputs = MODELS[name]()
-    reader = TimestepReader(type(model).forward, "cpu")
-    wanted = next(inputs[key] for key in ("timestep", "timesteps", "t") if key in inputs)
-    assert reader.timestep_of((), inputs) is wanted
-    order = list(inspect.signature(model.forward).parameters)
-    assert reader.timestep_of([inputs.get(key) for key in order], {}) is wanted
-    assert reader.timestep_of((), {}) is None
-    reader.read(wanted)
-
-
 # --- P32: timesteps and sigmas that are no numbers ---
 
 
@@ -340,14 +377,3 @@ def test_P32_a_step_from_a_timestep_that_is_none_goes_on_where_the_run_is(name, 
         t = torch.full_like(t, torch.nan, dtype=torch.float32) if i in (1, 2) else t
         run.finish_step(t.item() if kind == "number" else t)
     assert events_close(listener.events, list(zip(levels, levels[1:] + levels[-1:], strict=True)))
-
-
-def test_P32_a_reader_forgets_timesteps_that_are_no_numbers():
-    model, inputs = MODELS["flux"]()
-    reader = TimestepReader(type(model).forward, "cpu")
-    read = [float(reader.read(torch.tensor([t]))[1]) for t in (1.0, 0.5, torch.nan, -torch.inf, 0.25)]
-    assert read == [1.0, 0.5, 1.0, 1.0, 0.25]
-    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=1)) as handle:
-        for t in (1.0, torch.nan, 0.5):
-            assert model(**inputs | {"timestep": torch.tensor([t])}).sample.isnan().any() == (t != t)
-        assert handle.report().calls == 3 * len(handle.report().rows)

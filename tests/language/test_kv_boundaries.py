@@ -8,11 +8,13 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
+import sage_processors as sp  # noqa: E402
 from sage_kernels import append_kv  # noqa: E402
 from sage_kernels.testing import relative_l2  # noqa: E402
-from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
+from sage_processors.language.kv_layers import Int8Layer, smoothing_vector  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
 from sage_processors.language.masks import BandMask  # noqa: E402
 from sage_processors.language.quantized_kv import StoredKV, stored_int8  # noqa: E402
@@ -101,3 +103,55 @@ def test_C20_key_and_value_of_two_layers_are_refused():
         stored_int8(*stored)
     assert stored[0].owner is not stored[1].owner and stored[1].owner is layer
     assert stored_int8(layer.keys, layer.values).owner is layer  # which are made anew each time
+
+
+@pytest.mark.parametrize("layer", [Int8Layer(), Int8StaticSlidingLayer(64, 8)], ids=["growing", "static"])
+def test_keys_are_written_by_update_alone(layer):
+    for name in ("keys", "values"):
+        with pytest.raises(TypeError, match="keys: got Tensor, expected update"):
+            setattr(layer, name, torch.zeros(1, 2, 3, 16))
+
+
+def test_a_cache_may_have_room_for_one_token():
+    config = MODELS["llama"]()[0].config
+    cache = sp.Int8KVCache(config, 1)
+    cache.update(*(x[:, :2] for x in states(1)), 0)
+    with pytest.raises(ValueError, match="expected at most 1 in all"):
+        cache.update(*(x[:, :2] for x in states(1)), 0)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_length_of_a_growing_layer_is_transformers_own(window):
+    stock = DynamicLayer() if window is None else DynamicSlidingWindowLayer(sliding_window=window)
+    assert Int8Layer(sliding_window=window).get_max_length() == stock.get_max_length()
+
+
+def test_one_token_counts_for_a_half():
+    keys = torch.randn(2, 3, 4, 16)
+    assert torch.equal(smoothing_vector(keys[:, :, :1]), keys[:, :, 0] / 2)
+    torch.testing.assert_close(smoothing_vector(keys), keys.sum(2) / 5)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("heads", "fits"), [(8, True), (4, True), (3, True), (5, False), (16, False)])
+def test_a_ranks_share_of_the_heads_fits_where_there_are_ranks(heads, fits, one_rank):
+    """Of a model with layers of 8 heads and of 6: half of either."""
+    tokens = [torch.randn(1, heads, 3, 16) for _ in range(2)]
+    layer = Int8Layer(heads=frozenset({8, 6}))
+    if fits:
+        assert layer.update(*tokens)[0] is tokens[0]
+        return
+    with pytest.raises(ValueError, match=f"key_states: got {heads} heads"):
+        layer.update(*tokens)
+
+
+def test_without_ranks_no_share_fits():
+    with pytest.raises(ValueError, match="key_states: got 4 heads"):
+        Int8Layer(heads=frozenset({8})).update(*(torch.randn(1, 4, 3, 16) for _ in range(2)))

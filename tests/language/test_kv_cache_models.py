@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ tf = pytest.importorskip("transformers", reason="transformers is not installed")
 from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
+from sage_processors.language import kv_cache  # noqa: E402
 from tests.language.tiny_cache_models import cached, states  # noqa: E402
 from tests.support.tiny_language_models import MODELS  # noqa: E402
 
@@ -94,6 +97,36 @@ def test_C12_a_forward_that_begins_anew_is_no_cross_attention():
     assert cache.get_seq_length() == 4
 
 
+def test_C13_one_layer_may_come_twice_in_a_row_where_no_mask_was_asked_for():
+    """As in an EncoderDecoderCache with a ready-made mask: each forward updates this cache once."""
+    model, _, _ = encoder_decoder("bart", 1)
+    cache = sp.Int8KVCache(model.config)
+    k, v = (x.repeat(1, 2, 1, 1)[:, :4] for x in states(2))
+    for _ in range(3):
+        cache.update(k, v, 0)
+    assert cache.get_seq_length() == 6
+    cache = sp.Int8KVCache(encoder_decoder("bart")[0].config)  # of two, none comes twice in a row
+    cache.update(k, v, 0)
+    with pytest.raises(TypeError, match="updated twice"):
+        cache.update(k, v, 0)
+
+
+def test_C12_a_decoder_whose_own_config_does_not_tell_is_known_by_the_whole_one():
+    """T5Gemma: neither is_encoder_decoder nor add_cross_attention there; and as many layers as the decoder has."""
+    config = tf.T5GemmaConfig(encoder={"num_hidden_layers": 3}, decoder={"num_hidden_layers": 2})
+    decoder = config.get_text_config(decoder=True)
+    assert not decoder.is_encoder_decoder and not getattr(decoder, "add_cross_attention", False)
+    cache = sp.Int8KVCache(config)
+    assert len(cache.layers) == 2
+    with pytest.raises(ValueError, match=f"key_states: got {decoder.num_key_value_heads + 1} heads"):
+        cache.update(*torch.randn(2, 1, decoder.num_key_value_heads + 1, 3, decoder.head_dim), 0)
+    k, v = (torch.randn(1, decoder.num_key_value_heads, 3, decoder.head_dim) for _ in range(2))
+    cache.get_mask_sizes(3, 0)
+    cache.update(k, v, 0)
+    with pytest.raises(TypeError, match="updated twice"):
+        cache.update(k, v, 0)
+
+
 @pytest.mark.parametrize("capacity", [None, 48], ids=["growing", "static"])
 @pytest.mark.parametrize("name", ["MambaConfig", "Mamba2Config", "FalconMambaConfig", "RwkvConfig", "xLSTMConfig"])
 def test_C14_a_model_without_keys_is_refused(name, capacity):
@@ -103,7 +136,21 @@ def test_C14_a_model_without_keys_is_refused(name, capacity):
 
 def test_C14_a_model_with_some_keys_is_not():
     config = tf.JambaConfig(num_hidden_layers=8, attn_layer_offset=4, attn_layer_period=8)
-    assert len(sp.Int8KVCache(config).layers) == 8
+    cache = sp.Int8KVCache(config)
+    assert len(cache.layers) == 8
+    heads, dim = config.num_key_value_heads, config.hidden_size // config.num_attention_heads
+    for _ in range(2):
+        cache.update(*torch.randn(2, 1, heads, 3, dim), 4)
+    # of the one layer with keys; what the others hold is theirs
+    assert cache.bytes_per_token() == heads * (2 * dim + 4)
+    assert cache.nbytes() == cache.layers[4].nbytes() > 6 * cache.bytes_per_token()
+
+
+def test_sizes_are_those_of_all_kinds_of_layers():
+    """Gemma 4: sliding and full layers differ in heads and head_dim."""
+    both = SimpleNamespace(num_key_value_heads=8, num_global_key_value_heads=2, head_dim=16, global_head_dim=32)
+    assert kv_cache._known_sizes(both) == ({8, 2}, {16, 32})
+    assert kv_cache._known_sizes(SimpleNamespace(num_key_value_heads=8, head_dim=None)) == ({8}, set())
 
 
 def test_C15_advice_for_another_batch_works():

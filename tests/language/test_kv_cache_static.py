@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWin
 import sage_processors as sp  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer  # noqa: E402
 from sage_processors.language.quantized_kv import StoredKV, attend  # noqa: E402
+from tests.diffusion.test_timestep import NoHostRead  # noqa: E402
 from tests.language.tiny_cache_models import (  # noqa: E402
     BUFFERS,
     HEAD_DIM,
@@ -162,6 +163,57 @@ def test_C04_ring_chooses_its_smoothing_anew_and_refuses_late_crops():
     assert_holds(layer.update(*new)[0], *(x[:, :, -8:] for x in joined([long, new])))
     with pytest.raises(RuntimeError, match="gone round"):
         layer.crop(-1)
+
+
+@pytest.mark.parametrize("layer", [Int8StaticLayer(16), Int8StaticSlidingLayer(64, 16)], ids=["full", "ring"])
+def test_outside_of_compiled_calls_the_host_knows_the_length(layer):
+    """Reading it would wait for the device, every token."""
+    layer.update(*states(3))
+    with NoHostRead():
+        for number in (1, 2):
+            layer.get_mask_sizes(number)
+            layer.update(*states(number))
+    assert int(layer.get_seq_length()) == 6
+
+
+def test_C01_a_compiled_first_update_keeps_its_addresses():
+    """Its vectors are chosen in place: code that was compiled for a prompt serves the next one."""
+    layer = Int8StaticLayer(16)
+    layer.lazy_initialization(*states(0))
+    addresses = [getattr(layer, name).data_ptr() for name in BUFFERS]
+    k, v = states(5)
+    torch.compile(lambda k, v: layer.update(k, v), backend="aot_eager", fullgraph=True)(k, v)
+    assert addresses == [getattr(layer, name).data_ptr() for name in BUFFERS]
+    assert_holds(layer.keys, k, v)
+
+
+def test_a_full_ring_is_read_as_it_lies_and_cropped_until_it_goes_round():
+    """One token overwrites nothing that it sees: a copy in order of age would be made for every token."""
+    layer = Int8StaticSlidingLayer(64, 8)
+    k, v = states(8)
+    layer.update(k, v)
+    layer.crop(-1)
+    new = [states(1, seed=seed) for seed in (1, 2)]
+    for i, token in enumerate(new):
+        stored, _ = layer.update(*token)
+        assert stored.ring and stored.k_codes is layer.k_codes
+        assert_holds(stored, *(x[:, :, i:] for x in joined([(k[:, :, :7], v[:, :, :7]), *new[: i + 1]])))
+    with pytest.raises(RuntimeError, match="gone round"):
+        layer.crop(-1)
+
+
+@pytest.mark.parametrize("layer", [Int8StaticLayer(16), Int8StaticSlidingLayer(64, 16)], ids=["full", "ring"])
+def test_C01_a_layer_is_empty_when_all_of_it_is_cropped_and_not_before(layer):
+    """An empty one returns its tokens as they came, and chooses its vectors by them."""
+    k, v = states(3)
+    layer.update(k, v)
+    layer.crop(-2)
+    more = states(1, seed=1)
+    assert_holds(layer.update(*more)[0], *joined([(k[:, :, :1], v[:, :, :1]), more]))
+    layer.crop(-2)
+    assert layer.keys is None and layer.get_mask_sizes(2) == (2, 0)
+    far = tuple(x + 40 for x in states(2, seed=2))
+    assert layer.update(*far)[0] is far[0] and layer.k_mean.min() > 20
 
 
 @pytest.mark.parametrize("padding", [False, True], ids=["even", "left padded"])

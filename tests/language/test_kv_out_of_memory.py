@@ -225,6 +225,18 @@ class Stream:
 
 
 @pytest.mark.parametrize("kind", CAPACITY)
+def test_an_offloaded_cache_holds_what_one_that_stays_does(kind, moves, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: Stream())
+    offloaded, stays = new_cache(kind), new_cache(kind)
+    offloaded.offloading, offloaded.only_non_sliding, offloaded.prefetch_stream = True, False, Stream()
+    for seed, number in enumerate((13, 1, 5, 1)):
+        for layer in (SLIDING, FULL):
+            for cache in (offloaded, stays):
+                cache.update(*states(number, seed=seed), layer)
+        assert state(offloaded) == state(stays)
+
+
+@pytest.mark.parametrize("kind", CAPACITY)
 @pytest.mark.parametrize("layer", [SLIDING, FULL])
 @pytest.mark.parametrize("number", [1, 25])
 def test_C10_a_token_is_not_stored_twice_where_offloading_runs_out_of_memory(kind, layer, number, moves, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
+from sage_processors.linears import quantized_files
 from tests.support.tiny_models import MODELS
 
 
@@ -88,6 +89,7 @@ def test_tied_weights_are_read_tied(tmp_path):
             self.embed, self.head = nn.Embedding(10, 16), nn.Linear(16, 10, bias=False)
             self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)) for _ in range(2))
             self.head.weight = self.embed.weight
+            self.register_buffer("ids", torch.arange(7))
 
         def forward(self, x):
             x = self.embed(x)
@@ -103,6 +105,10 @@ def test_tied_weights_are_read_tied(tmp_path):
         twin = Tied().eval()
     sp.load_quantized(twin, tmp_path / "a.safetensors")
     assert twin.head.weight is twin.embed.weight and torch.equal(twin(x) + 0, expected)
+    assert torch.equal(twin.ids, torch.arange(7)) and type(twin.ids) is torch.Tensor
+    rewrite(tmp_path / "a.safetensors", tmp_path / "b.safetensors", lambda h: h["ids"].update(dtype="F64"))
+    with pytest.raises(ValueError, match=r"got F64 \[7\] for ids, expected \['I64'\]"):
+        sp.load_quantized(Tied().eval(), tmp_path / "b.safetensors")
 
 
 def rewrite(path, target, change_header=None, change_meta=None, body=lambda b: b):
@@ -170,9 +176,131 @@ def test_what_is_no_such_file_or_model(saved, tmp_path):
         sp.load_quantized(model, 3)
     with pytest.raises(TypeError, match="model: got int"):
         sp.save_quantized(3, path)
+    with pytest.raises(TypeError, match="model: got int"):
+        sp.load_quantized(3, path)
+    with pytest.raises(ValueError, match="policy: got 'Strict', expected one of .'fallback', 'strict'"):
+        sp.load_quantized(model, path, policy="Strict")
     with pytest.raises(ValueError, match="without 8-bit linear layers"):
         sp.save_quantized(model, tmp_path / "y.safetensors")
     with sp.quantize_linears(model, min_features=0):
         with pytest.raises(ValueError, match="linear layers are swapped"):
             sp.load_quantized(model, path)
     assert not (tmp_path / "y.safetensors").exists()
+
+
+def test_models_with_adapters_or_without_numbers_are_refused(saved, tmp_path):
+    path, model, inputs, _ = saved
+    adapted = copy.deepcopy(model)
+    adapted.x_embedder.add_module("base_layer", nn.Identity())
+    with pytest.raises(ValueError, match="model: got one with adapters"):
+        sp.load_quantized(adapted, path)
+    swapped = copy.deepcopy(model)
+    with sp.quantize_linears(swapped, min_features=0):
+        run(swapped, inputs)
+        swapped.norm_out.register_buffer("nothing", torch.zeros(3, device="meta"))
+        with pytest.raises(ValueError, match="model: got norm_out.nothing on the meta device"):
+            sp.save_quantized(swapped, tmp_path / "x.safetensors")
+        swapped.x_embedder.add_module("base_layer", nn.Identity())
+        with pytest.raises(ValueError, match="model: got one with adapters"):
+            sp.save_quantized(swapped, tmp_path / "x.safetensors")
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+@pytest.mark.parametrize("field", ["dtype", "shape"])
+def test_a_file_that_is_replaced_after_it_was_checked_is_refused(field, saved, tmp_path, monkeypatch):
+    path, model, _, _ = saved
+    target = tmp_path / "x.safetensors"
+    target.write_bytes(path.read_bytes())
+    check = quantized_files._check_entries
+
+    def replaced(entries, expected, path_):
+        check(entries, expected, path_)
+        rows, columns = entries[f"{Q}.codes"]["shape"]
+        new = {"dtype": "U8", "shape": [1, rows * columns]}[field]
+        rewrite(path, target, change_header=lambda header: header[f"{Q}.codes"].update({field: new}))
+
+    monkeypatch.setattr(quantized_files, "_check_entries", replaced)
+    with pytest.raises(ValueError, match=f"got another tensor {Q}.codes than its header says"):
+        sp.load_quantized(copy.deepcopy(model), target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_models_of_every_floating_type_are_read(dtype, tmp_path):
+    model, x = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8)).eval(), torch.randn(2, 16)
+    with sp.quantize_linears(model, min_features=0):
+        expected = model(x) + 0
+        model[0].to(dtype)
+        sp.save_quantized(model, tmp_path / "x.safetensors")
+    twin = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 8)).eval()
+    sp.load_quantized(twin, tmp_path / "x.safetensors")
+    assert twin[0].weight.dtype == dtype
+    twin[0].float()
+    torch.testing.assert_close(twin(x) + 0, expected, atol=0.05, rtol=0)
+
+
+def test_buffers_of_every_type_are_named_as_safetensors_names_them(tmp_path):
+    from safetensors.torch import load_file
+
+    model = nn.Sequential(nn.Linear(16, 8)).eval()
+    for i, dtype in enumerate(quantized_files._NAMES):
+        model.register_buffer(f"buffer{i}", (torch.arange(6) % 2).to(dtype))
+    with sp.quantize_linears(model, min_features=0):
+        model(torch.randn(2, 16))
+        sp.save_quantized(model, tmp_path / "x.safetensors")
+    read = load_file(tmp_path / "x.safetensors")
+    for name, x in model.named_buffers():
+        assert read[name].dtype == x.dtype and torch.equal(read[name].view(torch.uint8), x.view(torch.uint8))
+
+
+def test_numbers_that_safetensors_does_not_know_are_not_written(tmp_path):
+    model = nn.Sequential(nn.Linear(16, 8)).eval()
+    model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    with sp.quantize_linears(model, min_features=0):
+        model(torch.randn(2, 16))
+        with pytest.raises(ValueError, match="model: got torch.complex128 for odd"):
+            sp.save_quantized(model, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "value"),
+    [
+        ("int8", "scale", 0.0),
+        ("int8", "scale", -1.0),
+        ("int8", "scale", torch.nan),
+        ("int8", "scale", torch.inf),
+        ("int8", "codes", -128),
+        ("fp8", "codes", torch.nan),
+    ],
+)
+def test_one_code_or_scale_that_no_weight_has_is_refused(format, name, value, tmp_path):
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    path, model = tmp_path / "x.safetensors", nn.Sequential(nn.Linear(16, 8)).eval()
+    with sp.quantize_linears(model, format, min_features=0):
+        model(torch.randn(2, 16))
+        sp.save_quantized(model, path)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    sp.load_quantized(nn.Sequential(nn.Linear(16, 8)).eval(), path)
+    tensors[f"0.{name}"].view(-1)[5] = value
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(ValueError, match="got codes or scales of layer '0' that no weight has"):
+        sp.load_quantized(nn.Sequential(nn.Linear(16, 8)).eval(), path)
+
+
+def test_layers_that_were_left_alone_are_left_alone(tmp_path):
+    def made():
+        return nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).eval().requires_grad_(False)
+
+    model, twin, x = made(), made(), torch.randn(2, 1024)
+    with sp.quantize_linears(model, min_features=0, layers={"1": "none"}):
+        expected = model(x) + 0
+        sp.save_quantized(model, tmp_path / "x.safetensors")
+    swap = sp.load_quantized(twin, tmp_path / "x.safetensors")
+    assert torch.equal(twin(x) + 0, expected) and type(twin[1]) is nn.Linear
+    assert torch.equal(twin[1].weight, model[1].weight) and [c.name for c in swap.choices if c.format != "none"] == [
+        "0"
+    ]

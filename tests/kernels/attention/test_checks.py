@@ -7,6 +7,7 @@ import torch
 
 import sage_kernels
 from sage_kernels import append_kv, new_head_state, sage_attention, sage_decode_attention
+from sage_kernels.checks import REASONS
 from sage_kernels.masking import Masking
 from sage_kernels.reference import ref_attention
 
@@ -34,6 +35,7 @@ BAD_SHAPES = {
 }
 BAD_TYPES = {
     "not_a_tensor": (qkv(q=[1.0]), TypeError, ["q", "list"]),
+    "sparse": (qkv(v=torch.zeros(2, 12, 2, 16).to_sparse()), TypeError, ["v", "sparse", "to_dense"]),
     "D01_mixed_dtype": (qkv(k=torch.randn(2, 12, 2, 16).half()), TypeError, ["k", "float16", "float32"]),
     "D01_fp16_and_bf16": (
         {n: torch.randn(1, 4, 2, 16).to(torch.bfloat16 if n == "k" else torch.float16) for n in "qkv"},
@@ -43,6 +45,8 @@ BAD_TYPES = {
     "D03_float64": (qkv(q=torch.randn(2, 8, 4, 16).double()), TypeError, ["q", "float64", "float16"]),
     "D03_integers": (qkv(q=torch.zeros(2, 8, 4, 16, dtype=torch.int8)), TypeError, ["q", "int8"]),
     "D03_fp8": (qkv(q=torch.zeros(2, 8, 4, 16).to(torch.float8_e4m3fn)), TypeError, ["q", "float8_e4m3fn"]),
+    "D03_all_float64": ({n: torch.randn(1, 4, 2, 16).double() for n in "qkv"}, TypeError, ["q", "float64", "cast"]),
+    "D03_all_int8": ({n: torch.zeros(1, 4, 2, 16, dtype=torch.int8) for n in "qkv"}, TypeError, ["q", "int8"]),
     "D03_complex": (qkv(q=torch.zeros(2, 8, 4, 16, dtype=torch.complex64)), TypeError, ["q", "complex64"]),
 }
 BAD_DEVICES = {
@@ -188,7 +192,7 @@ def test_T02_dropout_is_no_option_of_the_op(no_launch):
 
 @pytest.mark.parametrize("case", BAD_INPUTS)
 def test_unsupported_names_a_reason_for_what_the_op_refuses(case):
-    assert sage_kernels.unsupported(*BAD_INPUTS[case][0].values(), enable_gqa=True)
+    assert sage_kernels.unsupported(*BAD_INPUTS[case][0].values(), enable_gqa=True) in REASONS
 
 
 @pytest.mark.parametrize("case", BAD_SCALES)
@@ -200,7 +204,7 @@ def test_D04_bad_softmax_scales_raise_before_any_launch(case, no_launch):
 def test_M07_bad_masks_raise_before_any_launch(case, no_launch):
     bad_option(BAD_MASKS[case])
     if case != "list":
-        assert sage_kernels.unsupported(*qkv().values(), **BAD_MASKS[case][0], enable_gqa=True)
+        assert sage_kernels.unsupported(*qkv().values(), **BAD_MASKS[case][0], enable_gqa=True) in REASONS
 
 
 @pytest.mark.parametrize("causal", [True, "top_left", "bottom_right"])
@@ -245,6 +249,7 @@ def test_Q42_a_mask_is_only_in_the_way_of_gradients_if_it_requires_some():
         ({"mask": torch.zeros(2, 3, 1, 8)}, False, True),
         ({"mask": torch.zeros(2, 1, 5, 8)}, False, True),
         ({"softcap": 20.0}, False, True),
+        ({"softcap": 0.5}, False, True),
         ({"sinks": torch.zeros(3)}, False, True),
         ({"mask": torch.zeros(2, 1, 1, 8), "sinks": torch.zeros(3)}, True, True),
     ],
@@ -276,7 +281,15 @@ def test_bad_option_raises_before_any_launch(case, no_launch):
     ],
 )
 def test_unsupported_options(reason, options):
-    assert sage_kernels.unsupported(*qkv().values(), **options) == reason
+    assert sage_kernels.unsupported(*qkv().values(), **options) == reason and reason in REASONS
+
+
+@pytest.mark.parametrize(
+    ("q", "kv"), [((0, 8, 4), (0, 12, 2)), ((2, 0, 4), (2, 12, 2)), ((2, 8, 0), (2, 12, 2)), ((2, 8, 4), (2, 0, 2))]
+)
+def test_tensors_without_elements_are_a_reason_of_their_own(q, kv):
+    tensors = torch.zeros(*q, 16), torch.zeros(*kv, 16), torch.zeros(*kv, 16)
+    assert sage_kernels.unsupported(*tensors, enable_gqa=True) == "empty" and "empty" in REASONS
 
 
 def test_supported_inputs_have_no_reason():

@@ -273,6 +273,13 @@ def test_window_and_mask_hide_together(scaling, attend):
     check_both(attend, q, k, v, band_mask(100, 100, False, 30) & padding, **options, **extra)
 
 
+def test_a_window_hides_what_a_bias_shows(attend):
+    q, k, v = normal(1, 100, 100, 1, 1, 32)
+    bias = seeded(100, 100)
+    mask = bias.masked_fill(~band_mask(100, 100, False, 30), -INF)
+    check_both(attend, q, k, v, mask, attn_mask=bias, window=30)
+
+
 @pytest.mark.parametrize("scaling", [*SCALINGS, "planned"])
 @pytest.mark.parametrize("masking", ["full", "causal", "bias"])
 def test_softcap_is_that_of_the_true_scores(masking, scaling, attend):

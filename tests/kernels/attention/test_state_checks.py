@@ -56,6 +56,13 @@ def test_Q27_row_maxima_may_be_of_the_call_or_empty():
         assert torch.isfinite(sage_attention(**qkv(), state=state._replace(**{name: rows(None)}))).all()
 
 
+def test_row_maxima_to_read_and_none_yet_exclude_each_other(no_launch):
+    both = new_head_state(2, 16, "cpu")._replace(row_max=rows(None), row_max_next=rows(None))
+    check_raises(
+        qkv(), {"state": both}, ValueError, ["state.row_max_next", "beside state.row_max", "expected it empty"]
+    )
+
+
 def test_a_site_whose_state_is_on_another_device_computes_its_own_scales():
     """As while a model moves: counted as such a call, and nothing is written to the other device."""
     drawing = Drawing()

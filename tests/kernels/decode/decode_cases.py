@@ -95,3 +95,10 @@ def length(k):
 
 def exact(q, k, v, **options):
     return exact_attention(q, k.transpose(1, 2), v.transpose(1, 2), **options)
+
+
+def arguments(**changes):
+    """Of a call of sage_decode_attention over 20 tokens in 25 slots."""
+    q, k, v = inputs(2, 1, 20, 4, 2, 64)
+    names = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean")
+    return {"q": q, **dict(zip(names, filled(k, v), strict=True)), "lengths": length(k)} | changes

@@ -8,7 +8,7 @@ import torch
 from sage_kernels import append_kv, sage_decode_attention
 from sage_kernels.reference import ref_append_kv
 from sage_kernels.testing import FAMILIES, FP32_ROUNDING, relative_l2, sqnr_db
-from tests.kernels.decode.decode_cases import SPARE, Decode, exact, filled, inputs, length
+from tests.kernels.decode.decode_cases import SPARE, Decode, arguments, exact, filled, inputs, length
 
 
 @pytest.fixture
@@ -303,54 +303,6 @@ def test_the_tile_of_long_caches_is_that_of_the_gpu_it_was_timed_on():
     assert decode_tile(64, 4, LONG, 90) == decode_tile(64, 4) and decode_tile(128, 9, LONG, 90) == decode_tile(
         128, 9, 0, 90
     )
-
-
-def arguments(**changes):
-    q, k, v = inputs(2, 1, 20, 4, 2, 64)
-    names = ("k_codes", "k_scale", "v_codes", "v_scale", "k_mean")
-    return {"q": q, **dict(zip(names, filled(k, v), strict=True)), "lengths": length(k)} | changes
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        ({"q": torch.zeros(2, 1, 4, 64, dtype=torch.int8)}, TypeError, "q: got dtype"),
-        ({"q": torch.zeros(2, 4, 64)}, ValueError, "q: got rank"),
-        ({"q": torch.zeros(3, 1, 4, 64)}, ValueError, "q: got batch 3"),
-        ({"q": torch.zeros(2, 1, 3, 64)}, ValueError, "q: got 3 heads"),
-        ({"q": torch.zeros(2, 1, 4, 32)}, ValueError, "q: got head_dim 32"),
-        ({"q": torch.zeros(2, 1, 4, 64, device="meta")}, ValueError, "q: got device"),
-        ({"q": torch.zeros(2, 1, 4, 64, requires_grad=True)}, NotImplementedError, "no backward"),
-        ({"k_codes": torch.zeros(2, 2, 25, 64)}, TypeError, "k_codes"),
-        ({"k_scale": torch.ones(2, 2, 25, dtype=torch.float16)}, TypeError, "k_scale"),
-        ({"v_codes": torch.zeros(2, 2, 24, 64, dtype=torch.int8)}, ValueError, "v_codes"),
-        ({"lengths": 20}, TypeError, "lengths"),
-        ({"lengths": torch.tensor([20.0, 20.0])}, ValueError, "lengths"),
-        ({"lengths": torch.tensor([20, 20, 20])}, ValueError, "lengths"),
-        ({"attn_mask": torch.ones(2, 1, 1, 20, dtype=torch.bool)}, ValueError, "attn_mask: got shape"),
-        ({"attn_mask": torch.ones(2, 1, 1, 26, dtype=torch.bool)}, ValueError, "attn_mask: got shape"),
-        ({"attn_mask": torch.ones(2, 1, 2, 25, dtype=torch.bool)}, ValueError, "attn_mask: got shape"),
-        ({"attn_mask": torch.ones(2, 5, 1, 25, dtype=torch.bool)}, ValueError, "attn_mask: got shape"),
-        ({"attn_mask": torch.ones(3, 1, 1, 25, dtype=torch.bool)}, ValueError, "attn_mask: got shape"),
-        ({"attn_mask": torch.ones(2, 1, 1, 25, dtype=torch.int64)}, TypeError, "attn_mask: got dtype"),
-        ({"causal": "top_left"}, ValueError, "causal"),
-        ({"window": 0}, ValueError, "window"),
-        ({"window": 1.0}, TypeError, "window"),
-        ({"softcap": -1.0}, ValueError, "softcap"),
-        ({"softcap": torch.tensor(1.0)}, TypeError, "softcap"),
-        ({"scale": float("nan")}, ValueError, "scale"),
-        ({"scale": -0.5}, ValueError, "scale: got -0.5"),
-        ({"sinks": torch.zeros(3)}, ValueError, "sinks"),
-    ],
-)
-def test_bad_input_raises(changes, error, message):
-    with pytest.raises(error, match=message):
-        sage_decode_attention(**arguments(**changes))
-
-
-def test_unknown_keyword_raises():
-    with pytest.raises(TypeError):
-        sage_decode_attention(**arguments(dropout=0.1))
 
 
 @pytest.mark.parametrize("name", ["decode_attention", "decode_attention_lse"])

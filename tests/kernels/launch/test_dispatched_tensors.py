@@ -281,6 +281,7 @@ def test_E20_a_derivative_is_refused_not_lost(qkv):
         with pytest.raises(NotImplementedError, match="v: got a tangent"):
             append_kv(k.transpose(1, 2), dual[2].transpose(1, 2), cache[4], *cache[:4], position=0)
         assert torch.equal(sage_attention(q, k, v), sage_attention(q, k, v))  # what has none runs
+        assert sage_kernels.unsupported(q, k, v, enable_gqa=True) is None
 
 
 def test_E24_an_op_called_by_its_own_name_refuses_derivatives(qkv):
@@ -326,3 +327,11 @@ def test_E21_transforms_and_tracers_see_the_op(attention, qkv):
         graph = make_fx(lambda *x: sage_attention(*x), pre_dispatch=pre_dispatch)(q, k, v).graph
         targets = [str(node.target) for node in graph.nodes]
         assert "sage_kernels.attention.default" in targets, targets
+
+
+def test_a_window_may_be_a_number_that_a_tracer_knows_by_name(qkv):
+    x = qkv[1].float()
+    traced = make_fx(lambda x: sage_attention(x, x, x, causal=True, window=x.shape[1] // 2), tracing_mode="symbolic")(
+        x
+    )
+    assert torch.equal(traced(x), sage_attention(x, x, x, causal=True, window=x.shape[1] // 2))

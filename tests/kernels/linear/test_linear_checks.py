@@ -68,6 +68,14 @@ CALLS = {
     "odd": (bad_weight(is_gated=True), ValueError, "weight: got 3 rows, expected an even number for a gated"),
     "weight balance": (bad_weight(balance=vector(3)), ValueError, "balance: got shape (3,), expected (32,)"),
     "balance zero": (bad_weight(balance=0 * vector(32)), ValueError, "balance: got numbers that are not positive and"),
+    "one of balance inf": (
+        bad_weight(balance=vector(32).index_fill_(0, torch.tensor(5), torch.inf)), ValueError,
+        "balance: got numbers that are not positive and",
+    ),
+    "one of balance negative": (
+        bad_weight(balance=vector(32).index_fill_(0, torch.tensor(5), -1.0)), ValueError,
+        "balance: got numbers that are not positive and",
+    ),
     "NaN": (bad_weight(X[0] * torch.nan), ValueError, "weight: got NaN or inf in it, expected finite numbers"),
     "inf": (bad_weight(X[0] / 0), ValueError, "weight: got NaN or inf in it, expected finite numbers"),
     # quantized_linear
@@ -86,6 +94,9 @@ CALLS = {
     "depth": (
         bad_linear(weight=rows(8, 33)), ValueError,
         "x.codes, weight.codes: got shapes (2, 3, 32) and (8, 33), expected [..., K] and [N, K]",
+    ),
+    "five dimensions of codes": (
+        bad_linear(x=rows(1, 1, 2, 3, 32)), ValueError, "(1, 1, 2, 3, 32) and (8, 32), expected [..., K] and [N, K]"
     ),
     "weight dimensions": (bad_linear(weight=rows(1, 8, 32)), ValueError, "(1, 8, 32), expected [..., K] and [N, K]"),
     "formats": (
@@ -120,6 +131,11 @@ def test_N04_a_bad_argument_is_named(name):
     call, error, message = CALLS[name]
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+def test_a_balance_may_be_any_positive_number():
+    small = quantize_weight(X[0], balance=vector(32) / 1024)
+    assert torch.equal(small.codes, quantize_weight(X[0]).codes)  # a power of two for all channels: the scale's alone
 
 
 ACTIVATION = {"gain": (32,), "shift": (32,), "balance": (32,)}

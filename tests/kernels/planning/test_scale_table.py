@@ -8,8 +8,17 @@ import torch
 import sage_kernels
 from sage_kernels.planning.rules import Timestep, TimestepAdaptive
 from sage_kernels.planning.state import GROWTH_LIMIT, ScaleState, Site
-from sage_kernels.planning.table import MOVE_LIMIT, moved, record
-from sage_kernels.state import STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
+from sage_kernels.planning.table import MOVE_LIMIT, agreeing, full_reach, moved, record, widest
+from sage_kernels.recipe import V_CODE
+from sage_kernels.state import (
+    PLAN_K_WEIGHT,
+    PLAN_Q_WEIGHT,
+    PLAN_V_SCALE,
+    STAT_K_MAX,
+    STAT_K_MIN,
+    STAT_Q_AMAX,
+    STAT_V_AMAX,
+)
 from sage_kernels.testing import make_qkv
 from sage_processors.evaluation.metrics import sqnr_db
 
@@ -187,3 +196,64 @@ def test_a_head_that_left_its_plan_does_not_trust_the_table(factor, strayed):
         ))  # fmt: skip
     expected = from_own if strayed else from_table
     assert torch.equal(state.head_state(0).plan_scale, expected.head_state(0).plan_scale)
+
+
+def of_size(q=1.0, half=1.0, center=0.0, v=1.0):
+    """Statistics [1, 4, 8] of keys from center - half to center + half; channel 7 is none."""
+    stats = torch.tensor([q, center + half, center - half, v])[None, :, None].repeat(1, 1, 8)
+    stats[..., 7] = torch.tensor([900.0, 900.0, -900.0, 900.0])
+    return stats
+
+
+CHANNELS = torch.arange(8)[None] < 7
+FITS = {"half": (0.26, 3.9), "q": (0.26, 3.9), "v": (0.26, 3.9)}  # OUTLIER_LIMIT is 4
+
+
+@pytest.mark.parametrize("factor", [0.1, 1.0, 1000.0])
+@pytest.mark.parametrize("name", FITS)
+def test_a_step_agrees_with_its_plan_within_the_limit(name, factor):
+    """Of K the range, of Q and V the largest; V only where it was planned. The size of them all plays no part."""
+    margin = 1.25
+    full = full_reach(margin)
+    plan = torch.zeros(1, 4, 8)
+    plan[:, PLAN_K_WEIGHT], plan[:, PLAN_Q_WEIGHT] = full / factor, 1.0 / factor
+    plan[:, PLAN_V_SCALE] = factor / V_CODE
+    plan_scale = torch.tensor([1.0 / full])
+
+    def agrees(plan=plan, plan_scale=plan_scale, **sizes):
+        stats = of_size(**{n: sizes.get(n, 1.0) * factor for n in FITS}, center=50.0 * factor)
+        return bool(agreeing(plan, plan_scale, stats, CHANNELS, margin))
+
+    low, high = FITS[name]
+    assert agrees() and agrees(**{name: low}) and agrees(**{name: high})
+    assert not agrees(**{name: low - 0.02}) and not agrees(**{name: high + 0.2})
+    assert not agrees(plan_scale=torch.zeros(1))
+    plan = plan.clone()
+    plan[:, PLAN_V_SCALE] = 0.0
+    assert agrees(plan, v=1e-3) and agrees(plan, v=1e3)
+
+
+def test_the_widest_of_two_ranges_covers_both():
+    old, new = of_size(q=2, half=1, center=0, v=1), of_size(q=1, half=1, center=1.5, v=3)
+    assert widest(old, new)[0, :, 0].tolist() == [2.0, 2.5, -1.0, 3.0]
+    assert torch.equal(widest(old, new), widest(new, old))
+
+
+def test_what_a_step_makes_of_an_entry():
+    """Of an earlier run: a step that agrees replaces it, one that does not moves it. Of this run: they are joined."""
+    yes, no = torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.bool)
+
+    def entry(mark, agrees):
+        table, marks = of_size()[None].clone(), torch.tensor([[mark]], dtype=torch.int32)
+        run = torch.tensor(5, dtype=torch.int32)
+        stats = of_size(q=8.0, half=0.125, v=8.0)
+        record(table, marks, run, torch.tensor([0]), stats, CHANNELS, seen=yes, planned=yes, agrees=agrees)
+        return table[0, 0, :, 0].tolist(), int(marks)
+
+    assert entry(3, yes) == ([8.0, 0.125, -0.125, 8.0], 5)
+    assert entry(3, no) == ([2.0, 0.5, -0.5, 2.0], 5)
+    assert entry(5, yes) == ([2.0, 1.0, -1.0, 2.0], 5)
+    # contradicted by a step of the same run, it stays; what nothing had confirmed is forgotten
+    assert entry(5, no) == ([1.0, 1.0, -1.0, 1.0], 5)
+    assert entry(-5, no) == ([1.0, 1.0, -1.0, 1.0], 0)
+    assert entry(-5, yes) == ([2.0, 1.0, -1.0, 2.0], 5)
