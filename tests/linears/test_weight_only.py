@@ -123,6 +123,15 @@ def test_options_say_otherwise():
         sp.quantize_linears(made()[0], layers={"norm_out.*": "int8_weights"})
 
 
+def test_weights_that_pytorch_s_own_attention_is_handed_stay():
+    """A pooling attention beside the time's embedding: its layers are not called, their weights are read."""
+    swap = dropped(MODELS["hunyuan_dit"]()[0])
+    found = formats(swap)
+    pool = [name for name in found if "pooler" in name]
+    assert pool and not any(found[name] for name in pool)
+    assert "int8_weights" in found.values()
+
+
 def codes_stand_for(module):
     """The weight that a layer multiplies by, fp64."""
     return module._buffers["_sage_codes"].double() * module._buffers["_sage_scale"].double()[:, None]

@@ -107,7 +107,7 @@ def test_sums_of_integers_are_exact(linears, tile):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @on_every_tile
-def test_N02_what_is_not_finite_poisons_its_own_row_alone(linears, tile, value, dtype):
+def test_what_is_not_finite_poisons_its_own_row_alone(linears, tile, value, dtype):
     x, w, bias = normal(2, 9, 72, dtype=dtype), weight(40, 72), normal(40, seed=2)
     clean = linears.weight_only(x, w, bias, tile=tile)
     x[1, 3, 70] = value
