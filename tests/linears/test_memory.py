@@ -8,55 +8,20 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.linears import weights
-from tests.support.repository import ROOT
 from tests.support.tiny_models import MODELS
+from tests.support.weight_bytes import IN_16_BIT, computed, flux_on_meta
 
 
-# of black-forest-labs/FLUX.1-dev
-FLUX = {
-    "patch_size": 1, "in_channels": 64, "num_layers": 19, "num_single_layers": 38, "attention_head_dim": 128,
-    "num_attention_heads": 24, "joint_attention_dim": 4096, "pooled_projection_dim": 768, "guidance_embeds": True,
-}  # fmt: skip
-
-
-def computed(model, swap) -> tuple[int, int, dict[str, int]]:
-    """Bytes of all parameters and buffers as they were, and with swapped layers in 8 bit alone; weights by format."""
-    own = [x for name, x in model.named_buffers() if "_sage_" not in name]
-    before = sum(x.nbytes for x in (*model.parameters(), *own))
-    after, elements = before, {}
-    for choice in swap.choices:
-        weight = choice.module._parameters["weight"]
-        elements[choice.format] = elements.get(choice.format, 0) + weight.numel()
-        if choice.format != "none":  # codes, and a scale an output channel
-            after += weight.numel() + 4 * weight.shape[0] - weight.nbytes
-    return before, after, elements
-
-
-def flux(**options):
-    diffusers = pytest.importorskip("diffusers")
-    with torch.device("meta"):
-        model = diffusers.FluxTransformer2DModel(**FLUX).to(torch.bfloat16).eval().requires_grad_(False)
-    assert all(x.is_meta for x in model.parameters())
-    return model, sp.quantize_linears(model, "int8", **options)
-
-
-def test_weights_of_flux_take_half_the_memory_and_the_docs_say_so():
-    model, swap = flux(drop_weights=True)
+def test_weights_of_flux_take_half_the_memory():
+    model, swap = flux_on_meta(drop_weights=True)
     before, after, elements = computed(model, swap)
     assert sum(x.numel() for x in model.parameters()) == 11_901_408_320
     assert after / before < 0.505
     # what is left: two embedders of 256 columns, the latents' and the text's first layer, the last one
     assert elements["none"] == 2 * 256 * 3072 + 64 * 3072 + 4096 * 3072 + 3072 * 64
-    stays = flux(drop_weights=True, keep=("*norm*.linear", "time_text_embed.*"))
+    stays = flux_on_meta(drop_weights=True, keep=IN_16_BIT)
     _, without, others = computed(*stays)
     assert others.get("int8_weights") is None and 0.63 < without / before < 0.65
-    text = " ".join((ROOT / "docs" / "linears.md").read_text(encoding="utf-8").split())
-    eight, few = (elements[name] / 1e9 for name in ("int8", "int8_weights"))
-    assert f"11.90 billion parameters, {eight:.2f} billion of them in layers in 8 bit, {few:.2f} billion in" in text
-    for row, size in (("bf16", before), ("`drop_weights=True`", after)):
-        assert f"| {row} | {size / 1e9:.2f} GB | {size / before:.2f} |" in text
-    kept = '`keep_linears=("*norm*.linear", "time_text_embed.*")`'
-    assert f"| modulation in 16 bit: {kept} | {without / 1e9:.2f} GB | {without / before:.2f} |" in text
 
 
 def resident(model) -> int:
