@@ -220,7 +220,9 @@ class SageAttnProcessor:
         linears_min_features: linear layers with fewer input or output features than this stay in 16 bit. None: 1024.
             0: all are swapped.
         drop_weights: free the 16-bit weights of swapped linear layers as soon as the 8-bit ones are made. The handle
-            can't give them back: `remove()`, `save_pretrained` and whatever else needs them raise RuntimeError.
+            can't give them back: `remove()`, `save_pretrained` and whatever else needs them raise RuntimeError. With
+            `linears`, modulation and time embeddings of linears_min_features² weights or more keep INT8 weights, too,
+            which multiply 16-bit activations ("int8_weights" in the report); keep_linears keeps them in 16 bit.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
             is counted per layer with its reason and logged once. "strict": UnsupportedAttentionError.
     Raises: TypeError or ValueError for an option of wrong type or value.

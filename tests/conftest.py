@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from tests.support import interpreter
 from tests.support.alone import turn  # noqa: F401 (pytest finds fixtures and hooks here)
@@ -23,6 +24,8 @@ if not torch.cuda.is_available():
 
 
 interpreter.mend()
+# `with torch.device(…)` remembers what functions make tensors: before torch.empty is another one
+_device_constructors()
 
 
 def pytest_collection_modifyitems(items):

@@ -3,10 +3,11 @@
     python kernels/benchmarks/bench_linear.py
     python kernels/benchmarks/bench_linear.py --case flux_qkv --no-save
 
-A call of ours quantises its activation and multiplies, bias included; torch_bf16 is torch.nn.functional.linear. All
-providers of a shape run in the same process, in turns; a ratio is bf16's time over theirs. torchao and comfy_kitchen
-run where they can be imported. `torch_fp8_fast` is PyTorch's FP8 matmul with fast accumulation, which ours never uses:
-its long sums come out short (kernels/NOTES.md).
+A call of ours quantises its activation and multiplies, bias included; with a row a sample, as modulation has them, it
+multiplies the activation as it is by an 8-bit weight. torch_bf16 is torch.nn.functional.linear. All providers of a
+shape run in the same process, in turns; a ratio is bf16's time over theirs. torchao and comfy_kitchen run where they
+can be imported. `torch_fp8_fast` is PyTorch's FP8 matmul with fast accumulation, which ours never uses: its long sums
+come out short (kernels/NOTES.md).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ import torch
 import triton
 from bench import RESULTS, ROUNDS, quintiles
 
-from sage_kernels import quantize_activation, quantize_weight, quantized_linear
+from sage_kernels import quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from sage_kernels.compat import scaled_matmul
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
 
 
 MAX_ERROR = {"int8": 0.0135, "fp8": 0.042}  # relative L2 on N(0, 1)
+WEIGHT_ONLY_ERROR = 0.0096  # of the weight alone: the square root of half
 PEER_ERROR = 0.1  # a peer's error is its own; this only tells a linear layer from something else
 GATE_ROWS = 256
 
@@ -55,6 +57,11 @@ SHAPES = (
     Shape("llama_down", 32768, 14336, 4096),
 )
 TEXT = (Shape("flux_text_qkv", 512, 3072, 9216), Shape("flux_text_up", 512, 3072, 12288))  # not in the mean
+MODULATION = (
+    Shape("flux_modulation", 1, 3072, 18432),
+    Shape("flux_single_modulation", 1, 3072, 9216),
+    Shape("flux_modulation_8_samples", 8, 3072, 18432),
+)  # nor these: the activation stays as it is
 
 
 def ours(format: str, weight, bias):
@@ -93,6 +100,10 @@ def peers(shape: Shape, weight, bias):
 def providers(shape: Shape, weight, bias):
     """(provider, recipe, largest relative L2 allowed, function)."""
     yield "torch_bf16", "", 0.01, lambda x: torch.nn.functional.linear(x, weight, bias)
+    if shape in MODULATION:
+        codes = quantize_weight(weight)
+        yield "sage_kernels", "linears_int8_weights", WEIGHT_ONLY_ERROR, lambda x: weight_only_linear(x, codes, bias)
+        return
     for format, error in MAX_ERROR.items():
         yield "sage_kernels", f"linears_{format}", error, ours(format, weight, bias)
     if scaled_matmul is not None and torch.cuda.get_device_capability() >= (9, 0):
@@ -146,7 +157,7 @@ def run_shape(shape: Shape, save: bool) -> tuple[dict, list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = {shape.name: shape for shape in (*SHAPES, *TEXT)}
+    known = {shape.name: shape for shape in (*SHAPES, *TEXT, *MODULATION)}
     parser.add_argument("--case", action="append", choices=sorted(known), metavar="NAME", help="all by default")
     parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
     arguments = parser.parse_args()

@@ -8,7 +8,7 @@ from .attention import sage_attention
 from .checks.attention import REASONS, unsupported
 from .decode import append_kv, sage_decode_attention
 from .heads import qk_norm_rope
-from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear
+from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state
 
@@ -31,4 +31,5 @@ __all__ = [
     "sage_attention",
     "sage_decode_attention",
     "unsupported",
+    "weight_only_linear",
 ]

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import library_matmul
-from .checks.linear import check_activation, check_linear, check_weight
+from .checks.linear import check_activation, check_linear, check_weight, check_weight_only
 from .checks.tensors import check_called_below, without_tangents
 from .compat import differentiates_forward
 from .numerics import CODE_TYPES
@@ -26,6 +26,7 @@ _library.define(
     "quantized_linear(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
     "Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor"
 )
+_library.define("weight_only_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
 
 
 class QuantizedRows(NamedTuple):
@@ -195,6 +196,27 @@ def _remember_library(key: Any, given: Sequence[Any], activation: str, dtype: to
     made[key] = again
 
 
+def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x · weightᵀ + bias of an activation as it is and a weight in INT8: less to read where there are few rows.
+
+    Codes are exact in 16 bit; sums of x · codes are fp32, times the scale of their column, plus the bias, and rounded
+    once. A row of x with NaN or inf has no finite output, nor has one whose sums of x · codes exceed fp32.
+
+    Args:
+        x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
+        weight: int8 codes [N, K], scale [N], as `quantize_weight` returns them.
+        bias: [N] or None.
+    Returns: [..., N] of x's dtype, contiguous.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
+    """
+    given = (x, *weight, bias) if isinstance(weight, tuple) else ()
+    key, result = _make_again("weight_only", given, ())
+    if result is None:
+        check_weight_only(x, weight, bias)
+        result = _run(key, _weight_only_linear, "weight_only_linear", (x, *weight, bias))
+    return result
+
+
 def _make_again(op: str, given: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """A call's key and its results if it was made before, as in attention.py."""
     if torch.compiler.is_compiling() or not given or type(given[0]) not in TENSOR or not given[0].is_cuda:
@@ -254,6 +276,14 @@ def _quantized_linear(
     return reference.ref_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
 
 
+def _weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any) -> Any:
+    if x.is_cuda and x.numel():
+        from ._triton.linear.launch import launch_weight_only_linear
+
+        return launch_weight_only_linear(x, weight, weight_scale, bias)
+    return reference.ref_weight_only_linear(x, weight, weight_scale, bias)
+
+
 def _fake_quantize_activation(x: torch.Tensor, format: str, *_: Any) -> Any:
     return _new_rows(x, CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
@@ -264,6 +294,10 @@ def _fake_quantized_linear(
 ) -> Any:  # fmt: skip
     columns = weight.shape[0] // (2 if activation in GATED else 1)
     return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
+
+
+def _fake_weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: Any, bias: Any) -> Any:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
@@ -290,6 +324,7 @@ def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) ->
 for _name, _function, _fake, _tensors in (
     ("quantize_activation", _quantize_activation, _fake_quantize_activation, (0, 3, 4, 6, 7, 8)),
     ("quantized_linear", _quantized_linear, _fake_quantized_linear, (0, 1, 2, 3, 4, 6, 7)),
+    ("weight_only_linear", _weight_only_linear, _fake_weight_only_linear, (0, 1, 2, 3)),
 ):
     _implementation = _of_op(_name, _function, _tensors)
     for _device in ("CPU", "CUDA"):

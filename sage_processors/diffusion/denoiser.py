@@ -136,6 +136,7 @@ class Part:
             self.linears = LinearSwap(
                 self.model, linears=config.linears, keep=config.keep_linears, layers=config.layer_linears,
                 min_features=config.linears_min_features, policy=config.policy, name=self.name,
+                drop_weights=config.drop_weights,
             )  # fmt: skip
 
     def _swapped(self, original, label: str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .tables import markdown_table
 
 
-FORMATS = ("linears_int8", "linears_fp8")
+FORMATS = ("linears_int8", "linears_fp8", "linears_int8_weights")
 
 
 def linears(rows: list[dict[str, str]]) -> str:
@@ -15,7 +15,7 @@ def linears(rows: list[dict[str, str]]) -> str:
         return "No rows yet: `kernels/benchmarks/bench_linear.py` on a GPU."
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
     peers = list(dict.fromkeys(row["provider"] for row in rows))
-    columns = [("sage_kernels", recipe) for recipe in FORMATS]
+    columns = [("sage_kernels", recipe) for recipe in FORMATS if any(row["recipe"] == recipe for row in rows)]
     columns += [(name, "") for name in peers if name not in ("torch_bf16", "sage_kernels")]
     lines = []
     for case in dict.fromkeys(row["case"] for row in rows):

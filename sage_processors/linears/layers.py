@@ -14,10 +14,20 @@ MIN_FEATURES = 1024
 # Parts of a qualified name whose linear layers stay in 16 bit: modulation and embedding, few rows and much error.
 _PROTECTED_PARTS = ("embed", "modulation", "adaln", "ada_ln", "time_emb", "temb", "lm_head", "router")
 _PROTECTED_CLASSES = ("AdaLayerNorm", "Norm", "Modulation", "Embed", "Router")
+# Of the layers that stay in 16 bit, those whose input is one row a sample: made of the time and of pooled text.
+_SAMPLE_PARTS = ("modulation", "adaln", "ada_ln", "time_", "timestep", "temb", "guidance")
+_SAMPLE_CLASSES = ("Norm", "Modulation", "Timestep")
+# A pooling attention beside the time's embedding: of many rows, and PyTorch is handed the weights of its layers.
+_POOL_CLASSES = ("AttentionPool",)
+# Their format where 16-bit weights are dropped: the weight as of "int8", the activation as it is.
+WEIGHT_ONLY = "int8_weights"
 
 
 class Choice:
-    """One linear layer: its name, the module, its format ("none": 16 bit) and why it is that."""
+    """One linear layer: its name, the module, its format and why it is that.
+
+    format: "int8" or "fp8"; WEIGHT_ONLY; "none": 16 bit.
+    """
 
     __slots__ = ("name", "module", "format", "why")
 
@@ -42,7 +52,9 @@ def _forward_of(cls: Any):
     return getattr(cls, "_sage_base", cls).forward
 
 
-def choose(model: nn.Module, *, label, linears: str, keep=(), layers=(), min_features=None) -> list[Choice]:
+def choose(
+    model: nn.Module, *, label, linears: str, keep=(), layers=(), min_features=None, drop_weights=False
+) -> list[Choice]:
     """What is to happen to every linear layer of a model.
 
     Args:
@@ -51,6 +63,8 @@ def choose(model: nn.Module, *, label, linears: str, keep=(), layers=(), min_fea
         keep: patterns of layers that stay in 16 bit. layers: (pattern, format) pairs; the first match counts, and
             they hold for protected and small layers too.
         min_features: smaller layers stay in 16 bit; None: MIN_FEATURES.
+        drop_weights: no layer of one row a sample that has min_features² weights or more stays in 16 bit, unless it
+            is named: it is WEIGHT_ONLY.
     """
     least = MIN_FEATURES if min_features is None else min_features
     owners = dict(model.named_modules())
@@ -69,6 +83,8 @@ def choose(model: nn.Module, *, label, linears: str, keep=(), layers=(), min_fea
             if not why and min(module.in_features, module.out_features) < least:
                 why = "small"
             format = "none" if why else linears
+            if why and drop_weights and _may_be_weight_only(name, module, model, owners, least):
+                format, why = WEIGHT_ONLY, ""
         found.append(Choice(own, module, format, why))
     return found
 
@@ -90,20 +106,38 @@ def _protection(name: str, owners: dict, inside: list[str]) -> str:
     """Why a layer stays in 16 bit unless it is named, or ""."""
     if not any(name.startswith(block) for block in inside):
         return "outside of the blocks"
-    parts = name.split(".")
-    if any(part.startswith("norm") or part.endswith("_mod") for part in parts[:-1]):
+    if _is_modulation(name, owners) or _is_called(name, owners, _PROTECTED_PARTS, _PROTECTED_CLASSES):
         return "protected"
-    if any(word in part for part in parts for word in _PROTECTED_PARTS):
-        return "protected"
-    path = [".".join(parts[:i]) for i in range(1, len(parts))]
-    for above in path:
-        owner = owners.get(above)
-        if owner is not None and any(word in _class_name(owner) for word in _PROTECTED_CLASSES):
-            return "protected"
-    owner = owners.get(path[-1]) if path else None
-    if isinstance(owner, nn.Sequential) and parts[-1].isdigit() and isinstance(owner[0], nn.SiLU):
-        return "protected"  # modulation is a SiLU of the time embedding, then a linear layer
     return ""
+
+
+def _may_be_weight_only(name: str, module, model: nn.Module, owners: dict, least: int) -> bool:
+    """Whether a layer is large, of one row a sample, and not one that the model wants in fp32."""
+    in_fp32 = getattr(model, "_keep_in_fp32_modules", None) or ()
+    if module.in_features * module.out_features < least**2 or not set(name.split(".")).isdisjoint(in_fp32):
+        return False
+    if _is_called(name, owners, (), _POOL_CLASSES):
+        return False
+    return _is_modulation(name, owners) or _is_called(name, owners, _SAMPLE_PARTS, _SAMPLE_CLASSES)
+
+
+def _is_modulation(name: str, owners: dict) -> bool:
+    """Whether a layer modulates what a norm returns, by its place."""
+    *above, last = name.split(".")
+    if any(part.startswith("norm") or part.endswith("_mod") for part in above):
+        return True
+    owner = owners.get(".".join(above)) if above else None
+    # a SiLU of the time embedding, then a linear layer
+    return isinstance(owner, nn.Sequential) and last.isdigit() and isinstance(owner[0], nn.SiLU)
+
+
+def _is_called(name: str, owners: dict, words, class_words) -> bool:
+    """Whether a part of a layer's name has one of the words, or the class of a module that it is in."""
+    parts = name.split(".")
+    if any(word in part for part in parts for word in words):
+        return True
+    above = (owners.get(".".join(parts[:i])) for i in range(1, len(parts)))
+    return any(word in _class_name(owner) for owner in above if owner is not None for word in class_words)
 
 
 def _class_name(module) -> str:

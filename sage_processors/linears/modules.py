@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from sage_kernels import weight_only_linear
+
 from .activations import quantized
 from .lazy import Lazy, real_of, version_of
 from .lazy_linear import LazyLinear, product
@@ -66,7 +68,10 @@ def _exact(module, base, x):
 
 
 def _in_8_bit(module, base, x):
-    """Forward of a swapped linear layer, eager: x [..., K] ordinary or lazy -> [..., N] ordinary or lazy."""
+    """Forward of a swapped linear layer, eager: x [..., K] ordinary or lazy -> [..., N] ordinary or lazy.
+
+    A weight-only one takes and gives ordinary tensors: what comes before it and after it is of a few rows.
+    """
     state = module._sage_linear
     if not (type(x) is torch.Tensor or type(x) is LazyNorm):
         if isinstance(x, Lazy):
@@ -86,6 +91,8 @@ def _in_8_bit(module, base, x):
     if storage.modules[0]._buffers[CODES].device != x.device:
         storage.move(x.device)
     state.events.add(_CALLED)
+    if state.is_weight_only:
+        return weight_only_linear(real_of(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
     if type(x) is LazyNorm:
         rows = x.rows(state.format)
         version = version_of(x.real()) if x.is_changed else 0
@@ -104,7 +111,7 @@ def _in_8_bit(module, base, x):
 
 
 def _compiled(module, base, x):
-    """The same inside of torch.compile: two registered ops, and everything else left to the compiler."""
+    """The same inside of torch.compile: registered ops, and everything else left to the compiler."""
     state = module._sage_linear
     storage = state.storage
     weight = module._parameters.get("weight")
@@ -118,9 +125,11 @@ def _compiled(module, base, x):
         return _exact(module, base, x)
     ops = torch.ops.sage_kernels
     dtype = _output_dtype(x)
-    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, None)
     codes, scale = storage.rows_of(state.index, state.index)
     bias = module._parameters.get("bias")
+    if state.is_weight_only:
+        return ops.weight_only_linear(x.to(dtype), codes, scale, bias)
+    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, None)
     alone_in_turns = storage.in_turns and len(storage.modules) == 1
     if not alone_in_turns:
         return ops.quantized_linear(x_codes, x_scale, codes, scale, bias, "none", None, None, dtype)

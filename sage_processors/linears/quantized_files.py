@@ -25,7 +25,7 @@ from ..options import POLICIES
 from ..strict_json import some, strict_json, strict_object
 from ..version import __version__
 from ..whole_file import whole_file
-from .layers import linear_layers
+from .layers import WEIGHT_ONLY, linear_layers
 from .modules import is_swapped
 from .storage import CODES, SCALE
 from .swap import LinearSwap, swap_of
@@ -41,7 +41,7 @@ _FILE_FIELDS = {
     "config_hash": str,
     "layers": dict,
 }
-_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, WEIGHT_ONLY: torch.int8}
 _NAMES = {
     torch.float32: "F32",
     torch.float16: "F16",

@@ -14,7 +14,8 @@ class LinearReport(LayerReport):
             layer: its name.
             status: "active"; else why it stays in 16 bit: "kept" (by the options), "small", "protected",
                 "outside of the blocks".
-            format: "int8" or "fp8"; None unless active.
+            format: "int8", "fp8", or "int8_weights": the weight is in 8 bit, the activation as it is; None unless
+                active.
             calls: calls in 8 bit. compiled_calls: forwards of the model in which torch.compile ran the layer, as far
                 as they are known: those in which no layer was called eagerly.
             fallbacks: {reason: calls in 16 bit}.

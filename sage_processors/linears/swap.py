@@ -63,6 +63,7 @@ class LinearSwap:
     The modules stay the objects that they are, with another class: names, parameters, hooks, state_dict and
     save_pretrained are as before. A copy of the model stays in 8 bit.
 
+    drop_weights: `drop` comes next, and makes the weights one by one, so that 16-bit ones are freed in between.
     ready: {name of a layer: QuantizedRows, its weight}, where 8-bit weights are there already and take the place of
     16-bit ones, which need not be there.
     """
@@ -77,9 +78,10 @@ class LinearSwap:
         min_features: int | None = None,
         policy: str = "fallback",
         name: str = "",
+        drop_weights: bool = False,
         ready: dict[str, Any] | None = None,
     ) -> None:
-        self.model, self.name, self.drop_weights = model, name, False
+        self.model, self.name, self.drop_weights, self._drops_next = model, name, False, drop_weights
         self._options: dict[str, Any] = {
             "linears": linears,
             "keep": keep,
@@ -117,7 +119,18 @@ class LinearSwap:
         """
         if not self._active:
             raise RuntimeError("swap: got one that was removed, expected a live one; call quantize_linears again")
-        self.choices = choose(self.model, label=self._label, **self._options)
+        self._take_up()
+        for module, state in self._states.values():
+            if ready is not None:
+                state.storage.write(state.index, ready[state.label])
+                self._drop(module, ready[state.label].codes.device)
+            state.touched = state.bias_touched = True
+            if not (self._drops_next or self._waits(module)):
+                self._prepare_one(module, state)
+
+    def _take_up(self) -> None:
+        """Give the layers that are chosen now the class they have in 8 bit, and give it back to those that are not."""
+        self.choices = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
         wanted = {id(c.module): c for c in self.choices if c.format != "none"}
         for key, (module, state) in list(self._states.items()):
             if key not in wanted or module._sage_linear is not state:
@@ -130,13 +143,6 @@ class LinearSwap:
                 self._enter(choice)
         self._group()
         self._postpone_norms()
-        for module, state in self._states.values():
-            if ready is not None:
-                state.storage.write(state.index, ready[state.label])
-                self._drop(module, ready[state.label].codes.device)
-            state.touched = state.bias_touched = True
-            if not self._waits(module):
-                self._prepare_one(module, state)
 
     def _enter(self, choice: Choice) -> None:
         module = choice.module
@@ -158,10 +164,11 @@ class LinearSwap:
 
     def _group(self) -> None:
         """Layers of the same input, where their module names them as attention modules do."""
+        known = {key: pair for key, pair in self._states.items() if not pair[1].is_weight_only}
         for owner in self.model.modules():
             for names in TOGETHER:
                 modules = [_base_of(owner._modules.get(name)) for name in names]
-                own: list[Any] = [self._states.get(id(module)) for module in modules]
+                own: list[Any] = [known.get(id(module)) for module in modules]
                 if None in own:
                     modules, own = modules[1:], own[1:]  # keys and values of a layer whose queries are not swapped
                 if None in own or any(len(state.storage.modules) > 1 for _, state in own):
@@ -181,7 +188,7 @@ class LinearSwap:
             state.storage, state.index, state.run = storage, index, run
 
     def _postpone_norms(self) -> None:
-        widths = {module.in_features for module, _ in self._states.values()}
+        widths = {module.in_features for module, state in self._states.values() if not state.is_weight_only}
         for name, module in self.model.named_modules():
             if id(module) in self._norms or is_swapped(module) or norm_width(module) not in widths:
                 continue
@@ -204,10 +211,14 @@ class LinearSwap:
             self._drop(module)
 
     def drop(self) -> None:
-        """Free every 16-bit weight that has its 8-bit one, and those of later ones as soon as they are made."""
-        self.drop_weights = True
+        """Free every 16-bit weight that has its 8-bit one, and those of later ones as soon as they are made.
+
+        Large layers of one row a sample, which were in 16 bit until now, get 8-bit weights.
+        """
+        self.drop_weights, self._drops_next = True, False
+        self._take_up()
         for module, state in self._states.values():
-            if state.is_filled:
+            if state.is_filled or not self._waits(module):
                 self._prepare_one(module, state)
 
     def _drop(self, module: Any, device: torch.device | str | None = None) -> None:
@@ -355,7 +366,7 @@ def quantize_linears(
     if earlier is not None:
         earlier.remove()
     options: dict[str, Any] = {"linears": linears, "keep": tuple(keep), "layers": layers, "min_features": min_features}
-    swap = LinearSwap(model, policy=policy, **options)
+    swap = LinearSwap(model, policy=policy, drop_weights=drop_weights, **options)
     if drop_weights:
         swap.drop()
     return swap

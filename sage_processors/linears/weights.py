@@ -13,6 +13,7 @@ from sage_kernels.compat import mark_static_address
 
 from ..event_counter import EventCounter
 from ..options import UnsupportedLinearError
+from .layers import WEIGHT_ONLY
 from .lazy import CAN_WAIT
 from .storage import Storage
 
@@ -73,7 +74,8 @@ class LinearState:
     """Of one swapped linear layer.
 
     Attributes:
-        label: its name in the report. format: "int8" or "fp8". policy: "fallback" or "strict". shared: Shared.
+        label: its name in the report. format: "int8", "fp8" or layers.WEIGHT_ONLY. policy: "fallback" or "strict".
+        shared: Shared.
         events: EventCounter of EVENTS.
         storage, index: where its 8-bit weight is.
         bias: the bias [N] as the latest call found it, or None: offloading takes the module's own away, and casting
@@ -103,6 +105,11 @@ class LinearState:
 
     def __getstate__(self):  # weak references are no state
         return self.__dict__ | {"_weight": _nothing, "_bias": _nothing}
+
+    @property
+    def is_weight_only(self) -> bool:
+        """Whether its activation stays as it is."""
+        return self.format == WEIGHT_ONLY
 
     @property
     def is_filled(self) -> bool:
@@ -154,7 +161,7 @@ class LinearState:
     def _quantize(self, weight, device) -> None:
         self.version += 1
         try:
-            rows = quantize_weight(weight, format=self.format)
+            rows = quantize_weight(weight, format="int8" if self.is_weight_only else self.format)
         except ValueError as error:
             self.failed = True
             logger.warning("linear layer %s stays in 16 bit: %s", self.label, error)

@@ -14,6 +14,7 @@ from sage_processors.language import report as language_report
 from sage_processors.options import ROTATIONS, SCALINGS
 from tests.docs.blocks import FENCE
 from tests.support.repository import ROOT
+from tests.support.weight_bytes import IN_16_BIT, computed, flux_on_meta
 
 
 PAGES = (
@@ -110,6 +111,21 @@ def test_no_measured_number_is_typed(page):
         assert (page, number) in TYPED, f"{page}: {number}: let a table of results.csv say it"
         assert TYPED[page, number]() == number
     assert f"of {peaks()[1]:.1f} for FLUX" in read("README.md")
+
+
+def test_memory_of_flux_is_as_computed():
+    before, after, elements = computed(*flux_on_meta(drop_weights=True))
+    _, without, _ = computed(*flux_on_meta(drop_weights=True, keep=IN_16_BIT))
+    text = " ".join(read("docs/linears.md").split())
+    eight, few = (elements[name] / 1e9 for name in ("int8", "int8_weights"))
+    assert f"11.90 billion parameters, {eight:.2f} billion of them in layers in 8 bit, {few:.2f} billion in" in text
+    patterns = ", ".join(f'"{pattern}"' for pattern in IN_16_BIT)
+    for row, size in {
+        "bf16": before,
+        "`drop_weights=True`": after,
+        f"modulation in 16 bit: `keep_linears=({patterns})`": without,
+    }.items():
+        assert f"| {row} | {size / 1e9:.2f} GB | {size / before:.2f} |" in text, row
 
 
 def test_every_option_and_reason_is_explained():

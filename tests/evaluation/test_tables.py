@@ -342,7 +342,16 @@ def test_linear_layers_of_the_newest_run_beside_their_peers():
         | {"ratio_vs_cudnn": "1.400", "rel_l2_error": "0.01"},
     ]
     *_, line = linears(rows).splitlines()
-    assert line == "| up | 8 | 32 | 64 | 700.0 | 1.400 (0.01) | – | 1.100 (0.02) |"
+    assert line == "| up | 8 | 32 | 64 | 700.0 | 1.400 (0.01) | 1.100 (0.02) |"
+    few = row | {"commit": "new", "case": "modulation"}
+    rows += [
+        few | {"provider": "torch_bf16", "median": "3.0"},
+        few | {"provider": "sage_kernels", "recipe": "linears_int8_weights"}
+        | {"ratio_vs_cudnn": "1.900", "rel_l2_error": "0.008"},
+    ]  # fmt: skip
+    *_, up, modulation = linears(rows).splitlines()
+    assert up == "| up | 8 | 32 | 64 | 700.0 | 1.400 (0.01) | – | 1.100 (0.02) |"
+    assert modulation == "| modulation | 8 | 32 | 64 | 3.0 | – | 1.900 (0.008) | – |"
     assert linears([]).startswith("No rows yet")
 
 

@@ -16,11 +16,7 @@ ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
 
 
 def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -> None:
-    _check_tensor("x", x, DTYPES)
-    if not 1 <= x.dim() <= 4:
-        raise ValueError(f"x: got {x.dim()} dimensions, expected 1 to 4")
-    if x.shape[-1] == 0:
-        raise ValueError(f"x: got shape {tuple(x.shape)}, expected [..., K] with K >= 1")
+    _check_rows(x)
     _check_choice("format", format, CODE_TYPES)
     _check_choice("norm", norm, NORMS)
     if norm == "none" and not (weight is None and bias is None):
@@ -60,13 +56,7 @@ def check_weight(weight, format, balance, is_gated: bool) -> None:
 
 def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
     for name, rows in (("x", x), ("weight", weight)):
-        if not (isinstance(rows, tuple) and len(rows) == 2):
-            raise TypeError(f"{name}: got {type(rows).__name__}, expected QuantizedRows (codes, scale)")
-        codes, scale = rows
-        _check_tensor(f"{name}.codes", codes, tuple(CODE_TYPES.values()))
-        _check_tensor(f"{name}.scale", scale, (torch.float32,), codes.device)
-        if scale.shape != codes.shape[:-1]:
-            raise ValueError(f"{name}.scale: got shape {tuple(scale.shape)}, expected {tuple(codes.shape[:-1])}")
+        _check_quantized(name, rows, tuple(CODE_TYPES.values()))
     (codes, _), (w_codes, _) = x, weight
     if w_codes.dim() != 2 or not 1 <= codes.dim() <= 4 or codes.shape[-1] != w_codes.shape[1]:
         got = f"{tuple(codes.shape)} and {tuple(w_codes.shape)}"
@@ -94,6 +84,40 @@ def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
         if residual.shape != shape:
             raise ValueError(f"residual: got shape {tuple(residual.shape)}, expected {tuple(shape)}")
     _refuse_gradients(bias=bias, gate=gate, residual=residual)
+
+
+def check_weight_only(x, weight, bias) -> None:
+    _check_rows(x)
+    _check_quantized("weight", weight, (torch.int8,))
+    codes = weight[0]
+    if codes.dim() != 2 or x.shape[-1] != codes.shape[1]:
+        got = f"{tuple(x.shape)} and {tuple(codes.shape)}"
+        raise ValueError(f"x, weight.codes: got shapes {got}, expected [..., K] and [N, K]")
+    if codes.device != x.device:
+        raise ValueError(f"weight.codes: got device {codes.device}, expected {x.device} as x")
+    if bias is not None:
+        _check_tensor("bias", bias, DTYPES, x.device)
+        if bias.shape != codes.shape[:1]:
+            raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {tuple(codes.shape[:1])}")
+    _refuse_gradients(x=x, bias=bias)
+
+
+def _check_rows(x) -> None:
+    _check_tensor("x", x, DTYPES)
+    if not 1 <= x.dim() <= 4:
+        raise ValueError(f"x: got {x.dim()} dimensions, expected 1 to 4")
+    if x.shape[-1] == 0:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, expected [..., K] with K >= 1")
+
+
+def _check_quantized(name: str, rows, dtypes) -> None:
+    if not (isinstance(rows, tuple) and len(rows) == 2):
+        raise TypeError(f"{name}: got {type(rows).__name__}, expected QuantizedRows (codes, scale)")
+    codes, scale = rows
+    _check_tensor(f"{name}.codes", codes, dtypes)
+    _check_tensor(f"{name}.scale", scale, (torch.float32,), codes.device)
+    if scale.shape != codes.shape[:-1]:
+        raise ValueError(f"{name}.scale: got shape {tuple(scale.shape)}, expected {tuple(codes.shape[:-1])}")
 
 
 def _check_tensor(name: str, x, dtypes, device=None) -> None:

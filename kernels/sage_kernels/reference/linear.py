@@ -64,6 +64,12 @@ def ref_quantized_linear(codes, scale, weight, weight_scale, bias, *, activation
     return y.to(dtype).contiguous()  # a residual's strides may have come through
 
 
+def ref_weight_only_linear(x, weight, weight_scale, bias):
+    """[..., N] of x [..., K], INT8 codes [N, K] and their scale [N]: `sage_kernels.weight_only_linear`."""
+    y = (x.double() @ weight.double().mT).float() * weight_scale
+    return (y if bias is None else y + bias.float()).to(x.dtype).contiguous()
+
+
 def activated(y, activation: str):
     """y fp32 [..., N] after its activation function; "geglu" and "swiglu" take pairs of columns: [..., N / 2]."""
     if activation in GATED:

@@ -30,7 +30,8 @@ from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
 from sage_kernels._triton.linear.matmul import _linear_kernel
 from sage_kernels._triton.linear.matmul_tma import _linear_tma_kernel
 from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
-from sage_kernels._triton.linear.tiles import choose_linear_tile
+from sage_kernels._triton.linear.tiles import choose_linear_tile, choose_weight_only_tile
+from sage_kernels._triton.linear.weight_only import _weight_only_kernel
 from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prologue.plan_step import _plan_step_kernel
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
@@ -335,6 +336,26 @@ def linear(name: str, kind: str, fp8: bool = False, copied: bool = True) -> dict
     return {"kernel": "linear_tma" if use_tma else "linear", **read(compiled)}
 
 
+WEIGHT_ONLY_ROWS = {"few": 1, "many": 512}
+
+
+def weight_only(name: str, kind: str, dtype: str = "bf16") -> dict:
+    """A matmul of rows in 16 bit, or fp32, and an 8-bit weight, with a bias."""
+    target, fp32 = TARGETS[name], dtype == "fp32"
+    capability = target.arch if target.backend == "cuda" else 0
+    tile = choose_weight_only_tile(capability, WEIGHT_ONLY_ROWS[kind], fp32=fp32)
+    constants = {
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
+        "STAGES": tile.num_stages, "HAS_BIAS": True, "FP32": fp32,
+    }  # fmt: skip
+    types = {"w_ptr": "*i8"} | dict.fromkeys(("x_ptr", "out_ptr", "bias_ptr"), f"*{dtype}")
+    compiled = build(
+        _weight_only_kernel, constants, types, target, ("columns", "depth"), num_warps=tile.num_warps,
+        num_stages=tile.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
+    return {"kernel": "weight_only", **read(compiled)}
+
+
 def linears(name: str):
     """As `kernels`, of the 8-bit linear layers."""
     for columns, norm in ((3072, "layer"), (3072, "none"), (15360, "none"), (100, "rms")):
@@ -342,6 +363,11 @@ def linears(name: str):
     kinds = LINEARS if name == "sm_90" else [kind for kind in LINEARS if kind != "few"]  # which have one tile there
     for kind in kinds:
         yield f"{name}/linear/int8/{kind}", linear(name, kind)
+    for kind in WEIGHT_ONLY_ROWS:
+        yield f"{name}/weight_only/bf16/{kind}", weight_only(name, kind)
+    if name in FULL_TARGETS:
+        for dtype in ("fp16", "fp32"):
+            yield f"{name}/weight_only/{dtype}/few", weight_only(name, "few", dtype)
     if name in FP8_TARGETS:
         yield f"{name}/quantize_rows/fp8/3072/layer", quantize_rows(name, 3072, "layer", fp8=True)
         for kind in ("16", "64", "many", "many/gate_residual"):

@@ -177,6 +177,19 @@ def test_linear_layers_do_not_spill(kernels):
             assert facts.get("stack", 0) == 0, (key, facts)  # registers put away behind the loop: of a rare case
 
 
+def test_weights_in_8_bit_are_multiplied_in_16_bit_without_spilling(kernels):
+    name = target_of(kernels)
+    found = {key: facts for key, facts in kernels.items() if "/weight_only/" in key}
+    assert len(found) == (4 if name in ("sm_80", "sm_90") else 2)
+    for key, facts in found.items():
+        assert not facts["int8_matrix"] and facts["shared"] <= 64 * 1024, (key, facts)
+        assert facts.get("stack", 0) == 0, (key, facts)
+        if "/fp32/" not in key:  # which has no matrix units, and no loop to be found by them
+            assert all(loop["spills"] == 0 and loop["matrix"] for loop in facts.get("loops", [])), (key, facts)
+            # 8 KiB by 64 lanes: more would take longer than an H200 takes to read them
+            assert key.endswith("many") or all(x["instructions"] <= 600 for x in facts.get("loops", [])), (key, facts)
+
+
 def test_table_of_registers_and_loop_counts_is_the_committed_one(kernels):
     """A change here is a change of the machine code: look at it, then `make codegen`."""
     skip_unless_pinned()

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels import QuantizedRows, library_matmul, linear, quantize_activation, quantized_linear
+from sage_kernels import (
+    QuantizedRows,
+    library_matmul,
+    linear,
+    quantize_activation,
+    quantized_linear,
+    weight_only_linear,
+)
 from sage_kernels.recipe import GATED
 from sage_kernels.reference.linear import ref_quantize_activation
 
@@ -35,15 +42,20 @@ class Linears:
         def launch_linear(*given, **options):
             return launch.launch_quantized_linear(*given, **options, tile=self.tile)
 
+        def launch_weight_only(*given, **options):
+            return launch.launch_weight_only_linear(*given, **options, tile=self.tile)
+
         # a call that is made again has its tile from the first one; and PyTorch's matmul is not what is tested
         patch.setattr(linear, "_make_again", lambda *_: (None, None))
         patch.setattr(library_matmul, "does", lambda *_: False)
         if tier == "interpreter":
             patch.setattr(linear.reference, "ref_quantize_activation", launch.launch_quantize_activation)
             patch.setattr(linear.reference, "ref_quantized_linear", launch_linear)
+            patch.setattr(linear.reference, "ref_weight_only_linear", launch_weight_only)
         else:
-            table = launch._device_tile
+            table, few = launch._device_tile, launch.choose_weight_only_tile
             patch.setattr(launch, "_device_tile", lambda *a, **k: self.tile or table(*a, **k))
+            patch.setattr(launch, "choose_weight_only_tile", lambda *a, **k: self.tile or few(*a, **k))
 
     def to_device(self, x):
         if isinstance(x, QuantizedRows):
@@ -73,6 +85,20 @@ class Linears:
         assert out.shape == (*x.codes.shape[:-1], columns) and out.is_contiguous()
         assert out.dtype == options.get("dtype", torch.bfloat16)
         return out.cpu()
+
+    def weight_only(self, x, weight, bias=None, tile=None):
+        self.tile = tile
+        out = weight_only_linear(self.to_device(x), self.to_device(weight), self.to_device(bias))
+        assert out.shape == (*x.shape[:-1], weight.codes.shape[0]) and out.is_contiguous() and out.dtype == x.dtype
+        return out.cpu()
+
+    def check_weight_only(self, x, weight, bias=None, tile=None):
+        """As `weight_only`, held against exact arithmetic on the same codes."""
+        out = self.weight_only(x, weight, bias, tile)
+        wanted, bound = exact_weight_only(x, weight, bias, tier=self.tier)
+        error = (out.double() - wanted).abs()
+        assert (error <= bound).all(), f"{(error / bound).max():.3f} times the bound"
+        return out
 
     def check(self, x, weight, bias=None, **options):
         """As `multiply`, held against exact arithmetic on the same codes."""
@@ -129,6 +155,19 @@ def exact(
         y = y + residual.double()
     half_unit = _HALF_UNIT[dtype] * (2 if tier == "interpreter" and dtype == torch.bfloat16 else 1)
     return y, error + half_unit * (y.abs() + error) + _SMALLEST[dtype]
+
+
+def exact_weight_only(x, weight, bias=None, *, tier="reference"):
+    """The output of `weight_only_linear` in fp64, and how far the op may be from it: products of 16 bit and a code are
+    exact in fp32, each of the K sums rounds once (a GPU's matrix units cut off: twice as much), then the scale, the
+    bias, and one rounding to x's type."""
+    rows, codes, scale = x.double(), weight.codes.double(), weight.scale.double()
+    y, bias = rows @ codes.mT * scale, torch.zeros(()) if bias is None else bias.double()
+    each = _FP32 * (2 if tier == "cuda" else 1) * (2 if x.dtype == torch.float32 else 1)  # a product of fp32 rounds
+    error = x.shape[-1] * each * (rows.abs() @ codes.abs().mT) * scale + 4 * _FP32 * (y.abs() + bias.abs())
+    y = y + bias
+    half_unit = _HALF_UNIT[x.dtype] * (2 if tier == "interpreter" and x.dtype == torch.bfloat16 else 1)
+    return y, error + half_unit * (y.abs() + error) + _SMALLEST[x.dtype]
 
 
 def activated(y, name: str):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from sage_kernels import QuantizedRows, quantize_activation, quantize_weight, quantized_linear
+from sage_kernels import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from tests.kernels.linear.linear_cases import normal, rows
 
 
@@ -27,6 +27,10 @@ def bad_weight(weight=X[0], **options):
 
 def bad_linear(x=ROWS, weight=WEIGHT, *rest, **options):
     return lambda: quantized_linear(x, weight, *rest, **options)
+
+
+def bad_weight_only(x=X, weight=WEIGHT, *rest):
+    return lambda: weight_only_linear(x, weight, *rest)
 
 
 def vector(*shape, **options):
@@ -123,6 +127,35 @@ CALLS = {
     "residual device": (
         bad_linear(residual=vector(2, 3, 8, device="meta")), ValueError, "residual: got device meta, expected cpu"
     ),
+    # weight_only_linear
+    "rows in 8 bit": (bad_weight_only(ROWS), TypeError, "x: got QuantizedRows, expected a tensor"),
+    "rows of double": (bad_weight_only(X.double()), TypeError, f"x: got torch.float64, expected {DTYPES}"),
+    "rows of no dimension": (bad_weight_only(X[0, 0, 0]), ValueError, "x: got 0 dimensions, expected 1 to 4"),
+    "rows of five": (bad_weight_only(X[None, None]), ValueError, "x: got 5 dimensions, expected 1 to 4"),
+    "rows of no columns": (bad_weight_only(X[..., :0]), ValueError, "expected [..., K] with K >= 1"),
+    "a 16-bit weight": (bad_weight_only(X, X[0]), TypeError, "weight: got Tensor, expected QuantizedRows"),
+    "an FP8 weight": (
+        bad_weight_only(X, rows(8, 32, format="fp8")), TypeError,
+        "weight.codes: got torch.float8_e4m3fn, expected one of (torch.int8,)",
+    ),
+    "a weight of another depth": (
+        bad_weight_only(X, rows(8, 33)), ValueError,
+        "x, weight.codes: got shapes (2, 3, 32) and (8, 33), expected [..., K] and [N, K]",
+    ),
+    "a weight of three dimensions": (bad_weight_only(X, rows(1, 8, 32)), ValueError, "(1, 8, 32), expected [..., K]"),
+    "its scale": (
+        bad_weight_only(X, QuantizedRows(WEIGHT.codes, WEIGHT.scale[:7])), ValueError,
+        "weight.scale: got shape (7,), expected (8,)",
+    ),
+    "a weight elsewhere": (
+        bad_weight_only(X, QuantizedRows(*(y.to("meta") for y in WEIGHT))), ValueError,
+        "weight.codes: got device meta, expected cpu as x",
+    ),
+    "its bias": (bad_weight_only(X, WEIGHT, vector(7)), ValueError, "bias: got shape (7,), expected (8,)"),
+    "its bias elsewhere": (
+        bad_weight_only(X, WEIGHT, vector(8, device="meta")), ValueError, "bias: got device meta, expected cpu"
+    ),
+    "its bias of integers": (bad_weight_only(X, WEIGHT, vector(8).int()), TypeError, "bias: got torch.int32, exp"),
 }  # fmt: skip
 
 
@@ -152,6 +185,8 @@ def calls_with(change):
     for name, shape in LINEAR.items():
         yield name, lambda n=name, s=shape: quantized_linear(ROWS, WEIGHT, **{n: change(vector(*s))})
     yield "bias", lambda: quantized_linear(ROWS, WEIGHT, change(vector(8)))
+    yield "x", lambda: weight_only_linear(change(X), WEIGHT)
+    yield "bias", lambda: weight_only_linear(X, WEIGHT, change(vector(8)))
 
 
 def test_N05_gradients_are_refused_not_lost():
@@ -183,6 +218,7 @@ def test_N05_tangents_are_refused_not_lost():
             1
         ],
         "quantized_linear": lambda x: ops.quantized_linear(*ROWS, *WEIGHT, None, "none", None, x, torch.float32),
+        "weight_only_linear": lambda x: ops.weight_only_linear(x, *rows(4, 8), None),
     }.items():
         with pytest.raises(NotImplementedError, match=f"{name}: got a call under forward-mode"):
             torch.func.jvp(call, (vector(2, 3, 8),), (vector(2, 3, 8),))

@@ -9,7 +9,8 @@ from ..launch import buffer, launch, processors_of
 from .matmul import _linear_kernel
 from .matmul_tma import _linear_tma_kernel
 from .quantize_rows import _quantize_rows_kernel
-from .tiles import LinearTile, choose_linear_tile
+from .tiles import LinearTile, choose_linear_tile, choose_weight_only_tile
+from .weight_only import _weight_only_kernel
 
 
 ALIGNMENT = 16  # bytes: of rows of codes, as the copy engine wants them
@@ -126,6 +127,26 @@ def launch_quantized_linear(
     return out
 
 
+def launch_weight_only_linear(x, weight, weight_scale, bias, *, tile: LinearTile | None = None):
+    """See `sage_kernels.weight_only_linear`. tile: overrides the table (benchmarks, tests)."""
+    columns = weight.shape[0]
+    flat, w = _as_rows(x), _as_rows(weight)
+    rows, depth = flat.shape
+    # the interpreter has no sums of bf16
+    in_fp32 = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and not x.is_cuda)
+    tile = tile or choose_weight_only_tile(_capability(x.device), rows, fp32=in_fp32)
+    out = buffer(*x.shape[:-1], columns, dtype=x.dtype, device=x.device, returned=True)
+    with torch.cuda.device_of(x):
+        launch(
+            _weight_only_kernel, -(-rows // tile.block_m) * -(-columns // tile.block_n), flat, w, out,
+            weight_scale.contiguous(), weight_scale if bias is None else bias.contiguous(), rows, columns, depth,
+            flat.stride(0), w.stride(0),
+            BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=_GROUP, STAGES=tile.num_stages,
+            HAS_BIAS=bias is not None, FP32=in_fp32, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+    return out
+
+
 def _copyable(x: torch.Tensor) -> bool:
     """Whether the copy engine can read and write rows [R, K]: they lie at multiples of 16 bytes, one after another."""
     is_aligned = x.data_ptr() % ALIGNMENT == 0 and x.stride(0) * x.element_size() % ALIGNMENT == 0
@@ -136,9 +157,14 @@ def _describe(x: torch.Tensor, block: list[int]):
     return compat.TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
-def _device_tile(device: torch.device, rows: int, columns: int, **kind) -> LinearTile:
+def _capability(device: torch.device) -> int:
+    """As the table has it: 90 for Hopper, 0 for AMD and the interpreter."""
     if device.type != "cuda" or torch.version.hip is not None:
-        return choose_linear_tile(0, rows, columns, **kind)
+        return 0
     major, minor = torch.cuda.get_device_capability(device)
-    tile = choose_linear_tile(10 * major + minor, rows, columns, **kind)
+    return 10 * major + minor
+
+
+def _device_tile(device: torch.device, rows: int, columns: int, **kind) -> LinearTile:
+    tile = choose_linear_tile(_capability(device), rows, columns, **kind)
     return tile._replace(use_tma=tile.use_tma and compat.TensorDescriptor is not None)

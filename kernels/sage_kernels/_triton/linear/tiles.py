@@ -1,4 +1,4 @@
-"""Tiles of the 8-bit matmul: a table by GPU and by how many rows and columns there are."""
+"""Tiles of the matmuls of 8-bit weights: a table by GPU and by how many rows and columns there are."""
 
 from typing import NamedTuple
 
@@ -42,3 +42,17 @@ def choose_linear_tile(
     if has_residual:  # its tile has to be in shared memory beside the output's
         return LinearTile(128, 256, 128, 8, 4, True, 4)
     return LinearTile(256, 128, 128, 8, 4, True, 2)
+
+
+def choose_weight_only_tile(capability: int, rows: int, *, fp32: bool = False) -> LinearTile:
+    """The tile for x [rows, K] in 16 bit, or fp32, and a weight in 8 bit; compiled, never timed.
+
+    Few rows: three tiles of 8 KiB of the weight are under way while one is multiplied, in programs so small that some
+    fit on an SM beside each other. FP32 has no matrix units, and its operands are in registers.
+    """
+    stages = 4 if capability else 2
+    if fp32:
+        return LinearTile(16, 32, 32, 4, 2)
+    if rows <= 16:
+        return LinearTile(16, 32, 256, 2, stages)
+    return LinearTile(64, 128, 64, 4, stages)
