@@ -26,6 +26,7 @@ from sage_kernels._triton.decode.append_kv import _append_kv_kernel
 from sage_kernels._triton.decode.combine import _combine_kernel
 from sage_kernels._triton.decode.kernel import _decode_attention_kernel
 from sage_kernels._triton.decode.tiles import LONG, decode_tile
+from sage_kernels._triton.heads.qk_norm_rope import _HEADS, _TOKENS, _qk_norm_rope_kernel
 from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
 from sage_kernels._triton.linear.matmul import _linear_kernel
 from sage_kernels._triton.linear.matmul_tma import _linear_tma_kernel
@@ -260,6 +261,17 @@ def plan_step(name: str, width: int) -> dict:
     return {"kernel": "plan_step", **read(build(_plan_step_kernel, constants, types, TARGETS[name], num_warps=1))}
 
 
+def heads(name: str, width: int, pairs: bool) -> dict:
+    """Norm and rotary embedding of Q and K, with angles [S, D] that lie one after the other."""
+    constants = {
+        "HEAD_DIM": width, "HALF": width // 2, "TOKENS": _TOKENS, "HEADS": _HEADS, "PAIRS": pairs, "NORM": True,
+        "HAS_WEIGHT": True, "ROTARY": True, "HALF_TABLE": False, "stride_cc": 1, "stride_sc": 1,
+    }  # fmt: skip
+    types = dict.fromkeys(("q_ptr", "k_ptr", "q_out_ptr", "k_out_ptr", "q_weight_ptr", "k_weight_ptr"), "*bf16")
+    compiled = build(_qk_norm_rope_kernel, constants, types | {"eps": "fp32"}, TARGETS[name], num_warps=4)
+    return {"kernel": "qk_norm_rope", **read(compiled)}
+
+
 def append(name: str, width: int, tokens: int) -> dict:
     constants = {
         "HEAD_DIM": width,
@@ -410,6 +422,8 @@ def kernels(name: str):
     yield f"{name}/combine/128", combine(name, 128)
     yield f"{name}/plan_step/128", plan_step(name, 128)
     yield f"{name}/rotate/128", rotate(name, 128)
+    for pairs in (True, False):
+        yield f"{name}/qk_norm_rope/128/{'pairs' if pairs else 'halves'}", heads(name, 128, pairs)
     if name in FULL_TARGETS:
         for block in (8, 64, 256):
             yield f"{name}/rotate/{block}", rotate(name, block)
