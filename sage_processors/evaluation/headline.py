@@ -55,6 +55,10 @@ FIGURES = (
         "the same with cuDNN, {}", _milliseconds, ("flux_1024", CUDNN),
     ),
     Figure(
+        "the same with INT8 linear layers", "end_to_end", "flux_1024", "time",
+        "the same with cuDNN, {}", _milliseconds, ("flux_1024", CUDNN), f"{DEFAULT_RECIPE}+linears_int8",
+    ),
+    Figure(
         "INT8 KV cache: attention of a token, 8 × 131,072 tokens", "decode", "llama8b_decode_131072_b8", "time",
         "cuDNN over a bf16 cache, {}", _milliseconds, ("llama8b_decode_131072_b8", CUDNN), "kv_int8",
     ),
