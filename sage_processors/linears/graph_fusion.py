@@ -231,19 +231,20 @@ def _take_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     y = _value(x)
     if norm != "none" or node.kwargs or y is None or any(own[i] is not None for i in (0, 1, 3, 4)):
         return
-    for sum_, shift in _sides(x, _ADDS):
-        for product, gain in _sides(sum_, _MULTIPLICATIONS):
+    for sum_, shift in _sides(_before_casts(x), _ADDS):
+        for product, gain in _sides(_before_casts(sum_), _MULTIPLICATIONS):
+            product = _before_casts(product)
             found = _norm_of(product)
             if found is None or not (_is_vector(shift, y.shape) and _is_vector(gain, y.shape)):
                 continue
             source, kind, weight, bias, eps = found
+            source, weight, bias = (_before_casts(t, torch.float32) for t in (source, weight, bias))
             if not _is_free(product, node):
                 return
             op = torch.ops.sage_kernels.quantize_activation.default
             new = _add(graph, node, op, source, format, kind, weight, bias, float(eps), gain, shift, balance)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
-            _erase(graph, *dict.fromkeys(n for n in (x, sum_, product) if isinstance(n, torch.fx.Node)))
             return
 
 
@@ -294,15 +295,16 @@ def _takes(args: list[Any], user: torch.fx.Node, node: torch.fx.Node, shape: tor
             return True
     for one, other in _sides(user, _MULTIPLICATIONS):
         x = _value(other)
-        if one is node and x is not None and is_bare and x.dtype in _FLOATS and is_by_token(x, shape):
-            if torch.promote_types(args[_DTYPE], x.dtype) == args[_DTYPE] and other is not node:
-                args[_GATE] = other
+        if one is node and other is not node and x is not None and is_bare and x.dtype in _FLOATS:
+            if is_by_token(x, shape):
+                args[_GATE], args[_DTYPE] = other, torch.promote_types(args[_DTYPE], x.dtype)
                 return True
     for one, other in _sides(user, _ADDS):
         x = _value(other)
         if one is node and other is not node and x is not None and args[_RESIDUAL] is None and x.dtype in _FLOATS:
             if x.shape == shape:
-                args[_RESIDUAL], args[_DTYPE] = _uncast(other), torch.promote_types(args[_DTYPE], x.dtype)
+                args[_DTYPE] = torch.promote_types(args[_DTYPE], x.dtype)
+                args[_RESIDUAL] = _before_casts(other, torch.float32)  # the op reads any type
                 return True
     return False
 
@@ -329,10 +331,12 @@ def _cast(user: torch.fx.Node, node: Any) -> torch.dtype | None:
     return None
 
 
-def _uncast(node: Any) -> Any:
-    """A residual before a cast to fp32: the op reads any type."""
-    if isinstance(node, torch.fx.Node) and node.op == "call_method" and node.target == "float" and len(node.args) == 1:
-        before = _value(node.args[0])
-        if before is not None and before.dtype in _FLOATS:
-            return node.args[0]
+def _before_casts(node: Any, to: torch.dtype | None = None) -> Any:
+    """What a node casts, through all casts between floating point types, or those to one type. What is cast to fp32 is
+    the same number before; what is cast to a smaller type loses a rounding."""
+    while isinstance(node, torch.fx.Node) and node.op == "call_method" and isinstance(node.args[0], torch.fx.Node):
+        before, dtype = _value(node.args[0]), _cast(node, node.args[0])
+        if dtype is None or before is None or before.dtype not in _FLOATS or to not in (None, dtype):
+            break
+        node = node.args[0]
     return node

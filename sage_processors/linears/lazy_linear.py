@@ -57,9 +57,13 @@ class LazyLinear(Lazy):
     def _compute(self):
         return self._finish()
 
-    def _with(self, **changes):
+    def _with(self, dtype=None, **changes):
         kept = {"activation": self._activation, "gate": self._gate} | changes
-        return LazyLinear(self._shape, self._dtype, self._device, self._module, self._x, **kept)
+        return LazyLinear(self._shape, dtype or self._dtype, self._device, self._module, self._x, **kept)
+
+    def _cast(self, dtype):
+        """Rounded once, to the type that is asked for."""
+        return self._with(dtype) if self._real is None and dtype in _FLOATS else self.real().to(dtype)
 
     @property
     def _is_bare(self) -> bool:
@@ -76,8 +80,9 @@ class LazyLinear(Lazy):
                 return pair
         other = real_of(other)
         if self._gate is None and self._real is None and can_wait(other) and is_by_token(other, self._shape):
-            if torch.promote_types(self._dtype, other.dtype) == self._dtype:
-                return self._with(gate=Operand(other))
+            dtype = torch.promote_types(self._dtype, other.dtype) if other.dim() else self._dtype
+            if dtype in _FLOATS:
+                return self._with(dtype, gate=Operand(other))
         return self.real() * other
 
     def __truediv__(self, other):

@@ -284,6 +284,36 @@ def test_compiled_models_make_what_eager_ones_make(finish, norm):
         assert all(args[5:8] == ("none", None, None) for args in found["quantized_linear"])
 
 
+def in_fp32(m, x, v, r):
+    """A block that computes norms, gates and sums in fp32, as video models do."""
+    normed = F.layer_norm(x.float(), (48,), m.norm.weight.float(), m.norm.bias.float(), 1e-5).to(torch.float32)
+    return (r.float() + m.out((normed * (1 + v) + v).type_as(x)) * torch.cat([v, v], -1)[..., :64]).type_as(r)
+
+
+def test_norms_gates_and_sums_in_fp32_are_of_the_same_calls():
+    model = Layers(in_fp32).bfloat16()
+    x, vector, residual = torch.randn(2, 6, 48).bfloat16(), torch.randn(2, 1, 48), torch.randn(2, 6, 64).bfloat16()
+    expected = model(x, vector, residual)
+    with sp.quantize_linears(model, min_features=0):
+        got, found = compiled_ops(model, lambda compiled: compiled(x, vector, residual))
+        assert relative_error(model(x, vector, residual), expected) < 0.03
+    (rows,), (linear,) = found["quantize_activation"], found["quantized_linear"]
+    assert rows[0].op == "placeholder" and rows[2] == "layer" and None not in (rows[3], rows[4], rows[6], rows[7])
+    assert linear[6] is not None and linear[7].op == "placeholder" and linear[8] == got.dtype == torch.bfloat16
+    assert relative_error(got, expected) < 0.03
+
+
+def test_a_cast_to_a_smaller_type_in_front_of_a_norm_stays():
+    def finish(m, x, v, r):
+        return m.out(F.layer_norm(x.bfloat16().float(), (48,)))
+
+    model = Layers(finish)
+    x, vector, residual = torch.randn(2, 6, 48), torch.randn(2, 1, 48), torch.randn(2, 6, 64)
+    with sp.quantize_linears(model, min_features=0):
+        _, found = compiled_ops(model, lambda compiled: compiled(x, vector, residual))
+    assert found["quantize_activation"][0][0].target == "bfloat16"
+
+
 def test_casts_around_a_gate_and_a_residual_are_of_the_same_call():
     model = Layers(FINISHES["casts"][0]).bfloat16()
     x, vector, residual = (torch.randn(*s).bfloat16() for s in ((2, 6, 48), (2, 1, 48), (2, 6, 64)))

@@ -60,6 +60,28 @@ def test_known_continuations_are_one_op(linear, name):
     assert relative_error(got, expected) < 1.5 * expected_error(x, stock.weight)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_casts_and_wider_gates_are_of_the_same_op(dtype):
+    stock, twin = linear_pair(dtype=dtype)
+    x, gate, residual = torch.randn(2, 6, 48).to(dtype), torch.randn(2, 1, 64), torch.randn(2, 6, 64).to(dtype)
+    calls = {
+        "gate in fp32": lambda layer: residual.float() + layer(x) * gate,
+        "cast before": lambda layer: layer(x).float() * gate + residual,
+        "cast alone": lambda layer: layer(x).float(),
+        "cast behind": lambda layer: F.gelu(layer(x)).to(torch.float32),
+    }
+    with sp.quantize_linears(twin, min_features=0):
+        for name, call in calls.items():
+            with OpCounter() as ops:
+                got = call(twin)
+                got = got.real() if isinstance(got, Lazy) else got
+            expected = call(stock)
+            assert got.dtype == expected.dtype == torch.float32, name
+            assert ops.multiplied == 1  # of rows that are quantised once for all of them
+            bound = 1.5 * expected_error(x, stock.weight) + torch.finfo(dtype).eps
+            assert relative_error(got, expected) < bound, name
+
+
 OTHERS = {
     "relu": lambda y, r: torch.relu(y),
     "add_number": lambda y, r: y + 1.5,
