@@ -20,6 +20,8 @@ NAMES = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 class HeadNormState(NormState):
     """Of one norm in front of attention. waiting: as of the rotary embedding's."""
 
+    waits_when_captured = True  # attention, which is captured with it, has it made in the same graph
+
     def __init__(self, label, kind, plus_one, shared):
         super().__init__(label, kind, plus_one, shared)
         self.waiting = Waiting(label)

@@ -45,7 +45,10 @@ class NormState:
         kind: "layer" or "rms". plus_one: the weight that it multiplies by is 1 + its parameter.
         is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
+        waits_when_captured: also while a CUDA graph is captured.
     """
+
+    waits_when_captured = False
 
     def __init__(self, label: str, kind: str, plus_one: bool, shared):
         self.label, self.kind, self.plus_one, self.shared = label, kind, plus_one, shared
@@ -76,7 +79,9 @@ class NormState:
         weight, bias = parameters.get("weight"), parameters.get("bias")
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)):
             return None
-        if torch.is_autocast_enabled(x.device.type) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if torch.is_autocast_enabled(x.device.type):
+            return None
+        if not self.waits_when_captured and x.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         if any(p is not None and (p.is_meta or p.is_inference() or p.device != x.device) for p in (weight, bias)):
             return None
