@@ -310,7 +310,7 @@ def _takes(args: list[Any], user: torch.fx.Node, node: torch.fx.Node, shape: tor
 
 
 def _activation(node: torch.fx.Node) -> str | None:
-    if node.target in (F.gelu, torch._C._nn.gelu):
+    if node.target is F.gelu:
         approximate = node.args[1] if len(node.args) > 1 else node.kwargs.get("approximate", "none")
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate))
     in_place = node.args[1] if len(node.args) > 1 else node.kwargs.get("inplace", False)

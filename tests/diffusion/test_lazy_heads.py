@@ -248,6 +248,54 @@ def test_whatever_becomes_of_the_heads_the_numbers_are_the_models(use):
         assert handle.report().calls == 3
 
 
+class Unlike(Processor):
+    """Queries and keys that one pass can't make together: `kind` says why."""
+
+    kind = ""
+
+    def __call__(self, attn, x, angles):
+        q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q = attn.norm_q(q)
+        k = k if self.kind == "norm of queries alone" else attn.norm_k(k)
+        of_keys = tuple(t.flip(0) for t in angles) if "other angles" in self.kind else angles
+        if self.kind == "other angles of two parts":
+            q, k = (torch.cat([attn.norm_q(v[:, :5]), attn.norm_q(v[:, 5:])], 1) for _ in "qk")
+        q = apply_rotary_emb(q, angles, sequence_dim=1)
+        if self.kind == "pairs":
+            k = apply_rotary_emb(k, angles, use_real_unbind_dim=-2, sequence_dim=1)
+        elif self.kind != "angles of queries alone":
+            k = apply_rotary_emb(k, of_keys, sequence_dim=1)
+        return dispatch_attention_fn(q, k, v).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "other angles",
+        "other angles of two parts",
+        "pairs",
+        "angles of queries alone",
+        "norm of queries alone",
+        "eps",
+        "weight of queries alone",
+    ],
+)
+def test_queries_and_keys_that_differ_are_made_one_by_one(kind):
+    processor = Unlike()
+    processor.kind = kind
+    model = Model(processor)
+    if kind == "eps":
+        model.attn.norm_k.eps = 0.3
+    if kind == "weight of queries alone":
+        model.attn.norm_k = torch.nn.RMSNorm(16, eps=1e-6, elementwise_affine=False)
+    torch.nn.init.uniform_(model.attn.norm_q.weight, 0.5, 2.0)
+    expected = model(X, angles())
+    with sp.apply(model, config()), Passes() as passes:
+        for _ in range(2):
+            assert (model(X, angles()) - expected).norm() < 0.02 * expected.norm()
+    assert not passes.calls
+
+
 def test_an_input_that_the_processor_overwrites_is_noticed_in_the_first_call():
     processor = Processor()
     processor.use = lambda q, k, given: (q, k, given.zero_())[:2]
