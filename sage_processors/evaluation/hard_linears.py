@@ -139,7 +139,7 @@ def inject_channel_outliers(
             for place in places:
                 width = modules[place.readers[0]].in_features
                 if len(factors) > width:
-                    raise ValueError(f"factors: got {len(factors)}, expected at most {width}, channels of {place.norm}")
+                    raise ValueError(f"factors: got {len(factors)}, expected at most {width} channels in {place.norm}")
                 channels = torch.randperm(width, generator=generator)[: len(factors)]
                 _plant(place, [modules[reader] for reader in place.readers], channels, torch.tensor(factors))
         yield [place.norm for place in places]

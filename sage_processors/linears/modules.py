@@ -13,6 +13,7 @@ from torch import nn
 from sage_kernels import weight_only_linear
 
 from .activations import quantized
+from .balance import vector_of
 from .lazy import Lazy, real_of, version_of
 from .lazy_linear import LazyLinear, product
 from .lazy_norm import LazyNorm
@@ -64,6 +65,8 @@ def _exact(module, base, x):
     weight = codes.to(torch.float32) * scale[:, None]
     if state.storage.in_turns and len(state.storage.modules) == 1:
         weight = state.storage.turned_back(weight.t()).t()
+    if state.balance is not None:
+        weight = weight * state.balance.vector.to(weight.device)
     return F.linear(x, weight.to(x.dtype), module._parameters.get("bias"))
 
 
@@ -93,11 +96,12 @@ def _in_8_bit(module, base, x):
     state.events.add(_CALLED)
     if state.is_weight_only:
         return weight_only_linear(real_of(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
+    balance = vector_of(state, x.device)
     if type(x) is LazyNorm:
-        rows = x.rows(state.format)
+        rows = x.rows(state.format, balance)
         version = version_of(x.real()) if x.is_changed else 0
     else:
-        rows = quantized(x, state.format)
+        rows = quantized(x, state.format, balance)
         version = version_of(x)
     run = state.run
     if run is not None and version is not None:
@@ -118,7 +122,10 @@ def _compiled(module, base, x):
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     home = storage.modules[0]._buffers
     codes = home.get(CODES)
+    balance = None if state.balance is None else state.balance.vector
     if reason is None and (codes is None or state.failed or codes.device != x.device or not state.is_filled):
+        reason = "weight"
+    if reason is None and balance is not None and balance.device != x.device:
         reason = "weight"
     if reason is not None:
         state.stay_exact(reason)
@@ -129,7 +136,7 @@ def _compiled(module, base, x):
     bias = module._parameters.get("bias")
     if state.is_weight_only:
         return ops.weight_only_linear(x.to(dtype), codes, scale, bias)
-    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, None)
+    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, balance)
     alone_in_turns = storage.in_turns and len(storage.modules) == 1
     if not alone_in_turns:
         return ops.quantized_linear(x_codes, x_scale, codes, scale, bias, "none", None, None, dtype)
@@ -171,6 +178,7 @@ class _SwappedLinear(_Beside):
                 dropped = placeholder(dropped.shape, kind.dtype, kind.device)
             if probe is not None and not probe.is_meta:
                 own = {name: buffer.to(probe.device) for name, buffer in own.items()}
+                vector_of(state, probe.device)
         finally:
             if dropped is not None:
                 self._parameters = {"weight": dropped, **self._parameters}
