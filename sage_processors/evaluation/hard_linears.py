@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..linears.norms import norm_form
-
 
 FACTORS = (8.0, 64.0, 512.0)
 _QKV, _ADDED = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
+_NORMS = ("LayerNorm", "FP32LayerNorm", "LlamaRMSNorm")  # that multiply by their weight as it is
 # (norm of a block with a gain of its own, all layers that read it)
 _AFFINE = {
     "BasicTransformerBlock": (
@@ -86,13 +85,10 @@ def _candidates(block: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _affine(norm: Any) -> tuple[Any, Any] | None:
-    form, weight = norm_form(norm), norm._parameters.get("weight")
-    if form is None or weight is None:
+    own = [norm._parameters.get(name) for name in ("weight", "bias")]
+    if type(norm).__name__ not in _NORMS or own[0] is None:
         return None
-    bias = norm._parameters.get("bias")
-    gain = ((weight, 0),)
-    shift = () if bias is None else ((bias, 0),)
-    return (shift, gain) if form[1] else ((*gain, *shift), ())
+    return tuple((parameter, 0) for parameter in own if parameter is not None), ()
 
 
 def _modulation(norm: Any, first: int) -> tuple[Any, Any] | None:

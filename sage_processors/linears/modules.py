@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sage_kernels import weight_only_linear
+from sage_kernels import QuantizedRows, weight_only_linear
 
 from .activations import quantized
 from .balance import vector_of
@@ -103,6 +103,8 @@ def _in_8_bit(module, base, x):
     else:
         rows = quantized(x, state.format, balance)
         version = version_of(x)
+    if state.probe is not None and state.probe.shared.on:
+        state.probe.compare(module, x, rows)
     run = state.run
     if run is not None and version is not None:
         y = run.output(state.index, x, version, rows, dtype)
@@ -137,6 +139,8 @@ def _compiled(module, base, x):
     if state.is_weight_only:
         return ops.weight_only_linear(x.to(dtype), codes, scale, bias)
     x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, balance)
+    if state.probe is not None and state.probe.shared.on:
+        state.probe.compare(module, x, QuantizedRows(x_codes, x_scale))
     alone_in_turns = storage.in_turns and len(storage.modules) == 1
     if not alone_in_turns:
         return ops.quantized_linear(x_codes, x_scale, codes, scale, bias, "none", None, None, dtype)

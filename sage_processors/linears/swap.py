@@ -260,6 +260,10 @@ class LinearSwap:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
         return self.unseen_forwards + (self._forward_seen and self._count() == self._eager_calls)
 
+    def states(self) -> list[LinearState]:
+        """Of every swapped layer."""
+        return [state for _, state in self._states.values()]
+
     def state_of(self, module: Any) -> LinearState | None:
         """What a swapped layer knows; None for one that is not swapped."""
         return self._states.get(id(module), (None, None))[1]

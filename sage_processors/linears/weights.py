@@ -89,6 +89,7 @@ class LinearState:
             `.data`, which no counter of PyTorch's tells. bias_touched: the bias was.
         dropped: the 16-bit weight is gone.
         failed: its weight can't be quantised.
+        probe: probe.LinearProbe that compares it with the 16-bit layer, or None.
     """
 
     def __init__(self, label: str, format: str, policy: str, shared: Shared):
@@ -100,6 +101,7 @@ class LinearState:
         self.run: Any = None
         self.balance: Any = None
         self.neighbours: Any = None
+        self.probe: Any = None
         self.is_balanced = False
         self.version = 0
         self.touched = self.bias_touched = self.dropped = self.failed = False
@@ -110,7 +112,7 @@ class LinearState:
         self._bias_version: int | None = None
 
     def __getstate__(self):  # weak references are no state
-        return self.__dict__ | {"_weight": _nothing, "_bias": _nothing, "neighbours": None}
+        return self.__dict__ | {"_weight": _nothing, "_bias": _nothing, "neighbours": None, "probe": None}
 
     @property
     def is_weight_only(self) -> bool:
