@@ -82,6 +82,8 @@ def _in_8_bit(module, base, x):
         if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
             state.stay_exact("subclass")
             return _exact(module, base, x)
+    if state.is_resting:
+        return _exact(module, base, real_of(x))
     weight = module._parameters.get("weight")
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     if reason is None and not state.prepare(module):

@@ -89,6 +89,7 @@ class LinearState:
             `.data`, which no counter of PyTorch's tells. bias_touched: the bias was.
         dropped: the 16-bit weight is gone.
         failed: its weight can't be quantised.
+        is_resting: it runs in 16 bit for now, and nobody counts that: what others do is measured.
         probe: probe.LinearProbe that compares it with the 16-bit layer, or None.
     """
 
@@ -102,6 +103,7 @@ class LinearState:
         self.balance: Any = None
         self.neighbours: Any = None
         self.probe: Any = None
+        self.is_resting = False
         self.is_balanced = False
         self.version = 0
         self.touched = self.bias_touched = self.dropped = self.failed = False
