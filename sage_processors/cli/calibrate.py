@@ -56,11 +56,11 @@ HardOption = Annotated[
 CsvOption = Annotated[Path | None, typer.Option(help="results.csv to append to.")]
 
 
-def _options(pipeline: str) -> SageAttnProcessor:
+def _options(pipeline: str, linears: list[str] | None = None) -> SageAttnProcessor:
     """The defaults; at the few tokens and channels of an embedded pipeline they would leave all of it exact."""
     is_small = pipeline in pipelines.names()
     return SageAttnProcessor(
-        min_tokens=quality.MIN_TOKENS if is_small else None, linears_min_features=0 if is_small else None
+        min_tokens=quality.MIN_TOKENS if is_small else None, linears_min_features=0 if is_small and linears else None
     )
 
 
@@ -107,7 +107,7 @@ def calibrate_policy(
             found = calibrate(
                 pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
                 scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, state_path=state,
-                config=_options(pipeline), linears=linears or (),
+                config=_options(pipeline, linears), linears=linears or (),
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error

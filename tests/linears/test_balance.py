@@ -13,7 +13,7 @@ import sage_processors as sp
 from sage_processors.evaluation.hard_linears import inject_channel_outliers
 from sage_processors.linears import balance
 from tests.linears.counting import OpCounter, relative_error
-from tests.linears.test_compile import Backend
+from tests.linears.test_compile import Backend, compiled_ops
 from tests.linears.test_pipelines import ALL, draw, pipeline, psnr
 from tests.linears.test_qkv import Attention
 from tests.linears.test_quantized_files import empty, rewrite
@@ -243,6 +243,17 @@ def test_compiled_code_reads_the_balance(planted):
             got = compiled(**inputs, return_dict=False)[0]
         assert relative_error(got, expected) < plain * 10 ** (3 / 20) and backend.graphs == 1
         assert swap.report().fallbacks == {}
+
+
+def test_compiled_code_makes_as_many_calls_as_without_outliers(planted):
+    model, inputs, expected, plain = planted
+    with sp.quantize_linears(model, min_features=0), torch.no_grad():
+        with OpCounter() as ops:
+            run(model, inputs)
+        got, found = compiled_ops(model, lambda compiled: compiled(**inputs, return_dict=False)[0])
+    assert relative_error(got, expected) < plain * 10 ** (3 / 20)
+    assert (len(found["quantize_activation"]), len(found["quantized_linear"])) == (ops.quantized, ops.multiplied)
+    assert any(args[2] == "layer" and args[8] is not None for args in found["quantize_activation"])
 
 
 def test_offloaded_layer_by_layer_every_run_is_the_same(planted):
