@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -135,6 +136,25 @@ class LinearChoices:
             rungs.append(self._options(base, plan))
         if len(rungs) > MAX_RUNGS:
             rungs = [rungs[i * (len(rungs) - 1) // (MAX_RUNGS - 1)] for i in range(MAX_RUNGS)]
+        return rungs
+
+    def roles(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
+        """The same, with all layers of one role in all blocks at a time, in 16 bit: a few layers' errors are no sure
+        guide to what a whole run makes of them."""
+        groups: dict[str, list[str]] = {}
+        for name in self.layers:
+            groups.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+
+        def gain(names: list[str]) -> float:
+            own = [self.layers[name] for name in names]
+            saved = sum(layer.seconds[EXACT] - layer.seconds[base.linears] for layer in own)
+            return sum(layer.errors[base.linears] for layer in own) / max(saved, 1e-30)
+
+        plan: dict[str, str] = {}
+        rungs = []
+        for names in sorted(groups.values(), key=lambda names: (-gain(names), names)):
+            plan |= dict.fromkeys(names, EXACT)
+            rungs.append(self._options(base, plan))
         return rungs
 
     def _options(self, base: SageAttnProcessor, plan: dict[str, str]) -> SageAttnProcessor:

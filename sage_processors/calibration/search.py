@@ -5,9 +5,9 @@ has the cheapest way whose measured error stays below a limit that falls from ru
 16 bit where the recipe has it in 8, a scale per token, the Hadamard rotation (measured for all layers first, which may
 do), 16 bit at the noise levels where its error is, 16 bit throughout. The others have more and more 16 bit: layers in
 the order of their error, first steps, last steps. On each ladder the mildest rung that meets the budget is found by
-bisection. Linear layers, where they are asked for, have a ladder of their own (linear_choices.py) and one beside the
-first, in place of the others. What meets the budget on the search's seeds is drawn again with fresh seeds, cheapest
-first and of equally dear ones the better first, and only those numbers count.
+bisection. Linear layers, where they are asked for, have ladders of their own (linear_choices.py), layer by layer and
+role by role, and one beside the first, in place of the others. What meets the budget on the search's seeds is drawn
+again with fresh seeds, cheapest first and of equally dear ones the better first, and only those numbers count.
 """
 
 from __future__ import annotations
@@ -130,6 +130,11 @@ def calibrate(
     seeds = list(range(len(inputs))) if seeds is None else list(seeds)
     kind = ("measured" if pipe.device.type == "cuda" else "counted") if cost == "auto" else cost
     _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_path)
+    if config.drop_weights:
+        raise ValueError(
+            "config: got drop_weights=True, expected the 16-bit weights to be there: what is tried is compared with "
+            "them; set it in the options that are found, dataclasses.replace(found.config, drop_weights=True)"
+        )
     linears = _checked_formats(linears, target_psnr)
     recipes = (config.recipe,) if recipes is None else tuple(recipes)
     bases = [dataclasses.replace(config, recipe=r, scaling=s) for r in recipes for s in scalings]
@@ -237,7 +242,7 @@ def _for_psnr(trials: Trials, bases: list[SageAttnProcessor], target: float) -> 
         tried_ladders = [by_layer, *ladders(best, worst_first, trials.steps)]
         if trials.linears is not None:  # first, as most time is in them; then both
             linear = trials.linears.ladder(best)
-            tried_ladders = [linear, _side_by_side(by_layer, linear)]
+            tried_ladders = [linear, trials.linears.roles(best), _side_by_side(by_layer, linear)]
         for ladder in tried_ladders:
             passing += _mildest(trials, ladder, target)
         found = good_enough(passing)

@@ -45,6 +45,25 @@ def test_a_ladder_takes_most_error_away_for_its_time_first():
     assert [round(found.share(rung), 3) for rung in rungs] == [0.667, 0.333]
 
 
+def test_a_ladder_of_roles_takes_the_same_layer_of_all_blocks():
+    even = (1.0, 1.0, 2.0)
+    found = choices(
+        **{"a.0.up": (even, {"int8": 5.0}), "a.1.up": (even, {"int8": 0.0}), "b.0.net.0.proj": (even, {"int8": 4.0})},
+        **{
+            "a.0.down": (even, {"int8": 2.0}),
+            "a.1.down": (even, {"int8": 2.5}),
+            "b.1.net.0.proj": (even, {"int8": 3.0}),
+        },
+    )
+    rungs = found.roles(sp.SageAttnProcessor(linears="int8"))
+    assert [sorted(dict(rung.layer_linears)) for rung in rungs] == [
+        ["b.0.net.0.proj", "b.1.net.0.proj"],
+        ["a.0.up", "a.1.up", "b.0.net.0.proj", "b.1.net.0.proj"],
+        sorted(found.layers),
+    ]
+    assert {format for _, format in rungs[-1].layer_linears} == {"none"}
+
+
 def test_a_dearer_8_bit_format_comes_before_16_bit_where_it_pays():
     found = choices(
         layer=((1.0, 1.5, 4.0), {"int8": 1.0, "fp8": 9.0}), odd=((1.0, 3.9, 4.0), {"int8": 8.0, "fp8": 9.0})
@@ -124,6 +143,11 @@ def test_measured_seconds_are_a_time(format):
         ({"target_psnr": 40, "linears": "int8"}, TypeError, "linears: got 'int8'"),
         ({"max_attention_error": 0.1, "linears": ("int8",)}, ValueError, "linears: got formats to try without"),
         ({"target_psnr": 40, "linears": ("int8",)}, ValueError, "linears: got no linear layer"),  # all are small
+        (
+            {"target_psnr": 40, "config": sp.SageAttnProcessor(drop_weights=True)},
+            ValueError,
+            "config: got drop_weights",
+        ),
     ],
 )
 def test_bad_arguments(arguments, error, words):
