@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +73,16 @@ def empty_table() -> Table:
     from rich.table import Table
 
     return Table(title="INT8 attention: what really ran", title_justify="left")
+
+
+def ratios(signal: float, noise: float) -> dict[str, Any]:
+    """What a probe says of two sums of squares: themselves, sqnr_db (+inf without noise), rel_l2."""
+    if noise == 0:
+        sqnr, relative = math.inf, 0.0
+    else:
+        sqnr = 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
+        relative = math.sqrt(noise / signal) if signal > 0 else math.inf
+    return {"signal": signal, "noise": noise, "sqnr_db": sqnr, "rel_l2": relative}
 
 
 def reasons(fallbacks: dict[str, int]) -> str:

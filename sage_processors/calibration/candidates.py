@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 
-from ..options import SageAttnProcessor
+from ..options import LINEARS, SageAttnProcessor
 
 
 def ladders(base: SageAttnProcessor, worst_first: list[str], steps: int):
@@ -45,4 +45,8 @@ def label(config: SageAttnProcessor) -> str:
     for span in spans:
         number = sum(own == span for _, own in config.layer_keep_noise)
         parts.append(f"{number} layers in 16 bit at noise {span[0]:.4g} to {span[1]:.4g}")
-    return ", ".join(parts)
+    if config.linears != "none":
+        parts.append(f"linear layers {config.linears}")
+        formats = [format for _, format in config.layer_linears]
+        parts += [f"{formats.count(f)} of them {f}" for f in LINEARS if f != config.linears and f in formats]
+    return ", ".join(parts).replace("of them none", "of them 16 bit")

@@ -137,7 +137,12 @@ class CostTable:
         return self._known[what]
 
     def relative(self, config, steps: int, levels=()) -> float:
-        """Attention time of a whole run under these options, over that of 16-bit attention; 1 is no gain.
+        """`run_seconds` under these options over those of 16-bit attention; 1 is no gain."""
+        total, exact = self.run_seconds(config, steps, levels)
+        return total / exact if exact else 1.0
+
+    def run_seconds(self, config, steps: int, levels=()) -> tuple[float, float]:
+        """Attention time of a whole run under these options, and that of 16-bit attention.
 
         Steps in windows count as 16 bit; calls that INT8 can't do are left out on both sides.
 
@@ -161,7 +166,7 @@ class CostTable:
                 total += (steps - kept) * self.seconds(layer, scaling, recipe, rotation)
             total += kept * own
             exact += steps * own
-        return total / exact if exact else 1.0
+        return total, exact
 
 
 def _shape_of(site) -> CallShape:

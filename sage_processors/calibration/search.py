@@ -5,8 +5,9 @@ has the cheapest way whose measured error stays below a limit that falls from ru
 16 bit where the recipe has it in 8, a scale per token, the Hadamard rotation (measured for all layers first, which may
 do), 16 bit at the noise levels where its error is, 16 bit throughout. The others have more and more 16 bit: layers in
 the order of their error, first steps, last steps. On each ladder the mildest rung that meets the budget is found by
-bisection. What meets it on the search's seeds is drawn again with fresh seeds, cheapest first and of equally dear ones
-the better first, and only those numbers count.
+bisection. Linear layers, where they are asked for, have ladders of their own (linear_choices.py), layer by layer and
+role by role, and one beside the first, in place of the others. What meets the budget on the search's seeds is drawn
+again with fresh seeds, cheapest first and of equally dear ones the better first, and only those numbers count.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..evaluation.progress_bar import progress_bar
 from ..layer_report import NOTHING_RAN
-from ..options import BY_CALL, SageAttnProcessor
+from ..options import BY_CALL, LINEARS, SageAttnProcessor
 from ..whole_file import check_output
 from . import layer_choices, policy_files
 from .candidates import ladders
@@ -48,7 +49,8 @@ class Calibration:
         result: on those fresh seeds: psnr_db (mean), psnr_db_low (lower end of the mean's 95 % interval: few pictures
             tell little), psnr_db_worst, attention_error (of the worst layer; 0 where it was not asked for), int8_share
             (INT8 calls over those that INT8 can do), cost (attention time over that of 16 bit, counted or measured),
-            looks (sets of fresh seeds used).
+            looks (sets of fresh seeds used); where linear layers were searched, linear_share (their operations in
+            8 bit over all of them).
         curve: everything tried on the search's seeds, by cost: label, cost, the three of psnr_db, int8_share.
         models: what the policy is for.
     """
@@ -90,6 +92,7 @@ def calibrate(
     max_attention_error: float | None = None,
     recipes: Sequence[str] | None = None,
     scalings: Sequence[str] = ("timestep", "per_block", "per_token"),
+    linears: Sequence[str] = (),
     config: SageAttnProcessor | None = None,
     steps: int = 25,
     seeds: Sequence[int] | None = None,
@@ -110,6 +113,8 @@ def calibrate(
             frozen after a first run (`handle.freeze_scales`). With max_attention_error the first of both is tried for
             every layer, and the per-call ones among the other scalings; where these fail a layer, all of them with
             P·V in 16 bit, if the recipe has it in 8; where these fail too, with the Hadamard rotation.
+        linears: "int8", "fp8": formats to try for linear layers too; each is in one of them or in 16 bit. Only with
+            target_psnr. Which layers: config's keep_linears, layer_linears and linears_min_features.
         config: options that are not searched.
         steps: denoising steps. batch: pictures per pipeline call.
         cost: "counted" (operations and bytes; the same everywhere, so the same calibration writes the same file),
@@ -125,15 +130,23 @@ def calibrate(
     seeds = list(range(len(inputs))) if seeds is None else list(seeds)
     kind = ("measured" if pipe.device.type == "cuda" else "counted") if cost == "auto" else cost
     _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_path)
+    if config.drop_weights:
+        raise ValueError(
+            "config: got drop_weights=True, expected the 16-bit weights to be there: what is tried is compared with "
+            "them; set it in the options that are found, dataclasses.replace(found.config, drop_weights=True)"
+        )
+    linears = _checked_formats(linears, target_psnr)
     recipes = (config.recipe,) if recipes is None else tuple(recipes)
     bases = [dataclasses.replace(config, recipe=r, scaling=s) for r in recipes for s in scalings]
     if not bases:
         raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")
     with progress_bar(progress) as show:
         trials = Trials(
-            pipe, list(inputs), seeds, min_tokens=config.min_tokens, steps=steps, batch=batch, kind=kind,
-            path=state_path, show=show,
+            pipe, list(inputs), seeds, config=config, steps=steps, batch=batch, kind=kind, path=state_path, show=show,
+            linears=linears,
         )  # fmt: skip
+        if trials.linears is not None:
+            bases = [dataclasses.replace(base, linears=trials.linears.base) for base in bases]
         if target_psnr is not None:
             found = _for_psnr(trials, bases, float(target_psnr))
         elif max_attention_error is not None:  # exactly one of the two is given
@@ -174,6 +187,20 @@ def _check(
         check_output(value, name)
 
 
+def _checked_formats(linears: Sequence[str], target_psnr: float | None) -> tuple[str, ...]:
+    formats = tuple(name for name in LINEARS if name != "none")
+    if isinstance(linears, str) or not all(isinstance(x, str) for x in linears):
+        raise TypeError(f"linears: got {linears!r}, expected a tuple of {list(formats)}")
+    unknown = sorted(set(linears) - set(formats))
+    if unknown:
+        raise ValueError(f"linears: got {unknown}, expected some of {list(formats)}")
+    if linears and target_psnr is None:
+        raise ValueError(
+            "linears: got formats to try without target_psnr, expected it: pictures alone tell their error"
+        )
+    return tuple(dict.fromkeys(linears))
+
+
 def _conclude(
     trials: Trials, config: SageAttnProcessor, met: bool, budget: dict[str, Any], outcome: dict[str, Any], looks: int
 ) -> Calibration:
@@ -212,9 +239,15 @@ def _for_psnr(trials: Trials, bases: list[SageAttnProcessor], target: float) -> 
         good = [c for c in measured if c not in tried and trials.measure(c, probe=True)["psnr_db"] >= target]
         passing = sorted(good, key=trials.preference)[:1]
         worst_first = sorted(errors, key=lambda layer: (-errors[layer], layer))
-        for ladder in (by_layer, *ladders(best, worst_first, trials.steps)):
+        tried_ladders = [by_layer, *ladders(best, worst_first, trials.steps)]
+        if trials.linears is not None:  # first, as most time is in them; then both
+            linear = trials.linears.ladder(best)
+            tried_ladders = [linear, trials.linears.roles(best), _side_by_side(by_layer, linear)]
+        for ladder in tried_ladders:
             passing += _mildest(trials, ladder, target)
         found = good_enough(passing)
+        if trials.linears is not None and passing:
+            found = found or _further_up(trials, linear, target, looked, good_enough)
     if found is not None:
         return found
     if not looked:  # nothing came near: the best reachable is what users want to know
@@ -223,6 +256,31 @@ def _for_psnr(trials: Trials, bases: list[SageAttnProcessor], target: float) -> 
         looked.append((config, trials.measure(config, look=1)))
     config, outcome = max(looked, key=lambda pair: pair[1]["psnr_db"])
     return _conclude(trials, config, outcome["psnr_db"] >= target, budget, outcome, len(looked))
+
+
+def _further_up(trials: Trials, ladder: Sequence[Any], target: float, looked: list[Any], good_enough: Any) -> Any:
+    """Rungs that are better on the search's seeds by as much as fresh ones missed the target, while looks are left."""
+    goal = target
+    while len(looked) < MAX_LOOKS:
+        goal += target - max(outcome["psnr_db"] for _, outcome in looked)
+        rung = _mildest(trials, ladder, goal)
+        if not rung or any(config == rung[0] for config, _ in looked):
+            return None
+        found = good_enough(rung)
+        if found is not None:
+            return found
+    return None
+
+
+def _side_by_side(
+    attention: Sequence[SageAttnProcessor], linear: Sequence[SageAttnProcessor]
+) -> list[SageAttnProcessor]:
+    """Rungs of both ladders together: as far up on the one as on the other."""
+    if not attention or not linear:
+        return []
+    count = max(len(attention), len(linear), 2)
+    places = [[i * (len(ladder) - 1) // (count - 1) for ladder in (attention, linear)] for i in range(count)]
+    return [dataclasses.replace(attention[a], layer_linears=linear[b].layer_linears) for a, b in places]
 
 
 def _mildest(trials: Trials, ladder: Sequence[SageAttnProcessor], target: float) -> list[Any]:

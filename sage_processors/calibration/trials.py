@@ -21,6 +21,7 @@ from . import layer_choices, policy_files
 from .candidates import label
 from .cost import CostTable
 from .layer_choices import Choice, Demotion
+from .linear_choices import LinearChoices
 
 
 logger = logging.getLogger("sage_processors")
@@ -32,7 +33,7 @@ _REMEDY = "delete it, or pass another state_path"
 class Trials:
     """Draws pictures under options, once each, and remembers the outcome, also in a file."""
 
-    def __init__(self, pipe, prompts, seeds, *, min_tokens, steps, batch, kind, path, show):
+    def __init__(self, pipe, prompts, seeds, *, config, steps, batch, kind, path, show, linears=()):
         from ..diffusion.handle import apply, handle_of
 
         self._pipe, self._prompts, self._seeds = pipe, prompts, seeds
@@ -40,7 +41,7 @@ class Trials:
         earlier = handle_of(pipe)
         if earlier is not None:
             earlier.remove()
-        probing = SageAttnProcessor(scaling="dynamic", min_tokens=min_tokens)
+        probing = SageAttnProcessor(scaling="dynamic", min_tokens=config.min_tokens)
         with apply(pipe, probing) as handle:  # who is there, in which shapes, at which noise levels
             on_step = show("shapes and noise levels", steps)
             quality.generate(pipe, prompts[:batch], seeds[:batch], steps=steps, on_step=on_step)
@@ -50,6 +51,14 @@ class Trials:
             self.levels = [round(u, 6) for u in noise_levels(scheduler).tolist()] if can_track(scheduler) else []
         if not self.costs.shapes:
             raise ValueError("pipe: got no attention call that runs in INT8, expected some; see handle.report()")
+        self.linears: LinearChoices | None = None
+        if linears:
+
+            def draw(on_step):
+                quality.generate(pipe, prompts[:1], seeds[:1], steps=steps, on_step=on_step)
+
+            batch = len(prompts[:batch])
+            self.linears = LinearChoices(pipe, config, linears, draw, steps, batch, kind, show)
         self._stock = {}
         self._path = None if path is None else Path(path)
         self._fingerprint = self._identity()
@@ -88,7 +97,7 @@ class Trials:
         """Outcome of drawing under `config`; look 0: the search's seeds, above: fresh ones.
 
         Keys: psnr_db, psnr_db_low, psnr_db_worst, int8_share, noise ({layer: {step as str: [signal, noise]}}, sums of
-        squares, with `probe`), errors ({layer: relative L2}), and cost.
+        squares, with `probe`), linear_share (where linear layers are searched), errors ({layer: relative L2}), cost.
         """
         key = json.dumps([dataclasses.asdict(config), look, probe], sort_keys=True)
         if key not in self._outcomes:
@@ -96,6 +105,8 @@ class Trials:
             self._keep()
         outcome = self._outcomes[key] | {"cost": round(self.cost(config), 6)}
         noise = outcome["noise"]
+        if self.linears is not None:
+            outcome["linear_share"] = round(self.linears.share(config), 6)
         outcome["errors"] = {layer: layer_choices.relative_l2(sums.values()) for layer, sums in noise.items()}
         if look == 0:
             row = {"label": label(config)} | numbers_of(outcome)
@@ -146,8 +157,13 @@ class Trials:
         }
 
     def cost(self, config) -> float:
-        """Attention time over that of 16 bit."""
-        return self.costs.relative(config, len(self.levels) or self.steps, self.levels)
+        """Attention time over that of 16 bit; with linear layers that are searched, of both together."""
+        run = len(self.levels) or self.steps
+        if self.linears is None:
+            return self.costs.relative(config, run, self.levels)
+        attention, exact_attention = self.costs.run_seconds(config, run, self.levels)
+        linear, exact_linear = self.linears.seconds(config)
+        return (attention + run * linear) / (exact_attention + run * exact_linear)
 
     def preference(self, config) -> tuple:
         """Sorts what was measured: cheapest first, of equally dear ones the better first."""

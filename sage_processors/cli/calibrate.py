@@ -56,9 +56,12 @@ HardOption = Annotated[
 CsvOption = Annotated[Path | None, typer.Option(help="results.csv to append to.")]
 
 
-def _options(pipeline: str) -> SageAttnProcessor:
-    """The defaults; at the few tokens of an embedded pipeline a GPU's table would leave all of it exact."""
-    return SageAttnProcessor(min_tokens=quality.MIN_TOKENS if pipeline in pipelines.names() else None)
+def _options(pipeline: str, linears: list[str] | None = None) -> SageAttnProcessor:
+    """The defaults; at the few tokens and channels of an embedded pipeline they would leave all of it exact."""
+    is_small = pipeline in pipelines.names()
+    return SageAttnProcessor(
+        min_tokens=quality.MIN_TOKENS if is_small else None, linears_min_features=0 if is_small and linears else None
+    )
 
 
 def case_label(name: str, pipe) -> str:
@@ -77,6 +80,9 @@ def calibrate_policy(
     max_attention_error: Annotated[float | None, typer.Option(help="Relative L2 of every layer's attention.")] = None,
     scaling: Annotated[list[str], typer.Option(help="To try; may be repeated.")] = ["timestep", "per_block"],  # noqa: B006
     recipe: Annotated[list[str] | None, typer.Option(help="To try; may be repeated. The default one if none.")] = None,
+    linears: Annotated[
+        list[str] | None, typer.Option(help="Formats to try for linear layers, int8 or fp8; may be repeated.")
+    ] = None,
     images: ImagesOption = 8,
     steps: StepsOption = 25,
     batch: BatchOption = 8,
@@ -101,7 +107,7 @@ def calibrate_policy(
             found = calibrate(
                 pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
                 scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, state_path=state,
-                config=_options(pipeline),
+                config=_options(pipeline, linears), linears=linears or (),
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error

@@ -1,12 +1,13 @@
 """How far INT8 attention is from exact attention: per layer, head and step, measured while a model runs.
 
+8-bit linear layers are compared with 16-bit ones on the same steps: linears/probe.py.
+
 On one step of k, some rows of some heads are computed again exactly, in fp32, from the very inputs that the INT8 call
 got, and the energies of result and difference are added up on the device. Nothing is read back before `data`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ import torch
 import sage_kernels
 from sage_kernels.compat import mark_static_address
 
-from ..layer_report import NOTHING_RAN
+from ..layer_report import NOTHING_RAN, ratios
+from ..linears.probe import SLOTS, LinearProbes
 
 
 if TYPE_CHECKING:
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-SLOTS = 256  # steps told apart; later ones share the last
 SIGNAL, NOISE, ROWS = range(3)
 
 
@@ -151,6 +152,8 @@ class LayerProbe:
 class Probe:
     """Exact attention beside INT8 attention, on sampled steps, heads and rows of every layer of a handle.
 
+    8-bit linear layers are compared too, on `rows` rows of each call; not those whose 16-bit weights were dropped.
+
         with handle.probe(every=4) as probe:
             pipe(...)
             probe.print()
@@ -162,7 +165,7 @@ class Probe:
         every: one step in so many is probed, the first of a run included.
         heads, rows: compared per layer, and per sample and head; evenly spread. Cost: heads · rows / (H · S_q) of an
             exact attention in fp32, plus a copy of the K and V of these heads.
-        only: names of the layers to watch; None: all.
+        only: names of the attention layers to watch, and no linear ones; None: all.
     Raises: TypeError, ValueError (every, heads, rows).
     """
 
@@ -179,6 +182,7 @@ class Probe:
         self._handle, self._every, self._heads, self._only = handle, every, heads, only
         self._shared = _Shared(rows)
         self._layers: dict[str, LayerProbe] = {}
+        self._linears = LinearProbes(self._shared)
         self.attach()
         handle.steps.listeners.append(self)
         self.step_starts(handle.steps.place)
@@ -187,6 +191,8 @@ class Probe:
         """Watch every swapped layer, also those swapped since. only: other names than so far."""
         self._only = self._only if only is None else only
         for part in self._handle._parts:
+            if part.linears is not None and self._only is None:
+                self._linears.attach(part.linears, part.device)
             for layer in part.layers:
                 label, calls = part._label(layer.name), len(layer.sage._sage_sites)
                 if self._only is not None and label not in self._only:
@@ -214,6 +220,8 @@ class Probe:
         self._shared.on = False
         self._handle.steps.listeners[:] = [x for x in self._handle.steps.listeners if x is not self]
         for part in self._handle._parts:
+            if part.linears is not None:
+                self._linears.detach(part.linears)
             for layer in part.layers:
                 own = self._layers.get(part._label(layer.name))
                 if own is not None and layer.sage._sage_probe is own:
@@ -233,6 +241,7 @@ class Probe:
 
     def reset(self) -> None:
         """Forget all sums."""
+        self._linears.reset()
         for layer in self._layers.values():
             layer.all.zero_()
             layer.reset_trial()
@@ -246,6 +255,13 @@ class Probe:
             without any difference), rel_l2 (root of noise over signal).
         """
         return self._rows(0)
+
+    def linears(self) -> list[dict[str, Any]]:
+        """One dict per 8-bit linear layer and step that was compared. Syncs.
+
+        Keys as those of `data` without head: layer, step, rows, signal, noise, sqnr_db, rel_l2.
+        """
+        return self._linears.data()
 
     def trials(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """As `data`, without and with rotation, of layers whose rotation is not decided yet (rotation="auto"). Syncs.
@@ -263,7 +279,7 @@ class Probe:
                 count = min(sums.shape[2], layer.seen_heads[call])
                 head = i * layer.seen_heads[call] // count
                 label = name + (f"#{call}" if call else "")
-                found.append({"layer": label, "head": head, "step": step, "rows": int(rows)} | _ratios(signal, noise))
+                found.append({"layer": label, "head": head, "step": step, "rows": int(rows)} | ratios(signal, noise))
         return found
 
     def summary(self, *by: str) -> list[dict[str, Any]]:
@@ -277,31 +293,30 @@ class Probe:
         return [
             dict(zip(by, key, strict=True))
             | {"rows": sum(row["rows"] for row in rows)}
-            | _ratios(sum(row["signal"] for row in rows), sum(row["noise"] for row in rows))
+            | ratios(sum(row["signal"] for row in rows), sum(row["noise"] for row in rows))
             for key, rows in groups.items()
         ]
 
     def table(self) -> Table:
         """SQNR in dB, a row per layer and a column per step, as a rich.table.Table."""
-        from rich.table import Table
-
         cells = {(row["layer"], row["step"]): row["sqnr_db"] for row in self.summary("layer", "step")}
-        steps = sorted({step for _, step in cells})
         worst = {row["layer"]: row for row in sorted(self.summary("layer", "head"), key=lambda row: -row["sqnr_db"])}
-        table = Table(title="SQNR of INT8 attention, dB, by step", title_justify="left")
-        table.add_column("layer", overflow="fold")
-        for name in (*map(str, steps), "worst head"):
-            table.add_column(name, justify="right")
-        for layer in dict.fromkeys(layer for layer, _ in cells):
-            values = [f"{cells[layer, step]:.1f}" if (layer, step) in cells else "-" for step in steps]
-            table.add_row(layer, *values, f"{worst[layer]['sqnr_db']:.1f} ({worst[layer]['head']})")
-        return table
+        heads = {layer: f"{row['sqnr_db']:.1f} ({row['head']})" for layer, row in worst.items()}
+        return _table("SQNR of INT8 attention, dB, by step", cells, {"worst head": heads})
+
+    def linears_table(self) -> Table:
+        """As `table`, of the 8-bit linear layers."""
+        cells = {(row["layer"], row["step"]): row["sqnr_db"] for row in self.linears()}
+        return _table("SQNR of 8-bit linear layers, dB, by step", cells, {})
 
     def print(self, console: Console | None = None) -> None:
-        """Print the table with rich, to `console` or the terminal."""
+        """Print the tables with rich, to `console` or the terminal."""
         from rich.console import Console
 
-        (console or Console()).print(self.table() if self.data() else f"{NOTHING_RAN}: nothing was compared")
+        console = console or Console()
+        console.print(self.table() if self.data() else f"{NOTHING_RAN}: nothing was compared")
+        if self.linears():
+            console.print(self.linears_table())
 
     def __enter__(self) -> Probe:
         return self
@@ -310,10 +325,16 @@ class Probe:
         self.stop()
 
 
-def _ratios(signal: float, noise: float) -> dict[str, Any]:
-    if noise == 0:
-        sqnr, relative = math.inf, 0.0
-    else:
-        sqnr = 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
-        relative = math.sqrt(noise / signal) if signal > 0 else math.inf
-    return {"signal": signal, "noise": noise, "sqnr_db": sqnr, "rel_l2": relative}
+def _table(title: str, cells: dict[tuple[str, int], float], more: dict[str, dict[str, str]]) -> Table:
+    """A row per layer and a column per step; more: {further column: {layer: cell}}."""
+    from rich.table import Table
+
+    steps = sorted({step for _, step in cells})
+    table = Table(title=title, title_justify="left")
+    table.add_column("layer", overflow="fold")
+    for name in (*map(str, steps), *more):
+        table.add_column(name, justify="right")
+    for layer in dict.fromkeys(layer for layer, _ in cells):
+        values = [f"{cells[layer, step]:.1f}" if (layer, step) in cells else "-" for step in steps]
+        table.add_row(layer, *values, *(column[layer] for column in more.values()))
+    return table

@@ -10,33 +10,53 @@ import torch
 from sage_kernels import QuantizedRows, quantize_activation
 
 
-# id of a tensor → (weak reference to it, version, stream, {format: rows}); entries leave with their tensors
+# id of a tensor → (weak reference to it, version, stream, RowsOf); entries leave with their tensors
 _known: dict[int, tuple] = {}
 
 
-def quantized(x: torch.Tensor, format: str) -> QuantizedRows:
-    """Codes [..., K] and scale [...] of an ordinary tensor [..., K].
+class RowsOf:
+    """What one activation is in 8 bit: in a format, with a balance of its channels."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self):
+        self._found: dict[tuple, tuple] = {}  # (format, id of the balance, its version) → (the balance, rows)
+
+    def get(self, format: str, balance: torch.Tensor | None) -> QuantizedRows | None:
+        return self._found.get(_key_of(format, balance), (None, None))[1]
+
+    def put(self, format: str, balance: torch.Tensor | None, rows: QuantizedRows) -> QuantizedRows:
+        self._found[_key_of(format, balance)] = (balance, rows)  # held: its id is nobody else's
+        return rows
+
+
+def _key_of(format, balance):
+    return (format,) if balance is None else (format, id(balance), balance._version)
+
+
+def quantized(x: torch.Tensor, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
+    """Codes [..., K] and scale [...] of an ordinary tensor [..., K], multiplied by balance [K].
 
     The same object, not written to in between, is quantised once. An inference tensor does not know whether it was
     written to: it is quantised at every call.
     """
     if x.is_inference():
-        return quantize_activation(x, format=format)
+        return quantize_activation(x, format=format, balance=balance)
     stream = 0
     if x.is_cuda:
         if torch.cuda.is_current_stream_capturing():  # what is captured runs again with other numbers in x
-            return quantize_activation(x, format=format)
+            return quantize_activation(x, format=format, balance=balance)
         stream = torch.cuda.current_stream(x.device).cuda_stream
     key, version = id(x), x._version
     known = _known.get(key)
     if known is not None and known[0]() is x and known[1] == version and known[2] == stream:
-        rows = known[3].get(format)
+        rows = known[3].get(format, balance)
         if rows is None:
-            rows = known[3][format] = quantize_activation(x, format=format)
+            rows = known[3].put(format, balance, quantize_activation(x, format=format, balance=balance))
         return rows
-    rows = quantize_activation(x, format=format)
-    _known[key] = (weakref.ref(x, functools.partial(_forget, key)), version, stream, {format: rows})
-    return rows
+    rows, found = quantize_activation(x, format=format, balance=balance), RowsOf()
+    _known[key] = (weakref.ref(x, functools.partial(_forget, key)), version, stream, found)
+    return found.put(format, balance, rows)
 
 
 def _forget(key: int, reference) -> None:

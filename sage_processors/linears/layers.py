@@ -68,7 +68,7 @@ def choose(
     """
     least = MIN_FEATURES if min_features is None else min_features
     owners = dict(model.named_modules())
-    inside = _repeated(model)
+    inside = repeated_blocks(model)
     found = []
     for name, module in linear_layers(model):
         own = label(name)
@@ -89,7 +89,7 @@ def choose(
     return found
 
 
-def _repeated(model) -> list[str]:
+def repeated_blocks(model) -> list[str]:
     """Prefixes of the names of repeated blocks; [""] for a model without, which is a block itself."""
     blocks: list[str] = []
     for name, module in model.named_modules():

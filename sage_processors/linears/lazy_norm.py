@@ -6,6 +6,7 @@ import torch
 
 from sage_kernels import QuantizedRows, quantize_activation
 
+from .activations import RowsOf
 from .errors import ChangedInputError
 from .lazy import Lazy, Operand, can_wait, is_by_token
 
@@ -35,7 +36,7 @@ class LazyNorm(Lazy):
     def __init__(self, shape, dtype, device, call, parent=None, step=None, gain=None, shift=None):
         super().__init__(shape, dtype, device)
         self._call, self._parent, self._step, self._gain, self._shift = call, parent, step, gain, shift
-        self._rows: dict[str, QuantizedRows] = {}
+        self._rows = RowsOf()
         if call.is_careful:
             self.real()
 
@@ -63,24 +64,25 @@ class LazyNorm(Lazy):
             self._refuse_stale()
         return self._step(self._parent.real())
 
-    def rows(self, format: str) -> QuantizedRows:
-        """This activation in 8 bit: codes [..., K], scale [...]; computed once a format."""
+    def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
+        """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these."""
         if self.is_changed:
-            return quantize_activation(self._real, format=format)
-        rows = self._rows.get(format)
+            return quantize_activation(self._real, format=format, balance=balance)
+        rows = self._rows.get(format, balance)
         if rows is None:
             if self._call.is_careful and self._is_stale:
                 self._call.state.is_postponed = False  # this model writes to what it has normalised
-                rows = quantize_activation(self._real, format=format)
+                rows = quantize_activation(self._real, format=format, balance=balance)
             else:
                 self._refuse_stale()
                 gain, shift = (None if x is None else x.tensor for x in (self._gain, self._shift))
                 call = self._call
                 rows = quantize_activation(
-                    call.x.tensor, format=format, norm=call.state.kind, gain=gain, shift=shift, **call.vectors
-                )
+                    call.x.tensor, format=format, norm=call.state.kind, gain=gain, shift=shift, balance=balance,
+                    **call.vectors,
+                )  # fmt: skip
                 call.state.is_proven = True
-            self._rows[format] = rows
+            self._rows.put(format, balance, rows)
         return rows
 
     def _next(self, other, step, dtype, **operands):

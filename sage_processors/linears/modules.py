@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from sage_kernels import weight_only_linear
+from sage_kernels import QuantizedRows, weight_only_linear
 
 from .activations import quantized
+from .balance import vector_of
 from .lazy import Lazy, real_of, version_of
 from .lazy_linear import LazyLinear, product
 from .lazy_norm import LazyNorm
@@ -64,6 +65,8 @@ def _exact(module, base, x):
     weight = codes.to(torch.float32) * scale[:, None]
     if state.storage.in_turns and len(state.storage.modules) == 1:
         weight = state.storage.turned_back(weight.t()).t()
+    if state.balance is not None:
+        weight = weight * state.balance.vector.to(weight.device)
     return F.linear(x, weight.to(x.dtype), module._parameters.get("bias"))
 
 
@@ -79,6 +82,8 @@ def _in_8_bit(module, base, x):
         if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
             state.stay_exact("subclass")
             return _exact(module, base, x)
+    if state.is_resting:
+        return _exact(module, base, real_of(x))
     weight = module._parameters.get("weight")
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     if reason is None and not state.prepare(module):
@@ -93,12 +98,15 @@ def _in_8_bit(module, base, x):
     state.events.add(_CALLED)
     if state.is_weight_only:
         return weight_only_linear(real_of(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
+    balance = vector_of(state, x.device)
     if type(x) is LazyNorm:
-        rows = x.rows(state.format)
+        rows = x.rows(state.format, balance)
         version = version_of(x.real()) if x.is_changed else 0
     else:
-        rows = quantized(x, state.format)
+        rows = quantized(x, state.format, balance)
         version = version_of(x)
+    if state.probe is not None and state.probe.shared.on:
+        state.probe.compare(module, x, rows)
     run = state.run
     if run is not None and version is not None:
         y = run.output(state.index, x, version, rows, dtype)
@@ -118,7 +126,10 @@ def _compiled(module, base, x):
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     home = storage.modules[0]._buffers
     codes = home.get(CODES)
+    balance = None if state.balance is None else state.balance.vector
     if reason is None and (codes is None or state.failed or codes.device != x.device or not state.is_filled):
+        reason = "weight"
+    if reason is None and balance is not None and balance.device != x.device:
         reason = "weight"
     if reason is not None:
         state.stay_exact(reason)
@@ -129,7 +140,9 @@ def _compiled(module, base, x):
     bias = module._parameters.get("bias")
     if state.is_weight_only:
         return ops.weight_only_linear(x.to(dtype), codes, scale, bias)
-    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, None)
+    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, balance)
+    if state.probe is not None and state.probe.shared.on:
+        state.probe.compare(module, x, QuantizedRows(x_codes, x_scale))
     alone_in_turns = storage.in_turns and len(storage.modules) == 1
     if not alone_in_turns:
         return ops.quantized_linear(x_codes, x_scale, codes, scale, bias, "none", None, None, dtype)
@@ -171,6 +184,7 @@ class _SwappedLinear(_Beside):
                 dropped = placeholder(dropped.shape, kind.dtype, kind.device)
             if probe is not None and not probe.is_meta:
                 own = {name: buffer.to(probe.device) for name, buffer in own.items()}
+                vector_of(state, probe.device)
         finally:
             if dropped is not None:
                 self._parameters = {"weight": dropped, **self._parameters}

@@ -62,6 +62,10 @@ class Run:
         storage, first, last = self.storage, self.first, self.last
         modules = storage.modules[first : last + 1]
         states = [module._sage_linear for module in modules]
+        for place, state in enumerate(states):
+            if state.balance is not states[0].balance:  # they read other activations
+                self._break_up(first + place)
+                return None
         # those that are offloaded now are as they were, or their own call notices
         if not all([state.prepare(module) for state, module in zip(states, modules, strict=True)]):
             return None

@@ -2,7 +2,8 @@
 
 A safetensors file holds every parameter and buffer of the model, those too that no checkpoint holds: of a model on the
 meta device nobody else knows them. Of a swapped layer it has "<name>.codes" and "<name>.scale" in place of
-"<name>.weight". One metadata entry, JSON, says which model, layers and formats these are.
+"<name>.weight", and "<name>.balance" where its input has one. One metadata entry, JSON, says which model, layers and
+formats these are.
 Reading trusts nothing: the header is bounded before it is parsed, every name, dtype and shape is compared with the
 model, the size of the file with their sum, and the model is written to when all of it has been read.
 """
@@ -25,13 +26,14 @@ from ..options import POLICIES
 from ..strict_json import some, strict_json, strict_object
 from ..version import __version__
 from ..whole_file import whole_file
+from .balance import MOST
 from .layers import WEIGHT_ONLY, linear_layers
 from .modules import is_swapped
 from .storage import CODES, SCALE
 from .swap import LinearSwap, swap_of
 
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: balances of channels
 MAX_HEADER_BYTES = 64 * 2**20
 _METADATA_KEY = "sage_processors_linears"
 _FILE_FIELDS = {
@@ -40,6 +42,7 @@ _FILE_FIELDS = {
     "model_class": str,
     "config_hash": str,
     "layers": dict,
+    "balanced": list,
 }
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, WEIGHT_ONLY: torch.int8}
 _NAMES = {
@@ -70,7 +73,7 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     swap, path = _swap_of(model), _checked_path(path)
     tensors: dict[str, torch.Tensor] = {}
-    layers = {}
+    layers, balanced = {}, []
     for choice in swap.choices:
         state = swap.state_of(choice.module)
         if state is None:
@@ -80,16 +83,20 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
                 f"model: got layer {choice.name!r} without an 8-bit weight, expected finite weights that are on a "
                 "device; call the model once first"
             )
-        layers[_plain(choice.name, swap)] = state.format
+        name = _plain(choice.name, swap)
+        layers[name] = state.format
         codes, scale = state.storage.plain_rows(state.index)
-        tensors |= {f"{_plain(choice.name, swap)}.codes": codes, f"{_plain(choice.name, swap)}.scale": scale}
+        tensors |= {f"{name}.codes": codes, f"{name}.scale": scale}
+        if state.balance is not None:
+            balanced.append(name)
+            tensors[f"{name}.balance"] = state.balance.vector
     weights = {f"{name}.weight" for name in layers}
     for name, tensor in _own_tensors(model).items():
         if name not in weights:
             if tensor.is_meta:
                 raise ValueError(f"model: got {name} on the meta device, expected its numbers; load the weights first")
             tensors[name] = tensor.detach().contiguous()
-    metadata = _describe(model) | {"layers": layers}
+    metadata = _describe(model) | {"layers": layers, "balanced": balanced}
     with whole_file(path) as file:
         _write(file, tensors, metadata)
 
@@ -114,11 +121,12 @@ def load_quantized(
     path = _checked_path(path)
     _refuse_swapped(model)
     entries, metadata = _read_header(path)
-    layers = _check_metadata(metadata, model)
-    expected = _expected(model, layers)
+    layers, balanced = _check_metadata(metadata, model)
+    expected = _expected(model, layers, balanced)
     _check_entries(entries, expected, path)
     tensors = _read_tensors(path, entries, expected, device)
-    ready = {name: QuantizedRows(tensors.pop(f"{name}.codes"), tensors.pop(f"{name}.scale")) for name in layers}
+    rows = {name: QuantizedRows(tensors.pop(f"{name}.codes"), tensors.pop(f"{name}.scale")) for name in layers}
+    ready = {name: (rows[name], tensors.pop(f"{name}.balance", None)) for name in layers}
     _check_values(ready)
     swap = LinearSwap(model, linears="none", layers=tuple(layers.items()), policy=policy, ready=ready)
     swap.drop_weights = True
@@ -227,13 +235,15 @@ def _read_header(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return entries, strict_json(text[_METADATA_KEY], "the metadata", _SAVE_AGAIN)
 
 
-def _check_metadata(metadata: dict[str, Any], model: nn.Module) -> dict[str, str]:
-    """{name of a layer: format}."""
+def _check_metadata(metadata: dict[str, Any], model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """{name of a layer: format}, and names of those with a balance."""
     version = metadata.get("format_version")  # before the keys: they are another version's
-    if type(version) is int and version != FORMAT_VERSION:
+    if type(version) is int and version not in (1, FORMAT_VERSION):
         raise ValueError(
             f"path: got format_version {version}, expected {FORMAT_VERSION}; {_SAVE_AGAIN} of this version"
         )
+    if version == 1 and "balanced" not in metadata:
+        metadata = metadata | {"balanced": []}
     strict_object(metadata, _FILE_FIELDS, "the metadata", _SAVE_AGAIN)
     own = _describe(model)
     for field in ("model_class", "config_hash"):
@@ -248,10 +258,16 @@ def _check_metadata(metadata: dict[str, Any], model: nn.Module) -> dict[str, str
         if format not in _CODES:
             raise ValueError(f"path: got format {str(format)[:50]!r} of {name!r}, expected one of {sorted(_CODES)}")
     layers: dict[str, str] = metadata["layers"]
-    return layers
+    balanced: list[str] = metadata["balanced"]
+    for name in balanced:
+        if not isinstance(name, str) or name not in layers or balanced.count(name) > 1:
+            raise ValueError(f"path: got balance of {str(name)[:200]!r}, expected one 8-bit layer each; {_SAVE_AGAIN}")
+    return layers, balanced
 
 
-def _expected(model: nn.Module, layers: dict[str, str]) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
+def _expected(
+    model: nn.Module, layers: dict[str, str], balanced: list[str]
+) -> dict[str, tuple[torch.dtype | None, tuple[int, ...]]]:
     """{name: (dtype, shape)} of what the file has to hold; dtype None: whatever floating type it was saved in."""
     modules = dict(model.named_modules())
     found: dict[str, tuple[Any, ...]] = {}
@@ -262,6 +278,8 @@ def _expected(model: nn.Module, layers: dict[str, str]) -> dict[str, tuple[torch
         shape = (modules[name].out_features, modules[name].in_features)
         found.pop(f"{name}.weight", None)
         found |= {f"{name}.codes": (_CODES[format], shape), f"{name}.scale": (torch.float32, shape[:1])}
+    for name in balanced:
+        found[f"{name}.balance"] = (torch.float32, (modules[name].in_features,))
     return found
 
 
@@ -307,13 +325,18 @@ def _read_tensors(
     return tensors
 
 
-def _check_values(ready: dict[str, QuantizedRows]) -> None:
-    for name, (codes, scale) in ready.items():
+def _check_values(ready: dict[str, tuple[QuantizedRows, torch.Tensor | None]]) -> None:
+    for name, ((codes, scale), balance) in ready.items():
         bad = codes.float().isnan().any() if codes.dtype != torch.int8 else (codes == -128).any()
         if bad or not (scale.isfinite() & (scale > 0)).all():
             raise ValueError(
                 f"path: got codes or scales of layer {name!r} that no weight has, expected finite positive scales and "
                 f"codes of at most 127 either way; {_SAVE_AGAIN}"
+            )
+        if balance is not None and not ((balance >= 2.0**-MOST) & (balance <= 1)).all():
+            raise ValueError(
+                f"path: got a balance of layer {name!r} that no layer has, expected numbers from 2^-{MOST:.0f} to 1; "
+                f"{_SAVE_AGAIN}"
             )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..layer_report import LayerReport, empty_table, reasons
+from .probe import relative_error
 from .weights import CALLED, EVENTS, REMEDIES
 
 
@@ -19,6 +20,7 @@ class LinearReport(LayerReport):
             calls: calls in 8 bit. compiled_calls: forwards of the model in which torch.compile ran the layer, as far
                 as they are known: those in which no layer was called eagerly.
             fallbacks: {reason: calls in 16 bit}.
+            rel_l2: relative L2 error against the 16-bit layer, over what a probe that is on has compared; else None.
             bytes_saved: of the weight that was read, over all calls.
             note: what else to know.
         notes: about the model as a whole.
@@ -28,9 +30,10 @@ class LinearReport(LayerReport):
         """The rows as a rich.table.Table; layers that stay in 16 bit are summed up in one line a reason."""
         table = empty_table()
         table.title = "8-bit linear layers: what really ran"
+        probed = any(row["rel_l2"] is not None for row in self.rows)
         for name in ("layer", "status", "format"):
             table.add_column(name, overflow="fold")
-        for name in ("calls", "compiled", "exact", "MB saved"):
+        for name in ("calls", "compiled", "exact", "MB saved", *(["rel. L2"] if probed else [])):
             table.add_column(name, justify="right")
         resting: dict[str, int] = {}
         for row in self.rows:
@@ -39,7 +42,8 @@ class LinearReport(LayerReport):
                 continue
             status = row["status"] + (f": {row['note']}" if row["note"] else "")
             numbers = (str(row["calls"]), str(row["compiled_calls"]), reasons(row["fallbacks"]))
-            table.add_row(row["layer"], status, row["format"], *numbers, f"{row['bytes_saved'] / 1e6:.1f}")
+            error = [] if row["rel_l2"] is None else [f"{row['rel_l2']:.2g}"]
+            table.add_row(row["layer"], status, row["format"], *numbers, f"{row['bytes_saved'] / 1e6:.1f}", *error)
         for status, number in resting.items():
             table.add_row(f"{number} layers", f"16 bit: {status}", "-", "", "", "", "")
         table.add_section()
@@ -56,12 +60,13 @@ def rows_of(swap) -> list[dict]:
     for choice in swap.choices:
         known = swap.state_of(choice.module)
         row = {"layer": choice.name, "status": "active", "format": None, "calls": 0, "compiled_calls": 0}
-        row |= {"fallbacks": {}, "bytes_saved": 0, "note": ""}
+        row |= {"fallbacks": {}, "rel_l2": None, "bytes_saved": 0, "note": ""}
         if known is None:
             row["status"] = choice.why or "kept"
         else:
             events = dict(zip(EVENTS, known.events.numbers(), strict=True))
             row["format"], row["calls"] = known.format, events[CALLED]
+            row["rel_l2"] = relative_error(known.probe)
             row["fallbacks"] = {name: n for name, n in events.items() if n and name != CALLED}
             traced = sum(known.events.traced.tolist())
             row["compiled_calls"] = max(0, forwards - traced)

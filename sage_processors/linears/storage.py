@@ -71,7 +71,7 @@ class Storage:
 
     def turned(self, rows: torch.Tensor) -> torch.Tensor:
         """[N, ...] of one module, its two halves in turns, value first."""
-        halves = _bits(rows).chunk(2)
+        halves = bits_of(rows).chunk(2)
         return torch.stack(halves[::-1] if self.gate_first else halves, 1).flatten(0, 1).view(rows.dtype)
 
     def turned_back(self, columns: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ class Storage:
         rows = self.rows_of(index, index)
         if len(self.modules) > 1 or not self.in_turns:
             return QuantizedRows(*(part.clone(memory_format=torch.contiguous_format) for part in rows))
-        back = [self.turned_back(_bits(part).movedim(0, -1)).movedim(-1, 0).contiguous() for part in rows]
+        back = [self.turned_back(bits_of(part).movedim(0, -1)).movedim(-1, 0).contiguous() for part in rows]
         return QuantizedRows(*(bits.view(part.dtype) for bits, part in zip(back, rows, strict=True)))
 
     def move(self, device: torch.device) -> None:
@@ -126,7 +126,7 @@ class Storage:
         return self.__dict__ | {"_biases": (), "_bias": None}
 
 
-def _bits(x: torch.Tensor) -> torch.Tensor:
+def bits_of(x: torch.Tensor) -> torch.Tensor:
     """FP8 as bytes: few operations take it as it is."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 

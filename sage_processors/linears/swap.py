@@ -14,6 +14,7 @@ from sage_kernels.compat import keep_out_of_dynamo
 
 from ..on_import import when_imported
 from ..options import LINEARS, POLICIES
+from .balance import find_neighbours, share_known
 from .graph_pass import fuse_in_compiled_code
 from .layers import Choice, choose
 from .lazy import CAN_WAIT
@@ -64,8 +65,8 @@ class LinearSwap:
     save_pretrained are as before. A copy of the model stays in 8 bit.
 
     drop_weights: `drop` comes next, and makes the weights one by one, so that 16-bit ones are freed in between.
-    ready: {name of a layer: QuantizedRows, its weight}, where 8-bit weights are there already and take the place of
-    16-bit ones, which need not be there.
+    ready: {name of a layer: (QuantizedRows, its weight; its balance [K] or None)}, where 8-bit weights are there
+    already and take the place of 16-bit ones, which need not be there.
     """
 
     def __init__(
@@ -120,10 +121,13 @@ class LinearSwap:
         if not self._active:
             raise RuntimeError("swap: got one that was removed, expected a live one; call quantize_linears again")
         self._take_up()
+        if ready is not None:
+            share_known([m for m, _ in self._states.values()], [ready[s.label][1] for _, s in self._states.values()])
         for module, state in self._states.values():
             if ready is not None:
-                state.storage.write(state.index, ready[state.label])
-                self._drop(module, ready[state.label].codes.device)
+                rows = ready[state.label][0]
+                state.storage.write(state.index, rows)
+                self._drop(module, rows.codes.device)
             state.touched = state.bias_touched = True
             if not (self._drops_next or self._waits(module)):
                 self._prepare_one(module, state)
@@ -142,6 +146,7 @@ class LinearSwap:
                     self._leave(choice.module)
                 self._enter(choice)
         self._group()
+        find_neighbours(self.model, [module for module, _ in self._states.values()])
         self._postpone_norms()
 
     def _enter(self, choice: Choice) -> None:
@@ -207,7 +212,11 @@ class LinearSwap:
         return weight.is_meta or (weight.device.type == "cpu" and torch.cuda.is_available())
 
     def _prepare_one(self, module: Any, state: LinearState) -> None:
-        if state.prepare(module) and self.drop_weights:
+        version = state.version
+        is_ready = state.prepare(module)
+        if version and state.version != version and state.neighbours is not None:
+            state.neighbours.read_anew(module)
+        if is_ready and self.drop_weights:
             self._drop(module)
 
     def drop(self) -> None:
@@ -250,6 +259,10 @@ class LinearSwap:
     def forwards_without_eager_calls(self) -> int:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
         return self.unseen_forwards + (self._forward_seen and self._count() == self._eager_calls)
+
+    def states(self) -> list[LinearState]:
+        """Of every swapped layer."""
+        return [state for _, state in self._states.values()]
 
     def state_of(self, module: Any) -> LinearState | None:
         """What a swapped layer knows; None for one that is not swapped."""

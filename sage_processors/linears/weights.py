@@ -81,11 +81,16 @@ class LinearState:
         bias: the bias [N] as the latest call found it, or None: offloading takes the module's own away, and casting
             by layer casts it, before a result that waits is computed.
         run: qkv.Run, where it is multiplied together with others of the same input; None alone.
+        balance: balance.Balance of its input's channels, shared with layers that read the same; None where there is
+            nothing to balance. is_balanced: that was decided.
+        neighbours: balance.Neighbours, which decide; None in a copy.
         version: how often its 8-bit weight was made.
         touched: the 16-bit weight was handed out since it was last compared, and may have been written to through
             `.data`, which no counter of PyTorch's tells. bias_touched: the bias was.
         dropped: the 16-bit weight is gone.
         failed: its weight can't be quantised.
+        is_resting: it runs in 16 bit for now, and nobody counts that: what others do is measured.
+        probe: probe.LinearProbe that compares it with the 16-bit layer, or None.
     """
 
     def __init__(self, label: str, format: str, policy: str, shared: Shared):
@@ -95,6 +100,11 @@ class LinearState:
         self.index = 0
         self.bias: Any = None
         self.run: Any = None
+        self.balance: Any = None
+        self.neighbours: Any = None
+        self.probe: Any = None
+        self.is_resting = False
+        self.is_balanced = False
         self.version = 0
         self.touched = self.bias_touched = self.dropped = self.failed = False
         self._weight: Any = _nothing
@@ -104,7 +114,7 @@ class LinearState:
         self._bias_version: int | None = None
 
     def __getstate__(self):  # weak references are no state
-        return self.__dict__ | {"_weight": _nothing, "_bias": _nothing}
+        return self.__dict__ | {"_weight": _nothing, "_bias": _nothing, "neighbours": None, "probe": None}
 
     @property
     def is_weight_only(self) -> bool:
@@ -130,6 +140,8 @@ class LinearState:
                 return self.is_filled and not self.failed
             if weight.is_cuda and torch.cuda.is_current_stream_capturing():
                 return self.is_filled and not self.failed  # whoever captures has run it before
+            if self.neighbours is not None and not self.is_balanced:
+                self.neighbours.decide(module)
             self._compare(weight)
         bias = module._parameters.get("bias")
         if bias is None:
@@ -159,14 +171,23 @@ class LinearState:
         self.touched = False
 
     def _quantize(self, weight, device) -> None:
-        self.version += 1
+        self.keep(self.rows_from(weight, None if self.balance is None else self.balance.vector), device)
+
+    def rows_from(self, weight, balance) -> QuantizedRows | None:
+        """What the weight is in 8 bit, with its columns divided by `balance`; None where it can't be."""
         try:
-            rows = quantize_weight(weight, format="int8" if self.is_weight_only else self.format)
+            balance = None if balance is None else balance.to(weight.device)
+            format = "int8" if self.is_weight_only else self.format
+            return quantize_weight(weight, format=format, balance=balance)
         except ValueError as error:
-            self.failed = True
             logger.warning("linear layer %s stays in 16 bit: %s", self.label, error)
-        else:
-            self.failed = False
+            return None
+
+    def keep(self, rows: QuantizedRows | None, device) -> None:
+        """Take what `rows_from` gave."""
+        self.version += 1
+        self.failed = rows is None
+        if rows is not None:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
 
     def leave_storage(self) -> None:

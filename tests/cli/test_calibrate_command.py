@@ -124,6 +124,20 @@ def test_calibrate_takes_a_recipe_and_a_dtype(tmp_path):
 
 
 @pytest.mark.slow("draws pictures with two schedulers")
+@pytest.mark.slow("a whole calibration")
+def test_calibrate_searches_linear_layers(tmp_path):
+    output = tmp_path / "policy.json"
+    small = ["--pipeline", "tiny_sd", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
+    more = ["--target-psnr", 40, "--scaling", "timestep", "--linears", "int8", "--output", output]
+    done = invoke("calibrate", *small, *more)
+    assert done.exit_code == 0, done.output
+    config = sp.SageAttnProcessor.from_policy(output)
+    assert config.linears == "int8" and config.linears_min_features == 0 and "linear_share" in done.output
+    assert "linears: got ['int4']" in " ".join(
+        invoke("calibrate", *small, *more[:-4], "--linears", "int4").output.split()
+    )
+
+
 def test_transfer_compares_own_and_foreign_tables(tmp_path):
     csv = tmp_path / "results.csv"
     name = "FlowMatchEulerDiscreteScheduler"

@@ -127,7 +127,7 @@ def rewrite(path, target, change_header=None, change_meta=None, body=lambda b: b
 
 Q = "transformer_blocks.0.attn.to_q"
 DAMAGES = {
-    "version": ({"change_meta": lambda m: m.update(format_version=2)}, "format_version 2, expected 1"),
+    "version": ({"change_meta": lambda m: m.update(format_version=3)}, "format_version 3, expected 2"),
     "class": ({"change_meta": lambda m: m.update(model_class="Other")}, "model_class Other"),
     "config": ({"change_meta": lambda m: m.update(config_hash="0")}, "config_hash 0"),
     "extra": ({"change_meta": lambda m: m.update(more=1)}, "unknown keys"),

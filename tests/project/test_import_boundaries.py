@@ -84,7 +84,12 @@ BELOW = {
     "sage_processors.diffusion": {"sage_processors", "sage_processors.linears"},
     "sage_processors.language": {"sage_processors", "sage_processors.linears"},
     "sage_processors.evaluation": {"sage_processors", "sage_processors.diffusion", "sage_processors.language"},
-    "sage_processors.calibration": {"sage_processors", "sage_processors.diffusion", "sage_processors.evaluation"},
+    "sage_processors.calibration": {
+        "sage_processors",
+        "sage_processors.linears",
+        "sage_processors.diffusion",
+        "sage_processors.evaluation",
+    },
     "sage_processors.cli": {
         "sage_processors",
         "sage_processors.linears",

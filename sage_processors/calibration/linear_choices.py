@@ -1,0 +1,302 @@
+"""Which linear layers run in which format: what each costs in them, and what it does to the model's output.
+
+A layer's error is measured where it counts: on steps of a stock run the denoiser is called again with this layer alone
+in 8 bit, and its output compared with the stock one. A layer's own error says less: nearly all layers have the same,
+and few move a picture. From all layers in the cheapest format on, the step that takes most error away for its time is
+taken first, until all are in 16 bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+import sage_kernels
+
+from ..diffusion.discovery import denoisers
+from ..linears.layers import choose
+from ..linears.swap import LinearSwap
+from ..options import SageAttnProcessor
+from .cost import FLOPS_16BIT, OPS_INT8
+
+
+EXACT = "none"
+MAX_RUNGS = 64
+SAMPLED_STEPS = 2
+
+
+@dataclass
+class Layer:
+    """One linear layer that is searched.
+
+    Attributes:
+        module: the layer. rows: of its inputs in the sampled run, over all calls.
+        seconds: {format, "none" for 16 bit: time of one call}. errors: {format: squared relative error of the
+            denoiser's output with this layer alone in 8 bit, mean over the sampled steps}; 0 in 16 bit.
+    """
+
+    module: Any
+    rows: int
+    seconds: dict[str, float]
+    errors: dict[str, float]
+
+    @property
+    def operations(self) -> int:
+        """2 · M · N · K of all calls."""
+        return 2 * self.rows * self.module.in_features * self.module.out_features
+
+
+class LinearChoices:
+    """What linear layers cost and spoil, and options from it.
+
+    Args:
+        pipe: a stock pipeline. config: options; its keep_linears, layer_linears and linears_min_features say which
+            layers are searched. formats: "int8", "fp8", to try.
+        draw: on_step -> None; draws a picture with the pipeline. steps: of a run. batch: pictures of the calls that
+            costs are for.
+        kind: "counted" (operations alone) or "measured". show: of a progress bar.
+    Attributes: layers: {name: Layer}. base: the cheapest format.
+    Raises: ValueError without any layer to search.
+    """
+
+    def __init__(
+        self,
+        pipe: Any,
+        config: SageAttnProcessor,
+        formats: Sequence[str],
+        draw: Callable,
+        steps: int,
+        batch: int,
+        kind: str,
+        show,
+    ) -> None:
+        self._formats, self.layers = tuple(formats), {}
+        models = denoisers(pipe)
+        options = {
+            "keep": config.keep_linears, "layers": config.layer_linears, "min_features": config.linears_min_features,
+        }  # fmt: skip
+        own = [pattern for pattern, _ in config.layer_linears]
+        found = {
+            name: [
+                choice
+                for choice in choose(model, label=_labels(name), linears=formats[0], **options)
+                if choice.format != EXACT and not any(fnmatchcase(choice.name, pattern) for pattern in own)
+            ]
+            for name, model in models.items()
+        }
+        with _Recorder(models, [c.module for choices in found.values() for c in choices], steps) as seen:
+            draw(seen.on_step)
+        for name, choices in found.items():
+            errors = _errors(models[name], name, choices, self._formats, options, seen.inputs[name], show)
+            for choice in choices:
+                rows, module = seen.rows.get(id(choice.module), 0), choice.module
+                if rows:
+                    tokens = batch * rows // seen.calls[id(module)]
+                    seconds = {f: _seconds(tokens, module, f, kind) for f in (*formats, EXACT)}
+                    self.layers[choice.name] = Layer(module, rows, seconds, errors[choice.name] | {EXACT: 0.0})
+        if not self.layers:
+            raise ValueError(
+                "linears: got no linear layer that runs in 8 bit, expected some; see linears_min_features and "
+                "handle.report()"
+            )
+        total = {f: sum(layer.seconds[f] for layer in self.layers.values()) for f in self._formats}
+        self.base = min(self._formats, key=total.__getitem__)  # of equally dear ones the first
+
+    def seconds(self, config: SageAttnProcessor) -> tuple[float, float]:
+        """Of one call of every layer under these options, and in 16 bit."""
+        layers = self.layers.items()
+        own = sum(layer.seconds[_format_of(config, name)] for name, layer in layers)
+        return own, sum(layer.seconds[EXACT] for _, layer in layers)
+
+    def share(self, config: SageAttnProcessor) -> float:
+        """Operations in 8 bit over those of all layers that are searched."""
+        layers = self.layers.items()
+        own = sum(layer.operations for name, layer in layers if _format_of(config, name) != EXACT)
+        return own / sum(layer.operations for _, layer in layers)
+
+    def ladder(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
+        """Options with a smaller and smaller error of linear layers, each dearer than the one before."""
+        moves = []
+        for name, layer in self.layers.items():
+            moves += [(gain, name, format) for gain, format in _moves(layer, base.linears)]
+        plan: dict[str, str] = {}
+        rungs = []
+        for _, name, format in sorted(moves, key=lambda move: (-move[0], move[1])):
+            plan[name] = format
+            rungs.append(self._options(base, plan))
+        if len(rungs) > MAX_RUNGS:
+            rungs = [rungs[i * (len(rungs) - 1) // (MAX_RUNGS - 1)] for i in range(MAX_RUNGS)]
+        return rungs
+
+    def roles(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
+        """The same, with all layers of one role in all blocks at a time, in 16 bit: a few layers' errors are no sure
+        guide to what a whole run makes of them."""
+        groups: dict[str, list[str]] = {}
+        for name in self.layers:
+            groups.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(name)
+
+        def gain(names: list[str]) -> float:
+            own = [self.layers[name] for name in names]
+            saved = sum(layer.seconds[EXACT] - layer.seconds[base.linears] for layer in own)
+            return sum(layer.errors[base.linears] for layer in own) / max(saved, 1e-30)
+
+        plan: dict[str, str] = {}
+        rungs = []
+        for names in sorted(groups.values(), key=lambda names: (-gain(names), names)):
+            plan |= dict.fromkeys(names, EXACT)
+            rungs.append(self._options(base, plan))
+        return rungs
+
+    def _options(self, base: SageAttnProcessor, plan: dict[str, str]) -> SageAttnProcessor:
+        pairs = [(glob.escape(name), plan[name]) for name in self.layers if name in plan]
+        return dataclasses.replace(base, layer_linears=(*pairs, *base.layer_linears))
+
+
+def _labels(part: str) -> Callable[[str], str]:
+    """Names as a report has them."""
+    return lambda name: f"{part}.{name}" if part else name
+
+
+def _format_of(config: SageAttnProcessor, name: str) -> str:
+    return next((format for pattern, format in config.layer_linears if fnmatchcase(name, pattern)), config.linears)
+
+
+def _moves(layer: Layer, start: str) -> list[tuple[float, str]]:
+    """(error taken away per second, format) from a format on to dearer ones, the best first: their lower hull."""
+    moves, at = [], start
+    while at != EXACT:
+        ways = [
+            ((layer.errors[at] - layer.errors[f]) / max(layer.seconds[f] - layer.seconds[at], 1e-30), f)
+            for f in layer.seconds
+            if layer.errors[f] < layer.errors[at]
+        ]
+        if not ways:
+            break
+        moves.append(max(ways))
+        at = moves[-1][1]
+    return moves
+
+
+class _Recorder:
+    """While a stock run draws: rows that layers see, and what denoisers are called with on some steps."""
+
+    def __init__(self, models: dict[str, Any], modules: Sequence[Any], steps: int) -> None:
+        self.rows: dict[int, int] = {}
+        self.calls: dict[int, int] = {}
+        self.inputs: dict[str, list[tuple[Any, Any]]] = {name: [] for name in models}
+        self._models, self._modules, self._step = models, modules, 0
+        count = min(SAMPLED_STEPS, steps)
+        self._wanted = {(2 * i + 1) * steps // (2 * count) for i in range(count)}
+        self._taken: set[tuple[str, int]] = set()
+
+    def on_step(self) -> None:
+        self._step += 1
+
+    def _see(self, module: Any, args: Any) -> None:
+        x = args[0]
+        self.rows[id(module)] = self.rows.get(id(module), 0) + x.numel() // x.shape[-1]
+        self.calls[id(module)] = self.calls.get(id(module), 0) + 1
+
+    def _take(self, name: str, args: Any, kwargs: Any) -> None:
+        if self._step in self._wanted and (name, self._step) not in self._taken:
+            self._taken.add((name, self._step))
+            copy = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+            self.inputs[name].append(copy)
+
+    def __enter__(self) -> _Recorder:
+        self._hooks = [module.register_forward_pre_hook(self._see) for module in self._modules]
+        for name, model in self._models.items():
+
+            def take(_, args, kwargs, name=name):
+                self._take(name, args, kwargs)
+
+            self._hooks.append(model.register_forward_pre_hook(take, with_kwargs=True))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _outputs(model: Any, inputs: Sequence[tuple[Any, Any]]) -> list[torch.Tensor]:
+    found = []
+    for args, kwargs in inputs:
+        out = model(*args, **kwargs)
+        out = out.to_tuple() if hasattr(out, "to_tuple") else out
+        tensors = [x.flatten().float() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
+        found.append(torch.cat(tensors))
+    return found
+
+
+def _errors(model: Any, name: str, choices: Sequence[Any], formats, options, inputs, show) -> dict[str, dict]:
+    """{layer: {format: squared relative error of the model's output}}."""
+    found: dict[str, dict[str, float]] = {choice.name: {} for choice in choices}
+    if not (choices and inputs):
+        return found
+    with torch.no_grad():
+        stock = _outputs(model, inputs)
+        for format in formats:
+            on_layer = show(f"linear layers of {name or 'the model'} in {format}, one by one", len(choices))
+            with LinearSwap(model, linears=format, name=name, **options) as swap:
+                for state in swap.states():
+                    state.is_resting = True
+                for choice in choices:
+                    state = choice.module._sage_linear
+                    state.is_resting = False
+                    error = [
+                        ((a - b).double().square().sum() / b.double().square().sum()).item()
+                        for a, b in zip(_outputs(model, inputs), stock, strict=True)
+                    ]
+                    state.is_resting = True
+                    # rounded: a last digit must not decide which of two layers comes first
+                    found[choice.name][format] = float(f"{sum(error) / len(error):.6e}")
+                    if on_layer is not None:
+                        on_layer()
+    return found
+
+
+def _seconds(rows: int, module: Any, format: str, kind: str) -> float:
+    """Of one call of a layer: operations over the data sheet's rates, or timed."""
+    if kind == "counted":
+        return 2.0 * rows * module.in_features * module.out_features / (FLOPS_16BIT if format == EXACT else OPS_INT8)
+    return measured_linear_seconds(rows, module.weight, format)
+
+
+def measured_linear_seconds(rows: int, weight: torch.Tensor, format: str, *, repeats: int = 10) -> float:
+    """Median wall time of one call on random inputs [rows, K], after a first one, quantisation included."""
+    x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    with torch.no_grad():
+        if format == EXACT:
+
+            def call() -> Any:
+                return F.linear(x, weight)
+        else:
+            ready = sage_kernels.quantize_weight(weight, format=format)
+
+            def call() -> Any:
+                given = sage_kernels.quantize_activation(x, format=format)
+                return sage_kernels.quantized_linear(given, ready, dtype=x.dtype)
+
+        times = []
+        for _ in range(repeats + 1):
+            _wait(weight.device)
+            start = time.perf_counter()
+            call()
+            _wait(weight.device)
+            times.append(time.perf_counter() - start)
+    return sorted(times[1:])[repeats // 2]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

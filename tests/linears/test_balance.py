@@ -1,0 +1,273 @@
+"""Outliers in channels: balanced where the weights tell of them, and nothing else is touched."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import sage_processors as sp
+from sage_processors.evaluation.hard_linears import inject_channel_outliers
+from sage_processors.linears import balance
+from tests.linears.counting import OpCounter, relative_error
+from tests.linears.test_compile import Backend, compiled_ops
+from tests.linears.test_pipelines import ALL, draw, pipeline, psnr
+from tests.linears.test_qkv import Attention
+from tests.linears.test_quantized_files import empty, rewrite
+from tests.support.tiny_models import MODELS
+
+
+def run(model, inputs):
+    with torch.no_grad():
+        return model(**inputs, return_dict=False)[0]
+
+
+@pytest.fixture
+def planted():
+    """A model with outliers in front of its layers, its inputs, stock output, and its error without outliers."""
+    model, inputs = MODELS["flux"]()
+    with sp.quantize_linears(model, min_features=0):
+        swapped = run(model, inputs)
+    plain = relative_error(swapped, run(model, inputs))
+    with inject_channel_outliers(model):
+        yield model, inputs, run(model, inputs), plain
+
+
+def hard_block(seed=0, factor=256.0, channel=5):
+    """Attention whose input has an outlier channel, which its weights undo; the input."""
+    torch.manual_seed(seed)
+    stock = Attention().eval().requires_grad_(False)
+    x = torch.randn(2, 6, 48)
+    x[..., channel] *= factor
+    for module in stock.children():
+        module.weight[:, channel] /= factor
+    return stock, x
+
+
+def balances(model):
+    found = {name: m._sage_linear.balance for name, m in model.named_modules() if hasattr(m, "_sage_linear")}
+    return {name: own for name, own in found.items() if own is not None}
+
+
+# the bar: 3 dB; without a balance more than 30 are lost
+@pytest.mark.parametrize(
+    ("name", "norms"),
+    [("tiny_sd", 12), pytest.param("tiny_flux", 11, marks=pytest.mark.slow("the same on more layers"))],
+)
+def test_planted_outliers_cost_pictures_less_than_3_db(name, norms):
+    pipe = pipeline(name)
+    model = pipe.unet if name == "tiny_sd" else pipe.transformer
+    stock = draw(pipe)
+    with sp.quantize_linears(model, min_features=0):
+        assert not balances(model)  # trained layers without outliers stay as they are
+        plain = psnr(draw(pipe), stock)
+    with inject_channel_outliers(model) as names, sp.quantize_linears(model, min_features=0) as swap:
+        assert len(names) == norms
+        assert psnr(draw(pipe), stock) > plain - 3 and swap.report().fallbacks == {}
+
+
+def test_the_bar_is_missed_without_a_balance(planted, monkeypatch):
+    model, inputs, expected, plain = planted
+    with sp.quantize_linears(model, min_features=0):
+        assert relative_error(run(model, inputs), expected) < plain * 10 ** (3 / 20)
+    monkeypatch.setattr(balance, "OFF", math.inf)
+    with sp.quantize_linears(model, min_features=0):
+        assert relative_error(run(model, inputs), expected) > 5 * plain
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_with_outliers_is_as_exact_as_without(format, dtype):
+    stock, x = hard_block()
+    plain, y = hard_block(factor=1.0)
+    errors = []
+    for module, given in ((stock.to(dtype), x.to(dtype)), (plain.to(dtype), y.to(dtype))):
+        twin = copy.deepcopy(module)
+        with sp.quantize_linears(twin, format, min_features=0):
+            errors.append([relative_error(a + 0, b) for a, b in zip(twin(given), module(given), strict=True)])
+    assert all(hard < 1.2 * easy + torch.finfo(dtype).eps for hard, easy in zip(*errors, strict=True))
+
+
+def test_layers_of_one_activation_share_a_balance_and_are_quantised_once(planted):
+    model, inputs, *_ = planted
+    doubles, singles = len(model.transformer_blocks), len(model.single_transformer_blocks)
+    with sp.quantize_linears(model, min_features=0), torch.no_grad():
+        run(model, inputs)
+        with OpCounter() as ops:
+            run(model, inputs)
+        assert (ops.quantized, ops.multiplied) == (8 * doubles + 2 * singles, 8 * doubles + 3 * singles)
+        found = balances(model)
+        assert (
+            len({id(found[f"single_transformer_blocks.0.{n}"]) for n in ("attn.to_q", "attn.to_v", "proj_mlp")}) == 1
+        )
+        assert len(set(map(id, found.values()))) == 4 * doubles + singles
+        assert all((own.vector.log2() % 1 == 0).all() and (own.vector < 1).sum() == 3 for own in found.values())
+
+
+def test_keys_and_values_of_another_input_have_a_balance_of_their_own():
+    stock, x = hard_block()
+    for module in (stock.to_k, stock.to_v):
+        module.weight[:, 5] *= 256.0
+    twin, other = copy.deepcopy(stock), torch.randn(2, 3, 48)
+    with sp.quantize_linears(twin, min_features=0):
+        for i in range(2):
+            x, other = x.clone(), other.clone()
+            with OpCounter() as ops:
+                got = [y + 0 for y in twin(x, other)]
+            assert i == 0 or (ops.quantized, ops.multiplied) == (2, 2)
+            assert all(relative_error(a, b) < 0.02 for a, b in zip(got, stock(x, other), strict=True))
+        assert set(balances(twin)) == {"to_q"}
+
+
+def test_ordinary_and_odd_weights_have_none():
+    torch.manual_seed(0)
+    weight = torch.randn(64, 48)
+    ordinary = balance.column_sizes(weight)
+    assert not balance.exponents_of([ordinary]).any()
+    weight[:, 3] /= 100
+    size = balance.column_sizes(weight)
+    assert balance.exponents_of([size]).nonzero().tolist() == [[3]] and balance.exponents_of([size])[3] == -7
+    weight[:, 4] = 0  # read by nobody: whatever is there is out of the way
+    assert balance.exponents_of([balance.column_sizes(weight)])[4] == -balance.MOST
+    weight[:, :8] /= 100  # too many to be outliers
+    assert not balance.exponents_of([balance.column_sizes(weight)]).any()
+    assert balance.column_sizes(torch.zeros(4, 4)) is None
+    assert balance.column_sizes(weight.fill_(torch.nan)) is None
+
+
+def test_a_weight_that_changes_takes_its_neighbours_along():
+    stock, x = hard_block()
+    twin = copy.deepcopy(stock)
+    with sp.quantize_linears(twin, min_features=0) as swap:
+        twin(x)
+        own = twin.to_k._sage_linear.balance
+        vector, before = own.vector, own.vector.clone()
+        for module in (*stock.children(), *twin.children()):
+            module.weight[:, 5] /= 16
+        x = x.clone()
+        x[..., 5] *= 16
+        for _ in range(2):
+            assert all(relative_error(a + 0, b) < 0.02 for a, b in zip(twin(x), stock(x), strict=True))
+        assert own.vector is vector and own.vector[5] == before[5] / 16  # a graph may read it
+        stock.to_q.weight.mul_(-2)
+        twin.to_q.weight.data.mul_(-2)  # noticed by refresh alone
+        swap.refresh()
+        assert all(relative_error(a + 0, b) < 0.02 for a, b in zip(twin(x), stock(x), strict=True))
+        for module in (stock.to_q, twin.to_q):  # called by itself, after a change that nobody else heard of
+            module.weight[:, 5] *= 64
+        assert relative_error(twin.to_q(x) + 0, stock.to_q(x)) < 0.02
+        assert relative_error(twin.to_k(x) + 0, stock.to_k(x)) < 0.02
+    assert all(type(module) is nn.Linear for module in twin.children())
+
+
+def test_copies_moves_and_calls_without_a_16_bit_weight():
+    stock, x = hard_block()
+    twin = copy.deepcopy(stock)
+    sp.quantize_linears(twin, min_features=0, drop_weights=True)
+    got = [y + 0 for y in twin(x)]
+    again = copy.deepcopy(twin)
+    assert all(torch.equal(a, b + 0) for a, b in zip(got, again(x), strict=True))
+    assert all(torch.equal(a, b + 0) for a, b in zip(got, twin.to(torch.bfloat16).float()(x), strict=True))
+    for a, b in zip(twin.train()(x), stock(x), strict=True):  # what the codes stand for, in 16 bit
+        assert relative_error(a, b) < 0.02
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_files_hold_the_balance(planted, drop, tmp_path):
+    model, inputs, *_ = planted
+    twin = copy.deepcopy(model)
+    sp.quantize_linears(twin, min_features=0, drop_weights=drop)
+    expected = run(twin, inputs)
+    sp.save_quantized(twin, tmp_path / "a.safetensors")
+    loaded = empty(model)
+    sp.load_quantized(loaded, tmp_path / "a.safetensors")
+    assert torch.equal(run(loaded, inputs), expected)
+    assert len(set(map(id, balances(loaded).values()))) == len(set(map(id, balances(twin).values()))) > 1
+    sp.save_quantized(loaded, tmp_path / "b.safetensors")
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+
+
+def test_files_of_the_first_version_are_read_and_balances_are_checked(planted, tmp_path):
+    model, inputs = MODELS["flux"]()
+    with sp.quantize_linears(model, min_features=0):
+        expected = run(model, inputs)
+        sp.save_quantized(model, tmp_path / "a.safetensors")
+
+    def first(meta):
+        meta.update(format_version=1)
+        del meta["balanced"]
+
+    rewrite(tmp_path / "a.safetensors", tmp_path / "old.safetensors", change_meta=first)
+    loaded = empty(model)
+    sp.load_quantized(loaded, tmp_path / "old.safetensors")
+    assert torch.equal(run(loaded, inputs), expected)
+
+    hard, *_ = planted
+    with sp.quantize_linears(hard, min_features=0):
+        sp.save_quantized(hard, tmp_path / "hard.safetensors")
+    name = "transformer_blocks.0.attn.to_q"
+    damages = [
+        (lambda m: m["balanced"].append("nothing"), "balance of 'nothing'"),
+        (lambda m: m["balanced"].append(name), "balance of .*to_q"),
+        (lambda m: m["balanced"].append(3), "balance of '3'"),
+        (lambda m: m["balanced"].remove(name), "unknown tensors .*to_q.balance"),
+        (lambda m: m.update(balanced="x"), "balanced"),
+        (first, "unknown tensors"),
+    ]
+    for change, words in damages:
+        rewrite(tmp_path / "hard.safetensors", tmp_path / "bad.safetensors", change_meta=change)
+        with pytest.raises(ValueError, match=words):
+            sp.load_quantized(empty(model), tmp_path / "bad.safetensors")
+    header = {}
+    rewrite(tmp_path / "hard.safetensors", tmp_path / "bad.safetensors", change_header=header.update)
+    start, _ = header[f"{name}.balance"]["data_offsets"]
+    bad = torch.tensor([-1.0]).numpy().tobytes()
+    rewrite(
+        tmp_path / "hard.safetensors", tmp_path / "bad.safetensors", body=lambda b: b[:start] + bad + b[start + 4 :]
+    )
+    with pytest.raises(ValueError, match="balance of layer .*to_q"):
+        sp.load_quantized(empty(model), tmp_path / "bad.safetensors")
+    assert header[f"{name}.balance"]["shape"] == [32]
+
+
+def test_compiled_code_reads_the_balance(planted):
+    model, inputs, expected, plain = planted
+    torch._dynamo.reset()
+    backend = Backend()
+    with sp.quantize_linears(model, min_features=0) as swap, torch.no_grad():
+        compiled = torch.compile(model, fullgraph=True, backend=backend)
+        for _ in range(2):
+            got = compiled(**inputs, return_dict=False)[0]
+        assert relative_error(got, expected) < plain * 10 ** (3 / 20) and backend.graphs == 1
+        assert swap.report().fallbacks == {}
+
+
+def test_compiled_code_makes_as_many_calls_as_without_outliers(planted):
+    model, inputs, expected, plain = planted
+    with sp.quantize_linears(model, min_features=0), torch.no_grad():
+        with OpCounter() as ops:
+            run(model, inputs)
+        got, found = compiled_ops(model, lambda compiled: compiled(**inputs, return_dict=False)[0])
+    assert relative_error(got, expected) < plain * 10 ** (3 / 20)
+    assert (len(found["quantize_activation"]), len(found["quantized_linear"])) == (ops.quantized, ops.multiplied)
+    assert any(args[2] == "layer" and args[8] is not None for args in found["quantize_activation"])
+
+
+def test_offloaded_layer_by_layer_every_run_is_the_same(planted):
+    accelerate = pytest.importorskip("accelerate")
+    model, inputs, expected, plain = planted
+    twin = copy.deepcopy(model)
+    accelerate.cpu_offload(twin, execution_device="cpu")
+    with sp.quantize_linears(twin, min_features=0) as swap:
+        first = run(twin, inputs)
+        assert relative_error(first, expected) < plain * 10 ** (3 / 20)
+        assert all(torch.equal(run(twin, inputs), first) for _ in range(2)) and swap.report().fallbacks == {}
+
+
+def test_a_handle_balances_too(planted):
+    model, inputs, expected, _ = planted
+    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL)):
+        assert balances(model) and relative_error(run(model, inputs), expected) < 0.03
