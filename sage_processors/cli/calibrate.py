@@ -16,6 +16,7 @@ from ..calibration.trials import HELD_OUT
 from ..evaluation import hard_variants, metrics, quality
 from ..options import SageAttnProcessor
 from . import loading
+from .as_json import JsonOption, answer, quality_data
 from .checks import check_csv, check_file, float32_settings_kept
 from .loading import (
     DeviceOption,
@@ -94,6 +95,7 @@ def calibrate_policy(
     csv: CsvOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Find the fastest attention that meets a quality budget. The exit code is 1 if none does."""
     variants = _variants([hard or "plain"])
@@ -102,17 +104,19 @@ def calibrate_policy(
     check_csv(csv)
     pipe = loading.load_pipeline(pipeline, device, dtype)
     prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
-    with next(iter(variants.values()))(_denoiser(pipe)):
+    with next(iter(variants.values()))(_denoiser(pipe)), answer(as_json) as said:
         try:
             found = calibrate(
                 pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
                 scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, state_path=state,
-                config=_options(pipeline, linears), linears=linears or (),
+                config=_options(pipeline, linears), linears=linears or (), progress=not as_json,
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
+        said |= {"met": found.met, "budget": found.budget, "result": found.result, "curve": found.curve}
         found.print(console)
         found.save(output)
+        said["policy"] = str(output.resolve())
         console.print(f"Policy: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
         if csv is not None:
             fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds that decided nothing
@@ -120,6 +124,7 @@ def calibrate_policy(
             variant = quality.Variant(quality.POLICY, found.config)
             drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)[quality.POLICY]
             label = case_label(pipeline, pipe) + (f"_{hard}" if hard else "")
+            said[label] = [quality_data(drawn)]
             console.print(quality_table(label, [drawn]))
             quality.append_results(csv, label, [drawn], device=str(pipe.device))
     if not found.met:
@@ -138,6 +143,7 @@ def rules(
     csv: CsvOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """PSNR, SSIM and attention's own error of every scaling rule, on the plain and the harder variants.
 
@@ -153,14 +159,15 @@ def rules(
     check_csv(csv)
     pipe = loading.load_pipeline(pipeline, device, dtype)
     prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
-    for name, harder in settings.items():
-        label = case_label(pipeline, pipe) + (f"_{name}" if name else "")
-        calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
-        with steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
-            size: dict[str, Any] = {"steps": steps, "batch": batch}
-            results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
-        # timestep runs the first step of each batch dynamic; rules with a frozen table never do, nor timestep_warm
-        _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))
+    with answer(as_json) as found:
+        for name, harder in settings.items():
+            label = case_label(pipeline, pipe) + (f"_{name}" if name else "")
+            calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
+            with steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
+                size: dict[str, Any] = {"steps": steps, "batch": batch}
+                results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
+            # timestep runs the first step of each batch dynamic; rules with a frozen table never do, nor timestep_warm
+            found[label] = _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))
 
 
 @float32_settings_kept()
@@ -179,13 +186,14 @@ def transfer(
     csv: CsvOption = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """What a table of scales loses with another scheduler than it was learnt with: own table, and transferred."""
     check_csv(csv)
     pipe = loading.load_pipeline(pipeline, device, dtype)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
     config, prompts = _options(pipeline), example_prompts(images)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, answer(as_json) as found:
         table = Path(folder) / "table.safetensors"
         pipe.scheduler = learn
         with pipe.set_attn_processor(config) as handle, steps_bar(f"learning with {source}", steps) as tick:
@@ -202,7 +210,7 @@ def transfer(
             with steps_bar(label, steps * (1 + 3 * -(-images // batch))) as tick:
                 seeds, size = [seed + i for i in range(images)], {"steps": steps, "batch": batch}
                 results = quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, probe=True, **size)
-            _record(pipe, label, list(results.values()), csv, ("timestep_warm",))
+            found[label] = _record(pipe, label, list(results.values()), csv, ("timestep_warm",))
 
 
 def _variants(names) -> dict:
@@ -227,34 +235,47 @@ def _scheduler(pipe, text: str):
     return cls.from_config(pipe.scheduler.config, **options), int(steps)
 
 
-def _record(pipe, label: str, results, csv: Path | None, baselines) -> None:
+def _record(pipe, label: str, results, csv: Path | None, baselines) -> dict[str, Any]:
+    """Print, append to `csv`, and return as data: the results, and what they differ from each baseline by."""
+    data: dict[str, Any] = {"results": [quality_data(result) for result in results], "differences": []}
     console.print(quality_table(label, results))
     refuse_idle(results)
     for baseline in baselines:
         if any(result.name == baseline for result in results) and len(results) > 1:
             for field in COMPARED:
+                data["differences"] += _compared(results, baseline, field)
                 console.print(_differences(results, baseline, field))
     if idle := [result.name for result in results if not result.is_ours]:
         fail(f"no attention call of {', '.join(idle)} ran in INT8: nothing to record")
     if csv is not None:
         quality.append_results(csv, label, results, device=str(pipe.device))
+    return data
 
 
-def _differences(results, baseline: str, field: str) -> Table:
+def _compared(results, baseline: str, field: str) -> list[dict[str, Any]]:
     """One of COMPARED over that of the baseline, of the same seeds: mean, 95 % interval, and what it says."""
-    what, pair = COMPARED[field]
     base = getattr(next(result for result in results if result.name == baseline), field)
-    table = Table(title=f"{what} minus that of {baseline}, paired by {pair}", title_justify="left")
-    for name in ("scaling", "mean, dB", "95 % interval", "largest", "that is"):
-        table.add_column(name, justify="right" if name.endswith(("dB", "interval", "largest")) else "left")
+    rows = []
     for result in results:
         values = getattr(result, field)
         if result.name == baseline or not (values and base and result.is_ours):
             continue  # nothing ran in INT8: nothing was measured
         found = metrics.paired_interval(values, base)
         largest = max((a - b for a, b in zip(values, base, strict=True)), key=abs)
-        interval = f"{found.low:+.2f} to {found.high:+.2f}"
         verdict = "better" if found.low > 0 else "worse" if found.high < 0 else "no difference shown"
         said = verdict if len(base) >= LEAST_PAIRS else f"{len(base)} of {LEAST_PAIRS} pairs: too few to say"
-        table.add_row(result.name, f"{found.value:+.2f}", interval, f"{largest:+.2f}", said)
+        row = {"scaling": result.name, "baseline": baseline, "field": field, "mean": found.value, "low": found.low}
+        rows.append(row | {"high": found.high, "largest": largest, "that_is": said})
+    return rows
+
+
+def _differences(results, baseline: str, field: str) -> Table:
+    """What `_compared` found, as a table."""
+    what, pair = COMPARED[field]
+    table = Table(title=f"{what} minus that of {baseline}, paired by {pair}", title_justify="left")
+    for name in ("scaling", "mean, dB", "95 % interval", "largest", "that is"):
+        table.add_column(name, justify="right" if name.endswith(("dB", "interval", "largest")) else "left")
+    for row in _compared(results, baseline, field):
+        interval = f"{row['low']:+.2f} to {row['high']:+.2f}"
+        table.add_row(row["scaling"], f"{row['mean']:+.2f}", interval, f"{row['largest']:+.2f}", row["that_is"])
     return table

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +51,32 @@ def _picture_format(path: Path) -> str | None:
         raise ImportError('pictures need pillow: pip install "sage-processors[diffusers]"') from error
     kind = Image.registered_extensions().get(path.suffix.lower())
     return kind if kind in Image.SAVE else None
+
+
+@contextmanager
+def refusing(name: str, option: str | None = None) -> Iterator[None]:
+    """Loading the model `name`: whatever is wrong with it is a message of one line, not a traceback.
+
+    Libraries raise anything for missing, broken or foreign files; a package that is not installed is none of it. What
+    they warn and log meanwhile is left out: names of options that one of them has renamed, and the error once more.
+    """
+    loggers = [logging.getLogger(library) for library in ("diffusers", "transformers", "huggingface_hub")]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            for category in (FutureWarning, UserWarning):
+                warnings.simplefilter("ignore", category)
+            yield
+    except (ImportError, typer.BadParameter):
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise typer.BadParameter(f"{name} could not be loaded: {reason}", param_hint=option) from error
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _refuse(check, path: Path, option: str) -> None:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import sage_kernels
 
 from ..evaluation import language
-from .checks import check_csv
+from .as_json import JsonOption, answer
+from .checks import check_csv, refusing
+from .loading import DeviceOption, console, torch_device
 
 
 def bench_language(
@@ -29,30 +29,40 @@ def bench_language(
     batch: Annotated[int, typer.Option(min=1, help="Windows, or prompts, per call.")] = 16,
     recipe: Annotated[str, typer.Option(help="Number formats of the two matmuls.")] = sage_kernels.DEFAULT_RECIPE,
     csv: Annotated[Path | None, typer.Option(help="results.csv to append to.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1 …; auto takes a GPU if there is one.")] = "auto",
+    device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Perplexity and greedy text of a language model: INT8 attention and INT8 cache against stock attention."""
     check_csv(csv)
     if recipe not in sage_kernels.RECIPES:
         raise typer.BadParameter(f"{recipe}: expected one of {sorted(sage_kernels.RECIPES)}", param_hint="--recipe")
-    console = Console(width=None if sys.stdout.isatty() else 160)
     loaded, tokenizer = _load(model, device)
-    try:
-        text = language.heldout_windows(tokenizer, context, count=windows)
-        starts = language.heldout_windows(tokenizer, prompt_tokens, count=prompts)
-        with console.status("stock attention, then INT8 attention, then an INT8 cache"):
-            results = language.evaluate(
-                loaded, text, starts, new_tokens=new_tokens, recipe=recipe, prefill=prefill, chunk=chunk, batch=batch
-            )
-    except ValueError as error:  # what language says of numbers that do not fit the model or the text
-        raise typer.BadParameter(str(error)) from error
-    console.print(results_table(model, results))
-    for result in results.values():
-        if found := differences(result):
-            console.print(found, markup=False, highlight=False)
-    if csv is not None:
-        language.append_results(csv, Path(model).name, results, loaded, context)
-        console.print(f"Rows appended to {csv}", markup=False, highlight=False)
+    with answer(as_json) as found:
+        try:
+            text = language.heldout_windows(tokenizer, context, count=windows)
+            starts = language.heldout_windows(tokenizer, prompt_tokens, count=prompts)
+            with console.status("stock attention, then INT8 attention, then an INT8 cache"):
+                results = language.evaluate(
+                    loaded, text, starts, new_tokens=new_tokens, recipe=recipe, prefill=prefill, chunk=chunk,
+                    batch=batch,
+                )  # fmt: skip
+        except ValueError as error:  # what language says of numbers that do not fit the model or the text
+            raise typer.BadParameter(str(error)) from error
+        found |= {name: result_data(result) for name, result in results.items()}
+        console.print(results_table(model, results))
+        for result in results.values():
+            if said := differences(result):
+                console.print(said, markup=False, highlight=False)
+        if csv is not None:
+            language.append_results(csv, Path(model).name, results, loaded, context)
+            console.print(f"Rows appended to {csv}", markup=False, highlight=False)
+
+
+def result_data(result: language.Result) -> dict[str, Any]:
+    """A way of running the model as data: everything but the tokens."""
+    names = ("recipe", "ratio", "ratio_error", "first", "margin", "identical", "kv_bytes_per_token")
+    data = {name: getattr(result, name) for name in (*names, "int8_calls", "cache_calls", "exact")}
+    return data | {"perplexity": result.perplexity.value}
 
 
 def results_table(name: str, results: dict[str, language.Result]) -> Table:
@@ -91,14 +101,6 @@ def differences(result: language.Result) -> str:
 
 
 def _load(model: str, device: str):
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        raise typer.BadParameter(f"{device}: {str(error).splitlines()[0]}", param_hint="--device") from error
-    try:
-        return language.load(model, device=device)
-    except (OSError, ValueError) as error:  # what transformers raises for missing or broken files and names
-        reason = str(error).strip().splitlines()[0]
-        raise typer.BadParameter(f"{model} could not be loaded: {reason}", param_hint="--model") from error
+    where = torch_device(device)
+    with refusing(model, "--model"):
+        return language.load(model, device=str(where))

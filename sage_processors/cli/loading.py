@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -18,10 +17,11 @@ from rich.table import Table
 
 from .. import pipelines
 from ..layer_report import NOTHING_RAN
+from .checks import refusing
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-# a file or a pipe has no width of its own, and 80 columns break the layer names of the report apart
+# a file or a pipe has no width of its own, and tables of measurements have many columns
 console = Console(width=None if sys.stdout.isatty() else 160)
 
 PipelineOption = Annotated[str, typer.Option(help="Embedded pipeline, folder, or name on the Hub.")]
@@ -47,7 +47,7 @@ def refuse_idle(results) -> None:
 
 def fail(message: str) -> NoReturn:
     """End the command with this message and exit code 1."""
-    Console(stderr=True).print(f"Error: {message}", style="red", markup=False, soft_wrap=True)
+    typer.echo(f"Error: {message}", err=True)
     raise typer.Exit(1)
 
 
@@ -100,14 +100,6 @@ def _locate(name: str) -> str:
     return name
 
 
-@contextmanager
-def _loading(name: str):
-    try:
-        yield
-    except (OSError, ValueError) as error:  # what diffusers raises for missing or broken files and names
-        raise typer.BadParameter(f"{name} could not be loaded: {str(error).strip().splitlines()[0]}") from error
-
-
 def load_pipeline(name: str, device: str, dtype: str | None = None):
     """A pipeline on a device ("auto": a GPU if there is one); dtype: of DTYPES, None is the device's own."""
     diffusers, where = quiet_diffusers(), torch_device(device)
@@ -117,10 +109,7 @@ def load_pipeline(name: str, device: str, dtype: str | None = None):
     chosen = own_dtype(where) if dtype is None else getattr(torch, dtype)
     if chosen == torch.float32:
         torch.backends.cudnn.allow_tf32 = False  # torch's default: convolutions with 10 bits, a floor of their own
-    with _loading(name), warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", FutureWarning
-        )  # torch_dtype: renamed in diffusers 0.42, and the only name in 0.36
+    with refusing(name):  # torch_dtype: renamed in diffusers 0.42, and the only name in 0.36
         pipe = diffusers.DiffusionPipeline.from_pretrained(source, torch_dtype=chosen, use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(where)
@@ -146,7 +135,7 @@ def load_skeleton(name: str):
         with torch.device("meta"):
             return cls.from_config(config).eval()  # as from_pretrained leaves it
 
-    with _loading(name):
+    with refusing(name):
         if (Path(source) / "config.json").is_file() and not (Path(source) / "model_index.json").is_file():
             return build(json.loads((Path(source) / "config.json").read_text())["_class_name"])
         index = diffusers.DiffusionPipeline.load_config(source)
@@ -168,7 +157,9 @@ def steps_bar(label: str, total: int):
         TextColumn("steps"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as progress:
+    # with --json stdout is for data
+    where = Console(stderr=True) if console.quiet else console
+    with Progress(*columns, console=where, disable=console.quiet and not where.is_terminal) as progress:
         task = progress.add_task(label, total=total)
         yield lambda: progress.advance(task)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -14,14 +13,15 @@ import torch
 
 try:
     import typer
-    from rich.console import Console
     from rich.table import Table
 except ImportError as missing:
     raise ImportError(f"the command line needs {missing.name}: pip install sage-processors") from missing
 
 from .. import pipelines
 from ..options import SCALINGS, SageAttnProcessor
+from ..version import __version__
 from . import loading
+from .as_json import JsonOption, answer, quality_data
 from .calibrate import calibrate_policy, case_label, rules, transfer
 from .checks import check_csv, check_picture, float32_settings_kept, save_picture
 from .language import bench_language
@@ -38,6 +38,7 @@ from .loading import (
     steps_bar,
     torch_device,
 )
+from .one_line import OneLineErrors
 from .warm_up import warm_up
 
 
@@ -45,9 +46,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent  # in a checkout; els
 RESULTS = Path("kernels") / "benchmarks" / "results.csv"
 PAGES = ("README.md", "docs/guide.md", "docs/linears.md", "docs/results.md", "docs/comparison.md", "kernels/NOTES.md")
 
-app = typer.Typer(
-    no_args_is_help=True, pretty_exceptions_enable=False, help="INT8 attention for Hugging Face pipelines."
-)
+app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(no_args_is_help=True, help="Measure, and turn measurements into tables.")
 app.add_typer(bench, name="bench")
 bench.command("language")(bench_language)
@@ -66,8 +65,23 @@ def main() -> None:
     except ImportError as error:
         if "pip install" not in str(error):
             raise
-        Console(stderr=True).print(f"Error: {error}", style="red", markup=False)
+        typer.echo(f"Error: {error}", err=True)
         sys.exit(1)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"sage-processors {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """INT8 attention for Hugging Face pipelines."""
 
 
 @app.command()
@@ -82,6 +96,7 @@ def demo(
     scaling: ScalingOption = "timestep",
     output: Annotated[Path, typer.Option(help="The PNG to write.")] = Path("sage_demo.png"),
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Draw the same seeds with stock and with INT8 attention, and show what differs."""
     config = _config(recipe, scaling)
@@ -93,26 +108,29 @@ def demo(
     prompts = list(prompt) if prompt else example_prompts(images)
     seeds = [seed + i for i in range(len(prompts))]
     arguments = pipelines.call_arguments(pipeline)
-    with steps_bar("stock attention", steps) as tick:
-        stock = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
-    with pipe.set_attn_processor(config) as handle:
-        with steps_bar("INT8 attention", steps) as tick:
-            ours = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
-        report = handle.report()
-    result = quality.compare(scaling, recipe, ours, stock, (report.calls, sum(report.fallbacks.values())))
-    report.print(console)
-    per_picture = Table(title=f"{recipe}, {scaling}: against stock attention, same seeds", title_justify="left")
-    for name in ("prompt", "seed", "PSNR, dB", "SSIM"):
-        per_picture.add_column(name, justify="left" if name == "prompt" else "right")
-    for text, number, psnr, ssim in zip(prompts, seeds, result.psnr_db, result.ssim, strict=True):
-        per_picture.add_row(text, str(number), f"{psnr:.2f}", f"{ssim:.5f}")
-    if result.is_ours:
-        console.print(per_picture)
-    else:
-        console.print("No attention call ran in INT8: the table above says why.", style="yellow")
-    console.print(quality.in_words(result))
-    save_picture(side_by_side(stock, ours, prompts, amplification(stock, ours), ran=result.is_ours), output)
-    console.print(f"Picture: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
+    with answer(as_json) as found:
+        with steps_bar("stock attention", steps) as tick:
+            stock = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
+        with pipe.set_attn_processor(config) as handle:
+            with steps_bar("INT8 attention", steps) as tick:
+                ours = quality.generate(pipe, prompts, seeds, steps=steps, on_step=tick, **arguments)
+            report = handle.report()
+        result = quality.compare(scaling, recipe, ours, stock, (report.calls, sum(report.fallbacks.values())))
+        found |= {"report": report.as_dict(), "prompts": prompts, "seeds": seeds, "quality": quality_data(result)}
+        report.print(console)
+        per_picture = Table(title=f"{recipe}, {scaling}: against stock attention, same seeds", title_justify="left")
+        for name in ("prompt", "seed", "PSNR, dB", "SSIM"):
+            per_picture.add_column(name, justify="left" if name == "prompt" else "right")
+        for text, number, psnr, ssim in zip(prompts, seeds, result.psnr_db, result.ssim, strict=True):
+            per_picture.add_row(text, str(number), f"{psnr:.2f}", f"{ssim:.5f}")
+        if result.is_ours:
+            console.print(per_picture)
+        else:
+            console.print("No attention call ran in INT8: the table above says why.", style="yellow")
+        console.print(quality.in_words(result))
+        save_picture(side_by_side(stock, ours, prompts, amplification(stock, ours), ran=result.is_ours), output)
+        found["picture"] = str(output.resolve())
+        console.print(f"Picture: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
 
 
 @app.command()
@@ -122,6 +140,7 @@ def report(
     ],
     recipe: RecipeOption = "qk_int8_pv_bf16",
     scaling: ScalingOption = "timestep",
+    as_json: JsonOption = False,
 ) -> None:
     """List the attention layers that INT8 attention would run in. Reads configs only, loads no weights."""
     from ..diffusion.handle import apply
@@ -132,16 +151,17 @@ def report(
         handle = apply(target, config)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from error
-    with handle:
-        handle.report().print(console)
-    console.print(
-        "Nothing ran. Calls with a mask, causal calls and short ones are found, and counted, when they happen."
-    )
+    with handle, answer(as_json) as found:
+        found |= (planned := handle.report()).as_dict()
+        planned.print(console)
+        console.print(
+            "Nothing ran. Calls with a mask, causal calls and short ones are found, and counted, when they happen."
+        )
 
 
 @app.command()
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")] = False,
+    as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:
     """Check this machine: versions, kernels, a self-test of every recipe and scaling, Triton's cache. Changes nothing.
@@ -150,10 +170,8 @@ def doctor(
     """
     from . import doctor as checks
 
-    found = checks.examine(torch_device(device))
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-    else:
+    with answer(as_json) as found:
+        found |= checks.examine(torch_device(device))
         checks.show(found, console)
     if not found["passed"]:
         raise typer.Exit(1)
@@ -176,6 +194,7 @@ def bench_quality(
     csv: Annotated[Path | None, typer.Option(help="results.csv to append to.")] = None,
     device: DeviceOption = "auto",
     dtype: DtypeOption = None,
+    as_json: JsonOption = False,
 ) -> None:
     """PSNR and SSIM of every scaling against stock attention, and SQNR of attention: mean and worst."""
     from ..evaluation import hard_variants, quality
@@ -187,29 +206,31 @@ def bench_quality(
     if outlier < 1 or outlier & (outlier - 1):
         raise typer.BadParameter(f"{outlier} is not a power of two", param_hint="--outlier")
     check_csv(csv)
-    for name in pipeline:
-        pipe = loading.load_pipeline(name, device, dtype)
-        variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
-        prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
-        size = {"steps": steps, "batch": batch}
-        watched: dict[str, Any] = {**size, "probe": True}
-        batches = -(-images // batch)
-        half = pipe.dtype in (torch.float16, torch.bfloat16)
-        for suffix in ("", "_hard")[: 1 + hard]:
-            label = case_label(name, pipe) + suffix
-            calls = batches * (1 + len(variants)) + sum(v.warm for v in variants) + 2 * batches * half
-            denoiser = getattr(pipe, "unet", None) or pipe.transformer
-            planted = hard_variants.inject_outliers(denoiser, outlier, pairs) if suffix else nullcontext()
-            with steps_bar(label, steps * calls) as tick, planted:
-                results = list(quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, **watched).values())
-                if half:
-                    results.append(quality.floor(pipe, prompts, seeds, on_step=tick, **size))
-            console.print(quality_table(label, results))
-            refuse_idle(results)
-            if csv is not None:
-                quality.append_results(csv, label, results, device=str(pipe.device))
-    if csv is not None:
-        console.print(f"Rows appended to {csv}", markup=False, highlight=False)
+    with answer(as_json) as found:
+        for name in pipeline:
+            pipe = loading.load_pipeline(name, device, dtype)
+            variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
+            prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
+            size = {"steps": steps, "batch": batch}
+            watched: dict[str, Any] = {**size, "probe": True}
+            batches = -(-images // batch)
+            half = pipe.dtype in (torch.float16, torch.bfloat16)
+            for suffix in ("", "_hard")[: 1 + hard]:
+                label = case_label(name, pipe) + suffix
+                calls = batches * (1 + len(variants)) + sum(v.warm for v in variants) + 2 * batches * half
+                denoiser = getattr(pipe, "unet", None) or pipe.transformer
+                planted = hard_variants.inject_outliers(denoiser, outlier, pairs) if suffix else nullcontext()
+                with steps_bar(label, steps * calls) as tick, planted:
+                    results = list(quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, **watched).values())
+                    if half:
+                        results.append(quality.floor(pipe, prompts, seeds, on_step=tick, **size))
+                found[label] = [quality_data(result) for result in results]
+                console.print(quality_table(label, results))
+                refuse_idle(results)
+                if csv is not None:
+                    quality.append_results(csv, label, results, device=str(pipe.device))
+        if csv is not None:
+            console.print(f"Rows appended to {csv}", markup=False, highlight=False)
 
 
 @bench.command("attention", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -225,6 +246,7 @@ def bench_attention(context: typer.Context) -> None:
 def bench_tables(
     page: Annotated[list[Path] | None, typer.Option(help="Page with markers; may be repeated.")] = None,
     results: Annotated[Path, typer.Option(help="results.csv to read.")] = RESULTS,
+    as_json: JsonOption = False,
 ) -> None:
     """Rewrite the tables that the documentation has of results.csv, and RESULTS.md beside it."""
     from ..evaluation.pages import update
@@ -237,6 +259,10 @@ def bench_tables(
         changed = update(pages, results)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--page") from error
+    with answer(as_json) as found:
+        found |= {"pages": [str(path) for path in pages], "changed": changed}
+    if as_json:
+        return
     state = "updated" if changed else "already up to date"
     console.print(f"{', '.join(map(str, pages))}: {state}", soft_wrap=True, markup=False, highlight=False)
 

@@ -9,6 +9,7 @@ import typer
 
 from ..options import SCALINGS, SageAttnProcessor
 from . import loading
+from .as_json import JsonOption, answer
 from .loading import DTYPES, DeviceOption, console, torch_device
 
 
@@ -21,6 +22,7 @@ def warm_up(
     min_tokens: Annotated[int | None, typer.Option(help="As the option of SageAttnProcessor.")] = None,
     dtype: Annotated[str, typer.Option(help=f"The model's: {', '.join(DTYPES)}.")] = "bfloat16",
     device: DeviceOption = "auto",
+    as_json: JsonOption = False,
 ) -> None:
     """Compile the kernels that a model needs into Triton's cache. Reads configs only, loads no weights."""
     from ..diffusion.discovery import denoisers, is_pipeline
@@ -41,15 +43,18 @@ def warm_up(
         handle = apply(target, config)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="MODEL") from error
-    with handle:
+    with handle, answer(as_json) as found:
+        found |= {"device": str(where), "kernels": 0, "seconds": 0.0, "cached": 0}
         if where.type == "cpu":
             console.print("Nothing to warm up on a CPU: no kernels are compiled there.")
             return
         try:
             done = handle.warm_up(device=where)
         except NotImplementedError as error:
+            found.clear()
             loading.fail(str(error))
-    if not done.kernels:
-        console.print("Nothing to warm up: no call of this model is long enough for INT8 on this GPU.")
-        return
-    console.print(f"{done.kernels} kernels in {done.seconds:.1f} s, {done.cached} of them were there.")
+        found |= done._asdict()
+        if done.kernels:
+            console.print(f"{done.kernels} kernels in {done.seconds:.1f} s, {done.cached} of them were there.")
+        else:
+            console.print("Nothing to warm up: no call of this model is long enough for INT8 on this GPU.")

@@ -111,7 +111,10 @@ BELOW = {
     TRITON: {GROUND},
     GROUND: set(),
 }
-FRONT_DOOR = ("sage_processors", "sage_processors.diffusion.pipeline_method")  # the package itself is above all rooms
+FRONT_DOORS = {  # the package itself, and what runs it as a command, are above all rooms
+    ("sage_processors", "sage_processors.diffusion.pipeline_method"),
+    ("sage_processors.__main__", "sage_processors.cli.main"),
+}
 
 
 def edges() -> dict[str, set[str]]:
@@ -144,7 +147,7 @@ def test_arrows_between_rooms_point_down():
         if room(module) != room(other)
         and room(other) not in BELOW[room(module)]
         and module.partition(".")[0] == other.partition(".")[0]
-        and (module, other) != FRONT_DOOR
+        and (module, other) not in FRONT_DOORS
     ]
     wrong += [
         f"{module} imports {other}"

@@ -1,0 +1,6 @@
+"""`python -m sage_processors`: the same as the command sage-processors."""
+
+from .cli.main import main
+
+
+main()
