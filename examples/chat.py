@@ -5,26 +5,28 @@ python examples/chat.py "What is 12 plus 7?" --stock
 python examples/chat.py --model meta-llama/Llama-3.1-8B-Instruct --new-tokens 500
 """
 
-import argparse
 import time
 
 import torch
 from transformers import DynamicCache, TextStreamer
 
 import sage_processors as sp
+from sage_kernels import RECIPES
+from sage_processors.cli.arguments import OneLineParser, at_least
 from sage_processors.evaluation import language
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(__doc__)
     parser.add_argument("question", nargs="?", help="ask this and stop; without it, ask one after another")
     parser.add_argument("--model", default="tiny_lm", help="name on the Hub, folder, or embedded: tiny_lm")
-    parser.add_argument("--recipe", default="qk_int8_pv_bf16")
+    parser.add_argument("--recipe", choices=RECIPES, default="qk_int8_pv_bf16")
     parser.add_argument("--stock", action="store_true", help="with stock attention and a 16-bit cache")
-    parser.add_argument("--new-tokens", type=int, default=200, help="of an answer, at most")
+    parser.add_argument("--new-tokens", type=at_least(1), default=200, help="of an answer, at most")
     args = parser.parse_args()
 
-    model, tokenizer = language.load(args.model, device="cuda" if torch.cuda.is_available() else "cpu")
+    with parser.loading(args.model):
+        model, tokenizer = language.load(args.model, device="cuda" if torch.cuda.is_available() else "cpu")
     model.set_attn_implementation("sdpa" if args.stock else f"sage_{args.recipe}")  # the one line
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)

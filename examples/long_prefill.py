@@ -5,7 +5,6 @@ python examples/long_prefill.py --model meta-llama/Llama-3.1-8B --tokens 32768
 python examples/long_prefill.py --model folder/with/config.json --random --tokens 131072
 """
 
-import argparse
 import statistics
 import time
 
@@ -13,28 +12,29 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import sage_processors as sp
+from sage_processors.cli.arguments import OneLineParser, at_least
 from sage_processors.evaluation import language
-
-
-RUNS = 4  # the first is not counted
 
 
 @torch.no_grad()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = OneLineParser(__doc__)
     parser.add_argument("--model", default="tiny_lm", help="name on the Hub, folder, or embedded: tiny_lm")
     parser.add_argument("--random", action="store_true", help="take the config only: true shapes, random weights")
-    parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--min-tokens", type=int, help="shorter prompts run exact attention; measured by default")
+    parser.add_argument("--tokens", type=at_least(1), default=512)
+    parser.add_argument(
+        "--min-tokens", type=at_least(0), help="shorter prompts run exact attention; measured by default"
+    )
     args = parser.parse_args()
 
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    if args.random:
-        with torch.device(device):
-            config = AutoConfig.from_pretrained(language.locate(args.model))
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    else:
-        model, _ = language.load(args.model, device=device, dtype=dtype)
+    with parser.loading(args.model):
+        if args.random:
+            with torch.device(device):
+                config = AutoConfig.from_pretrained(language.locate(args.model))
+                model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        else:
+            model, _ = language.load(args.model, device=device, dtype=dtype)
     ids = torch.randint(model.config.get_text_config().vocab_size, (1, args.tokens), device=device)
     sp.register_transformers("sage_long_prefill", min_tokens=args.min_tokens)
     for name, make_cache in (("sdpa", DynamicCache), ("sage_long_prefill", sp.Int8KVCache)):
@@ -42,7 +42,7 @@ def main() -> None:
         if ids.is_cuda:
             torch.cuda.reset_peak_memory_stats()
         seconds = []
-        for _ in range(RUNS):
+        for _ in range(4):  # the first is not counted
             cache, start = make_cache(config=model.config), time.perf_counter()
             logits = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
             logits.sum().item()  # waits for the GPU
