@@ -222,7 +222,7 @@ def span(rows: Rows, name: str) -> str:
 
 def summed(name: str) -> Callable[[Rows], str]:
     """What a column's total says: the sum over all layers."""
-    return lambda rows: f"{sum(row[name] for row in rows):.10g}"
+    return lambda rows: f"{round(sum(row[name] for row in rows), 1):.15g}"
 
 
 def exact_column() -> Column:

@@ -1,4 +1,4 @@
-"""Give DiffusionPipeline its `set_attn_processor`, whichever of the two packages is imported first.
+"""Give diffusers' pipelines, modular ones too, their `set_attn_processor`, whichever package is imported first.
 
 Pipelines also tell here of the models and schedulers that they are given: several may share a model. diffusers imports
 its pipelines lazily, and this package must not import diffusers.
@@ -13,8 +13,6 @@ from collections.abc import Callable
 
 from ..on_import import when_imported
 
-
-_MODULE = "diffusers.pipelines.pipeline_utils"
 
 _pipelines: weakref.WeakSet = weakref.WeakSet()
 _listeners: list[Callable] = []
@@ -59,15 +57,26 @@ def set_attn_processor(self, processor):
     return _swaps[-1](self, processor)
 
 
-def _patch_loaded() -> None:
-    pipeline = sys.modules[_MODULE].DiffusionPipeline
+def _patch(module: str, name: str) -> None:
+    pipeline = getattr(sys.modules[module], name)
     if not hasattr(pipeline, "set_attn_processor"):
         pipeline.set_attn_processor = set_attn_processor
     if not hasattr(pipeline.__setattr__, "_sage_tells"):
         pipeline.__setattr__ = _telling(pipeline.__setattr__)
 
 
+# module → (its class of pipelines, what patches it once it is loaded)
+_PATCHES = {
+    module: (name, functools.partial(_patch, module, name))
+    for module, name in (
+        ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline"),
+        ("diffusers.modular_pipelines.modular_pipeline", "ModularPipeline"),
+    )
+}
+
+
 def add_pipeline_method(swap) -> None:
-    """Patch DiffusionPipeline now, or when diffusers loads it. swap(pipeline, processor) is what the method does."""
+    """Patch the classes now, or when diffusers loads them. swap(pipeline, processor) is what the method does."""
     _swaps.append(swap)
-    when_imported(_MODULE, _patch_loaded, ready="DiffusionPipeline")
+    for module, (name, patch) in _PATCHES.items():
+        when_imported(module, patch, ready=name)
