@@ -188,7 +188,7 @@ def _remember_library(key: Any, given: Sequence[Any], activation: str, dtype: to
         tensors = iter(given)
         all_of_them: list[Any] = [next(tensors) if x else None for x in is_given]
         codes, scale, weight, weight_scale, bias, gate, residual = all_of_them
-        if not library_matmul.does(codes, weight, dtype):  # at other addresses
+        if not library_matmul.is_aligned(codes, weight):
             return None
         options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
         return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
