@@ -198,10 +198,10 @@ def keys_of(patch):
     seen = []
 
     def make_again(op, given, options):
-        seen.append(linear._key(op, given, options))
+        seen.append(replay.key_of(op, given, options))
         return None, None
 
-    patch.setattr(linear, "_make_again", make_again)
+    patch.setattr(linear, "made_before", make_again)
     return seen
 
 
