@@ -1,6 +1,6 @@
 """JSON from outside, read strictly: what is not exactly as expected is a ValueError that names what to do.
 
-In all of these: `what` names the thing for the message, `remedy` says what the user can do.
+`plain_data` is the way out. In all others: `what` names the thing for the message, `remedy` says what the user can do.
 """
 
 from __future__ import annotations
@@ -65,6 +65,15 @@ def strict_object(value, fields: dict | None, what: str, remedy: str) -> dict:
                 f"path: got {type(value[name]).__name__} for {name} of {what}, expected {kind.__name__}; {remedy}"
             )
     return value
+
+
+def plain_data(value: Any) -> Any:
+    """`value` with lists for tuples and None for NaN and infinities, which JSON has no words for."""
+    if isinstance(value, dict):
+        return {str(name): plain_data(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_data(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def some(names) -> str:

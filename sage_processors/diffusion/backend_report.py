@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..event_counter import shared_numbers
-from ..layer_report import LayerReport, empty_table, reasons
+from ..layer_report import Column, LayerReport, exact_column, grouped_table, summed
 from . import backend, dispatcher
 from .discovery import attention_modules, denoisers, is_pipeline, unwrap
 
@@ -25,20 +25,18 @@ class BackendReport(LayerReport):
             recipe, scaling: of the latest registration, which began to count anew.
             calls: INT8 calls. With context parallelism each part that is exchanged is one.
             fallbacks: {reason: exact calls}.
+            layer, status, note: as of other reports: the device, "active", "".
         notes: whether the back end is registered and active, and what of the model asked about does not reach it.
     """
 
     def table(self) -> Table:
-        """The rows as a rich.table.Table."""
-        table = empty_table()
-        for name in ("device", "recipe", "scaling"):
-            table.add_column(name, overflow="fold")
-        for name in ("calls", "exact"):
-            table.add_column(name, justify="right")
-        for row in self.rows:
-            texts = (row["device"], row["recipe"], row["scaling"], str(row["calls"]), reasons(row["fallbacks"]))
-            table.add_row(*texts)
-        return table
+        """The rows as a rich.table.Table: a line for devices of equal calls."""
+        columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")), exact_column()]
+        return grouped_table("INT8 attention by diffusers' back end: what really ran", self.rows, _kind, columns)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return f"{row['recipe']}, {row['scaling']}"
 
 
 def diffusers_backend_report(target: Any = None) -> BackendReport:
@@ -52,8 +50,10 @@ def diffusers_backend_report(target: Any = None) -> BackendReport:
         events = {event: number for event, number in zip(backend.EVENTS, numbers, strict=True) if number}
         if events:
             calls = events.pop(backend.CALLED, 0)
-            rows.append({"device": str(device), "calls": calls, "fallbacks": events})
-            rows[-1] |= {"recipe": own.recipe, "scaling": own.scaling}
+            row: dict[str, Any] = {"device": str(device), "recipe": own.recipe, "scaling": own.scaling}
+            rows.append(
+                row | {"calls": calls, "fallbacks": events, "layer": str(device), "status": "active", "note": ""}
+            )
     notes = [] if rows else ["No call came through the back end since it was registered."]
     if not dispatcher.is_registered():
         notes.append("The back end is not registered: sage_processors.register_diffusers_backend() does that.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sage_kernels.planning.rules import NEED_RUNS, RULES
 
-from ..layer_report import LayerReport, empty_table, reasons
+from ..layer_report import Column, LayerReport, exact_column, grouped_table, remark_of, span, summed
 from ..linears.report import LinearReport, rows_of
 from ..options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
@@ -65,44 +65,37 @@ class Report(LayerReport):
         return sum(row["bytes_saved"] for row in self.rows)
 
     def table(self) -> Table:
-        """The rows as a rich.table.Table."""
-        table = empty_table()
+        """The rows as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
         rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
-        for name in ("layer", "status", "recipe", "scaling", *(["rotated"] if rotated else [])):
-            table.add_column(name, overflow="fold")
-        for name in ("calls", "dynamic", "exact", "beyond plan", "MB saved"):
-            table.add_column(name, justify="right")
-        for row in self.rows:
-            exact = reasons(row["fallbacks"])
-            status = row["status"] + (f": {row['note']}" if row["note"] else "")
-            table.add_row(
-                row["layer"],
-                status,
-                row["recipe"] or "-",
-                row["scaling"] or "-",
-                *([str(row["rotated_calls"])] if rotated else []),
-                str(row["calls"]),
-                f"{row['dynamic_calls']:.4g}",
-                exact,
-                f"{row['clipped_fraction']:.2g}",
-                f"{row['bytes_saved'] / 1e6:.1f}",
-            )
-        exact = reasons(self.fallbacks)
-        dynamic = f"{sum(row['dynamic_calls'] for row in self.rows):.4g}"
-        table.add_section()
-        table.add_row(
-            "total",
-            "",
-            "",
-            "",
-            *([""] if rotated else []),
-            str(self.calls),
-            dynamic,
-            exact,
-            "",
-            f"{self.bytes_saved / 1e6:.1f}",
-        )
-        return table
+        columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls"))]
+        columns += [Column("rotated", lambda rows: span(rows, "rotated_calls"), summed("rotated_calls"))] * rotated
+        columns += [
+            Column("dynamic", lambda rows: span(rows, "dynamic_calls"), summed("dynamic_calls")),
+            exact_column(),
+            Column("beyond\nplan", lambda rows: f"{max(row['clipped_fraction'] for row in rows):.2g}"),
+            Column("MB\nsaved", _megabytes, _megabytes),
+        ]
+        return grouped_table("INT8 attention: what really ran", self.rows, _kind, columns)
+
+    def remarks(self) -> list[str]:
+        """What the notes of rows say, each once, with the layers it is about and the largest of its numbers."""
+        plain = [row | {"note": _without_numbers(row)} for row in self.rows]
+        said = LayerReport(plain).remarks()
+        return said + [line for name, what in _PLAN_NOTES.items() for line in remark_of(what, self.rows, name)]
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return f"{row['status']}: {row['recipe']}, {row['scaling']}" if row["status"] == ACTIVE else str(row["status"])
+
+
+def _megabytes(rows: list[dict[str, Any]]) -> str:
+    return f"{sum(row['bytes_saved'] for row in rows) / 1e6:.1f}"
+
+
+def _without_numbers(row: dict[str, Any]) -> str:
+    """A row's note without what its numbers say, of which each layer has others."""
+    numbers = "; ".join(_plan_notes(row))
+    return str(row["note"]).removesuffix(numbers).removesuffix("; ") if numbers else str(row["note"])
 
 
 def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any) -> Any:
@@ -155,14 +148,16 @@ def _has_attention(forward: Any) -> bool:
     return code is not None and (attention_calls(forward) > 0 or "multi_head_attention_forward" in code.co_names)
 
 
+_PLAN_NOTES = {
+    "below_fraction": "of K's elements below plan",
+    "misfit_fraction": "of K's elements in heads whose plan did not fit",
+    "v_clipped_fraction": "of V's elements clipped",
+    "redone_fraction": "of query tiles done again",
+}
+
+
 def _plan_notes(counted: dict[str, Any]) -> list[str]:
-    notes = {
-        "below_fraction": "of K's elements below plan",
-        "misfit_fraction": "of K's elements in heads whose plan did not fit",
-        "v_clipped_fraction": "of V's elements clipped",
-        "redone_fraction": "of query tiles done again",
-    }
-    return [f"{counted[name]:.2g} {what}" for name, what in notes.items() if counted[name]]
+    return [f"{counted[name]:.2g} {what}" for name, what in _PLAN_NOTES.items() if counted[name]]
 
 
 def _range_notes(span: Any) -> list[str]:

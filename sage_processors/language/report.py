@@ -11,7 +11,7 @@ import torch
 import sage_kernels
 
 from ..event_counter import EventCounter, count_shared, shared_numbers
-from ..layer_report import LayerReport, empty_table, reasons
+from ..layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
 from ..linears.swap import swap_of
 
 
@@ -117,20 +117,19 @@ class AttentionReport(LayerReport):
     """
 
     def table(self) -> Table:
-        """The rows as a rich.table.Table."""
-        table = empty_table()
-        for name in ("layer", "status", "implementation", "recipe", "scaling"):
-            table.add_column(name, overflow="fold")
-        for name in ("calls", "on INT8 cache", "exact"):
-            table.add_column(name, justify="right")
-        for row in self.rows:
-            status = row["status"] + (f": {row['note']}" if row["note"] else "")
-            texts = (row["layer"], status, row["implementation"] or "-", row["recipe"] or "-", row["scaling"] or "-")
-            table.add_row(*texts, str(row["calls"]), str(row["cache_calls"]), reasons(row["fallbacks"]))
-        table.add_section()
-        cache_calls = sum(row["cache_calls"] for row in self.rows)
-        table.add_row("total", "", "", "", "", str(self.calls), str(cache_calls), reasons(self.fallbacks))
-        return table
+        """The rows as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
+        columns = [
+            Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")),
+            Column("on INT8\ncache", lambda rows: span(rows, "cache_calls"), summed("cache_calls")),
+            exact_column(),
+        ]
+        return grouped_table("INT8 attention: what really ran", self.rows, _kind, columns)
+
+
+def _kind(row: dict[str, Any]) -> str:
+    if row["status"] == "active":
+        return f"active: {row['implementation']}, {row['recipe']}, {row['scaling']}"
+    return f"{row['status']}: {row['implementation']}" if row["implementation"] else str(row["status"])
 
 
 def _row(name: str, module: Any, implementations: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..layer_report import LayerReport, empty_table, reasons
+from ..layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
 from .probe import relative_error
 from .weights import CALLED, EVENTS, REMEDIES
 
@@ -26,31 +26,37 @@ class LinearReport(LayerReport):
         notes: about the model as a whole.
     """
 
+    @property
+    def verdict(self) -> str:
+        """What ran, in one line: "100 % of linear calls in 8 bit (80 of 80); in 16 bit: 5 layers protected"."""
+        calls = self.calls + sum(row["compiled_calls"] for row in self.rows)
+        said = share("linear calls", "8 bit", calls, self.fallbacks)
+        resting = counts(row["status"] for row in self.rows if row["format"] is None)
+        return "; ".join([said] + [f"in 16 bit, not counted: {resting}"] * bool(resting))
+
     def table(self):
-        """The rows as a rich.table.Table; layers that stay in 16 bit are summed up in one line a reason."""
-        table = empty_table()
-        table.title = "8-bit linear layers: what really ran"
-        probed = any(row["rel_l2"] is not None for row in self.rows)
-        for name in ("layer", "status", "format"):
-            table.add_column(name, overflow="fold")
-        for name in ("calls", "compiled", "exact", "MB saved", *(["rel. L2"] if probed else [])):
-            table.add_column(name, justify="right")
-        resting: dict[str, int] = {}
-        for row in self.rows:
-            if row["format"] is None:
-                resting[row["status"]] = resting.get(row["status"], 0) + 1
-                continue
-            status = row["status"] + (f": {row['note']}" if row["note"] else "")
-            numbers = (str(row["calls"]), str(row["compiled_calls"]), reasons(row["fallbacks"]))
-            error = [] if row["rel_l2"] is None else [f"{row['rel_l2']:.2g}"]
-            table.add_row(row["layer"], status, row["format"], *numbers, f"{row['bytes_saved'] / 1e6:.1f}", *error)
-        for status, number in resting.items():
-            table.add_row(f"{number} layers", f"16 bit: {status}", "-", "", "", "", "")
-        table.add_section()
-        saved = sum(row["bytes_saved"] for row in self.rows)
-        compiled = str(sum(row["compiled_calls"] for row in self.rows))
-        table.add_row("total", "", "", str(self.calls), compiled, reasons(self.fallbacks), f"{saved / 1e6:.1f}")
-        return table
+        """The rows in 8 bit as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
+        rows = [row for row in self.rows if row["format"] is not None]
+        columns = [
+            Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls")),
+            Column("compiled", lambda rows: span(rows, "compiled_calls"), summed("compiled_calls")),
+            exact_column(),
+            Column("MB\nsaved", _megabytes, _megabytes),
+        ]
+        if any(row["rel_l2"] is not None for row in rows):
+            columns.append(Column("rel.\nL2", _worst))
+        return grouped_table(
+            "8-bit linear layers: what really ran", rows, lambda row: f"active: {row['format']}", columns
+        )
+
+
+def _megabytes(rows: list[dict]) -> str:
+    return f"{sum(row['bytes_saved'] for row in rows) / 1e6:.1f}"
+
+
+def _worst(rows: list[dict]) -> str:
+    probed = [row["rel_l2"] for row in rows if row["rel_l2"] is not None]
+    return f"{max(probed):.2g}" if probed else ""
 
 
 def rows_of(swap) -> list[dict]:

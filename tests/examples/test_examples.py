@@ -19,9 +19,8 @@ EXAMPLES = ROOT / "examples"
 
 
 def int8_calls(output: str) -> int:
-    """Of the report's last line."""
-    (total,) = (line for line in output.splitlines() if re.match(r"\W*total\W", line))
-    return int(re.search(r"\d+", total)[0])
+    """Of the report's verdict."""
+    return int(re.search(r"% of attention calls in INT8 \((\d+) of \d+\)", output)[1])
 
 
 def run(example: str, monkeypatch, *arguments) -> None:

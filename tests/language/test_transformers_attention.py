@@ -372,7 +372,12 @@ def test_the_report_reads_like_the_one_of_pipelines():
     model, inputs, _ = tiny()
     forward(model, inputs)
     text = str(sp.attention_report(model))
-    assert "model.layers.1.self_attn" in text and "qk_int8_pv_bf16" in text and "per_token" in text
+    assert (
+        text.startswith("100 % of attention calls in INT8")
+        and "layers of model" in text
+        and "layers.0-1.self_attn" in text
+    )
+    assert "2 layers active: sage_any_length, qk_int8_pv_bf16, per_token" in text
     model.set_attn_implementation("sdpa")
     assert {row["status"] for row in sp.attention_report(model).rows} == {"not selected"}
     assert not [key for key in model.state_dict() if "sage" in key]
