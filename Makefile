@@ -39,7 +39,8 @@ test-all: $(INSTALLED)
 	@echo "All tests that need no GPU: about 15 minutes on two cores"
 	$(ON_CPU) -m "not gpu" $(ARGS)
 
-# make test-gpu GPU_WORKERS=8: side by side on one GPU, which tests marked `alone` have to themselves
+# make test-gpu GPU_WORKERS=8: side by side, which tests marked `alone` have to themselves. For several GPUs' worth of
+# memory: on one H200 each of four processes ran a thirtieth of the tests that one alone runs in the same time
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal) \
 		--outcomes tests/outcomes/gpu.json $(ARGS)

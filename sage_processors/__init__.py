@@ -21,6 +21,7 @@ from .version import __version__ as __version__
 
 # __init__.pyi says the same to type checkers, which see no names that are looked up when they are used
 _HOMES = {
+    "BackendReport": "diffusion.backend_report",
     "Calibration": "calibration.search",
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
@@ -32,14 +33,17 @@ _HOMES = {
     "apply": "diffusion.handle",
     "attention_report": "language.attention",
     "calibrate": "calibration.search",
+    "diffusers_backend_report": "diffusion.backend_report",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.handle",
     "load_quantized": "linears.quantized_files",
     "quantize_linears": "linears.swap",
     "save_quantized": "linears.quantized_files",
     "read_policy": "calibration.policy_files",
+    "register_diffusers_backend": "diffusion.backend",
     "register_transformers": "language.attention",
     "sage_class": "diffusion.sage_class",
+    "unregister_diffusers_backend": "diffusion.backend",
 }
 _MODULES = {
     "feature_distance": "evaluation.feature_distance",
@@ -52,6 +56,7 @@ __all__ = [
     "SageAttnProcessor",
     "UnsupportedAttentionError",
     "UnsupportedLinearError",
+    "BackendReport",
     "Calibration",
     "ChangedInputError",
     "Handle",
@@ -63,13 +68,16 @@ __all__ = [
     "apply",
     "attention_report",
     "calibrate",
+    "diffusers_backend_report",
     "handle_of",
     "processors_for",
     "load_quantized",
     "quantize_linears",
+    "register_diffusers_backend",
     "register_transformers",
     "sage_class",
     "save_quantized",
+    "unregister_diffusers_backend",
 ]
 
 

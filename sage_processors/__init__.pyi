@@ -6,6 +6,10 @@ from . import pipelines as pipelines
 from .calibration.policy_files import read_policy as read_policy
 from .calibration.search import Calibration as Calibration
 from .calibration.search import calibrate as calibrate
+from .diffusion.backend import register_diffusers_backend as register_diffusers_backend
+from .diffusion.backend import unregister_diffusers_backend as unregister_diffusers_backend
+from .diffusion.backend_report import BackendReport as BackendReport
+from .diffusion.backend_report import diffusers_backend_report as diffusers_backend_report
 from .diffusion.handle import Handle as Handle
 from .diffusion.handle import apply as apply
 from .diffusion.handle import handle_of as handle_of

@@ -57,3 +57,38 @@ class EventCounter:
         """Count on another device from now on."""
         if self.traced.device != torch.device(device):
             self._keep(self.traced, device)
+
+
+_shared: dict[tuple[str, torch.device], EventCounter] = {}
+
+
+def shared_counter(whose: str, events: int, device: torch.device) -> EventCounter:
+    """The counter of calls on a device that belong to no layer, one for each `whose`. Made when first asked for."""
+    if (whose, device) not in _shared:
+        _shared[whose, device] = EventCounter(events, device)
+    return _shared[whose, device]
+
+
+@torch.compiler.assume_constant_result
+def _shared_traced(whose, events, device):
+    return shared_counter(whose, events, device).traced
+
+
+def count_shared(whose: str, events: int, event: int, device: torch.device) -> None:
+    """Count a call that belongs to no layer. A traced call can't make a counter, and finds the tensor of this one."""
+    if torch.compiler.is_compiling():
+        _shared_traced(whose, events, device)[event].add_(1)
+    else:
+        shared_counter(whose, events, device).add(event)
+
+
+def shared_numbers(whose: str) -> dict[torch.device, list[int]]:
+    """What was counted on each device, one number an event. Syncs."""
+    return {device: counter.numbers() for (owner, device), counter in _shared.items() if owner == whose}
+
+
+def zero_shared(whose: str) -> None:
+    """Forget what was counted."""
+    for (owner, _), counter in _shared.items():
+        if owner == whose:
+            counter.zero()

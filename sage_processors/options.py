@@ -62,14 +62,16 @@ OVERLAP_REMEDY = (
 class UnsupportedAttentionError(NotImplementedError):
     """Raised with policy="strict" where an attention call can't run in INT8. Attributes: layer, reason."""
 
-    def __init__(self, layer: str, reason: str, remedy: str = "") -> None:
+    def __init__(
+        self, layer: str, reason: str, remedy: str = "", instead: str = 'SageAttnProcessor(policy="fallback")'
+    ) -> None:
         self.layer = layer
         self.reason = reason
         remedy = remedy or REMEDIES.get(reason, "")
         super().__init__(
             f"attention of layer {layer!r}: got a call that INT8 attention can't do (reason {reason!r}), expected a "
             f'supported one because of policy="strict"; {remedy + ", or: " if remedy else ""}'
-            'SageAttnProcessor(policy="fallback") runs such calls exactly'
+            f"{instead} runs such calls exactly"
         )
 
 

@@ -11,7 +11,7 @@ from .checks.heads import check_heads
 from .checks.tensors import check_called_below, without_tangents
 from .compat import differentiates_forward
 from .reference.heads import ref_qk_norm_rope
-from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
+from .replay import made_before, remember
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -53,7 +53,8 @@ def qk_norm_rope(
     given: list[Any] = []
     if all(isinstance(x, (list, tuple)) for x in lists):
         given = [x for values in lists for x in values]
-    key, result = _make_again(given, (norm, eps, pairs, *(len(x) for x in lists if given)))
+    options = (norm, eps, pairs, *(len(x) for x in lists if given))
+    key, result = made_before("heads", tuple(given), options)
     if result is None:
         check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin)
         arguments = (list(q), list(k), list(q_weight), list(k_weight), norm, float(eps), list(cos), list(sin), pairs)
@@ -75,18 +76,6 @@ def _without_gradients(arguments: Sequence[Any]) -> list[Any]:
         return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
 
     return [[detached(x) for x in value] if isinstance(value, list) else value for value in arguments]
-
-
-def _make_again(given: Sequence[Any], options: tuple[Any, ...]) -> Any:
-    """A call's key and its results if it was made before, as in linear.py."""
-    if torch.compiler.is_compiling() or not given or type(given[0]) not in TENSOR or not given[0].is_cuda:
-        return None, None
-    if not is_plain_call(*given):
-        return None, None
-    tensors = [x for x in given if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return None, None
-    return make_again(("heads", options, *map(type, options), *map(layout_of, given)), tensors)
 
 
 def _qk_norm_rope(

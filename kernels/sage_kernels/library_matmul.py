@@ -20,7 +20,12 @@ def does(codes: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(codes.device) not in _CAPABILITIES:
         return False
     whole = weight.shape[0] % 16 == 0 and weight.shape[1] % 16 == 0
-    return whole and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (codes, weight))
+    return whole and codes.is_contiguous() and weight.is_contiguous() and is_aligned(codes, weight)
+
+
+def is_aligned(codes: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether they begin where it can read: all of `does` that shapes, strides and types don't say."""
+    return codes.data_ptr() % 16 == 0 and weight.data_ptr() % 16 == 0
 
 
 def linear(codes, scale, weight, weight_scale, bias, *, activation, gate, residual, dtype) -> torch.Tensor:

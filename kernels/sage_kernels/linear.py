@@ -14,7 +14,7 @@ from .compat import differentiates_forward
 from .numerics import CODE_TYPES
 from .recipe import GATED
 from .reference import linear as reference
-from .replay import TENSOR, is_plain_call, layout_of, made, make_again, remember
+from .replay import made, made_before, remember
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -75,7 +75,7 @@ def quantize_activation(
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
     """
-    key, result = _make_again("quantize", (x, weight, bias, gain, shift, balance), (format, norm, eps))
+    key, result = made_before("quantize", (x, weight, bias, gain, shift, balance), (format, norm, eps))
     if result is None:
         check_activation(x, format, norm, weight, bias, eps, gain, shift, balance)
         arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance)
@@ -167,7 +167,7 @@ def quantized_linear(
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
     given = (*x, *weight, bias, gate, residual) if isinstance(x, tuple) and isinstance(weight, tuple) else ()
-    key, result = _make_again("linear", given, (activation, dtype))
+    key, result = made_before("linear", given, (activation, dtype))
     if result is None:
         check_linear(x, weight, bias, activation, gate, residual, dtype)
         arguments = (*x, *weight, bias, activation, gate, residual, dtype)
@@ -188,7 +188,7 @@ def _remember_library(key: Any, given: Sequence[Any], activation: str, dtype: to
         tensors = iter(given)
         all_of_them: list[Any] = [next(tensors) if x else None for x in is_given]
         codes, scale, weight, weight_scale, bias, gate, residual = all_of_them
-        if not library_matmul.does(codes, weight, dtype):  # at other addresses
+        if not library_matmul.is_aligned(codes, weight):
             return None
         options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
         return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
@@ -210,28 +210,11 @@ def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tenso
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
     given = (x, *weight, bias) if isinstance(weight, tuple) else ()
-    key, result = _make_again("weight_only", given, ())
+    key, result = made_before("weight_only", given, ())
     if result is None:
         check_weight_only(x, weight, bias)
         result = _run(key, _weight_only_linear, "weight_only_linear", (x, *weight, bias))
     return result
-
-
-def _make_again(op: str, given: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """A call's key and its results if it was made before, as in attention.py."""
-    if torch.compiler.is_compiling() or not given or type(given[0]) not in TENSOR or not given[0].is_cuda:
-        return None, None
-    if not is_plain_call(*given):
-        return None, None
-    tensors = [x for x in given if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return None, None
-    return make_again(_key(op, given, options), tensors)
-
-
-def _key(op: str, given: tuple[Any, ...], options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that decides whether a call is valid and what it launches."""
-    return op, options, *map(type, options), *map(layout_of, given)
 
 
 def _run(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[Any]) -> Any:
@@ -308,7 +291,7 @@ def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) ->
         check_called_below(name)
         given = tuple(arguments[i] for i in tensors)
         options = tuple(x for i, x in enumerate(arguments) if i not in tensors)
-        key, result = _make_again(f"op {name}", given, options)
+        key, result = made_before(f"op {name}", given, options)
         if result is not None:
             return result
         if key is None:

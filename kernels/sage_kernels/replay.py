@@ -68,3 +68,26 @@ def remember(key: tuple, call, given, numbers=None):
             made.clear()
         made[key] = again
     return results
+
+
+def made_before(op: str, given: tuple, options: tuple):
+    """A call's key, and its results if it was made before.
+
+    Both are None where the call is neither found nor remembered: without a GPU, where someone looks on, and where a
+    gradient is wanted.
+
+    given: all tensors that the op takes, None for those that are missing, the first one never. options: all else.
+    """
+    if torch.compiler.is_compiling() or not given or type(given[0]) not in TENSOR or not given[0].is_cuda:
+        return None, None
+    if not is_plain_call(*given):
+        return None, None
+    tensors = [x for x in given if x is not None]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return None, None
+    return make_again(key_of(op, given, options), tensors)
+
+
+def key_of(op: str, given: tuple, options: tuple) -> tuple:
+    """All that decides whether a call is valid and what it launches. 1, 1.0 and True are one key of a dictionary."""
+    return op, options, *map(type, options), *map(layout_of, given)

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 
 import sage_kernels
+from sage_kernels.compat import map_only
 
 from ..diffusion.discovery import denoisers
 from ..linears.layers import choose
@@ -210,7 +210,7 @@ class _Recorder:
     def _take(self, name: str, args: Any, kwargs: Any) -> None:
         if self._step in self._wanted and (name, self._step) not in self._taken:
             self._taken.add((name, self._step))
-            copy = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
+            copy = map_only(torch.Tensor, torch.Tensor.clone, (args, kwargs))
             self.inputs[name].append(copy)
 
     def __enter__(self) -> _Recorder:
@@ -233,8 +233,9 @@ def _outputs(model: Any, inputs: Sequence[tuple[Any, Any]]) -> list[torch.Tensor
     for args, kwargs in inputs:
         out = model(*args, **kwargs)
         out = out.to_tuple() if hasattr(out, "to_tuple") else out
-        tensors = [x.flatten().float() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]
-        found.append(torch.cat(tensors))
+        tensors: list[torch.Tensor] = []
+        map_only(torch.Tensor, tensors.append, out)
+        found.append(torch.cat([x.flatten().float() for x in tensors]))
     return found
 
 

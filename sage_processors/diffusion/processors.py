@@ -16,13 +16,12 @@ import torch
 import torch.nn.functional as F
 
 import sage_kernels
-from sage_kernels import crossover
-from sage_kernels.checks import MAX_HEAD_DIM
-from sage_kernels.compat import function_modes
 
 from ..autocast import autocast
 from ..linears.lazy import real_of
 from ..options import REMEDIES, UnsupportedAttentionError
+from .call_reasons import REASONS, call_reason, is_short
+from .dispatcher import exact, without_ours
 from .lazy_heads import made_ready
 from .rebind import dispatch_attention_fn, stand_ins
 from .rotary import is_rotary, rotary
@@ -37,25 +36,18 @@ logger = logging.getLogger("sage_processors")
 CALLS = ("called", "rotated")
 EVENTS = (
     *CALLS,
-    *sage_kernels.REASONS,
+    *REASONS,
     "training",
     "replaced",
-    "short",
-    "block_mask",
-    "function_mode",
     "backend",
     "context_parallel",
     "attention_kwargs",
-    "softmax_scale",
     "window",
     "kept",
     "unfollowed",
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
-
-# modules of the function modes of torch.export
-EXPORTING = ("torch.export.", "torch._export.", "torch.fx.experimental.proxy_tensor")
 
 _logged: set[tuple[str, str]] = set()
 
@@ -108,30 +100,6 @@ def _log_once(layer: str, reason: str, remedy: str) -> None:
         )
 
 
-def _foreign_function_mode() -> bool:
-    """Whether a TorchFunctionMode is active that may want to see scaled_dot_product_attention (PAG, SEG, profilers).
-
-    torch.set_default_device and torch.export are function modes too, but have no business with attention.
-    """
-    return any(not type(mode).__module__.startswith(EXPORTING) for mode in function_modes())
-
-
-def _is_short(
-    processor: Any, query: torch.Tensor, key: torch.Tensor, tokens: int, heads: int, is_causal: bool
-) -> bool:
-    """Whether 16 bit is the faster one for a call. tokens, heads: which dimensions of query and key these are.
-
-    Asked first: a call that would have been too short anyway should cost the host next to nothing.
-    """
-    if query.dim() != 4 or key.dim() != 4 or query.shape[3] > MAX_HEAD_DIM:
-        return False
-    config, shape = processor._sage_config, query.shape
-    return crossover.is_short(
-        query.device, batch=shape[0], heads=shape[heads], seq_q=shape[tokens], seq_kv=key.shape[tokens],
-        head_dim=shape[3], causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
-    )  # fmt: skip
-
-
 def _reason_against(
     processor: Any,
     query: torch.Tensor,
@@ -145,17 +113,9 @@ def _reason_against(
 ) -> str | None:
     """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
     window = processor._sage_window
-    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
-        return "block_mask"
     if _running.training:
         return "training"
-    if _foreign_function_mode():
-        return "function_mode"
-    if scale is not None and (isinstance(scale, torch.Tensor) or scale < 0):
-        return "softmax_scale"  # reading a tensor would sync
-    reason: str | None = sage_kernels.unsupported(
-        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
-    )
+    reason = call_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if reason is None and processor._sage_kept:
         return "kept"
     if reason is None and window is not None and window.exact:
@@ -240,7 +200,7 @@ def _sdpa(
     processor, index = _next_call()
     reason: str | None
     if processor._sage_config is not None:
-        if _is_short(processor, query, key, 2, 1, is_causal):
+        if is_short(processor._sage_config, query, key, 2, 1, is_causal):
             reason = "short"
         elif query.dim() == key.dim() == value.dim() == 4:
             q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
@@ -282,13 +242,14 @@ def _dispatch(
     processor, index = _next_call()
     reason: str | None
     if processor._sage_config is not None:
+        backend = without_ours(backend)  # a back end that knows less: its name changes nothing here
         if parallel_config is not None:
             reason = "context_parallel"
         elif attention_kwargs:
             reason = "attention_kwargs"
         elif backend != processor._sage_backend:
             reason = "backend"  # set_attention_backend() after the swap: the user's later word counts
-        elif _is_short(processor, query, key, 1, 2, is_causal):
+        elif is_short(processor._sage_config, query, key, 1, 2, is_causal):
             reason = "short"
         else:
             q, k, v = autocast(query, key, value)
@@ -296,6 +257,7 @@ def _dispatch(
         if reason is None:
             return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
         _stay_exact(processor, reason)
+        backend = exact(backend)
     query, key, value = real_of((query, key, value))
     out: torch.Tensor = dispatch_attention_fn(
         query,

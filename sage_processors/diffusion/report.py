@@ -11,6 +11,7 @@ from ..layer_report import Column, LayerReport, exact_column, grouped_table, rem
 from ..linears.report import LinearReport, rows_of
 from ..options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
+from .dispatcher import without_ours
 from .processors import CALLS, EVENTS
 from .rebind import attention_calls
 from .sage_class import is_sage
@@ -205,7 +206,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                     )
                     if any(unknown) or mismatch:
                         note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
-                if getattr(layer.sage, "_attention_backend", None) != layer.sage._sage_backend:
+                if without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.sage._sage_backend:
                     note = REMEDIES["backend"]
                 elif module.training:
                     note = REMEDIES["training"]

@@ -46,7 +46,8 @@ def rotary(function, processor_of):
     names = tuple(defaults)
 
     def stand_in(x, freqs_cis, *args, **kwargs):
-        if not torch.compiler.is_compiling():
+        is_known = len(args) <= len(names) and all(name in defaults for name in kwargs)
+        if is_known and not torch.compiler.is_compiling():
             options = defaults | dict(zip(names, args, strict=False)) | kwargs
             turned = _waits(processor_of(), x, freqs_cis, options, lambda: function(real_of(x), freqs_cis, **options))
             if turned is not None:
@@ -90,6 +91,7 @@ def _angles(freqs: Any, options: dict, x, source: Waiting) -> Angles | None:
         given = (freqs,)
         shape, dtype, is_known = (tokens, width // 2), torch.complex64, "sequence_dim" not in options
     pairs = not options["use_real"] or options["use_real_unbind_dim"] == -1
+    is_known = is_known and options["use_real_unbind_dim"] in (-1, -2)
     if not is_known or not all(can_wait(t) and t.dtype == dtype and t.shape == shape for t in given):
         return None
     if source.angles is not None and source.angles.are_of(given, pairs):

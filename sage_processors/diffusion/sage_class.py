@@ -18,6 +18,7 @@ import torch
 from ..event_counter import EventCounter
 from ..options import PAG_REMEDY, SageAttnProcessor
 from .class_lists import list_beside
+from .dispatcher import without_ours
 from .lazy_heads import Waiting
 from .processors import EVENTS, STAND_INS, CallSite
 from .processors import _running as running
@@ -80,7 +81,7 @@ class _SageMethods:
 
     def _sage_accept_backend(self) -> None:
         """Run in INT8 although the processor has this attention backend; exact calls go to it."""
-        object.__setattr__(self, "_sage_backend", getattr(self, "_attention_backend", None))
+        object.__setattr__(self, "_sage_backend", without_ours(getattr(self, "_attention_backend", None)))
 
     def _sage_bypassed(self, other: Any) -> None:
         """Count a forward of the model in which the processor `other` was in this one's place."""

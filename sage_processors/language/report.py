@@ -10,7 +10,7 @@ import torch
 
 import sage_kernels
 
-from ..event_counter import EventCounter
+from ..event_counter import EventCounter, count_shared, shared_numbers
 from ..layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
 from ..linears.swap import swap_of
 
@@ -44,15 +44,7 @@ REMEDIES = {
     "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
 }
 
-_shared: dict[torch.device, torch.Tensor] = {}
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _shared_counter(device: torch.device) -> torch.Tensor:
-    """Counts compiled calls of layers that were never called eagerly: a traced call can't give a layer a counter."""
-    if device not in _shared:
-        _shared[device] = EventCounter(len(EVENTS), device).traced
-    return _shared[device]
+WHOSE = "transformers layers without a counter"  # compiled calls of layers that were never called eagerly
 
 
 def count(module: Any, event: str, device: torch.device) -> None:
@@ -66,7 +58,7 @@ def count(module: Any, event: str, device: torch.device) -> None:
     counter = getattr(module, "_sage_events", None)
     if counter is None:
         if torch.compiler.is_compiling():
-            _shared_counter(device)[slot].add_(1)
+            count_shared(WHOSE, len(EVENTS), slot, device)
             return
         counter = module._sage_events = EventCounter(len(EVENTS), device)
     elif counter.traced.device != device and not torch.compiler.is_compiling():
@@ -186,9 +178,9 @@ def build_report(model: Any, implementations: dict[str, Any]) -> AttentionReport
             f"Nothing of this {type(model).__name__} can run in INT8: no layer takes an attention implementation of "
             "transformers."
         )
-    unnamed = sum((counter.cpu() for counter in _shared.values()), torch.zeros(len(EVENTS), dtype=torch.int64))
-    if int(unnamed.sum()):
-        by_event = {event: number for event, number in zip(EVENTS, unnamed.tolist(), strict=True) if number}
+    unnamed = [sum(numbers) for numbers in zip(*shared_numbers(WHOSE).values(), strict=True)]
+    by_event = {event: number for event, number in zip(EVENTS, unnamed, strict=False) if number}
+    if by_event:
         notes.append(
             f"Compiled calls of layers, of any model in this process, that had no counter when they were compiled: "
             f"{reasons(by_event)}. attention_report(model) before torch.compile gives every layer its own."

@@ -339,6 +339,23 @@ def test_angles_of_other_kinds_are_the_models_own(kind):
     assert bool(passes.calls) == (kind == "a list")
 
 
+@pytest.mark.parametrize(
+    ("given", "options"), [((True, -1, 1, 2), {}), ((), {"sequence_dim": 1, "dim": 2}), ((True, -3, 1), {})]
+)
+def test_wrong_arguments_of_a_rotary_embedding_are_the_models_error(given, options):
+    class Wrong(Processor):
+        def __call__(self, attn, x, angles):
+            q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+            q = apply_rotary_emb(q, angles, *given, **options)
+            return dispatch_attention_fn(q, k, v).flatten(2)
+
+    model = Model(Wrong())
+    with pytest.raises((TypeError, ValueError)) as stock:
+        model(X, angles())
+    with sp.apply(model, config()), pytest.raises(type(stock.value)):
+        model(X, angles())
+
+
 def test_under_autocast_and_inference_mode_nothing_waits():
     model = Model(Processor())
     table = angles()

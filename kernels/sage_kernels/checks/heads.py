@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided
+from .tensors import DTYPES, MAX_HEAD_DIM, check_tensor
 
 
 def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin) -> None:
@@ -23,7 +23,7 @@ def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin) -> None:
     first = q[0]
     for i, (x, y) in enumerate(zip(q, k, strict=True)):
         for name, z, other in ((f"q[{i}]", x, q[0]), (f"k[{i}]", y, k[0])):
-            _check_tensor(name, z, (first.dtype,) if isinstance(first, torch.Tensor) and i else DTYPES)
+            _check(name, z, (first.dtype,) if isinstance(first, torch.Tensor) and i else DTYPES)
             if z.dim() != 4 or z.shape[3] % 2 or not 0 < z.shape[3] <= MAX_HEAD_DIM or z.stride(3) != 1:
                 raise ValueError(
                     f"{name}: got shape {tuple(z.shape)}, strides {z.stride()}, expected [B, S, H, D] with an even D "
@@ -39,7 +39,7 @@ def check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin) -> None:
             raise ValueError("q_weight, k_weight: got some that are None, expected all of them or none")
         for name, weight in ((f"q_weight[{i}]", q_weight[i]), (f"k_weight[{i}]", k_weight[i])):
             if weight is not None:
-                _check_tensor(name, weight, DTYPES)
+                _check(name, weight, DTYPES)
                 if weight.shape != first.shape[3:] or weight.stride(0) != 1 or weight.device != first.device:
                     raise ValueError(
                         f"{name}: got shape {tuple(weight.shape)} on {weight.device}, expected [{first.shape[3]}], "
@@ -54,7 +54,7 @@ def _check_tables(first, q, cos, sin) -> None:
     tokens = [x.shape[1] for x in q] if len(cos) > 1 else [sum(x.shape[1] for x in q)]
     for name, tables in (("cos", cos), ("sin", sin)):
         for i, table in enumerate(tables):
-            _check_tensor(f"{name}[{i}]", table, DTYPES)
+            _check(f"{name}[{i}]", table, DTYPES)
             shapes = [(tokens[i], first.shape[3]), (tokens[i], first.shape[3] // 2)]
             if tuple(table.shape) not in shapes or table.shape != cos[i].shape:
                 raise ValueError(f"{name}[{i}]: got shape {tuple(table.shape)}, expected one of {shapes}, as cos")
@@ -62,13 +62,8 @@ def _check_tables(first, q, cos, sin) -> None:
                 raise ValueError(f"{name}[{i}]: got device {table.device}, expected {first.device}")
 
 
-def _check_tensor(name: str, x, dtypes) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
-    check_strided(name, x)
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: got {x.dtype}, expected one of {dtypes}")
-    check_no_tangent(name, x)
+def _check(name: str, x, dtypes) -> None:
+    check_tensor(name, x, dtypes)
     if torch.is_grad_enabled() and x.requires_grad and not isinstance(x, torch.nn.Parameter):
         raise NotImplementedError(
             f"{name}: got a tensor that requires a gradient, expected none: there is no backward"

@@ -8,7 +8,7 @@ import torch
 
 from ..numerics import CODE_TYPES
 from ..recipe import GATED
-from .tensors import DTYPES, check_no_tangent, check_strided
+from .tensors import DTYPES, check_tensor
 
 
 NORMS = ("none", "layer", "rms")
@@ -25,18 +25,18 @@ def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -
         raise ValueError(f"eps: got {eps!r}, expected a finite number >= 0")
     for name, vector in (("weight", weight), ("bias", bias), ("balance", balance)):
         if vector is not None:
-            _check_tensor(name, vector, DTYPES, x.device)
+            check_tensor(name, vector, DTYPES, x.device)
             if vector.shape != x.shape[-1:]:
                 raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected {tuple(x.shape[-1:])}")
     for name, tensor in (("gain", gain), ("shift", shift)):
         if tensor is not None:
-            _check_tensor(name, tensor, DTYPES, x.device)
+            check_tensor(name, tensor, DTYPES, x.device)
             _check_broadcasts(name, tensor, x.shape)
     _refuse_gradients(x=x, weight=weight, bias=bias, gain=gain, shift=shift, balance=balance)
 
 
 def check_weight(weight, format, balance, is_gated: bool) -> None:
-    _check_tensor("weight", weight, DTYPES)
+    check_tensor("weight", weight, DTYPES)
     _check_choice("format", format, CODE_TYPES)
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"weight: got shape {tuple(weight.shape)}, expected [N, K] with N, K >= 1")
@@ -45,7 +45,7 @@ def check_weight(weight, format, balance, is_gated: bool) -> None:
     if is_gated and weight.shape[0] % 2:
         raise ValueError(f"weight: got {weight.shape[0]} rows, expected an even number for a gated activation")
     if balance is not None:
-        _check_tensor("balance", balance, DTYPES, weight.device)
+        check_tensor("balance", balance, DTYPES, weight.device)
         if balance.shape != weight.shape[1:]:
             raise ValueError(f"balance: got shape {tuple(balance.shape)}, expected {tuple(weight.shape[1:])}")
         if not bool(((balance > 0) & balance.isfinite()).all()):
@@ -73,14 +73,14 @@ def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
         raise ValueError(f"weight.codes: got {columns} rows, expected an even number for {activation!r}")
     shape = (*codes.shape[:-1], columns // 2 if activation in GATED else columns)
     if bias is not None:
-        _check_tensor("bias", bias, DTYPES, codes.device)
+        check_tensor("bias", bias, DTYPES, codes.device)
         if bias.shape != (columns,):
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {(columns,)}")
     if gate is not None:
-        _check_tensor("gate", gate, DTYPES, codes.device)
+        check_tensor("gate", gate, DTYPES, codes.device)
         _check_broadcasts("gate", gate, shape)
     if residual is not None:
-        _check_tensor("residual", residual, DTYPES, codes.device)
+        check_tensor("residual", residual, DTYPES, codes.device)
         if residual.shape != shape:
             raise ValueError(f"residual: got shape {tuple(residual.shape)}, expected {tuple(shape)}")
     _refuse_gradients(bias=bias, gate=gate, residual=residual)
@@ -96,14 +96,14 @@ def check_weight_only(x, weight, bias) -> None:
     if codes.device != x.device:
         raise ValueError(f"weight.codes: got device {codes.device}, expected {x.device} as x")
     if bias is not None:
-        _check_tensor("bias", bias, DTYPES, x.device)
+        check_tensor("bias", bias, DTYPES, x.device)
         if bias.shape != codes.shape[:1]:
             raise ValueError(f"bias: got shape {tuple(bias.shape)}, expected {tuple(codes.shape[:1])}")
     _refuse_gradients(x=x, bias=bias)
 
 
 def _check_rows(x) -> None:
-    _check_tensor("x", x, DTYPES)
+    check_tensor("x", x, DTYPES)
     if not 1 <= x.dim() <= 4:
         raise ValueError(f"x: got {x.dim()} dimensions, expected 1 to 4")
     if x.shape[-1] == 0:
@@ -114,21 +114,10 @@ def _check_quantized(name: str, rows, dtypes) -> None:
     if not (isinstance(rows, tuple) and len(rows) == 2):
         raise TypeError(f"{name}: got {type(rows).__name__}, expected QuantizedRows (codes, scale)")
     codes, scale = rows
-    _check_tensor(f"{name}.codes", codes, dtypes)
-    _check_tensor(f"{name}.scale", scale, (torch.float32,), codes.device)
+    check_tensor(f"{name}.codes", codes, dtypes)
+    check_tensor(f"{name}.scale", scale, (torch.float32,), codes.device)
     if scale.shape != codes.shape[:-1]:
         raise ValueError(f"{name}.scale: got shape {tuple(scale.shape)}, expected {tuple(codes.shape[:-1])}")
-
-
-def _check_tensor(name: str, x, dtypes, device=None) -> None:
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
-    check_strided(name, x)
-    if x.dtype not in dtypes:
-        raise TypeError(f"{name}: got {x.dtype}, expected one of {dtypes}")
-    check_no_tangent(name, x)
-    if device is not None and x.device != device:
-        raise ValueError(f"{name}: got device {x.device}, expected {device}")
 
 
 def _check_choice(name: str, value, choices) -> None:

@@ -26,6 +26,18 @@ def check_strided(name: str, x: torch.Tensor) -> None:
         raise TypeError(f"{name}: got {got}, expected a strided tensor; pass {name}.to_dense(), or pad it")
 
 
+def check_tensor(name: str, x, dtypes: tuple[torch.dtype, ...], device: torch.device | None = None) -> None:
+    """Raise unless x is a strided tensor of one of the dtypes, without a tangent, on the device if one is given."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a tensor")
+    check_strided(name, x)
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: got {x.dtype}, expected one of {dtypes}")
+    check_no_tangent(name, x)
+    if device is not None and x.device != device:
+        raise ValueError(f"{name}: got device {x.device}, expected {device}")
+
+
 def check_writable(name: str, x: torch.Tensor) -> None:
     """Raise for a view through which nothing can be written: PyTorch resolves it into a copy."""
     if not torch.compiler.is_compiling() and x.is_neg():

@@ -46,7 +46,7 @@ class Linears:
             return launch.launch_weight_only_linear(*given, **options, tile=self.tile)
 
         # a call that is made again has its tile from the first one; and PyTorch's matmul is not what is tested
-        patch.setattr(linear, "_make_again", lambda *_: (None, None))
+        patch.setattr(linear, "made_before", lambda *_: (None, None))
         patch.setattr(library_matmul, "does", lambda *_: False)
         if tier == "interpreter":
             patch.setattr(linear.reference, "ref_quantize_activation", launch.launch_quantize_activation)

@@ -198,10 +198,10 @@ def keys_of(patch):
     seen = []
 
     def make_again(op, given, options):
-        seen.append(linear._key(op, given, options))
+        seen.append(replay.key_of(op, given, options))
         return None, None
 
-    patch.setattr(linear, "_make_again", make_again)
+    patch.setattr(linear, "made_before", make_again)
     return seen
 
 
@@ -452,3 +452,19 @@ def test_ops_that_compiled_code_calls_are_made_again_with_their_own_tensors(form
         got = OPS.quantized_linear(*a, *weight, None, "gelu_tanh", None, residual, torch.bfloat16)
         assert torch.equal(got, quantized_linear(b, weight, activation="gelu_tanh", residual=residual))
     assert {"op quantize_activation", "op quantized_linear"} <= {key[0] for key in replay.made}
+
+
+@pytest.mark.gpu
+def test_the_librarys_matmul_is_made_again_only_at_addresses_that_it_reads():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    skip_without_fp8("cuda", "fp8")
+    replay.forget()
+    x, weight = (moved(rows(*shape, format="fp8"), "cuda") for shape in ((48, 64), (32, 64)))
+    expected = quantized_linear(x, weight)
+    memory = torch.zeros(32 * 64 + 32, dtype=torch.uint8, device="cuda")
+    for offset in (0, 16, 8, 1, 0):
+        codes = memory[offset : offset + 32 * 64].view(32, 64)
+        codes.copy_(weight.codes.view(torch.uint8))
+        got = quantized_linear(x, QuantizedRows(codes.view(torch.float8_e4m3fn), weight.scale))
+        torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)

@@ -211,10 +211,10 @@ def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
     seen = []
 
     def make_again(op, given, options):
-        seen.append(linear._key(op, given, options))
+        seen.append(replay.key_of(op, given, options))
         return None, None
 
-    monkeypatch.setattr(linear, "_make_again", make_again)
+    monkeypatch.setattr(linear, "made_before", make_again)
     for call in (*CALLS.values(), *CALLS.values()):
         call()
     number = len(CALLS)

@@ -1,0 +1,69 @@
+"""Why an attention call of a denoiser must stay exact, as far as the call itself says: the two doors of diffusers ask.
+
+Shapes, dtypes and flags alone decide (no device sync, one traced branch).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import sage_kernels
+from sage_kernels import crossover
+from sage_kernels.checks import MAX_HEAD_DIM
+from sage_kernels.compat import function_modes
+
+from ..options import SageAttnProcessor
+
+
+# modules of the function modes of torch.export
+EXPORTING = ("torch.export.", "torch._export.", "torch.fx.experimental.proxy_tensor")
+# what `call_reason` returns, and "short"
+REASONS = (*sage_kernels.REASONS, "short", "block_mask", "function_mode", "softmax_scale")
+
+
+def _foreign_function_mode() -> bool:
+    """Whether a TorchFunctionMode is active that may want to see scaled_dot_product_attention (PAG, SEG, profilers).
+
+    torch.set_default_device and torch.export are function modes too, but have no business with attention.
+    """
+    return any(not type(mode).__module__.startswith(EXPORTING) for mode in function_modes())
+
+
+def is_short(
+    config: SageAttnProcessor, query: torch.Tensor, key: torch.Tensor, tokens: int, heads: int, is_causal: bool
+) -> bool:
+    """Whether 16 bit is the faster one for a call. tokens, heads: which dimensions of query and key these are.
+
+    Asked first: a call that would have been too short anyway should cost the host next to nothing.
+    """
+    if query.dim() != 4 or key.dim() != 4 or query.shape[3] > MAX_HEAD_DIM:
+        return False
+    shape = query.shape
+    return crossover.is_short(
+        query.device, batch=shape[0], heads=shape[heads], seq_q=shape[tokens], seq_kv=key.shape[tokens],
+        head_dim=shape[3], causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
+    )  # fmt: skip
+
+
+def call_reason(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: Any,
+) -> str | None:
+    """One of REASONS, or None: the op can do this call. query, key, value: [B, S, H, D]."""
+    if attn_mask is not None and not isinstance(attn_mask, torch.Tensor):
+        return "block_mask"
+    if _foreign_function_mode():
+        return "function_mode"
+    if scale is not None and (isinstance(scale, torch.Tensor) or scale < 0):
+        return "softmax_scale"  # reading a tensor would sync
+    return sage_kernels.unsupported(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
+    )
