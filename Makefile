@@ -40,7 +40,7 @@ test-all: $(INSTALLED)
 	$(ON_CPU) -m "not gpu" $(ARGS)
 
 # make test-gpu GPU_WORKERS=8: side by side, which tests marked `alone` have to themselves. For several GPUs' worth of
-# memory: on one H200 each of four processes ran a thirtieth of the tests that one alone runs in the same time
+# memory: on one H200 four processes together ran about a quarter of the tests a second that one alone had run
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal) \
 		--outcomes tests/outcomes/gpu.json $(ARGS)
