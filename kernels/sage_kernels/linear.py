@@ -14,7 +14,7 @@ from .compat import differentiates_forward
 from .numerics import CODE_TYPES
 from .recipe import GATED
 from .reference import linear as reference
-from .replay import made, made_before, remember
+from .replay import keep, made, made_before, remember
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -193,7 +193,7 @@ def _remember_library(key: Any, given: Sequence[Any], activation: str, dtype: to
         options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
         return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
 
-    made[key] = again
+    keep(key, again)
 
 
 def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -64,10 +64,15 @@ def remember(key: tuple, call, given, numbers=None):
 
     results, again = record(call, given, numbers)
     if again is not None:
-        if len(made) >= _LIMIT:
-            made.clear()
-        made[key] = again
+        keep(key, again)
     return results
+
+
+def keep(key: tuple, again: Callable) -> None:
+    """Have calls of this key made by again(given, numbers), which may give up: None."""
+    if len(made) >= _LIMIT:
+        made.clear()
+    made[key] = again
 
 
 def made_before(op: str, given: tuple, options: tuple):

@@ -6,7 +6,9 @@ moved across a write in place.
 
 from __future__ import annotations
 
+import inspect
 import operator
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +18,8 @@ import torch.nn.functional as F
 from .lazy import is_by_token
 
 
+# What of ours a forward writes to, as Dynamo names it: attributes of processors and of swapped layers
+_OWN = re.compile(r"_sage_(events|sites|linear|probe)_")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _ADDS, _MULTIPLICATIONS = (operator.add, torch.add), (operator.mul, torch.mul)
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
@@ -79,7 +83,9 @@ def _written(node: torch.fx.Node) -> list[Any]:
         return [node.args[0]] if name.endswith("_") and not name.endswith("__") else []
     if node.op != "call_function":
         return list(node.args) if node.op == "call_module" else []
-    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+    if any(kind.__name__ == "HigherOrderOperator" for kind in type(node.target).__mro__):
+        return [node]  # a graph or a kernel of its own, which may write to anything
+    if node.kwargs.get("out") is not None or _asks_in_place(node):
         return [node.kwargs.get("out"), *node.args[:1]]
     op = getattr(node.target, "default", node.target)
     schema = getattr(op, "_schema", None)
@@ -88,20 +94,32 @@ def _written(node: torch.fx.Node) -> list[Any]:
         pairs = zip(schema.arguments, given, strict=False)
         return [x for argument, x in pairs if argument.alias_info is not None and argument.alias_info.is_write]
     name = getattr(node.target, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    module = getattr(node.target, "__module__", "")
-    in_place = in_place or (module == "_operator" and (name == "setitem" or name in _IN_PLACE))
+    if getattr(node.target, "__module__", "") == "_operator":  # and_ and or_ write to nothing
+        in_place = name == "setitem" or name in _IN_PLACE
+    else:
+        in_place = name.endswith("_") and not name.endswith("__")
     return list(node.args[:1]) if in_place else []
+
+
+def _asks_in_place(node: torch.fx.Node) -> bool:
+    """Whether a function is called with inplace=True, by name or by place."""
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    try:
+        given = inspect.signature(node.target).bind(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    except (TypeError, ValueError):  # a builtin, or an op: its schema tells
+        return False
+    return bool(given.arguments.get("inplace"))
 
 
 _IN_PLACE = frozenset(name for name in dir(operator) if name.startswith("i") and hasattr(operator, name[1:]))
 
 
 def _is_own(x: Any) -> bool:
-    """Whether a tensor is a counter or a statistic of ours, which no layer reads as its input."""
-    while isinstance(x, torch.fx.Node) and x.op in ("call_function", "call_method") and x.args:
+    """Whether a tensor is a counter or a statistic of ours, or a part of one: no layer reads it as its input."""
+    while isinstance(x, torch.fx.Node) and x.target is operator.getitem:
         x = x.args[0]
-    return isinstance(x, torch.fx.Node) and x.op in ("placeholder", "get_attr") and "_sage_" in str(x.target)
+    return isinstance(x, torch.fx.Node) and x.op in ("placeholder", "get_attr") and bool(_OWN.search(str(x.target)))
 
 
 def _is_free(first: torch.fx.Node, last: torch.fx.Node) -> bool:

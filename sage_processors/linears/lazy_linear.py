@@ -80,7 +80,7 @@ class LazyLinear(Lazy):
                 return pair
         other = real_of(other)
         if self._gate is None and self._real is None and can_wait(other) and is_by_token(other, self._shape):
-            dtype = torch.promote_types(self._dtype, other.dtype) if other.dim() else self._dtype
+            dtype = torch.promote_types(self._dtype, other.dtype)
             if dtype in _FLOATS:
                 return self._with(dtype, gate=Operand(other))
         return self.real() * other

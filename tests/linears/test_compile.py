@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import pickle
 
@@ -13,7 +14,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_kernels.compat import add_graph_pass
-from sage_processors.linears.graph_fusion import fuse
+from sage_processors.linears.graph_fusion import _is_own, _written, fuse
 from sage_processors.linears.graph_pass import fuse_in_compiled_code
 from tests.linears.counting import OpCounter, relative_error
 from tests.support.tiny_models import MODELS
@@ -246,6 +247,10 @@ FINISHES = {
     "sum with itself": (lambda m, x, v, r: (y := m.out(x)) + y, (1, 1)),
     "input written to": (lambda m, x, v, r: (y := m.norm(x), a := m.to_q(y), y.mul_(-2), a + m.to_k(y))[-1], (2, 2)),
     "norm's input written to": (lambda m, x, v, r: (z := x * 1, y := m.norm(z), z.add_(1), m.out(y))[-1], (1, 1)),
+    "norm's input written to by an argument": (
+        lambda m, x, v, r: (z := x * 1, y := m.norm(z), F.leaky_relu(z, 0.5, True), m.out(y))[-1],
+        (1, 1),
+    ),
     "residual written to": (lambda m, x, v, r: (z := r * 1, y := m.out(x), z.add_(1), z + y)[-1], (1, 1)),
     "output written to": (lambda m, x, v, r: (y := m.out(x), y.mul_(2), F.gelu(y))[-1], (1, 1)),
     "slice written to": (lambda m, x, v, r: (y := m.out(x), y.__setitem__((0, 0), 7.0), r + y)[-1], (1, 1)),
@@ -324,3 +329,25 @@ def test_casts_around_a_gate_and_a_residual_are_of_the_same_call():
     (linear,) = found["quantized_linear"]
     assert linear[6] is not None and linear[7] is not None and linear[8] == got.dtype == torch.bfloat16
     assert relative_error(got, expected) < 0.03
+
+
+def test_what_a_call_may_write_to():
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("L_self_attn_processor_sage_events_traced")
+    calls = {
+        "reads": graph.call_function(torch.add, (x, 1)),
+        "and": graph.call_function(operator.and_, (x, y)),
+        "by name": graph.call_function(F.relu, (x,), {"inplace": True}),
+        "by place": graph.call_function(F.dropout, (x, 0.5, True, True)),
+        "not by place": graph.call_function(F.dropout, (x, 0.5, True, False)),
+        "out": graph.call_function(torch.add, (x, 1), {"out": x}),
+        "method": graph.call_method("mul_", (x, 2)),
+        "operator": graph.call_function(operator.iadd, (x, 2)),
+        "item": graph.call_function(operator.setitem, (x, 0, 2)),
+        "op": graph.call_function(torch.ops.aten.add_.Tensor, (x, x)),
+        "a graph": graph.call_function(torch.ops.higher_order.cond, (x, None, None, ())),
+        "own": graph.call_method("add_", (graph.call_function(operator.getitem, (y, 0)), 1)),
+        "a sum with own": graph.call_method("add_", (graph.call_function(torch.add, (y, x)), 1)),
+    }
+    found = {name: any(z is not None and not _is_own(z) for z in _written(node)) for name, node in calls.items()}
+    assert {name for name, writes in found.items() if not writes} == {"reads", "and", "not by place", "own"}
