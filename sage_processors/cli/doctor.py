@@ -34,20 +34,39 @@ NETWORK_FILE_SYSTEMS = (
 
 
 def examine(device: torch.device) -> dict:
-    """Everything that the command prints, as data for JSON. `passed` is that of the self-test alone."""
+    """Everything that the command prints, as data for JSON. `passed` is that of the self-test alone.
+
+    Fit for a public issue: the home folder is "~", and who runs it is "you".
+    """
     began = time.perf_counter()
     outcomes = self_test(device)
     seconds = round(time.perf_counter() - began, 2)
     cache = examine_cache(triton_cache())
-    return {
-        "environment": environment(),
-        "device": device_facts(device),
-        "kernels": kernels(device),
-        "self_test": [asdict(outcome) for outcome in outcomes],
-        "self_test_seconds": seconds,
-        "triton_cache": cache,
-        "passed": all(outcome.passed for outcome in outcomes),
-    }
+    found: dict = _without_home(
+        {
+            "environment": environment(),
+            "device": device_facts(device),
+            "kernels": kernels(device),
+            "self_test": [asdict(outcome) for outcome in outcomes],
+            "self_test_seconds": seconds,
+            "triton_cache": cache,
+            "passed": all(outcome.passed for outcome in outcomes),
+        }
+    )
+    return found
+
+
+def _without_home(found):
+    """The same data with "~" for the home folder, wherever a text names it."""
+    if isinstance(found, dict):
+        return {name: _without_home(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [_without_home(value) for value in found]
+    if isinstance(found, str):
+        home = Path.home()
+        for place in {str(home), str(home.resolve())} - {home.anchor}:
+            found = re.sub(re.escape(place) + r"(?![\w.-])", "~", found)
+    return found
 
 
 def environment() -> dict[str, str | None]:
@@ -139,6 +158,8 @@ def _owner(place: Path) -> str:
     import pwd
 
     uid = place.stat().st_uid
+    if uid == os.getuid():
+        return "you"
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:  # usual in containers

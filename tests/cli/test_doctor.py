@@ -209,7 +209,7 @@ def test_the_cache_is_where_triton_looks(monkeypatch, tmp_path):
 
 def test_a_private_cache_is_fine_and_a_missing_one_is_not_made(cache):
     found = doctor.examine_cache(cache)
-    assert found["warnings"] == [] and found["mode"] == "0755" and found["exists"] and found["owner"]
+    assert found["warnings"] == [] and found["mode"] == "0755" and found["exists"] and found["owner"] == "you"
     found = doctor.examine_cache(cache / "not" / "there")
     assert not found["exists"] and found["mode"] is None and found["warnings"] == []
     assert list(cache.iterdir()) == []
@@ -285,3 +285,22 @@ def test_doctor_skips_a_recipe_that_this_gpu_cannot_run_and_says_why(monkeypatch
     assert self_test.recipe_problem("qk_int8_pv_bf16", torch.device("cuda")) == ""
     assert self_test.recipe_problem("qk_int8_pv_fp8", torch.device("cpu")) == ""
     assert self_test.Outcome("qk_int8_pv_fp8", "per_token", "any", skipped=reason).passed
+
+
+def test_what_is_printed_names_neither_the_home_folder_nor_the_user(monkeypatch, tmp_path):
+    home = tmp_path / "ada.lovelace"
+    (home / ".triton" / "cache").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(home)
+    monkeypatch.setattr(doctor, "self_test", lambda device: [])
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    for place in (home, tmp_path / "link"):  # a home that is a link elsewhere: its real place shows in warnings
+        monkeypatch.setenv("HOME", str(place))
+        monkeypatch.setenv("TRITON_HOME", str(home))
+        home.chmod(0o777)
+        found = doctor.examine(torch.device("cpu"))
+        assert found["triton_cache"]["path"].startswith("~") and found["triton_cache"]["owner"] == "you"
+        assert any("~ is writable by" in warning for warning in found["triton_cache"]["warnings"])
+        assert "ada.lovelace" not in json.dumps(found)
+    other = {"path": f"{home}-of-others/x", "name": str(home)}
+    monkeypatch.setenv("HOME", str(home))
+    assert doctor._without_home(other) == {"path": f"{home}-of-others/x", "name": "~"}
