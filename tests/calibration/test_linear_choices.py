@@ -153,3 +153,22 @@ def test_measured_seconds_are_a_time(format):
 def test_bad_arguments(arguments, error, words):
     with pytest.raises(error, match=words):
         sp.calibrate(pipeline("tiny_sd"), PROMPTS[:1], **SMALL, **arguments)
+
+
+def test_while_one_layer_is_measured_all_others_are_exact():
+    from sage_processors.calibration.linear_choices import _errors
+    from sage_processors.linears.layers import choose
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).eval().requires_grad_(False)
+    model[1].weight[:, :5] *= 50  # the others' errors are not its own
+    inputs = [((torch.randn(4, 32),), {})]
+    found = choose(model, label=str, linears="int8", min_features=0)
+    options = {"keep": (), "layers": (), "min_features": 0}
+    errors = _errors(model, "", found, ("int8",), options, inputs, lambda *_: None)
+    stock = model(*inputs[0][0])
+    for name in ("0", "1", "2"):
+        with sp.quantize_linears(model, "none", layers={name: "int8"}, min_features=0):
+            alone = model(*inputs[0][0]) + 0
+        wanted = ((alone - stock).double().square().sum() / stock.double().square().sum()).item()
+        assert errors[name]["int8"] == pytest.approx(wanted, rel=1e-4)

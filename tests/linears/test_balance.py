@@ -271,3 +271,39 @@ def test_a_handle_balances_too(planted):
     model, inputs, expected, _ = planted
     with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL)):
         assert balances(model) and relative_error(run(model, inputs), expected) < 0.03
+
+
+class Normed(nn.Module):
+    """Attention's projections behind a norm, all of one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.attn = nn.LayerNorm(48), hard_block(factor=1.0)[0]
+        self.eval().requires_grad_(False)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return [layer(y) + 0 for layer in (self.attn.to_q, self.attn.to_k, self.attn.to_v)]
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_layers_of_one_input_with_other_outliers_each_read_it_with_their_own_balance(is_lazy):
+    """Queries undo outliers in one channel, keys in another, and values in none."""
+    model = Normed()
+    x = torch.randn(2, 6, 48)
+    for module, channel in ((model.attn.to_q, 5), (model.attn.to_k, 9)):
+        module.weight[:, channel] /= 64
+    expected = model(x)
+
+    def outputs():
+        y = x if is_lazy else model.norm(x).clone()
+        if is_lazy:
+            return model(y)
+        return [layer(y) + 0 for layer in (model.attn.to_q, model.attn.to_k, model.attn.to_v)]
+
+    with sp.quantize_linears(model, min_features=0):
+        for _ in range(3):  # neighbours that have one matmul until they are called
+            errors = [relative_error(a, b) for a, b in zip(outputs(), expected, strict=True)]
+            assert all(error < 0.02 for error in errors), errors
+        found = balances(model)
+        assert sorted(found) == ["attn.to_k", "attn.to_q"] and found["attn.to_k"] is not found["attn.to_q"]
