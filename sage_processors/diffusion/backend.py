@@ -172,9 +172,7 @@ def _run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, unk
         _stay_exact("attention_kwargs" if unknown else "requires_grad", query)
         names = dict(zip(_ARGUMENTS, call, strict=False))
         return dispatcher.native()(**names, return_lse=return_lse, _parallel_config=parallel)
-    from diffusers.models import attention_dispatch
-
-    return attention_dispatch._templated_context_parallel_attention(
+    return dispatcher.module()._templated_context_parallel_attention(
         *call, return_lse, forward_op=_forward_op, backward_op=_backward_op, _parallel_config=parallel
     )
 

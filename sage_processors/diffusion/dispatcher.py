@@ -20,6 +20,7 @@ _NEEDED = ("AttentionBackendName", "_AttentionBackendRegistry", "_templated_cont
 _REGISTRY = ("register", "_backends", "_constraints", "_supported_arg_names", "_supports_context_parallel")
 _ENUM = ("_member_map_", "_member_names_", "_value2member_map_")
 
+_module: Any = None
 _ours: list[tuple[Any, Any]] = []  # the member, and which back end was active before it came
 
 
@@ -36,35 +37,44 @@ class _AnyArgument:
         return iter(self._names)
 
 
-def load() -> Any:
+def module() -> Any:
     """The module of diffusers, also where DIFFUSERS_ATTN_BACKEND names our back end, which it can't know yet.
 
-    Raises: ImportError without diffusers, or with one whose dispatcher is another.
+    Kept for code that is traced: before torch 2.13, torch.compile follows no import of a lazy module.
+    Raises: ImportError without diffusers.
     """
-    try:
-        constants: Any = importlib.import_module("diffusers.utils.constants")
-        if _MODULE in sys.modules or getattr(constants, "DIFFUSERS_ATTN_BACKEND", None) != NAME:
-            module: Any = importlib.import_module(_MODULE)
-        else:
-            constants.DIFFUSERS_ATTN_BACKEND = "native"
-            try:
-                module = importlib.import_module(_MODULE)
-            finally:
-                constants.DIFFUSERS_ATTN_BACKEND = NAME
-    except ImportError as error:
-        raise ImportError(
-            "sage_processors needs diffusers for this: pip install 'sage-processors[diffusers]'"
-        ) from error
-    missing = [name for name in _NEEDED if not hasattr(module, name)]
-    missing = missing or [name for name in _REGISTRY if not hasattr(module._AttentionBackendRegistry, name)]
-    missing = missing or [name for name in _ENUM if not hasattr(module.AttentionBackendName, name)]
+    global _module
+    if _module is None:
+        try:
+            constants: Any = importlib.import_module("diffusers.utils.constants")
+            if _MODULE in sys.modules or getattr(constants, "DIFFUSERS_ATTN_BACKEND", None) != NAME:
+                _module = importlib.import_module(_MODULE)
+            else:
+                constants.DIFFUSERS_ATTN_BACKEND = "native"
+                try:
+                    _module = importlib.import_module(_MODULE)
+                finally:
+                    constants.DIFFUSERS_ATTN_BACKEND = NAME
+        except ImportError as error:
+            raise ImportError(
+                "sage_processors needs diffusers for this: pip install 'sage-processors[diffusers]'"
+            ) from error
+    return _module
+
+
+def load() -> Any:
+    """The module of diffusers, if a back end of ours fits in. Raises: ImportError without it, or with another one."""
+    module()
+    missing = [name for name in _NEEDED if not hasattr(_module, name)]
+    missing = missing or [name for name in _REGISTRY if not hasattr(_module._AttentionBackendRegistry, name)]
+    missing = missing or [name for name in _ENUM if not hasattr(_module.AttentionBackendName, name)]
     if missing:
         version = importlib.import_module("diffusers").__version__
         raise ImportError(
             f"diffusers: got {version}, whose attention dispatcher has no {missing[0]}, expected one of 0.36 to 0.42; "
             "sage_processors.apply needs none of it"
         )
-    return module
+    return _module
 
 
 def _new_member(names: Any) -> Any:
@@ -134,10 +144,8 @@ def is_active() -> bool:
 
 def native() -> Callable[..., Any]:
     """Diffusers' exact attention: the function behind the name "native"."""
-    from diffusers.models import attention_dispatch
-
-    attend: Callable[..., Any] = attention_dispatch._AttentionBackendRegistry._backends[
-        attention_dispatch.AttentionBackendName.NATIVE
+    attend: Callable[..., Any] = _module._AttentionBackendRegistry._backends[
+        _module.AttentionBackendName.NATIVE
     ]
     return attend
 
@@ -149,7 +157,5 @@ def without_ours(backend: Any) -> Any:
 
 def exact(backend: Any) -> Any:
     """The back end for a call that has to be exact: `backend`, or native where ours would run."""
-    from diffusers.models import attention_dispatch
-
-    named = attention_dispatch._AttentionBackendRegistry._active_backend if backend is None else backend
-    return attention_dispatch.AttentionBackendName.NATIVE if named == NAME else backend
+    named = _module._AttentionBackendRegistry._active_backend if backend is None else backend
+    return _module.AttentionBackendName.NATIVE if named == NAME else backend

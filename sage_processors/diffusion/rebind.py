@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 
+from . import dispatcher
 
-try:
-    from diffusers.models import attention_dispatch
-except ImportError as error:
-    raise ImportError("sage_processors needs diffusers for this: pip install 'sage-processors[diffusers]'") from error
 
+attention_dispatch = dispatcher.module()
 dispatch_attention_fn = attention_dispatch.dispatch_attention_fn
 
 
