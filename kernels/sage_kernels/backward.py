@@ -90,7 +90,7 @@ def _without_hidden_keys(
 
 
 def _pieces(seq_q: int, seq_kv: int, causal: str) -> list[tuple[slice, slice, bool]]:
-    """A causal call of two lengths as (rows, keys, triangle): rectangles, and one square whose row i sees keys up to i.
+    """A causal call of two lengths as (rows, keys, triangle): a square whose row i sees keys up to i, and a rectangle.
 
     PyTorch's kernels disagree about which end the rows are counted from where the lengths differ; here none is asked.
     """

@@ -133,9 +133,7 @@ torch.library.register_fake(
     lambda grad_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),
     lib=_library,
 )
-torch.library.register_autograd(
-    "sage_kernels::attention_training", _differentiate, setup_context=_save, lib=_library
-)
+torch.library.register_autograd("sage_kernels::attention_training", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd(
     "sage_kernels::attention_backward", _refuse, setup_context=lambda ctx, inputs, output: None, lib=_library
 )

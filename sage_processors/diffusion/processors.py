@@ -20,7 +20,7 @@ import sage_kernels
 from ..autocast import autocast
 from ..linears.lazy import real_of
 from ..options import REMEDIES, UnsupportedAttentionError
-from .call_reasons import REASONS, call_reason, is_short
+from .call_reasons import REASONS, call_reason, is_short, needs_gradient, training_reason
 from .dispatcher import exact, without_ours
 from .lazy_heads import made_ready
 from .rebind import dispatch_attention_fn, stand_ins
@@ -38,6 +38,7 @@ EVENTS = (
     *CALLS,
     *REASONS,
     "training",
+    "no_backward",
     "replaced",
     "backend",
     "context_parallel",
@@ -113,9 +114,11 @@ def _reason_against(
 ) -> str | None:
     """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
     window = processor._sage_window
-    if _running.training:
-        return "training"
-    reason = call_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if processor._sage_config.training == "int8":
+        reason = training_reason(*call)
+    else:
+        reason = "training" if _running.training else call_reason(*call)
     if reason is None and processor._sage_kept:
         return "kept"
     if reason is None and window is not None and window.exact:
@@ -145,6 +148,8 @@ def _attend(
     """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D]."""
     query, key = made_ready(query, key)
     config = processor._sage_config
+    if config.training == "int8" and (_running.training or needs_gradient(query, key, value)):
+        return _attend_training(query, key, value, attn_mask, is_causal, scale, processor)
     site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
     state = None
     attend: Callable[..., torch.Tensor] = sage_kernels.sage_attention
@@ -178,6 +183,26 @@ def _attend(
         tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.call_scaling}
         probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
     return out
+
+
+def _attend_training(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: Any,
+    processor: Any,
+) -> torch.Tensor:
+    """A call of training: no state, since its noise levels follow no run, and a checkpoint makes it twice."""
+    config = processor._sage_config
+    processor._sage_events.add(_EVENT["called"])
+    if processor._sage_rotated:
+        processor._sage_events.add(_EVENT["rotated"])
+    return sage_kernels.differentiable_attention(
+        query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=config.recipe,
+        scaling=config.call_scaling, rotation="hadamard" if processor._sage_rotated else "none", scale=scale,
+    )  # fmt: skip
 
 
 def _next_call() -> tuple[Any, int]:

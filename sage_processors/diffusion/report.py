@@ -208,7 +208,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                         note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
                 if without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.sage._sage_backend:
                     note = REMEDIES["backend"]
-                elif module.training:
+                elif module.training and own.training != "int8":
                     note = REMEDIES["training"]
                 note = note or rotation.note(label)
                 rotated = "hadamard" if layer.sage._sage_rotated else "none"

@@ -153,9 +153,10 @@ def test_T08_strides_do_not_matter():
     assert max(errors(found, wanted)) < SAME
     expanded = torch.ones(()).expand(q.shape)
     out = differentiable_attention(*strided)
-    assert max(
-        errors(torch.autograd.grad(out, strided, expanded), exact_gradients(q, k, v, torch.ones(q.shape)))[2:]
-    ) < NEAR
+    assert (
+        max(errors(torch.autograd.grad(out, strided, expanded), exact_gradients(q, k, v, torch.ones(q.shape)))[2:])
+        < NEAR
+    )
 
 
 def test_T08_ring_parts_of_the_keys_add_up():

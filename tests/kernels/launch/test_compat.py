@@ -55,7 +55,8 @@ TORCH = (
     EACH
     + """
 import torch._inductor.config, torch._inductor.custom_graph_pass
-import types, torch, torch._dynamo, torch._library.autograd, torch.utils._device, torch.utils._pytree, torch.autograd.forward_ad, importlib
+import types, torch, torch._dynamo, torch._library.autograd
+import torch.utils._device, torch.utils._pytree, torch.autograd.forward_ad, importlib
 DEVICE = "cuda" if {on_gpu} else "cpu"
 FUSED = "torch.ops.aten._scaled_dot_product_flash_attention" + ("" if {on_gpu} else "_for_cpu") + "_backward"
 
