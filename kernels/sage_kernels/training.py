@@ -40,7 +40,7 @@ def differentiable_attention(
     """`sage_attention` with gradients for q, k and v: forward in INT8, backward in 16 bit.
 
     The gradients are those of exact attention at the output and the log-sum-exp of the INT8 forward: rounding counts
-    as the identity. On N(0, 1) they are within 1 % (relative L2) of exact attention's. Source of the formula:
+    as the identity. On N(0, 1) they are within 2 % (relative L2) of exact attention's. Source of the formula:
     FlashAttention-2 (arXiv:2307.08691); PyTorch's own backward kernels compute it where they can
     (`has_fused_backward`), else plain PyTorch does, slowly.
 

@@ -15,6 +15,7 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
 from ..options import SageAttnProcessor
+from .context_parallel import lengths_in_parallel
 
 
 # modules of the function modes of torch.export
@@ -32,18 +33,28 @@ def _foreign_function_mode() -> bool:
 
 
 def is_short(
-    config: SageAttnProcessor, query: torch.Tensor, key: torch.Tensor, tokens: int, heads: int, is_causal: bool
+    config: SageAttnProcessor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tokens: int,
+    heads: int,
+    is_causal: bool,
+    parallel: Any = None,
 ) -> bool:
     """Whether 16 bit is the faster one for a call. tokens, heads: which dimensions of query and key these are.
+
+    parallel: where the tokens are spread over devices: judged is what each device then computes.
 
     Asked first: a call that would have been too short anyway should cost the host next to nothing.
     """
     if query.dim() != 4 or key.dim() != 4 or query.shape[3] > MAX_HEAD_DIM:
         return False
-    shape = query.shape
+    seq_q, seq_kv, head_count = query.shape[tokens], key.shape[tokens], query.shape[heads]
+    if parallel is not None:
+        seq_q, seq_kv, head_count = lengths_in_parallel(query, key, parallel)
     return crossover.is_short(
-        query.device, batch=shape[0], heads=shape[heads], seq_q=shape[tokens], seq_kv=key.shape[tokens],
-        head_dim=shape[3], causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
+        query.device, batch=query.shape[0], heads=head_count, seq_q=seq_q, seq_kv=seq_kv, head_dim=query.shape[3],
+        causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
     )  # fmt: skip
 
 

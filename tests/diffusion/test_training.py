@@ -12,6 +12,7 @@ import sage_processors as sp
 from sage_kernels import compat
 from sage_kernels.testing import relative_l2
 from sage_processors.diffusion import processors, sage_class
+from sage_processors.diffusion.discovery import attention_modules
 from tests.diffusion.test_processors import attention_inputs, counted
 from tests.support.tiny_models import MODELS
 
@@ -156,6 +157,8 @@ def test_T11_training_leaves_no_trace_in_planned_scales(mode):
         with torch.no_grad() if mode == "train" else contextlib.nullcontext():
             model(**inputs, return_dict=False)[0].sum()
         model.eval().requires_grad_(False)
+        # a call with a state is counted there
+        assert all(counted(module.processor) == {"called": 1} for _, module in attention_modules(model))
         assert handle.report().calls == len(handle.report().rows)
         assert all(torch.equal(x, y) for x, y in zip(forwards(), wanted, strict=True))
 
