@@ -26,6 +26,7 @@ BY_CALL = ("dynamic", "per_token", "per_block", "per_head")  # those whose scale
 POLICIES = ("fallback", "strict")
 LINEARS = ("none", "int8", "fp8")
 TRAININGS = ("exact", "int8")
+EXCHANGES = ("16bit", "int8")
 # "auto" is decided while a pipeline runs: see auto_rotation.py.
 ROTATIONS = ("none", "hadamard", "auto")
 # Options that may differ from layer to layer: beside each is a `layer_<option>` of (layer pattern, value) pairs.
@@ -233,6 +234,9 @@ class SageAttnProcessor:
             stays exact, and so do calls without a fused backward (reason "no_backward": on CUDA those with masks, in
             fp32, or of more than 192 channels a head). "exact": all of them stay exact, counted as "training" or
             "requires_grad". Linear layers train in 16 bit always.
+        exchange: what devices send one another under Ulysses context parallelism. "int8": Q, K, V and the output as
+            INT8 codes with a scale a token and head, about half the bytes, at some cost in accuracy; calls with masks
+            and exact calls are sent as they are. "16bit": all are. Ring attention always sends 16 bit.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
             is counted per layer with its reason and logged once. "strict": UnsupportedAttentionError.
     Raises: TypeError or ValueError for an option of wrong type or value.
@@ -261,6 +265,7 @@ class SageAttnProcessor:
     linears_min_features: int | None = None
     drop_weights: bool = False
     training: str = "exact"
+    exchange: str = "16bit"
     policy: str = "fallback"
 
     def __post_init__(self) -> None:
@@ -268,7 +273,7 @@ class SageAttnProcessor:
 
         named: dict[str, Collection[str]] = {"recipe": RECIPES, "scaling": SCALINGS}
         named |= {"rotation": ROTATIONS, "policy": POLICIES, "linears": LINEARS}
-        named["training"] = TRAININGS
+        named |= {"training": TRAININGS, "exchange": EXCHANGES}
         for name, allowed in named.items():
             value = getattr(self, name)
             if not isinstance(value, str):

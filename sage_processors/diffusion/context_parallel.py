@@ -14,6 +14,7 @@ import torch
 
 from . import dispatcher
 from .exact_with_lse import exact_part
+from .int8_exchange import run_ulysses
 
 
 # (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), whether with the log-sum-exp -> as wanted
@@ -54,6 +55,30 @@ def run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, atte
     return dispatcher.module()._templated_context_parallel_attention(
         *call, return_lse, forward_op=forward, backward_op=_no_backward, _parallel_config=parallel
     )
+
+
+def sends_codes(call: tuple[Any, ...], parallel: Any) -> bool:
+    """Whether a call can be exchanged as INT8 codes: plain Ulysses, whole heads for each device, without a mask."""
+    config = parallel.context_parallel_config
+    ulysses, ring = degrees(parallel)
+    is_plain = ring == 1 and ulysses > 1 and not getattr(config, "ulysses_anything", False)
+    heads = [x.shape[2] for x in call[:3]]
+    return is_plain and call[3] is None and not call[5] and heads == heads[:1] * 3 and heads[0] % ulysses == 0
+
+
+def bytes_as_they_are(call: tuple[Any, ...], parallel: Any) -> int:
+    """Bytes that this device sends for a call as diffusers exchanges it: Q, K, V and output, or K and V in a ring."""
+    query, key, value = call[:3]
+    ulysses, ring = degrees(parallel)
+    by_head = (2 * query.numel() + key.numel() + value.numel()) * (ulysses - 1) // ulysses
+    return int(query.element_size() * (by_head + (key.numel() + value.numel()) * (ring - 1)))
+
+
+def run_with_codes(call: tuple[Any, ...], parallel: Any, attend: Attend) -> tuple[torch.Tensor, int]:
+    """As `run_in_parallel` for calls that `sends_codes` allows, exchanged as INT8 codes; and the bytes sent."""
+    group = parallel.context_parallel_config._ulysses_mesh.get_group()
+    query, key, value, *others = call
+    return run_ulysses(query, key, value, group, lambda q, k, v: attend((q, k, v, *others), False))
 
 
 def run_exact_in_parallel(call: tuple[Any, ...], parallel: Any) -> Any:

@@ -273,6 +273,7 @@ class Part:
         self.perturbed = False
         for processor in (*(layer.sage for layer in self.layers), *self.guests.values()):
             processor._sage_events.zero()
+            processor._sage_sent[0] = 0
 
     @property
     def hangs_on_steps(self) -> bool:

@@ -21,7 +21,15 @@ from ..autocast import autocast
 from ..linears.lazy import real_of
 from ..options import REMEDIES, UnsupportedAttentionError
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient, training_reason
-from .context_parallel import degrees, first_head, run_exact_in_parallel, run_in_parallel
+from .context_parallel import (
+    bytes_as_they_are,
+    degrees,
+    first_head,
+    run_exact_in_parallel,
+    run_in_parallel,
+    run_with_codes,
+    sends_codes,
+)
 from .dispatcher import exact, is_native, without_ours
 from .exact_with_lse import exact_part
 from .lazy_heads import made_ready
@@ -221,8 +229,18 @@ def _attend_parallel(call: tuple[Any, ...], processor: Any, index: int, parallel
         _stay_exact(processor, reason)
         return exact_part(given, return_lse)
 
-    out: torch.Tensor = run_in_parallel((*made_ready(*call[:2]), *call[2:]), False, parallel, attend)
+    call = (*made_ready(*call[:2]), *call[2:])
+    if processor._sage_config.exchange == "int8" and sends_codes(call, parallel):
+        out, sent = run_with_codes(call, parallel, attend)
+    else:
+        out, sent = run_in_parallel(call, False, parallel, attend), bytes_as_they_are(call, parallel)
+    _count_sent(processor, sent)
     return out
+
+
+def _count_sent(processor: Any, sent: int) -> None:
+    if not torch.compiler.is_compiling():  # a number that grows would be a guard that fails
+        processor._sage_sent[0] += sent
 
 
 def _attend_training(
@@ -328,6 +346,8 @@ def _dispatch(
             return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
         _stay_exact(processor, reason)
         backend = exact(backend)
+        if parallel_config is not None:
+            _count_sent(processor, bytes_as_they_are((query, key, value), parallel_config))
         if parallel_config is not None and degrees(parallel_config)[1] > 1 and is_native(backend):
             if not attention_kwargs and not needs_gradient(query, key, value):
                 call = (*real_of((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)

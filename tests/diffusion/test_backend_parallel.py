@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.diffusion.backend import CLOSE_DB
-from tests.support.two_processes import two_processes
 from tests.support.tiny_models import OLDEST
+from tests.support.two_processes import two_processes
 
 
 @pytest.fixture(scope="module")
