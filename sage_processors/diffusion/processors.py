@@ -86,7 +86,9 @@ class CallSite:
 
     def state_of(self, head: int) -> sage_kernels.HeadState:
         """The state of the key/value heads from this one on: those that this device computes for all devices."""
-        state: Any = self.state
+        state = self.state
+        if state is None:
+            raise ValueError("state: got a call site without one, expected one that was planned for")
         if torch.compiler.is_compiling():
             return state._replace(row=state.row + head)
         if head not in self._states or self._states[head].plan is not state.plan:
@@ -292,7 +294,8 @@ def _sdpa(
         else:
             reason = "rank"
         if reason is None:
-            return _attend(q, k, v, attn_mask, is_causal, scale, processor, index).transpose(1, 2)
+            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            return made.transpose(1, 2)
         _stay_exact(processor, reason)
     query, key, value = real_of((query, key, value))
     return F.scaled_dot_product_attention(
@@ -343,7 +346,8 @@ def _dispatch(
             if parallel_config is not None:
                 call = (q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
                 return _attend_parallel(call, processor, index, parallel_config)
-            return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            return made
         _stay_exact(processor, reason)
         backend = exact(backend)
         if parallel_config is not None:

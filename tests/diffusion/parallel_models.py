@@ -1,6 +1,7 @@
 """One of two processes that share a model's tokens: `python parallel_models.py RANK FILE DEVICE` prints rows.
 
-FILE: where the two meet. DEVICE: cpu, or cuda, of which each process has one. Each runs the model once without the other, and then in parallel, several steps of a run.
+FILE: where the two meet. DEVICE: cpu, or cuda, of which each process has one. Each runs the model once
+without the other, and then in parallel, several steps of a run.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from tests.support.repository import ROOT
 
 
 def two_processes(script: str, tmp_path_factory, device: str = "cpu") -> list[dict]:
-    """The rows (a JSON object a line) that both print. Called as `SCRIPT.py RANK FILE [cuda]`, FILE: where they meet."""
+    """The rows (a JSON object a line) that both print. Called as `SCRIPT.py RANK FILE [cuda]`."""
     file = tmp_path_factory.mktemp("parallel") / "meet"
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
