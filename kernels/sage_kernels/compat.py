@@ -83,6 +83,13 @@ if SEES_DISPATCH:
         SEES_DISPATCH = False
 
 
+def is_exporting() -> bool:
+    """Whether torch.export is at work. What PyTorch before 2.13 says of itself is true in all that Dynamo traces."""
+    if hasattr(torch.compiler, "_is_exporting_flag"):
+        return bool(torch.compiler._is_exporting_flag)
+    return torch.compiler.is_exporting()
+
+
 def nobody_looks_on() -> bool:
     """Whether nothing in this thread changes what a call of an op means, or wants to be told of it.
 
