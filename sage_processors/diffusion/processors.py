@@ -349,14 +349,14 @@ def _dispatch(
             made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
             return made
         _stay_exact(processor, reason)
-        backend = exact(backend)
         if parallel_config is not None:
             _count_sent(processor, bytes_as_they_are((query, key, value), parallel_config))
-        if parallel_config is not None and degrees(parallel_config)[1] > 1 and is_native(backend):
-            if not attention_kwargs and not needs_gradient(query, key, value):
+            in_ring = degrees(parallel_config)[1] > 1 and is_native(exact(backend))
+            if in_ring and not attention_kwargs and not needs_gradient(query, key, value):
                 call = (*real_of((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)
                 parts: torch.Tensor = run_exact_in_parallel(call, parallel_config)
                 return parts
+        backend = exact(backend)
     query, key, value = real_of((query, key, value))
     out: torch.Tensor = dispatch_attention_fn(
         query,

@@ -78,6 +78,7 @@ def main(rank: int, file: str, device: str = "cpu") -> None:
         if kind == "ulysses":
             print(json.dumps({"kind": kind, "case": "op"} | exchanged(parallel, rank, device)), flush=True)
             print(json.dumps({"kind": kind, "case": "training"} | trained(parallel, device)), flush=True)
+        print(json.dumps({"kind": kind, "case": "compiled"} | compiled(parallel, device)), flush=True)
         for name, options in CASES.items():
             if kind == "ring" and "exchange" in options:
                 continue
@@ -125,6 +126,20 @@ def trained(parallel, device: str) -> dict:
         dist.all_reduce(found)  # each has the part of its own tokens
         fallbacks = handle.report().fallbacks
     return {"error": float((found - alone).norm() / alone.norm()), "fallbacks": fallbacks}
+
+
+def compiled(parallel, device: str) -> dict:
+    """One forward, eager and traced."""
+    model, inputs = MODELS["flux"]()
+    model, inputs = model.to(device), {name: x.to(device) for name, x in inputs.items()}
+    config = sp.SageAttnProcessor(min_tokens=0, exchange="int8")
+    with torch.no_grad(), sp.apply(model, config) as handle, spread(model, parallel):
+        eager = model(**inputs, return_dict=False)[0]
+        torch._dynamo.reset()
+        traced = torch.compile(model, backend="aot_eager")(**inputs, return_dict=False)[0]
+        report = handle.report()
+    layers = len(report.rows)
+    return {"db": sqnr_db(traced, eager), "calls": report.calls / layers, "fallbacks": report.fallbacks}
 
 
 CASES: dict = {

@@ -65,6 +65,12 @@ def test_P61_training_across_devices_is_exact_and_its_gradients_are_those_of_one
         assert row["error"] < 1e-5 and set(row["fallbacks"]) == {"context_parallel"}
 
 
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
+def test_P60_compiled_calls_are_the_same(rows, kind):
+    for row in rows[kind, "compiled"]:
+        assert row["db"] > 100 and row["calls"] == (2 if kind == "ulysses" else 4) and row["fallbacks"] == {}
+
+
 def test_P62_codes_are_half_the_bytes_of_16_bit(rows):
     """Beside codes a scale of 2 bytes for 64 channels, and the mean of the keys: 0.516 and a little more."""
     for row in rows["ulysses", "op"]:

@@ -62,6 +62,8 @@ def test_T11_windows_caps_sinks_and_learnt_biases_stay_exact(name, reason):
     model.set_attn_implementation(TRAIN)
     ours = gradients(model, inputs)
     report = sp.attention_report(model)
+    if all(row["status"] == "not selected" for row in report.rows):
+        pytest.skip(f"in transformers {transformers.__version__} {name} asks for no implementation")
     assert reason in report.fallbacks
     if not report.calls:
         for key, wanted in stock.items():
