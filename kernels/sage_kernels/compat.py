@@ -29,6 +29,7 @@ NAMES = (
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch.autograd._profiler_enabled",
     "torch.autograd.forward_ad._current_level",
+    "torch.compiler._is_exporting_flag",
     "torch.ops.aten._scaled_dot_product_flash_attention_backward",
     "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.overrides._get_current_function_mode_stack",
