@@ -159,6 +159,25 @@ def test_T08_strides_do_not_matter():
     )
 
 
+@pytest.mark.parametrize("head_dim", [36, 40, 64])
+@pytest.mark.parametrize("causal", ["", "top_left", "bottom_right"])
+def test_T08_the_call_on_a_gpu_fits_the_signature_of_its_kernel(causal, head_dim, monkeypatch):
+    """Shapes and types alone, on a device without memory: the kernel is asked for heads of a multiple of 8."""
+    asked, kernel = [], compat.flash_backward
+
+    def recorded(*given, **options):
+        asked.append(given[1].shape[3])
+        return kernel(*given, **options)
+
+    monkeypatch.setattr(compat, "flash_backward", recorded)
+    monkeypatch.setattr(backward, "has_fused_backward", lambda q, mask=None: True)
+    q, k = (torch.zeros(2, s, h, head_dim, dtype=torch.bfloat16, device="meta") for s, h in ((100, 4), (130, 2)))
+    lse = torch.zeros(2, 100, 4, device="meta")
+    found = backward.attention_backward(q, q, k, k, q, lse, scale=0.1, causal=causal)
+    assert [x.shape for x in found] == [q.shape, k.shape, k.shape] and all(x.dtype == q.dtype for x in found)
+    assert asked and all(channels == -(-head_dim // 8) * 8 for channels in asked)
+
+
 def test_T08_ring_parts_of_the_keys_add_up():
     q, k, v, grad = (x.detach() for x in leaves(1, 60, 2, 32))
     out, lse = sage_kernels.sage_attention(q, k, v, return_lse=True)
