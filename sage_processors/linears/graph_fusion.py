@@ -33,6 +33,8 @@ def fuse(graph: torch.fx.Graph) -> None:
     _merge(graph)
     for node in _calls(graph, "quantize_activation"):
         _take_norm(graph, node)
+    for node in _calls(graph, "quantize_activation"):
+        _take_columns(graph, node)
     for node in _calls(graph, "quantized_linear"):
         _finish(graph, node)
     graph.lint()
@@ -245,9 +247,9 @@ def _is_vector(node: Any, shape: torch.Size) -> bool:
 
 
 def _take_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    x, format, norm, *own, balance = node.args
+    x, format, norm, *own, balance, beside = node.args
     y = _value(x)
-    if norm != "none" or node.kwargs or y is None or any(own[i] is not None for i in (0, 1, 3, 4)):
+    if norm != "none" or node.kwargs or y is None or any(t is not None for t in (*own[:2], *own[3:], beside)):
         return
     for sum_, shift in _sides(_before_casts(x), _ADDS):
         for product, gain in _sides(_before_casts(sum_), _MULTIPLICATIONS):
@@ -260,10 +262,29 @@ def _take_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             if not _is_free(product, node):
                 return
             op = torch.ops.sage_kernels.quantize_activation.default
-            new = _add(graph, node, op, source, format, kind, weight, bias, float(eps), gain, shift, balance)
+            new = _add(graph, node, op, source, format, kind, weight, bias, float(eps), gain, shift, balance, None)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             return
+
+
+def _take_columns(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Columns of two tensors that are only put beside each other to be quantised are read from where they are."""
+    x, *rest, beside = node.args
+    y = _value(x)
+    is_cat = isinstance(x, torch.fx.Node) and x.op == "call_function" and x.target in (torch.cat, torch.concat)
+    if not is_cat or beside is not None or y is None or len(x.users) > 1:  # type: ignore[union-attr]
+        return
+    given = dict(zip(("tensors", "dim"), x.args, strict=False)) | x.kwargs  # type: ignore[union-attr]
+    parts, dim = given.get("tensors"), given.get("dim", 0)
+    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-1, y.dim() - 1) or "out" in given:
+        return
+    values = [_value(part) for part in parts]
+    if any(v is None or v.dtype != y.dtype or 0 in v.shape for v in values) or not _is_free(x, node):  # type: ignore
+        return
+    new = _add(graph, node, torch.ops.sage_kernels.quantize_activation.default, parts[0], *rest, parts[1])
+    node.replace_all_uses_with(new)
+    _erase(graph, node, x)  # type: ignore[arg-type]
 
 
 # what follows a linear layer
