@@ -14,7 +14,8 @@ from torch import nn
 
 import sage_processors as sp
 from sage_kernels.compat import add_graph_pass
-from sage_processors.linears.graph_fusion import _is_own, _written, fuse
+from sage_processors.linears.graph_edits import is_own, written_by
+from sage_processors.linears.graph_fusion import fuse
 from sage_processors.linears.graph_pass import fuse_in_compiled_code
 from tests.linears.counting import OpCounter, relative_error
 from tests.support.tiny_models import MODELS
@@ -367,5 +368,5 @@ def test_what_a_call_may_write_to():
         "own": graph.call_method("add_", (graph.call_function(operator.getitem, (y, 0)), 1)),
         "a sum with own": graph.call_method("add_", (graph.call_function(torch.add, (y, x)), 1)),
     }
-    found = {name: any(z is not None and not _is_own(z) for z in _written(node)) for name, node in calls.items()}
+    found = {name: any(z is not None and not is_own(z) for z in written_by(node)) for name, node in calls.items()}
     assert {name for name, writes in found.items() if not writes} == {"reads", "and", "not by place", "own"}
