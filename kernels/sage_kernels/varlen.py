@@ -184,9 +184,8 @@ def _compute(
     if q.is_cuda:
         from ._triton.attention.launch import launch_attention_fwd
         from ._triton.launch import compiled_together
-        from ._triton.sequences import Packed
 
-        options |= {"packed": Packed(cu_seqlens_q, cu_seqlens_k), "state": None, "return_lse": return_lse}
+        options |= {"packed": (cu_seqlens_q, cu_seqlens_k), "state": None, "return_lse": return_lse}
         out, lse = compiled_together(lambda: launch_attention_fwd(q[None], k[None], v[None], **options))
     else:
         check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)

@@ -75,14 +75,14 @@ def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
 
 def launch_attention_fwd(
     q, k, v, *, scale, scaling, smooth_k, state: HeadState | None, return_lse, recipe: str = DEFAULT_RECIPE,
-    masking: Masking = NO_MASKING, rotation: str = "none", tile: Tile | None = None, packed: Packed | None = None,
+    masking: Masking = NO_MASKING, rotation: str = "none", tile: Tile | None = None, packed: tuple | None = None,
 ):  # fmt: skip
     """Launch the prologue and the attention kernel on q's device and current stream. Arguments are checked already.
 
     Args:
         tile: overrides the tile table (benchmarks, tests).
-        packed: the sequences that q, k and v, of a batch of 1, are made of. `masking` then has no mask, and its offset
-            is not read: the last row of a sequence is at its last key.
+        packed: the sequences that q, k and v, of a batch of 1, are made of: the two tensors of a Packed. `masking` then
+            has no mask, and its offset is not read: the last row of a sequence is at its last key.
     Returns: out [B, S_q, H, D] contiguous in q.dtype, lse [B, S_q, H] fp32 or None.
     """
     batch, seq_q, heads, head_dim = q.shape
@@ -97,6 +97,7 @@ def launch_attention_fwd(
         )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse
 
+    packed = None if packed is None else Packed(*packed)
     # what runs: format of P and V, softmax reference, tile
     width = head_width(head_dim)
     if state is not None:
