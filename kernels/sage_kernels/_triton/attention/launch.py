@@ -81,8 +81,8 @@ def launch_attention_fwd(
 
     Args:
         tile: overrides the tile table (benchmarks, tests).
-        packed: the sequences that q, k and v, of a batch of 1, are made of: the two tensors of a Packed. `masking` then
-            has no mask, and its offset is not read: the last row of a sequence is at its last key.
+        packed: the sequences that q, k and v, of a batch of 1, are made of: the two tensors of a Packed. `masking`
+            then has no mask, and its offset is not read: the last row of a sequence is at its last key.
     Returns: out [B, S_q, H, D] contiguous in q.dtype, lse [B, S_q, H] fp32 or None.
     """
     batch, seq_q, heads, head_dim = q.shape
