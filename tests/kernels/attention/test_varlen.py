@@ -90,7 +90,7 @@ def test_S12_packed_is_bit_equal_to_the_call_alone_on_the_same_tiles(attend, opt
         from sage_kernels._triton.attention import launch as launch_attention
 
         choose = launch_attention.device_tile
-        monkeypatch.setattr(launch_attention, "device_tile", lambda *args: choose(*(*args, True)[:7]))
+        monkeypatch.setattr(launch_attention, "device_tile", lambda *args: choose(*args, packed=True))
         monkeypatch.setattr("sage_kernels.attention._make_again", lambda *_: (None, None))
         if attend.tier == "interpreter":
 

@@ -105,7 +105,8 @@ def launch_attention_fwd(
     pv = RECIPES[recipe].pv
     is_fp8 = pv != "16bit"
     lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
-    tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged, packed is not None)
+    kind = {} if packed is None else {"packed": True}
+    tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged, **kind)
     reference = "first" if tile.keep_first_max else "running"
     if is_fp8:
         reference = "lagged" if lagged else "running"
