@@ -11,6 +11,7 @@ from .heads import qk_norm_rope
 from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state
+from .varlen import sage_attention_varlen
 
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "quantize_weight",
     "quantized_linear",
     "sage_attention",
+    "sage_attention_varlen",
     "sage_decode_attention",
     "unsupported",
     "weight_only_linear",
