@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,13 +29,23 @@ SHAPES = str(Path(__file__).with_name("shapes.png"))  # a red circle on blue, wh
 SIZES = ("height", "width", "num_frames")
 
 
+class Drawn(NamedTuple):
+    """What a call of a pipeline drew: pictures or frames, [N, 3, H, W] float32 in [0, 1] on the CPU, and its time.
+
+    The time of a first call is longer: kernels are compiled, memory is allocated.
+    """
+
+    pictures: torch.Tensor
+    seconds: float
+
+
 class CommandLine(OneLineParser):
-    """--model --recipe --linears --scaling --seed, and of a pipeline a prompt, --steps, sizes, --compare and --output.
+    """--model --recipe --seed, and for pipelines --linears, --scaling, --steps, sizes, --compare and --output.
 
     Args:
         description: of the example; shown by --help as it is written.
         prompt: the default one; None: the example asks for none.
-        steps: the usual number of denoising steps; None: the example has no steps.
+        steps: the usual number of denoising steps; None: it denoises nothing, and its scales are always per token.
         output: the file's default name, x.png or x.gif; None: nothing is written.
     """
 
@@ -48,10 +58,10 @@ class CommandLine(OneLineParser):
             self.add_argument("prompt", nargs="?", default=prompt)
         self.add_argument("--model", default=SMALL, help="name on the Hub or folder; small: runs offline (default)")
         self.add_argument("--recipe", choices=RECIPES, default="qk_int8_pv_bf16")
-        self.add_argument("--linears", choices=LINEARS, default="none", help="format of the linear layers")
-        self.add_argument("--scaling", choices=SCALINGS, default="timestep")
         self.add_argument("--seed", type=at_least(0), default=0)
         if steps is not None:
+            self.add_argument("--linears", choices=LINEARS, default="none", help="format of the linear layers")
+            self.add_argument("--scaling", choices=SCALINGS, default="timestep")
             self.add_argument("--steps", type=at_least(1), default=steps)
         if output is not None:
             for name in SIZES if output.endswith(".gif") else SIZES[:2]:
@@ -91,27 +101,32 @@ class CommandLine(OneLineParser):
 
     def attention(self, **options) -> sp.SageAttnProcessor:
         """The options of the swap that the command line asks for; a small model is too short and narrow for defaults."""
-        chosen = {name: getattr(self.args, name) for name in ("recipe", "linears", "scaling")}
+        chosen: dict[str, Any] = {name: getattr(self.args, name) for name in ("recipe", "linears", "scaling")}
         if self.is_small:
             chosen |= {"min_tokens": MIN_TOKENS} | ({"linears_min_features": 0} if chosen["linears"] != "none" else {})
         return sp.SageAttnProcessor(**chosen | options)
+
+    def implementation(self) -> str:
+        """The name for `model.set_attn_implementation` that the command line asks for."""
+        tokens = 2 if self.is_small else None  # prompts; a token on its own stays exact where the cache is not INT8
+        sp.register_transformers("sage_example", recipe=self.args.recipe, min_tokens=tokens)
+        return "sage_example"
 
     @property
     def is_small(self) -> bool:
         """Whether the model is one of those that run offline."""
         return self.args.model == SMALL or self.args.model in sp.pipelines.names()
 
-    def draw(self, pipe, **inputs) -> torch.Tensor:
-        """One call of the pipeline: pictures or frames, [N, 3, H, W] float32 in [0, 1] on the CPU."""
+    def draw(self, pipe, **inputs) -> Drawn:
+        """One call of the pipeline. inputs: as of `show`."""
         args = self.args
         inputs |= self.small | {n: getattr(args, n) for n in SIZES if getattr(args, n, None) is not None}
         start = time.perf_counter()
         with self.running():
             generator = torch.Generator().manual_seed(args.seed)  # of the CPU: the same noise on every device
             found = pipe(num_inference_steps=args.steps, generator=generator, output_type="pt", **inputs)
-        drawn = (found.frames[0] if hasattr(found, "frames") else found.images).float().cpu()
-        self.seconds = time.perf_counter() - start
-        return drawn
+        pictures = (found.frames[0] if hasattr(found, "frames") else found.images).float().cpu()
+        return Drawn(pictures, time.perf_counter() - start)
 
     def show(self, pipe, handle, **inputs) -> None:
         """Draw, print the report, write the file; with --compare draw with stock attention, too, and say how far it is.
@@ -121,31 +136,48 @@ class CommandLine(OneLineParser):
         ours = self.draw(pipe, **inputs)
         (report := handle.report()).print()
         handle.remove()  # stock attention again
-        self.write(ours, report, (lambda: self.draw(pipe, **inputs)) if self.args.compare else None)
+        self.write(ours, report, self.draw(pipe, **inputs) if self.args.compare else None)
 
-    def write(self, ours: torch.Tensor, report, stock: Callable[[], torch.Tensor] | None = None) -> None:
-        """Write pictures or frames [N, 3, H, W]; compare them with what `stock` draws."""
-        from diffusers.image_processor import VaeImageProcessor
+    def write(self, ours: Drawn, report, stock: Drawn | None = None, output: Path | None = None) -> None:
+        """Write what was drawn; of stock, what it differs from ours by. output: in the place of --output."""
         from diffusers.utils import export_to_gif
 
-        output, seconds = self.args.output, self.seconds
-        pictures = VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(ours))
+        output = output or self.args.output
         if output.suffix == ".gif":
-            export_to_gif(pictures, str(output))
+            export_to_gif(pil(ours.pictures), str(output))
         else:
-            save_picture(pictures[0], output)
+            save_picture(pil(ours.pictures)[0], output)
         print(f"{'Video' if output.suffix == '.gif' else 'Picture'}: {output}")
         if stock is None:
             return
-        exact = stock()
-        psnr, ssim = sp.metrics.psnr(ours, exact).mean().item(), sp.metrics.ssim(ours, exact).mean().item()
-        numbers = f"PSNR {psnr:.2f} dB, SSIM {ssim:.5f}" if report.calls else "no call ran in INT8: no difference"
-        print(f"{numbers} against stock attention; {seconds:.1f} s, stock {self.seconds:.1f} s, first calls included")
+        print(in_words(ours, report, stock))
         if output.suffix != ".gif":
             comparison = output.with_stem(output.stem + "_compare")
-            gain, title = amplification(exact[:1], ours[:1]), getattr(self.args, "prompt", output.stem)
-            save_picture(side_by_side(exact[:1], ours[:1], [title], gain, ran=report.calls > 0), comparison)
+            pair, title = (stock.pictures[:1], ours.pictures[:1]), getattr(self.args, "prompt", output.stem)
+            save_picture(side_by_side(*pair, [title], amplification(*pair), ran=report.calls > 0), comparison)
             print(f"Side by side: {comparison}")
+
+
+def pil(pictures: torch.Tensor) -> list:
+    """PIL pictures of [N, 3, H, W] in [0, 1]."""
+    from diffusers.image_processor import VaeImageProcessor
+
+    return VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pictures))
+
+
+def in_words(ours: Drawn, report, stock: Drawn) -> str:
+    """How far pictures with INT8 attention are from stock's, means, and how long both took."""
+    psnr, ssim = (f(ours.pictures, stock.pictures).mean().item() for f in (sp.metrics.psnr, sp.metrics.ssim))
+    numbers = f"PSNR {psnr:.2f} dB, SSIM {ssim:.5f}" if report.calls else "no call ran in INT8: no difference"
+    return f"{numbers} against stock attention; {ours.seconds:.2f} s, stock {stock.seconds:.2f} s"
+
+
+def text_file(text: str) -> str:
+    """`type=` of a text to read."""
+    try:
+        return Path(text).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {str(error).splitlines()[0]}") from error
 
 
 def image(text: str):

@@ -59,6 +59,13 @@ def wan():
 
 
 @always_the_same
+def wan_one_expert():
+    """One denoiser, as Wan 2.1."""
+    pipe, arguments = _prompted("wan")
+    return pipe, arguments | {"max_sequence_length": TEXT_TOKENS}
+
+
+@always_the_same
 def wan_image():
     """Two experts, which get the first picture as channels beside the noise."""
     pipe, arguments = _prompted("wan")
