@@ -43,13 +43,14 @@ def page(line: CommandLine) -> gr.Interface:
         said = f"{report.verdict}\n\n{in_words(ours, report, stock)}; difference × {gain}"
         return (before, after), difference, said, str(report)
 
-    load(models[0])  # whatever is wrong with it ends the command, not a request
+    load(models[0])  # what is wrong with it ends the command, not a request
     given = [gr.Textbox("a red circle on a blue background", label="prompt"), gr.Dropdown(models, label="model")]
     for name, known in (("recipe", RECIPES), ("scaling", SCALINGS), ("linears", LINEARS)):
         given.append(gr.Dropdown(list(known), value=getattr(args, name), label=name))
     given += [gr.Slider(1, 50, args.steps, step=1, label="steps"), gr.Number(args.seed, minimum=0, label="seed")]
     shown = [gr.ImageSlider(label="stock | INT8"), gr.Image(label="difference"), gr.Markdown(), gr.Code(label="report")]
-    return gr.Interface(draw, given, shown, title="INT8 attention beside stock attention", api_name="draw")
+    title = "INT8 attention beside stock attention"
+    return gr.Interface(draw, given, shown, title=title, api_name="draw", flagging_mode="never", analytics_enabled=False)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 torchrun --nproc-per-node 2 examples/one_big_video.py --compare  # offline, on CPUs too: random weights, noise
 torchrun --nproc-per-node 8 examples/one_big_video.py "a cat on a surfboard" --model Wan-AI/Wan2.1-T2V-14B-Diffusers
 
---kind ulysses exchanges heads, of which each GPU needs one; ring passes keys and values around.
+--kind ulysses exchanges heads, of which each GPU needs one; ring passes keys and values around. --compare draws with
+stock attention on one GPU.
 """
 
 import os
@@ -29,17 +30,15 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     pipe.to(args.device)
+    inputs = {"prompt": args.prompt, "guidance_scale": 5.0}
+    stock = line.draw(pipe, **inputs) if args.compare else None
     split = ContextParallelConfig(**{f"{args.kind}_degree": dist.get_world_size()})
     with patch("torch.accelerator.device_count", lambda: max(1, torch.cuda.device_count())):  # diffusers divides by it
         pipe.transformer.enable_parallelism(config=split)
     handle = pipe.set_attn_processor(line.attention())  # the one line
-    inputs = {"prompt": args.prompt, "guidance_scale": 5.0}
     ours = line.draw(pipe, **inputs)
-    report = handle.report()
-    handle.remove()
-    stock = line.draw(pipe, **inputs) if args.compare else None
     if dist.get_rank() == 0:  # all processes have the whole video
-        report.print()
+        (report := handle.report()).print()
         line.write(ours, report, stock)
     dist.destroy_process_group()
 
