@@ -1,18 +1,18 @@
 """A page that draws with stock and with INT8 attention and lays one over the other: what a Space would run.
 
 pip install "sage-processors[app]"
-python examples/app.py  # offline: tiny_sd, tiny_flux, and a small SDXL of random weights
-python examples/app.py --model black-forest-labs/FLUX.1-dev --port 7860
+python examples/app.py --port 7860  # offline: tiny_sd, tiny_flux, and a small SDXL of random weights
+python examples/app.py --model black-forest-labs/FLUX.1-dev
 """
 
 import functools
 
 import gradio as gr
-import torch
-from diffusers import AutoPipelineForText2Image
-
 import small_pictures
+import torch
 from command_line import SMALL, CommandLine, in_words, pil
+from diffusers import DiffusionPipeline
+
 from sage_kernels import RECIPES
 from sage_processors.cli.arguments import at_least
 from sage_processors.evaluation.side_by_side import amplification
@@ -28,7 +28,7 @@ def page(line: CommandLine) -> gr.Interface:
     @functools.lru_cache(maxsize=1)  # one model in memory
     def load(name: str):
         with line.loading(OFFLINE.get(name)) as model:
-            pipe = AutoPipelineForText2Image.from_pretrained(model, torch_dtype=line.dtype(torch.bfloat16))
+            pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=line.dtype(torch.bfloat16))
         return pipe.to(args.device), line.small
 
     def draw(prompt, model, recipe, scaling, linears, steps, seed):
@@ -48,13 +48,13 @@ def page(line: CommandLine) -> gr.Interface:
     for name, known in (("recipe", RECIPES), ("scaling", SCALINGS), ("linears", LINEARS)):
         given.append(gr.Dropdown(list(known), value=getattr(args, name), label=name))
     given += [gr.Slider(1, 50, args.steps, step=1, label="steps"), gr.Number(args.seed, minimum=0, label="seed")]
-    shown = [gr.ImageSlider(label="stock | INT8"), gr.Image(label="difference"), gr.Markdown(), gr.Code(label="report")]
-    title = "INT8 attention beside stock attention"
-    return gr.Interface(draw, given, shown, title=title, api_name="draw", flagging_mode="never", analytics_enabled=False)
+    shown = [gr.ImageSlider(label="stock | INT8"), gr.Image(label="difference"), gr.Markdown(), gr.Code()]
+    more = {"api_name": "draw", "flagging_mode": "never", "analytics_enabled": False}
+    return gr.Interface(draw, given, shown, title="INT8 attention beside stock attention", **more)
 
 
 if __name__ == "__main__":
     line = CommandLine(__doc__, steps=25)
     line.add_argument("--port", type=at_least(1))
-    line.parse_args()
-    page(line).launch(server_port=line.args.port)
+    port = line.parse_args().port
+    page(line).launch(server_port=port)

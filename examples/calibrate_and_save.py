@@ -6,14 +6,12 @@ python examples/calibrate_and_save.py --policy policy.json --model black-forest-
 The second run finds the file and draws at once: --policy of a server. It fits the model that it was measured on.
 """
 
-from pathlib import Path
-
+import small_pictures
 import torch
+from command_line import CommandLine
 from diffusers import FluxPipeline
 
 import sage_processors as sp
-import small_pictures
-from command_line import CommandLine
 from sage_processors.cli.arguments import at_least, json_file
 from sage_processors.cli.loading import example_prompts
 

@@ -6,11 +6,10 @@ python examples/cogvideox.py "a cat on a surfboard" --model zai-org/CogVideoX-5b
 Text and video are one sequence, 64 channels a head. The 2B checkpoint was trained in fp16, the 5B one in bf16.
 """
 
-import torch
-from diffusers import CogVideoXPipeline
-
 import small_videos
+import torch
 from command_line import CommandLine
+from diffusers import CogVideoXPipeline
 
 
 def main() -> None:

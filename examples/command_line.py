@@ -19,6 +19,7 @@ import sage_processors as sp
 from sage_kernels import RECIPES
 from sage_processors.cli.arguments import OneLineParser, at_least, gif, picture
 from sage_processors.cli.checks import save_picture
+from sage_processors.cli.loading import quiet_diffusers
 from sage_processors.evaluation.quality import MIN_TOKENS
 from sage_processors.evaluation.side_by_side import amplification, side_by_side
 from sage_processors.options import LINEARS, SCALINGS
@@ -50,7 +51,12 @@ class CommandLine(OneLineParser):
     """
 
     def __init__(
-        self, description: str | None, *, prompt: str | None = None, steps: int | None = None, output: str | None = None
+        self,
+        description: str | None,
+        *,
+        prompt: str | None = None,
+        steps: int | None = None,
+        output: str | None = None,
     ) -> None:
         super().__init__(description)
         self.small: dict[str, Any] = {}  # call arguments that a small model needs
@@ -86,6 +92,7 @@ class CommandLine(OneLineParser):
         small: makes (a folder, or a pipeline or model to save; the call arguments that it needs).
         """
         with ExitStack() as stack:
+            quiet_diffusers()
             name = self.args.model
             stack.enter_context(super().loading(name))
             if name == SMALL:
@@ -100,7 +107,7 @@ class CommandLine(OneLineParser):
             yield name
 
     def attention(self, **options) -> sp.SageAttnProcessor:
-        """The options of the swap that the command line asks for; a small model is too short and narrow for defaults."""
+        """The options of the swap that the command line asks for; a small model is too small for the defaults."""
         chosen: dict[str, Any] = {name: getattr(self.args, name) for name in ("recipe", "linears", "scaling")}
         if self.is_small:
             chosen |= {"min_tokens": MIN_TOKENS} | ({"linears_min_features": 0} if chosen["linears"] != "none" else {})
@@ -129,7 +136,7 @@ class CommandLine(OneLineParser):
         return Drawn(pictures, time.perf_counter() - start)
 
     def show(self, pipe, handle, **inputs) -> None:
-        """Draw, print the report, write the file; with --compare draw with stock attention, too, and say how far it is.
+        """Draw, print the report, write the file; with --compare draw with stock attention and say how far it is.
 
         handle: of the swap; removed afterwards. inputs: of the pipeline's call, but for steps, seed, sizes and type.
         """

@@ -6,11 +6,10 @@ python examples/compiled.py "an owl at dusk" --model black-forest-labs/FLUX.1-de
 Steps don't recompile, though each has scales of its own: these are on the device, and a graph replays what reads them.
 """
 
-import torch
-from diffusers import FluxPipeline
-
 import small_pictures
+import torch
 from command_line import CommandLine
+from diffusers import FluxPipeline
 
 
 def main() -> None:

@@ -5,11 +5,10 @@ python examples/controlnet.py "an owl" --image edges.png --model stable-diffusio
     --controlnet lllyasviel/control_v11p_sd15_canny
 """
 
-import torch
-from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
-
 import small_adapters
+import torch
 from command_line import SHAPES, CommandLine, image
+from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
 
 
 def main() -> None:
@@ -19,7 +18,9 @@ def main() -> None:
     args = line.parse_args()
     with line.loading(small_adapters.sd15_controlnet) as model:
         dtype, place = line.dtype(torch.float16), {"subfolder": "controlnet"} if line.is_small else {}
-        extra = ControlNetModel.from_pretrained(model if line.is_small else args.controlnet, torch_dtype=dtype, **place)
+        extra = ControlNetModel.from_pretrained(
+            model if line.is_small else args.controlnet, torch_dtype=dtype, **place
+        )
         pipe = StableDiffusionControlNetPipeline.from_pretrained(model, controlnet=extra, torch_dtype=dtype)
         pipe.to(args.device)
     handle = pipe.set_attn_processor(line.attention())  # the one line: denoiser and ControlNet

@@ -6,11 +6,10 @@ python examples/flux.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev --
 Attention is a small part of 1024 x 1024 pixels: --linears int8 speeds up the other part, and 2048 x 2048 has both.
 """
 
-import torch
-from diffusers import FluxPipeline
-
 import small_pictures
+import torch
 from command_line import CommandLine
+from diffusers import FluxPipeline
 
 
 def main() -> None:

@@ -6,11 +6,10 @@ python examples/flux_kontext.py "add a hat" --image cat.png --model black-forest
 The given picture's tokens stand beside those of the new one: calls are twice as long as FLUX's, and gain more.
 """
 
-import torch
-from diffusers import FluxKontextPipeline
-
 import small_pictures
+import torch
 from command_line import SHAPES, CommandLine, image
+from diffusers import FluxKontextPipeline
 
 
 def main() -> None:

@@ -6,11 +6,10 @@ python examples/hunyuan_video.py "a cat on a surfboard" --model hunyuanvideo-com
 The text's padding is masked in every call; such calls run in INT8, too.
 """
 
-import torch
-from diffusers import HunyuanVideoPipeline
-
 import small_videos
+import torch
 from command_line import CommandLine
+from diffusers import HunyuanVideoPipeline
 
 
 def main() -> None:

@@ -1,17 +1,17 @@
 """Picture to picture with an IP-Adapter and a LoRA, all three with INT8 attention.
 
 python examples/img2img.py --compare  # offline: tiny_sd, an adapter and a LoRA with random weights
-python examples/img2img.py "an owl" --image sketch.png --style paint.png --model stable-diffusion-v1-5/stable-diffusion-v1-5 \
-    --ip-adapter h94/IP-Adapter --lora latent-consistency/lcm-lora-sdv1-5
+python examples/img2img.py "an owl" --model stable-diffusion-v1-5/stable-diffusion-v1-5 --image sketch.png \\
+    --style paint.png --ip-adapter h94/IP-Adapter --lora style.safetensors --lora-percent 80
 
 Adapters come before the one line: an IP-Adapter puts other processors there. Loaded later, call handle.refresh().
 """
 
+import small_adapters
 import torch
+from command_line import SHAPES, CommandLine, image
 from diffusers import StableDiffusionImg2ImgPipeline
 
-import small_adapters
-from command_line import SHAPES, CommandLine, image
 from sage_processors.cli.arguments import at_least
 
 

@@ -8,12 +8,12 @@ python examples/llama_long_context.py --file book.txt "Who did it?" --model meta
 
 import time
 
+import small_models
 import torch
+from command_line import CommandLine, text_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import sage_processors as sp
-import small_models
-from command_line import CommandLine, text_file
 from sage_processors.cli.arguments import at_least
 from sage_processors.evaluation import language
 
@@ -37,8 +37,10 @@ def main() -> None:
         with line.running():
             said = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
         seconds, held = time.perf_counter() - start, language.kv_bytes_per_token(cache)
-        print(f"{ids.shape[1]} tokens read, {said.shape[1] - ids.shape[1]} written in {seconds:.2f} s; "
-              f"KV cache {held} bytes a token, {held / language.kv_bytes_per_token(cache, torch.bfloat16):.3f} of bf16")
+        print(
+            f"{ids.shape[1]} tokens read, {said.shape[1] - ids.shape[1]} written in {seconds:.2f} s; "
+            f"KV cache {held} bytes a token, {held / language.kv_bytes_per_token(cache, torch.bfloat16):.3f} of bf16"
+        )
         return said[0, ids.shape[1] :]  # fmt: skip
 
     stock = answer(DynamicCache(config=model.config)) if args.compare else None

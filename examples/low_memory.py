@@ -1,4 +1,4 @@
-"""FLUX.1 in little memory: INT8 attention, linear layers that keep 8-bit weights alone, blocks that wait in CPU memory.
+"""FLUX.1 in little memory: INT8 attention, linear layers that keep 8-bit weights only, blocks that wait on the CPU.
 
 python examples/low_memory.py --compare  # offline: the trained tiny_flux
 python examples/low_memory.py "an owl at dusk" --model black-forest-labs/FLUX.1-dev
@@ -6,11 +6,10 @@ python examples/low_memory.py "an owl at dusk" --model black-forest-labs/FLUX.1-
 The 16-bit weights are freed, so stock attention is drawn first, and the swap can't be taken back.
 """
 
-import torch
-from diffusers import FluxPipeline
-
 import small_pictures
+import torch
 from command_line import CommandLine
+from diffusers import FluxPipeline
 
 
 def held(model: torch.nn.Module) -> float:

@@ -6,11 +6,10 @@ python examples/ltx_video.py "a cat on a surfboard" --model Lightricks/LTX-Video
 Heads have 64 channels, and its VAE compresses so much that calls are short: the report says which stay exact.
 """
 
-import torch
-from diffusers import LTXPipeline
-
 import small_videos
+import torch
 from command_line import CommandLine
+from diffusers import LTXPipeline
 
 
 def main() -> None:

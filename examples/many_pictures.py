@@ -4,12 +4,12 @@ torchrun --nproc-per-node 2 examples/many_pictures.py --compare  # offline, on C
 torchrun --nproc-per-node 8 examples/many_pictures.py --file prompts.txt --model black-forest-labs/FLUX.1-dev
 """
 
+import small_pictures
 import torch
 from accelerate import PartialState
-from diffusers import AutoPipelineForText2Image
-
-import small_pictures
 from command_line import CommandLine, text_file
+from diffusers import DiffusionPipeline
+
 from sage_processors.cli.loading import example_prompts
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     args = line.parse_args()
     prompts = [prompt for prompt in (args.file or "").splitlines() if prompt.strip()] or example_prompts(4)
     with line.loading(small_pictures.sd15) as model:
-        pipe = AutoPipelineForText2Image.from_pretrained(model, torch_dtype=line.dtype(torch.bfloat16))
+        pipe = DiffusionPipeline.from_pretrained(model, torch_dtype=line.dtype(torch.bfloat16))
     state = PartialState(cpu=args.device == "cpu")
     pipe.to(state.device)
     pipe.set_progress_bar_config(disable=not state.is_main_process)

@@ -10,12 +10,11 @@ stock attention on one GPU.
 import os
 from unittest.mock import patch
 
+import small_videos
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig, WanPipeline
-
-import small_videos
 from command_line import CommandLine
+from diffusers import ContextParallelConfig, WanPipeline
 
 
 def main() -> None:

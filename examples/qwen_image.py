@@ -6,11 +6,10 @@ python examples/qwen_image.py "a shop sign that says OPEN" --model Qwen/Qwen-Ima
 Prompts are padded and masked; calls with such masks run in INT8, too. Look at small letters before you rely on it.
 """
 
-import torch
-from diffusers import QwenImagePipeline
-
 import small_pictures
+import torch
 from command_line import CommandLine
+from diffusers import QwenImagePipeline
 
 
 def main() -> None:

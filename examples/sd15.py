@@ -3,14 +3,13 @@
 python examples/sd15.py --compare  # offline, the trained tiny_sd
 python examples/sd15.py "an owl at dusk" --model stable-diffusion-v1-5/stable-diffusion-v1-5
 
-Its calls are short and its heads have 40, 80 and 160 channels: on a GPU most of it stays exact, and the report says so.
+Its calls are short and its heads have 40, 80 and 160 channels: on a GPU most stays exact, as the report says.
 """
 
-import torch
-from diffusers import StableDiffusionPipeline
-
 import small_pictures
+import torch
 from command_line import CommandLine
+from diffusers import StableDiffusionPipeline
 
 
 def main() -> None:

@@ -6,11 +6,10 @@ python examples/sd3.py "an owl at dusk" --model stabilityai/stable-diffusion-3.5
 Text and picture attend jointly, 64 channels a head. The medium one also has attention over the picture alone.
 """
 
-import torch
-from diffusers import StableDiffusion3Pipeline
-
 import small_pictures
+import torch
 from command_line import CommandLine
+from diffusers import StableDiffusion3Pipeline
 
 
 def main() -> None:

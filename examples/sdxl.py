@@ -7,11 +7,10 @@ Calls over 1024 x 1024 pixels are short on a large GPU and may stay exact: --hei
 The VAE overflows in fp16: the pipeline casts it up by itself.
 """
 
-import torch
-from diffusers import StableDiffusionXLPipeline
-
 import small_pictures
+import torch
 from command_line import CommandLine
+from diffusers import StableDiffusionXLPipeline
 
 
 def main() -> None:

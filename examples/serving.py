@@ -8,11 +8,10 @@ Every request draws what it would draw alone: what scales are planned from lasts
 
 import argparse
 
-import torch
-from diffusers import FluxPipeline
-
 import small_pictures
+import torch
 from command_line import CommandLine
+from diffusers import FluxPipeline
 
 
 def size(text: str) -> dict[str, int]:

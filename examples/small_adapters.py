@@ -1,4 +1,4 @@
-"""tiny_sd with what users add to it, as random weights: an IP-Adapter, a LoRA, a ControlNet. For the examples, offline.
+"""tiny_sd with what users add to it, as random weights: an IP-Adapter, a LoRA, a ControlNet.
 
 Each returns what `CommandLine.loading` takes: an object with save_pretrained, and call arguments.
 """

@@ -32,7 +32,12 @@ def llama():
 def vision():
     """257 tokens: 16 x 16 patches and one for the picture as a whole."""
     config = transformers.CLIPVisionConfig(
-        hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, image_size=128, patch_size=8
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=128,
+        patch_size=8,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

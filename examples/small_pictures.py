@@ -1,6 +1,6 @@
 """Small pipelines for the examples of pictures, each of diffusers' own classes, which run offline in seconds.
 
-`sd15` and `flux` are the trained ones that come with the project and draw coloured shapes. The others have small random
+`sd15` and `flux` are the trained ones that come with the project and draw coloured shapes. The others have random
 weights, always the same ones: they draw noise, by the same path as a checkpoint, from the prompt to the picture.
 Each returns what `CommandLine.loading` takes: a folder or a pipeline, and call arguments.
 """
@@ -21,7 +21,7 @@ PIXELS = {"height": 128, "width": 128}
 
 
 def always_the_same(make: Callable) -> Callable:
-    """Random weights of a fixed seed, in eval mode, as from_pretrained leaves them; the caller's state is left alone."""
+    """Random weights of a fixed seed, in eval mode, as loaded ones are; the caller's random state is left alone."""
 
     @functools.wraps(make)
     def made():

@@ -4,12 +4,12 @@ python examples/text_to_image.py "a red circle on a blue background" --compare
 python examples/text_to_image.py "an owl at dusk" --model Tongyi-MAI/Z-Image-Turbo --steps 9
 """
 
+import small_pictures
 import torch
+from command_line import CommandLine
 from diffusers import DiffusionPipeline
 
 import sage_processors as sp
-import small_pictures
-from command_line import CommandLine
 
 
 def main() -> None:

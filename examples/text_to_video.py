@@ -4,11 +4,10 @@ python examples/text_to_video.py --compare  # offline: noise
 python examples/text_to_video.py "a cat on a surfboard" --model genmo/mochi-1-preview --num_frames 49
 """
 
-import torch
-from diffusers import DiffusionPipeline
-
 import small_videos
+import torch
 from command_line import CommandLine
+from diffusers import DiffusionPipeline
 
 
 def main() -> None:

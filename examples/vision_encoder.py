@@ -3,17 +3,17 @@
 python examples/vision_encoder.py --compare  # offline, random weights
 python examples/vision_encoder.py --image owl.png --model google/siglip2-so400m-patch16-512 --compare
 
-A picture is a few hundred to a few thousand tokens: on a large GPU calls that short may stay exact, as the report says.
+A picture is some hundred to some thousand tokens: on a large GPU such calls may stay exact, as the report says.
 """
 
 import time
 
+import small_models
 import torch
+from command_line import SHAPES, CommandLine, image
 from transformers import AutoImageProcessor, AutoModel
 
 import sage_processors as sp
-import small_models
-from command_line import SHAPES, CommandLine, image
 from sage_processors.cli.arguments import at_least
 
 

@@ -7,11 +7,10 @@ python examples/wan.py "a cat on a surfboard" --model Wan-AI/Wan2.2-T2V-A14B-Dif
 The report tells the layers of `transformer` (high noise) from those of `transformer_2` (low noise).
 """
 
-import torch
-from diffusers import AutoencoderKLWan, WanPipeline
-
 import small_videos
+import torch
 from command_line import CommandLine
+from diffusers import AutoencoderKLWan, WanPipeline
 
 
 def main() -> None:

@@ -6,11 +6,10 @@ python examples/wan_image.py "the owl takes off" --image owl.png --model Wan-AI/
 The checkpoints of 2.1 attend to the picture in calls of their own, of 257 tokens: short, they stay exact on a GPU.
 """
 
-import torch
-from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
-
 import small_videos
+import torch
 from command_line import SHAPES, CommandLine, image
+from diffusers import AutoencoderKLWan, WanImageToVideoPipeline
 
 
 def main() -> None:

@@ -71,7 +71,9 @@ def test_the_page_draws_and_says_what_ran(client, model, least_db):
 
 
 def test_options_of_the_page_reach_the_swap(client):
-    _, _, said, report = client.predict(PROMPT, "random_sdxl", "qk_int8_pv_fp8", "per_block", "int8", 1, 3, api_name="/draw")
+    _, _, said, report = client.predict(
+        PROMPT, "random_sdxl", "qk_int8_pv_fp8", "per_block", "int8", 1, 3, api_name="/draw"
+    )
     assert int8_calls(said) > 0
     assert "qk_int8_pv_fp8" in report and "per_block" in report and "linear layers" in report
 

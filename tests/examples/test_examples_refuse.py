@@ -72,7 +72,11 @@ def test_numbers_that_make_nothing(example, option, said):
 
 @pytest.mark.parametrize("example", DRAWING)
 def test_outputs_that_can_not_be_written(example, said):
-    suffix = ".gif" if example in ("text_to_video", "cogvideox", "ltx_video", "hunyuan_video", "wan", "wan_image") else ".png"
+    suffix = (
+        ".gif"
+        if example in ("text_to_video", "cogvideox", "ltx_video", "hunyuan_video", "wan", "wan_image")
+        else ".png"
+    )
     assert "folder no does not exist" in said(example, "--output", f"no/x{suffix}")
     for name in ("x.doc", "x"):
         assert f"argument --output: {name}: expected a" in said(example, "--output", name)

@@ -18,7 +18,8 @@ def processes(name: str, *arguments) -> list[str]:
     """What each of two processes that torchrun starts says."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
     environment = os.environ | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "COLUMNS": "200",
+        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "200",
     }  # fmt: skip
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, str(EXAMPLES / f"{name}.py"), *map(str, arguments)]

@@ -15,7 +15,7 @@ import sage_processors as sp
 from tests.examples.running import EXAMPLES, IDENTICAL_DB, PATTERNS, int8_calls, psnr, run
 
 
-# Least PSNR at two steps, dB: some 6 below what was measured. Random weights damp what attention does, trained ones don't.
+# Least PSNR at two steps, dB: some 6 below what was measured. Random weights damp what attention does, trained don't.
 PICTURES = {
     "sd15": 64, "sdxl": 70, "sd3": 84, "flux": 42, "flux_kontext": 48, "qwen_image": 105, "img2img": 62,
     "controlnet": 62, "low_memory": 40,
@@ -33,6 +33,19 @@ def test_examples_are_short_and_say_how_they_are_run(name):
 def test_the_shelf_has_what_it_lists():
     page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     assert sorted(set(re.findall(r"\]\((\w+)\.py\)", page))) == PATTERNS
+    told = re.findall(r"\[(\w+)\]\(\w+\.py\) .*(?:\||PSNR above) (\d+) dB", page)
+    assert {name: int(least) for name, least in told if name in PICTURES | VIDEOS} == PICTURES | VIDEOS
+    for link in re.findall(r"\]\(([\w./]+)\)", page):
+        assert (EXAMPLES / link).exists(), link
+
+
+@pytest.mark.parametrize("name", [*PICTURES, *VIDEOS])
+def test_checkpoints_of_the_page_are_those_of_the_example(name):
+    row = next(
+        (r for r in (EXAMPLES / "README.md").read_text("utf-8").splitlines() if f"[{name}]({name}.py)" in r), ""
+    )
+    source = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    assert all(checkpoint in source for checkpoint in re.findall(r"`([\w.-]+/[\w.-]+)`", row))
 
 
 @pytest.mark.parametrize("name", [*PICTURES, *VIDEOS])
@@ -59,7 +72,9 @@ def test_P30_both_experts_of_wan_are_swapped(tmp_path, monkeypatch, capsys):
     assert int8_calls(shown) == 4 * 2 * 2  # each of 4 steps with guidance, by one of two experts of two blocks
 
 
-@pytest.mark.parametrize("options", [("--linears", "int8"), ("--scaling", "per_block"), ("--recipe", "qk_int8_pv_fp8")])
+@pytest.mark.parametrize(
+    "options", [("--linears", "int8"), ("--scaling", "per_block"), ("--recipe", "qk_int8_pv_fp8")]
+)
 def test_options_reach_the_swap(options, tmp_path, monkeypatch, capsys):
     run("sd3", monkeypatch, *options, "--steps", 1, "--output", tmp_path / "x.png")
     shown = capsys.readouterr().out
@@ -125,7 +140,9 @@ def test_serving_draws_every_size_as_if_it_were_the_only_one(tmp_path, monkeypat
 def test_a_long_context_is_read_in_int8_and_held_in_half(monkeypatch, capsys):
     run("llama_long_context", monkeypatch, "--new-tokens", 8, "--compare")
     shown = capsys.readouterr().out
-    stock, ours = re.findall(r"(\d+) tokens read, (\d+) written .*?KV cache \d+ bytes a token, ([\d.]+) of bf16", shown)
+    stock, ours = re.findall(
+        r"(\d+) tokens read, (\d+) written .*?KV cache \d+ bytes a token, ([\d.]+) of bf16", shown
+    )
     assert int8_calls(shown) == 3 * int(ours[1])  # of three layers: the prompt, and all new tokens but the last
     assert stock[0] == ours[0] and int(ours[0]) > 400 and float(ours[2]) < 0.52 and float(stock[2]) == 2  # fp32
     assert int(re.search(r"The first (\d+) of (\d+) tokens are those", shown)[1]) >= 1

@@ -100,7 +100,9 @@ class Browser:
             if value := self.run(script):
                 return value
             time.sleep(0.2)
-        raise TimeoutError(f"{script}: not true within {timeout} s; the page says: {self.run('document.body.innerText')}")
+        raise TimeoutError(
+            f"{script}: not true within {timeout} s; the page says: {self.run('document.body.innerText')}"
+        )
 
     def drag(self, start: tuple[float, float], stop: tuple[float, float]) -> None:
         """With the left mouse button, in pixels of the window."""
