@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import sage_kernels
+from sage_kernels.compat import is_exporting
 
 from ..autocast import autocast
 from ..event_counter import count_shared, zero_shared
@@ -189,7 +190,7 @@ def _backward_op(ctx: Any, *arguments: Any, **options: Any) -> Any:
 
 def _count(event: str, query: torch.Tensor) -> None:
     """Count a call, but not one of an exported program: it runs without us, and would carry our counters along."""
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         count_shared(WHOSE, len(EVENTS), _EVENT.get(event, _EVENT["other"]), query.device)
 
 

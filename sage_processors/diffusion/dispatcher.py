@@ -144,9 +144,7 @@ def is_active() -> bool:
 
 def native() -> Callable[..., Any]:
     """Diffusers' exact attention: the function behind the name "native"."""
-    attend: Callable[..., Any] = _module._AttentionBackendRegistry._backends[
-        _module.AttentionBackendName.NATIVE
-    ]
+    attend: Callable[..., Any] = _module._AttentionBackendRegistry._backends[_module.AttentionBackendName.NATIVE]
     return attend
 
 

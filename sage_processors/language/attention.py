@@ -19,6 +19,7 @@ import torch
 
 import sage_kernels
 from sage_kernels import crossover
+from sage_kernels.compat import is_exporting
 
 from ..autocast import autocast
 from ..options import POLICIES, UnsupportedAttentionError
@@ -262,9 +263,9 @@ def _attend_cache(call: Call, query: torch.Tensor, key: torch.Tensor, value: tor
 def _stay_exact(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
     """Count a call that runs exact attention; raise under policy="strict" unless it is merely short."""
     if implementation.policy == "strict" and reason != "short":
-        (_refuse_export if torch.compiler.is_exporting() else _refuse)(call.label, reason)
+        (_refuse_export if is_exporting() else _refuse)(call.label, reason)
     count(call.module, reason, device)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         _say_exported(call.label, reason)
     elif not torch.compiler.is_compiling():
         _log_once(call, reason)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import sage_kernels
+from sage_kernels.compat import is_exporting
 
 from ..event_counter import EventCounter, count_shared, shared_numbers
 from ..layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
@@ -52,7 +53,7 @@ def count(module: Any, event: str, device: torch.device) -> None:
 
     Calls of an exported program are not counted: it runs without us, and would carry our counters along.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return
     slot = _EVENT.get(event, _EVENT["other"])
     counter = getattr(module, "_sage_events", None)
