@@ -13,6 +13,7 @@ from .linear import QuantizedRows, quantize_activation, quantize_weight, quantiz
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state
 from .training import differentiable_attention
+from .varlen import sage_attention_varlen
 
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "quantize_weight",
     "quantized_linear",
     "sage_attention",
+    "sage_attention_varlen",
     "sage_decode_attention",
     "unsupported",
     "weight_only_linear",

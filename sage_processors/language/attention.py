@@ -24,11 +24,11 @@ from sage_kernels.compat import is_exporting
 
 from ..autocast import autocast
 from ..options import POLICIES, TRAININGS, UnsupportedAttentionError
-from .call import Call, exact, masking, needs_gradient, only_of
+from .call import Call, Sequences, exact, masking, needs_gradient, only_of
 from .choice import watch_choices
 from .masks import plain_mask, sage_mask
 from .report import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
-from .visible import complete_mask
+from .visible import band_of, complete_mask, write_out
 
 
 try:
@@ -194,7 +194,13 @@ def _attend(
     if reason is None:
         query, key, value = autocast(query, key, value)
         reason = _reason_against(implementation, call, query, key, value)
-    if reason is None:
+    if reason is None and call.sequences is not None:
+        reason = sage_kernels.unsupported(
+            *(x.transpose(1, 2) for x in (query, key, value)), dropout_p=call.dropout, enable_gqa=True
+        )
+        if reason is None:
+            return _attend_packed(implementation, call, call.sequences, query, key, value), None
+    elif reason is None:
         mask, causal, window, seen = masking(call, query.shape[2], key.shape[2])
         q, k, v = query.transpose(1, 2), key[:, :, :seen].transpose(1, 2), value[:, :, :seen].transpose(1, 2)
         with torch.no_grad() if trains else nullcontext():
@@ -202,6 +208,7 @@ def _attend(
         if reason is None and trains and needed:
             reason = _reason_against_training(call, q, mask, window, seen)
     if reason is not None:
+        write_out(call, query.shape[2], key.shape[2], query.device)
         _stay_exact(implementation, call, reason, query.device)
         found: tuple[torch.Tensor, torch.Tensor | None] = exact(call, query, key, value)
         return found
@@ -216,6 +223,25 @@ def _attend(
         recipe=implementation.recipe, scaling=implementation.scaling, scale=call.scaling,
     )  # fmt: skip
     return out, None
+
+
+def _attend_packed(
+    implementation: Implementation,
+    call: Call,
+    sequences: Sequences,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of the sequences packed into a row [1, H, S, D], each by itself: no mask of S x S is made."""
+    count(call.module, INT8, query.device)
+    causal, window = band_of(call, query.shape[2])
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out: torch.Tensor = sage_kernels.sage_attention_varlen(
+        q, k, v, sequences.q_ends, sequences.k_ends, causal=causal, window=window, softcap=call.softcap or 0.0,
+        sinks=call.sinks, recipe=implementation.recipe, scaling=implementation.scaling, scale=call.scaling,
+    )  # fmt: skip
+    return out[None]
 
 
 def _reason_against(
@@ -233,8 +259,11 @@ def _reason_against(
     if call.sinks is not None and tuple(call.sinks.shape) != (query.shape[1],):
         return "sinks"
     batch, heads, seq_q, head_dim = query.shape
+    seq_kv = key.shape[2]
+    if call.sequences is not None:  # the longest decides
+        seq_q, seq_kv = call.sequences.longest_q or seq_q, call.sequences.longest_k or seq_kv
     if crossover.is_short(
-        query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=key.shape[2], head_dim=head_dim,
+        query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         causal=bool(call.is_causal), recipe=implementation.recipe, min_tokens=implementation.min_tokens,
     ):  # fmt: skip
         return "short"
