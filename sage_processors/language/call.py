@@ -197,6 +197,16 @@ def _strings(constants) -> frozenset[str]:
     return frozenset(x for x in constants if isinstance(x, str)).union(*inner)
 
 
+def only_of(call: Call, *tensors) -> bool:
+    """Whether all that PyTorch differentiates here are these tensors, backward: their gradients are known."""
+    others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)
+    given = [x for x in others if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return False
+    with torch.no_grad():
+        return not needs_gradient(call, *tensors)
+
+
 def needs_gradient(call: Call, *tensors) -> bool:
     """Whether PyTorch differentiates through this call, backward or forward: INT8 attention would drop that."""
     others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)

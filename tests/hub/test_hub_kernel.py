@@ -1,4 +1,4 @@
-"""The Hub kernel: made of sage_kernels' own files, loaded as `kernels` loads it, through transformers (case P61)."""
+"""The Hub kernel: made of sage_kernels' own files, loaded as `kernels` loads it, through transformers (case P64)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def kernel(repository):
         del sys.modules[loaded]
 
 
-def test_P61_all_that_it_imports_is_in_it(repository):
+def test_P64_all_that_it_imports_is_in_it(repository):
     """Relative imports to files that are there; beside them the standard library, torch and Triton, which comes with
     it."""
     package = repository / "build" / "torch-cuda"
@@ -62,7 +62,7 @@ def test_P61_all_that_it_imports_is_in_it(repository):
                 assert roots <= {*sys.stdlib_module_names, "torch", "triton"}, (path, roots)
 
 
-def test_P61_kernels_are_the_sources_of_this_checkout(repository):
+def test_P64_kernels_are_the_sources_of_this_checkout(repository):
     for variant in ("build/torch-cuda", "build/torch-cpu", "torch-ext/sage_int8_attention"):
         copied = repository / variant / "sage_kernels" / "_triton" / "attention" / "kernel.py"
         assert copied.read_bytes() == (ROOT / "kernels/sage_kernels/_triton/attention/kernel.py").read_bytes()
@@ -70,7 +70,7 @@ def test_P61_kernels_are_the_sources_of_this_checkout(repository):
     assert not names & {"decode.py", "linear.py", "planning"}
 
 
-def test_P61_its_ops_are_its_own_beside_ours(kernel):
+def test_P64_its_ops_are_its_own_beside_ours(kernel):
     q, k, v = (torch.randn(1, 20, 2, 32) for _ in range(3))
     assert torch.equal(kernel.sage_attention(q, k, v), sage_kernels.sage_attention(q, k, v))
     space = next(name for name in dir(torch.ops) if name.startswith("sage_int8_attention_"))
@@ -79,7 +79,7 @@ def test_P61_its_ops_are_its_own_beside_ours(kernel):
     assert torch.equal(compiled(q, k, v, causal=True), sage_kernels.sage_attention(q, k, v, causal=True))
 
 
-def test_P61_scales_are_tensors_that_the_caller_keeps(kernel):
+def test_P64_scales_are_tensors_that_the_caller_keeps(kernel):
     q, k, v = (torch.randn(1, 20, 2, 32) for _ in range(3))
     state = kernel.new_head_state(2, 32, "cpu")
     kernel.sage_attention(q, k, v, state=state)
@@ -99,7 +99,7 @@ BANDS = {
 
 
 @pytest.mark.parametrize("band", BANDS)
-def test_P61_varlen_has_flash_attentions_meaning(kernel, band):
+def test_P64_varlen_has_flash_attentions_meaning(kernel, band):
     q, k, v, cu_q, cu_k = packed_inputs(head_dim=32, dtype=torch.float32)
     asked, (causal, window) = BANDS[band]
     result = kernel.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 130, 200, 0.0, 0.2, return_attn_probs=True, **asked)
@@ -116,7 +116,7 @@ def test_P61_varlen_has_flash_attentions_meaning(kernel, band):
             assert torch.allclose(lse[:, rows].T.double(), exact_lse[0], atol=0.05)
 
 
-def test_P61_a_batch_has_flash_attentions_meaning(kernel):
+def test_P64_a_batch_has_flash_attentions_meaning(kernel):
     q, k, v = torch.randn(2, 5, 4, 32), torch.randn(2, 9, 2, 32), torch.randn(2, 9, 2, 32)
     out, lse, _ = kernel.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     exact, exact_lse = exact_attention(q, k, v, mask=torch.ones(5, 9, dtype=torch.bool).tril(4))
@@ -132,7 +132,7 @@ def test_P61_a_batch_has_flash_attentions_meaning(kernel):
         ({"window_size": (3, 5)}, r"window_size.*\(3, 5\)"),
     ],
 )
-def test_P61_what_it_can_not_do_is_an_error(kernel, asked, words):
+def test_P64_what_it_can_not_do_is_an_error(kernel, asked, words):
     q, k, v, cu_q, cu_k = packed_inputs(head_dim=32)
     with pytest.raises(NotImplementedError, match=words):
         kernel.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 130, 200, **asked)
@@ -142,7 +142,7 @@ def test_P61_what_it_can_not_do_is_an_error(kernel, asked, words):
         kernel.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 130, 200, block_table=None)
 
 
-def test_P61_the_generator_writes_over_nothing(repository, tmp_path):
+def test_P64_the_generator_writes_over_nothing(repository, tmp_path):
     for arguments, words in (([str(repository)], "holds files"), ([], "usage")):
         done = subprocess.run([sys.executable, MAKE, *arguments], capture_output=True, text=True, check=False)
         assert done.returncode == 1 and words in done.stderr and "Traceback" not in done.stderr
@@ -167,7 +167,7 @@ def run(repository: Path, code: str) -> str:
     return done.stdout
 
 
-def test_P61_the_kernels_package_loads_it(repository):
+def test_P64_the_kernels_package_loads_it(repository):
     skip_without_kernels()
     code = f"""
 import torch
@@ -181,7 +181,7 @@ print(tuple(kernel.flash_attn_varlen_func(q, q, q, cu, cu, 6, 6).shape), "sage_k
 
 
 @pytest.mark.parametrize("asked", ["whole", "padded", "packed", "generate"])
-def test_P61_transformers_runs_it_by_its_name(repository, asked):
+def test_P64_transformers_runs_it_by_its_name(repository, asked):
     skip_without_kernels()
     utils = pytest.importorskip("transformers.utils")
     if not utils.is_kernels_available():

@@ -1,4 +1,4 @@
-"""Sequences packed into one row, as padding-free collators and position_ids that begin anew ask for (case P60)."""
+"""Sequences packed into one row, as padding-free collators and position_ids that begin anew ask for (case P63)."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def alone(model, ids):
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss"])
-def test_P60_packed_sequences_are_each_as_alone_in_the_packed_op(name, asked, exact_varlen):
+def test_P63_packed_sequences_are_each_as_alone_in_the_packed_op(name, asked, exact_varlen):
     model, inputs = MODELS[name]()
     ids = inputs["input_ids"][:1]
     wanted = alone(model, ids)
@@ -79,7 +79,7 @@ def test_P60_packed_sequences_are_each_as_alone_in_the_packed_op(name, asked, ex
         assert any(window is not None for *_, window in exact_varlen)
 
 
-def test_P60_int8_is_as_near_as_it_is_alone():
+def test_P63_int8_is_as_near_as_it_is_alone():
     model, inputs = MODELS["llama"]()
     ids = inputs["input_ids"][:1]
     stock = alone(model, ids)
@@ -96,7 +96,7 @@ def test_P60_int8_is_as_near_as_it_is_alone():
 
 @pytest.mark.parametrize("asked", ["position_ids", "lengths"])
 @pytest.mark.parametrize("how", ["training", "output_attentions", "short"])
-def test_P60_exact_calls_keep_them_apart_too_and_are_counted(how, asked):
+def test_P63_exact_calls_keep_them_apart_too_and_are_counted(how, asked):
     model, inputs = MODELS["mistral"]()
     ids = inputs["input_ids"][:1]
     wanted = alone(model, ids)
@@ -112,7 +112,7 @@ def test_P60_exact_calls_keep_them_apart_too_and_are_counted(how, asked):
     assert set(sp.attention_report(model).fallbacks) == {how}
 
 
-def test_P60_gradients_of_a_padding_free_training_step_are_those_of_stock():
+def test_P63_gradients_of_a_padding_free_training_step_are_those_of_stock():
     model, inputs = MODELS["llama"]()
     model.train().requires_grad_(True)
     ids = inputs["input_ids"][:1]
@@ -127,7 +127,7 @@ def test_P60_gradients_of_a_padding_free_training_step_are_those_of_stock():
     assert set(sp.attention_report(model).fallbacks) == {"training"}
 
 
-def test_P60_lengths_that_disagree_with_position_ids_are_both_heeded(exact_varlen, monkeypatch):
+def test_P63_lengths_that_disagree_with_position_ids_are_both_heeded(exact_varlen, monkeypatch):
     """A mask of both, as every mask and all lengths are: no row sees a key that either hides."""
     seen = []
 
@@ -146,7 +146,7 @@ def test_P60_lengths_that_disagree_with_position_ids_are_both_heeded(exact_varle
     assert not mask[25, 19] and not mask[31, 29] and mask[31, 30] and mask[25, 21]
 
 
-def test_P60_a_mask_of_packed_sequences_is_its_values_to_other_code():
+def test_P63_a_mask_of_packed_sequences_is_its_values_to_other_code():
     ends = torch.tensor([0, 3, 3, 7], dtype=torch.int32)
     mask = BandMask((1, 1, 7, 7), 0, 1, 0, ends, 4)
     wanted = torch.block_diag(torch.ones(3, 3), torch.ones(4, 4)).bool().tril().triu(-1)
@@ -155,7 +155,7 @@ def test_P60_a_mask_of_packed_sequences_is_its_values_to_other_code():
     assert isinstance(moved, BandMask) and moved.longest == 4 and torch.equal(moved & True, mask & True)
 
 
-def test_P60_queries_and_keys_of_unlike_lengths():
+def test_P63_queries_and_keys_of_unlike_lengths():
     """A vision tower or an encoder: no mask, lengths alone, not causal; the op gets both lists."""
     from transformers.modeling_utils import AttentionInterface
 

@@ -295,14 +295,17 @@ def append(name: str, width: int, tokens: int) -> dict:
 
 
 def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False) -> dict:
-    """Rows of an activation in 8 bit; after a LayerNorm modulated by adaLN's vectors, after an RMSNorm by its own."""
+    """Rows of an activation in 8 bit; after a LayerNorm modulated by adaLN's vectors, after an RMSNorm by its own; of
+    two tensors beside each other."""
     _, width, rows, warps = quantize_shape(columns)
     is_modulated = norm == "layer"
     constants = {
-        "WIDTH": width, "ROWS": rows, "NORM": norm, "HAS_WEIGHT": norm == "rms", "HAS_BIAS": False,
-        "HAS_GAIN": is_modulated, "HAS_SHIFT": is_modulated, "HAS_BALANCE": False, "FP8": fp8,
+        "WIDTH": width, "ROWS": rows, "NORM": "none" if norm == "beside" else norm,
+        "HAS_WEIGHT": norm == "rms", "HAS_BIAS": False,
+        "HAS_GAIN": is_modulated, "HAS_SHIFT": is_modulated, "HAS_BALANCE": False, "HAS_BESIDE": norm == "beside",
+        "FP8": fp8,
     }  # fmt: skip
-    types = dict.fromkeys(("x_ptr", "weight_ptr", "gain_ptr", "shift_ptr"), "*bf16") | {"eps": "fp32"}
+    types = dict.fromkeys(("x_ptr", "beside_ptr", "weight_ptr", "gain_ptr", "shift_ptr"), "*bf16") | {"eps": "fp32"}
     types["codes_ptr"] = "*fp8e4nv" if fp8 else "*i8"
     compiled = build(_quantize_rows_kernel, constants, types, TARGETS[name], ("count",), num_warps=warps)
     return {"kernel": "quantize_rows", **read(compiled)}
@@ -376,7 +379,7 @@ def weight_only(name: str, kind: str, dtype: str = "bf16") -> dict:
 
 def linears(name: str):
     """As `kernels`, of the 8-bit linear layers."""
-    for columns, norm in ((3072, "layer"), (3072, "none"), (15360, "none"), (100, "rms")):
+    for columns, norm in ((3072, "layer"), (3072, "none"), (15360, "none"), (15360, "beside"), (100, "rms")):
         yield f"{name}/quantize_rows/int8/{columns}/{norm}", quantize_rows(name, columns, norm)
     kinds = LINEARS if name == "sm_90" else [kind for kind in LINEARS if kind != "few"]  # which have one tile there
     for kind in kinds:
