@@ -200,6 +200,29 @@ class Reach:
             patch.setattr(module, "launch", launching(module.launch))
 
 
+@pytest.mark.usefixtures("true_fp8")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_S12_pointers_read_what_the_copy_engine_reads(recipe, kernel_device):
+    """Bit for bit: tiles that end inside of the next sequence are cut off by either, each in its own way."""
+    from sage_kernels._triton import compat
+    from sage_kernels._triton.attention import launch as launch_attention
+    from sage_kernels.masking import packed_masking
+
+    if compat.TensorDescriptor is None or (recipe == FP8 and not runs_fp8(kernel_device.type)):
+        pytest.skip("no descriptors, or no FP8")
+    tile = launch_attention.device_tile(kernel_device, 64, "per_token", packed=True)
+    q, k, v, *lengths = (x.to(kernel_device) for x in packed_inputs())
+    results = []
+    for kernel in ("tma", "pointers"):
+        found = launch_attention.launch_attention_fwd(
+            q[None], k[None], v[None], scale=0.1, scaling="per_token", smooth_k=True, state=None, return_lse=True,
+            recipe=recipe, masking=packed_masking(True, 40, 0.0, None, len(q), len(k)), packed=tuple(lengths),
+            tile=tile._replace(kernel=kernel),
+        )  # fmt: skip
+        results.append(found)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 WRONG = {
     "falling": [0, 90, 20, 150],
     "below and beyond": [-7, 40, 5000, 100],

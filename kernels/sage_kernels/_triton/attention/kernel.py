@@ -131,7 +131,9 @@ def _attention_fwd_kernel(
             return
         b_of_rows = b * 0
         q_first = first_out.to(tl.int64) * stride_qs
-        first_out = first_out.to(tl.int64)
+        if PV == "16bit" and not USE_TMA:  # not added once more in each turn
+            values += first_key.to(tl.int64) * stride_vs
+            first_key = 0
     else:
         m_tiles = tl.cdiv(seq_q, BLOCK_M)
         m_tile = tl.program_id(0) % m_tiles
@@ -352,7 +354,7 @@ def _attention_fwd_kernel(
         # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
         largest: tl.constexpr = 65504.0 if out_ptr.dtype.element_ty == tl.float16 else 3.38e38
         out = tl.clamp(out * v_scale[None, :], -largest, largest, propagate_nan=tl.PropagateNan.ALL)
-    out_row = (first_out + offs_m) * heads + h  # contiguous [B, S_q, H, D]
+    out_row = (first_out + offs_m).to(tl.int64) * heads + h  # contiguous [B, S_q, H, D]
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + channels[None, :],
         out.to(out_ptr.dtype.element_ty),
