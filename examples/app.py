@@ -23,7 +23,8 @@ OFFLINE = {"tiny_sd": small_pictures.sd15, "tiny_flux": small_pictures.flux, "ra
 
 
 def page(line: CommandLine) -> gr.Interface:
-    args, models = line.args, list(OFFLINE) if line.args.model == SMALL else [line.args.model]
+    args = line.parse_args()
+    models = list(OFFLINE) if args.model == SMALL else [args.model]
 
     @functools.lru_cache(maxsize=1)  # one model in memory
     def load(name: str):
@@ -49,12 +50,10 @@ def page(line: CommandLine) -> gr.Interface:
         given.append(gr.Dropdown(list(known), value=getattr(args, name), label=name))
     given += [gr.Slider(1, 50, args.steps, step=1, label="steps"), gr.Number(args.seed, minimum=0, label="seed")]
     shown = [gr.ImageSlider(label="stock | INT8"), gr.Image(label="difference"), gr.Markdown(), gr.Code()]
-    more = {"api_name": "draw", "flagging_mode": "never", "analytics_enabled": False}
-    return gr.Interface(draw, given, shown, title="INT8 attention beside stock attention", **more)
+    return gr.Interface(draw, given, shown, title="INT8 beside stock attention", flagging_mode="never")
 
 
 if __name__ == "__main__":
     line = CommandLine(__doc__, steps=25)
     line.add_argument("--port", type=at_least(1))
-    port = line.parse_args().port
-    page(line).launch(server_port=port)
+    page(line).launch(server_port=line.args.port)
