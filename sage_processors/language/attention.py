@@ -195,9 +195,12 @@ def _attend(
         query, key, value = autocast(query, key, value)
         reason = _reason_against(implementation, call, query, key, value)
     if reason is None and call.sequences is not None:
-        reason = sage_kernels.unsupported(
-            *(x.transpose(1, 2) for x in (query, key, value)), dropout_p=call.dropout, enable_gqa=True
-        )
+        if needed:
+            reason = "no_backward"
+        else:
+            reason = sage_kernels.unsupported(
+                *(x.transpose(1, 2) for x in (query, key, value)), dropout_p=call.dropout, enable_gqa=True
+            )
         if reason is None:
             return _attend_packed(implementation, call, call.sequences, query, key, value), None
     elif reason is None:

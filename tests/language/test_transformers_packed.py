@@ -112,19 +112,21 @@ def test_P63_exact_calls_keep_them_apart_too_and_are_counted(how, asked):
     assert set(sp.attention_report(model).fallbacks) == {how}
 
 
-def test_P63_gradients_of_a_padding_free_training_step_are_those_of_stock():
+@pytest.mark.parametrize(("training", "reason"), [("exact", "training"), ("int8", "no_backward")])
+def test_P63_gradients_of_a_padding_free_training_step_are_those_of_stock(training, reason):
+    name = sp.register_transformers(f"sage_packed_{training}", min_tokens=0, training=training)[0]
     model, inputs = MODELS["llama"]()
     model.train().requires_grad_(True)
     ids = inputs["input_ids"][:1]
     grads = []
-    for implementation in ("sdpa", ANY_LENGTH):
+    for implementation in ("sdpa", name):
         model.set_attn_implementation(implementation)
         model.zero_grad()
         asked = {"position_ids": POSITIONS, "cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS}
         model(ids, labels=ids, use_cache=False, **asked).loss.backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     assert relative_l2(grads[1], grads[0]) < SAME
-    assert set(sp.attention_report(model).fallbacks) == {"training"}
+    assert set(sp.attention_report(model).fallbacks) == {reason}
 
 
 def test_P63_lengths_that_disagree_with_position_ids_are_both_heeded(exact_varlen, monkeypatch):
