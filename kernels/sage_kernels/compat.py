@@ -30,6 +30,8 @@ NAMES = (
     "torch.autograd._profiler_enabled",
     "torch.autograd.forward_ad._current_level",
     "torch.compiler._is_exporting_flag",
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.overrides._get_current_function_mode_stack",
     "torch.utils._device.DeviceContext",
     "torch.utils._pytree.tree_map_only",
@@ -132,6 +134,9 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 # FP8 codes [M, K] and [K, N] with their scales; None: our own kernel multiplies them
 scaled_matmul = find("torch._scaled_mm")
+# Gradients of attention from its output and log-sum-exp, by kernels that form no score matrix; None: by formula
+flash_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_backward")
+flash_backward_for_cpu = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 # A tensor without storage, of a class of one's own; None: masks are written out
 make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
 

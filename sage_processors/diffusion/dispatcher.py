@@ -148,6 +148,12 @@ def native() -> Callable[..., Any]:
     return attend
 
 
+def is_native(backend: Any) -> bool:
+    """Whether a back end of a processor (None: the active one) is diffusers' native one, which returns no sums."""
+    named = _module._AttentionBackendRegistry._active_backend if backend is None else backend
+    return bool(named == _module.AttentionBackendName.NATIVE)
+
+
 def without_ours(backend: Any) -> Any:
     """A back end of a processor, None for ours: a Sage processor goes by its own rules then, as without one."""
     return None if backend == NAME else backend

@@ -28,6 +28,7 @@ EVENTS = (
     *sage_kernels.REASONS,
     "training",
     "gradient",
+    "no_backward",
     "short",
     "output_attentions",
     "unknown_argument",
@@ -38,8 +39,9 @@ EVENTS = (
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
 REMEDIES = {
-    "training": "the module is in training mode: call model.eval()",
-    "gradient": "INT8 attention has no backward: call the model under torch.no_grad()",
+    "training": 'the module is in training mode: call model.eval(), or register_transformers(training="int8")',
+    "gradient": 'a gradient is asked for: torch.no_grad(), or register_transformers(training="int8")',
+    "no_backward": "PyTorch has no fused backward for such a call: 16 bit is the faster one to train there",
     "no_attention": "none of its layers asks for an implementation, nothing can run in INT8",
     "dropout": "dropout belongs to training: call model.eval()",
     "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
@@ -139,7 +141,8 @@ def _row(name: str, module: Any, implementations: Any) -> dict[str, Any]:
     options = implementations.get(name_of_implementation)
     events = counted(module)
     int8, int8_cache = events.pop(INT8, 0), events.pop(INT8_CACHE, 0)
-    note = REMEDIES["training"] if options is not None and module.training else ""
+    stays_exact = options is not None and module.training and options.training != "int8"
+    note = REMEDIES["training"] if stays_exact else ""
     return {
         "layer": name,
         "module": type(module).__name__,

@@ -81,7 +81,7 @@ def test_a_newcomers_path(say, tmp_path):
     assert int8_calls(learnt) > 0
     drawn = say(*files, "one.png")  # a process that knows of the first one only what is in files
     assert int8_calls(drawn) > 0
-    # the saved scales are what this process starts from: on the run that they were learnt from, fewer are computed anew
+    # the saved scales are what this process starts from: on the run they were learnt from, fewer are made anew
     dynamic = [float(re.search(r"([\d.]+) dynamic", text)[1]) for text in (learnt, drawn)]
     assert dynamic[1] < dynamic[0]
     assert Image.open(tmp_path / "one.png").size == (128, 128)
