@@ -13,8 +13,10 @@ from .recipe import (
     CHANNEL_FLOOR,
     E4M3_MAX,
     FIT_SAMPLES,
+    INT8_MAX,
     V_AMAX_FLOOR,
     V_CODE,
+    V_ROOM,
 )
 
 
@@ -26,6 +28,8 @@ LOG_SHIFT = 23 - LOG_BITS
 ROW_CLIP, ROW_STEPS = 8.0, 2.0**12  # of an element in its row's sum; 256 of them fit fp32 as integers
 LARGEST_QUERY = 2.0**60  # that counts when a plan is tried on a sample; an infinite one is as large as this
 BALANCE_STEP = 1 << 20  # of a balance between powers of two, in fp32's bits
+# what V in INT8 has codes for, in units of a planned scale of V, which is made for codes of V_CODE
+PLANNED_V_REACH = V_CODE * V_ROOM
 CENTER_STEPS = 2.0**22  # integer steps from 0 to the sample's largest element; 128 of them fit int32
 
 
@@ -173,3 +177,46 @@ def quantize_values(v, seen=None, counts=None, planned=None) -> tuple[torch.Tens
     scale = scale.clamp_min(V_AMAX_FLOOR / V_CODE)
     inverse = divide(1.0, scale)
     return round_to_e4m3(v * inverse + v * 0.0), scale, (size * inverse > E4M3_MAX) & has_plan
+
+
+def value_center(v, counts=None) -> torch.Tensor:
+    """What V in INT8 is centred on: each channel's mean of a sample of its finite values. fp32 [B, H, S, D] ->
+    [B, H, 1, D].
+
+    Softmax weights sum to 1, so any vector does. Summed as integers, as `sampled_center`; counts: as there.
+    """
+    sample, counted = sample_keys(v, counts)
+    number: int | torch.Tensor = CENTER_SAMPLES
+    if counted is not None:
+        sample = torch.where(counted, sample, 0.0)
+        number = counted.sum(2, keepdim=True).clamp_min(1)
+    sample = torch.where(torch.isfinite(sample), sample, 0.0)
+    amax = sample.abs().amax(2, keepdim=True).clamp_min(AMAX_FLOOR)
+    total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()
+    return total * (amax / (CENTER_STEPS * number))
+
+
+def quantize_centered_values(v, seen=None, counts=None, planned=None):
+    """V less its center in INT8 with one scale a channel. Arguments as `quantize_values`.
+
+    Returns: codes [B, H, S, D] fp32 integers, scale and center [B, H, 1, D], the center NaN in a channel that holds
+        NaN or inf, which elements were beyond a planned scale's range [B, H, S, D], and the centred values.
+    """
+    center = value_center(v, counts)
+    centred = v - center
+    lost = v * 0.0
+    if seen is not None:
+        centred, lost = (torch.where(seen[..., None], x, 0.0) for x in (centred, lost))
+    size = torch.where(torch.isfinite(centred), centred.abs(), 0.0)
+    amax = size.amax(2, keepdim=True)
+    if counts is not None:
+        counted = torch.where(counts[..., None], size, 0.0).amax(2, keepdim=True)
+        amax = torch.where(counted > 0, counted, amax)
+    has_plan = torch.zeros_like(amax[:, :, :, :1], dtype=torch.bool)
+    if planned is not None:
+        has_plan = (planned > 0).any(-1)[None, :, None, None]
+        amax = torch.where(has_plan & (planned[None, :, None] > 0), planned[None, :, None] * PLANNED_V_REACH, amax)
+    amax = amax.clamp_min(V_AMAX_FLOOR)
+    codes = torch.round((centred * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
+    scale = amax / torch.full_like(amax, INT8_MAX)
+    return codes, scale, center + lost.sum(2, keepdim=True), (size > amax) & has_plan, centred

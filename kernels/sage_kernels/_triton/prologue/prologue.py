@@ -1,6 +1,6 @@
-"""The prologue: one launch that readies K, and V where P·V is in FP8, for the attention kernel.
+"""The prologue: one launch that readies K, and V where P·V is in 8 bit, for the attention kernel.
 
-What each program does is in prepare_keys.py and prepare_values.py; the first programs take keys, the others values.
+What each program does is in prepare_keys.py and prepare_values.py or prepare_value_codes.py; the first programs take keys, the others values.
 """
 
 from typing import NamedTuple
@@ -16,6 +16,7 @@ from ..compat import gdc_launch_dependents
 from ..launch import buffer, launch, processors_of
 from .mask_tiles import MaskTiles
 from .prepare_keys import prepare_keys
+from .prepare_value_codes import launch_value_reach, prepare_value_codes, value_rows
 from .prepare_values import KEYS, launch_value_amax, prepare_values
 
 
@@ -80,6 +81,13 @@ def _prologue_kernel(
             stride_rh, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
             HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS,
         )  # fmt: skip
+    elif HAS_VALUES and v_codes_ptr.dtype.element_ty == tl.int8:
+        prepare_value_codes(
+            number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr,
+            counts_ptr, row_ptr, shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr,
+            stride_rb, stride_rh, tl.cdiv(seq_kv, BLOCK_N) * BLOCK_N, seq_kv, kv_heads, value_chunks, value_spans,
+            value_steps, HEAD_DIM, WIDTH, CHANNELS, SCALING == "planned", HAS_MASK,
+        )  # fmt: skip
     elif HAS_VALUES:
         prepare_values(
             number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr,
@@ -98,8 +106,9 @@ class Prepared(NamedTuple):
         center: fp32 [B, H_kv, width], the smoothing vector (for the LSE).
         q_weight: fp32 [B, H_kv, width], 1 / b.
         q_amax: fp32 [B, H] (per head).
-        values: float8_e4m3fn [B·H_kv·steps·width, 128], a step being 128 keys, transposed and permuted (FP8).
-        value_scale: fp32 [B, H_kv, width] (FP8).
+        values: float8_e4m3fn or int8 [B·H_kv·steps·width, 128], a step being 128 keys, transposed and permuted
+            (8-bit P·V).
+        value_scale: fp32 [B, H_kv, width] (FP8) or [B, H_kv, rows, width] (INT8: prepare_value_codes.py).
     """
 
     codes: torch.Tensor
@@ -125,9 +134,9 @@ def constants_of(num_warps: int, width: int) -> dict:
 
 def launch_prologue(
     q, k, v, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width, rotation,
-    zeroed: torch.Tensor | None = None, overlap: bool = False,
+    zeroed: torch.Tensor | None = None, overlap: bool = False, value_type: torch.dtype = torch.float8_e4m3fn,
 ) -> Prepared:  # fmt: skip
-    """Quantise K [B, S_kv, H_kv, D], and cast V of that shape to e4m3 where it is given, for the attention kernel.
+    """Quantise K [B, S_kv, H_kv, D], and V of that shape where it is given, for the attention kernel.
 
     Args:
         v: None where P·V is in 16 bit.
@@ -137,6 +146,7 @@ def launch_prologue(
         width: channels of a row of the buffers, a power of two >= D.
         rotation: what was done to q and k: a plan is of one rotation.
         zeroed: int32, counters of the attention kernel that start at 0.
+        value_type: torch.float8_e4m3fn or torch.int8, of V's codes.
         overlap: the next launch on the stream may begin before this one ends, and waits for it (launch_pdl).
     """
     batch, seq_kv, kv_heads, head_dim = k.shape
@@ -157,18 +167,18 @@ def launch_prologue(
         q_weight = divide(1.0, balance).repeat_interleave(q.shape[2] // kv_heads, 1)
         q_amax = (queries * q_weight).abs().amax((2, 3)).contiguous()
     n_steps = -(-seq_kv // KEYS.value)
+    rows = (value_rows(n_steps),) if value_type == torch.int8 else ()
     prepared = Prepared(
         codes=buffer(heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
         scale=buffer(heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
         center=buffer(batch, kv_heads, width, device=k.device) if return_center else None,
         q_weight=buffer(batch, kv_heads, width, device=k.device),
         q_amax=q_amax,
-        values=buffer(heads * n_steps * width, KEYS.value, dtype=torch.float8_e4m3fn, device=k.device)
-        if has_values
-        else None,
-        value_scale=buffer(batch, kv_heads, width, device=k.device) if has_values else None,
+        values=buffer(heads * n_steps * width, KEYS.value, dtype=value_type, device=k.device) if has_values else None,
+        value_scale=buffer(batch, kv_heads, *rows, width, device=k.device) if has_values else None,
     )
-    v_amax = launch_value_amax(v, mask=mask, width=width) if has_values and not planned else None
+    launch_amax = launch_value_reach if value_type == torch.int8 else launch_value_amax
+    v_amax = launch_amax(v, mask=mask, width=width) if has_values and not planned else None
     num_warps = warps_of(block_n, width)
     constants = constants_of(num_warps, width)
     at_once = processors_of(k.device) * (_WARPS_OF_PROCESSOR // num_warps)
