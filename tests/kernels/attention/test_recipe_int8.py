@@ -9,6 +9,7 @@ from sage_kernels import new_head_state, sage_attention
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.numerics import quantize_centered_values
 from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.reference import ref_attention
 from sage_kernels.state import COUNT_CLIPPED, STAT_V_AMAX
 from sage_kernels.testing import exact_attention, make_qkv, relative_l1, relative_l2
 from tests.kernels.attention.attention_cases import DTYPES, band_mask, key_padding, normal
@@ -21,7 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 NAN, INF = float("nan"), float("inf")
 INT8 = "qk_int8_pv_int8"
 BAR = 0.02  # relative L1 of the recipe on N(0, 1)
-BIASED_BAR = 0.022  # on biased inputs with loud channels, of the output less the mean of V
+# The same of the output less the mean of V, on biased inputs with loud channels, by keys of a tile. 1.4 % of it is
+# the scores' own.
+BIASED_BARS = {64: 0.023, 128: 0.026}
 
 
 @pytest.fixture
@@ -254,16 +257,16 @@ def centred_l1(out, exact, v) -> float:
 
 @pytest.mark.parametrize("seq", [1024, pytest.param(16384, marks=pytest.mark.slow("16,384 keys on a CPU"))])
 def test_error_stays_below_the_bars_at_any_length(seq):
-    """The bars: 2 % on N(0, 1) at 1k and at 16k (a P rounded against the running max grows to 4 %), 2.2 % biased."""
+    """The bars: 2 % on N(0, 1) at 1k and at 16k, where a P rounded against the running max grows to 4 %."""
     q, k, v = normal(1, 256, seq, 2, 2, 128, dtype=torch.float32)
     exact, _ = exact_attention(q, k, v)
     assert relative_l1(sage_attention(q, k, v, recipe=INT8), exact) <= BAR
     assert relative_l1(sage_attention(q, k, v), exact) <= 0.01  # P·V in 16 bit: the scores' share of it
     q, k, v = biased(seq)
     exact, _ = exact_attention(q, k, v)
-    out = sage_attention(q, k, v, recipe=INT8)
-    assert relative_l1(out, exact) <= BIASED_BAR
-    print(centred_l1(out, exact, v))
+    for block_k, bar in BIASED_BARS.items():
+        out, _ = ref_attention(q, k, v, recipe=INT8, block_k=block_k)
+        assert relative_l1(out, exact) <= bar and centred_l1(out, exact, v) <= bar, block_k
 
 
 # --- planned scales of V ---
@@ -271,8 +274,6 @@ def test_error_stays_below_the_bars_at_any_length(seq):
 
 def test_planned_values_record_and_clip_as_the_reference(kernel_device):
     from sage_kernels._triton.attention.launch import launch_attention_fwd
-    from sage_kernels.reference import ref_attention
-
     state = ScaleState([Site("a", 2, 40)], device=kernel_device)
     for step, factor in enumerate((1.0, 1.1, 50.0)):
         q, k, v = normal(1, 70, 200, 2, 2, 40, seed=0)
