@@ -397,6 +397,18 @@ def linears(name: str):
             yield f"{name}/linear/int8/{kind}/pointers", linear(name, kind, copied=False)
 
 
+def int8_values(name: str):
+    """As `kernels`, of the recipe with P and V in INT8."""
+    for width in WIDTHS:
+        yield f"{name}/attention_int8/{width}/planned", attention(name, width, "planned", pv="int8")
+    yield f"{name}/attention_int8/128/per_token", attention(name, 128, "per_token", pv="int8")
+    if name in FULL_TARGETS:
+        for mask in MASKS:
+            yield f"{name}/attention_int8/128/planned/{mask}", attention(name, 128, "planned", mask, pv="int8")
+        yield f"{name}/prepare_int8/128/planned", prepare(name, 128, "planned", pv="int8")
+        yield f"{name}/value_reach/128", value_reach(name, 128)
+
+
 def kernels(name: str):
     """(key of the table, facts) of every kernel that is looked at on one target."""
     for width in WIDTHS:
@@ -406,13 +418,7 @@ def kernels(name: str):
                 yield f"{name}/prepare/{width}/{scaling}", prepare(name, width, scaling)
         for rows in (8, 32) if width == 128 or name in FULL_TARGETS else ():
             yield f"{name}/decode/{width}/{rows}", decode(name, width, rows)
-    for width in WIDTHS:
-        for scaling in SCALINGS:
-            yield f"{name}/attention_int8/{width}/{scaling}", attention(name, width, scaling, pv="int8")
-    for mask in MASKS:
-        yield f"{name}/attention_int8/128/planned/{mask}", attention(name, 128, "planned", mask, pv="int8")
-    yield f"{name}/prepare_int8/128/planned", prepare(name, 128, "planned", pv="int8")
-    yield f"{name}/value_reach/128", value_reach(name, 128)
+    yield from int8_values(name)
     if name in FP8_TARGETS:
         for width in WIDTHS if name == "sm_90" else (128,):
             for reference in ("running", "lagged") if name == "sm_90" else ("lagged",):

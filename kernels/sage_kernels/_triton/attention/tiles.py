@@ -101,14 +101,10 @@ _FP8_OTHER_ROWS = Tile(32, 64, 8, 2, "pointers")
 # rescaled: fewer instructions a key than with P and V in 16 bit. At width 128 the largest that fits the registers.
 _INT8_WIDE = Tile(32, 64, 4, 2, "pointers")
 _INT8 = {
-    80: {64: Tile(128, 128, 8, 3, "pointers", adds_bits=True), 128: Tile(128, 128, 8, 3, "pointers", adds_bits=True)},
+    80: {64: Tile(128, 128, 8, 2, "pointers", adds_bits=True), 128: Tile(128, 128, 8, 3, "pointers", adds_bits=True)},
     86: {64: Tile(128, 128, 8, 2, "pointers", adds_bits=True), 128: Tile(128, 128, 8, 2, "pointers", adds_bits=True)},
-    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(128, 64, 8, 3, "tma"), 256: Tile(64, 32, 4, 2, "tma")},
-    100: {
-        64: Tile(128, 64, 8, 3, "pointers"),
-        128: Tile(128, 64, 8, 3, "pointers"),
-        256: Tile(64, 32, 8, 2, "pointers"),
-    },
+    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(128, 64, 8, 3, "tma"), 256: Tile(64, 64, 8, 2, "tma")},
+    100: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
     120: {64: Tile(128, 128, 8, 2, "pointers", adds_bits=True), 128: Tile(128, 64, 8, 2, "pointers", adds_bits=True)},
     0: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
 }
