@@ -16,7 +16,6 @@ from .recipe import (
     INT8_MAX,
     V_AMAX_FLOOR,
     V_CODE,
-    V_ROOM,
 )
 
 
@@ -28,8 +27,6 @@ LOG_SHIFT = 23 - LOG_BITS
 ROW_CLIP, ROW_STEPS = 8.0, 2.0**12  # of an element in its row's sum; 256 of them fit fp32 as integers
 LARGEST_QUERY = 2.0**60  # that counts when a plan is tried on a sample; an infinite one is as large as this
 BALANCE_STEP = 1 << 20  # of a balance between powers of two, in fp32's bits
-# what V in INT8 has codes for, in units of a planned scale of V, which is made for codes of V_CODE
-PLANNED_V_REACH = V_CODE * V_ROOM
 CENTER_STEPS = 2.0**22  # integer steps from 0 to the sample's largest element; 128 of them fit int32
 
 
@@ -196,11 +193,11 @@ def value_center(v, counts=None) -> torch.Tensor:
     return total * (amax / (CENTER_STEPS * number))
 
 
-def quantize_centered_values(v, seen=None, counts=None, planned=None):
+def quantize_centered_values(v, seen=None, counts=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """V less its center in INT8 with one scale a channel. Arguments as `quantize_values`.
 
     Returns: codes [B, H, S, D] fp32 integers, scale and center [B, H, 1, D], the center NaN in a channel that holds
-        NaN or inf, which elements were beyond a planned scale's range [B, H, S, D], and the centred values.
+        NaN or inf.
     """
     center = value_center(v, counts)
     centred = v - center
@@ -212,11 +209,7 @@ def quantize_centered_values(v, seen=None, counts=None, planned=None):
     if counts is not None:
         counted = torch.where(counts[..., None], size, 0.0).amax(2, keepdim=True)
         amax = torch.where(counted > 0, counted, amax)
-    has_plan = torch.zeros_like(amax[:, :, :, :1], dtype=torch.bool)
-    if planned is not None:
-        has_plan = (planned > 0).any(-1)[None, :, None, None]
-        amax = torch.where(has_plan & (planned[None, :, None] > 0), planned[None, :, None] * PLANNED_V_REACH, amax)
     amax = amax.clamp_min(V_AMAX_FLOOR)
     codes = torch.round((centred * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
     scale = amax / torch.full_like(amax, INT8_MAX)
-    return codes, scale, center + lost.sum(2, keepdim=True), (size > amax) & has_plan, centred
+    return codes, scale, center + lost.sum(2, keepdim=True)

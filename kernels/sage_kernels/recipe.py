@@ -47,8 +47,6 @@ P_CODE_EXPONENT = 6.988684686772166
 P_CODE_LIMIT = 2.0**15
 # How far the softmax's reference may lie below the highest one so far: sums of 2^31 keys then stay below 2^127.
 P_CODE_FALL = 64.0
-# V in INT8 has a code for what lies within its planned range times this, and no more.
-V_ROOM = 1.25
 
 
 # Activation functions of linear layers that take pairs of columns, value · f(gate), and f

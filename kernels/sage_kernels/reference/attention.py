@@ -112,15 +112,14 @@ def ref_attention(
     if counts is not None:
         x_k = torch.where(counts[..., None], x_k, 0.0)
     v_scale = v_center = None
-    if not is_16_bit:
+    if is_int8:
+        vf, v_scale, v_center = quantize_centered_values(vf, seen, counts)
+    if is_fp8:
         planned_v = None
         if state is not None:
             rows = slice(int(state.row), int(state.row) + kv_heads)
             planned_v = torch.where(known[:, None], state.plan[rows, PLAN_V_SCALE, :head_dim], 0.0)
-        if is_int8:
-            values, v_scale, v_center, clipped, vf = quantize_centered_values(vf, seen, counts, planned_v)
-        else:
-            values, v_scale, clipped = quantize_values(vf, seen, counts, planned_v)
+        values, v_scale, clipped = quantize_values(vf, seen, counts, planned_v)
         if state is not None:
             record_values(state, vf, counts, clipped)
         vf = values
@@ -169,7 +168,9 @@ def ref_attention(
                     o = o * v_scale[b, kv] + share * v_center[b, kv]
                     o = torch.where(log_sum == -torch.inf, 0.0, o)
                     o = o.clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
-                elif v_scale is not None:  # the rounding of P may push a mean of finite values beyond the largest number
+                elif (
+                    v_scale is not None
+                ):  # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
                 out[b, part, h] = o.to(q.dtype)
                 lse[b, part, h] = log_sum[:, 0]

@@ -89,8 +89,8 @@ def test_fp8_recipe_runs_both_matmuls_in_8_bit_and_spills_next_to_nothing(kernel
         assert facts["loops"][0]["spills"] <= 4, (key, facts)
 
 
-# Instructions that put away or take back a register in a turn of 128 keys, where it is not none. At width 128 a tile as
-# large as the registers is chosen for its fewer instructions a key.
+# Instructions that put away or take back a register in a turn of 128 keys, where it is not none. At width 128 a tile
+# as large as the registers is chosen for its fewer instructions a key.
 INT8_SPILLS = {"sm_86/128/planned": 16, "sm_89/128/planned": 16, "sm_100/128/planned": 5, "sm_120/128/planned": 3}
 WIDE_SPILLS = 7
 
@@ -121,7 +121,9 @@ def test_int8_values_take_no_more_instructions_a_key_than_16_bit_ones(kernels):
         return count * tile.num_warps / (tile.block_m * tile.block_n)
 
     for width, scaling in ((64, "planned"), (128, "planned"), (128, "per_token"), (256, "planned")):
-        ratio = instructions("attention_int8", width, scaling, "int8") / instructions("attention", width, scaling, "16bit")
+        ratio = instructions("attention_int8", width, scaling, "int8") / instructions(
+            "attention", width, scaling, "16bit"
+        )
         # on 8.0 a warp of the 16-bit tile of 64 channels has 32 rows, which share the loads of K and V
         assert ratio <= (1.03 if (name, width) == ("sm_80", 64) else 1.0), (width, scaling, ratio)
 

@@ -6,6 +6,7 @@ import triton.language as tl
 from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS, round_to_int8
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 
+
 @triton.jit
 def load_keys(keys, row, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl.constexpr):
     """Codes of one key tile, transposed for the score matmul: [WIDTH, BLOCK_N]. The buffer is padded: no mask."""

@@ -1,8 +1,9 @@
 """V's part of the prologue, for recipes with P·V in INT8: center and scale per channel, round, transpose, permute.
 
 Codes lie as in prepare_values.py. Softmax weights sum to 1, so a vector shared by all values of a head may be taken
-off and added to the output: here the mean of a sample. Scales come from a plan, with room for growth; without one,
-from the channels' largest distance to the center, which a launch of its own finds where there is no state.
+off and added to the output: here the mean of a sample. Scales come from the channels' largest distance to the center,
+which a launch of its own finds, beside a plan of K's scales too: INT8 has no room for values that grew, and what was
+clipped cost more than that launch (kernels/NOTES.md).
 
 INT8 has no code for NaN and inf. Each program says what it met in numbers that the attention kernel adds to its
 output: 0, or NaN.
@@ -11,11 +12,10 @@ output: 0, or NaN.
 import triton
 import triton.language as tl
 
-from ... import numerics, recipe
+from ... import recipe
 from ...masking import FAINT
-from ...state import COUNT_CLIPPED, COUNT_FIELDS, STAT_FIELDS, STAT_V_AMAX
 from ..launch import buffer, launch
-from ..primitives import AMAX_FLOOR, CENTER_SAMPLES, CENTER_STEPS, INT8_MAX, RELAXED, record_amax, round_to_int
+from ..primitives import AMAX_FLOOR, CENTER_SAMPLES, CENTER_STEPS, INT8_MAX, round_to_int
 from .mask_tiles import MaskTiles
 from .prepare_values import (
     AMAX_CHUNKS,
@@ -26,20 +26,14 @@ from .prepare_values import (
     _finite_size,
     _load,
     _load_step,
-    _plan_of,
     _seen_step,
     _step_tokens,
     _store_step,
 )
 
 
-_CLIPPED = tl.constexpr(COUNT_CLIPPED)
-_COUNTS = tl.constexpr(COUNT_FIELDS)
-_STATS = tl.constexpr(STAT_FIELDS)
-_STAT_V_AMAX = tl.constexpr(STAT_V_AMAX)
 _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 _FAINT = tl.constexpr(FAINT)
-_PLANNED_REACH = tl.constexpr(numerics.PLANNED_V_REACH)
 _ROWS = tl.constexpr(32)  # of numbers, loaded at once
 
 # Of a head's numbers for the output, [ROWS, WIDTH]: the scale, the center, then what was met in LOST_STEPS steps each.
@@ -65,23 +59,14 @@ def _seen_and_counted(tokens, end, reach_ptr, HAS_MASK: tl.constexpr):
 
 
 @triton.jit
-def _step_of_four(x0, x1, x2, x3):
-    """What is known of `_step_tokens`, [QUADS] four times, as [QUADS, 1, 4]."""
-    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (QUADS, 4))[:, None, :]
-
-
-@triton.jit
-def _seen_and_counted_step(first, end, reach_ptr, HAS_MASK: tl.constexpr):
-    """`_seen_and_counted` of one step."""
+def _seen_step_of(first, end, reach_ptr, HAS_MASK: tl.constexpr):
+    """Which values of one step some row sees, [QUADS, 1, 4]."""
     t0, t1, t2, t3 = _step_tokens(first)
-    seen_0, counted_0 = _seen_and_counted(t0, end, reach_ptr, HAS_MASK)
-    seen_1, counted_1 = _seen_and_counted(t1, end, reach_ptr, HAS_MASK)
-    seen_2, counted_2 = _seen_and_counted(t2, end, reach_ptr, HAS_MASK)
-    seen_3, counted_3 = _seen_and_counted(t3, end, reach_ptr, HAS_MASK)
-    return (
-        _step_of_four(seen_0, seen_1, seen_2, seen_3),
-        _step_of_four(counted_0, counted_1, counted_2, counted_3),
-    )
+    x0, _ = _seen_and_counted(t0, end, reach_ptr, HAS_MASK)
+    x1, _ = _seen_and_counted(t1, end, reach_ptr, HAS_MASK)
+    x2, _ = _seen_and_counted(t2, end, reach_ptr, HAS_MASK)
+    x3, _ = _seen_and_counted(t3, end, reach_ptr, HAS_MASK)
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (QUADS, 4))[:, None, :]
 
 
 @triton.jit
@@ -175,10 +160,9 @@ def _found_reach(found_ptr, channels, chunks, WIDTH: tl.constexpr):
 
 @triton.jit
 def prepare_value_codes(
-    program, v_ptr, codes_ptr, numbers_ptr, found_ptr, plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr,
-    shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr, stride_rb, stride_rh, padded,
-    seq_kv, kv_heads, chunks, spans, steps,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PLANNED: tl.constexpr, HAS_MASK: tl.constexpr,
+    program, v_ptr, codes_ptr, numbers_ptr, found_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr,
+    stride_rb, stride_rh, padded, seq_kv, kv_heads, chunks, spans, steps,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Round `steps` steps of CHANNELS channels of one head, a multiple of LOST_STEPS of them."""
     span = program % spans
@@ -199,27 +183,10 @@ def prepare_value_codes(
     end = tl.minimum(end_step * KEYS, seq_kv)
 
     center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK)
-    row = 0
-    planned = tl.zeros([CHANNELS], tl.float32)
-    counting = planned
-    seen = planned
-    if PLANNED:
-        row = tl.load(row_ptr) + h
-        whole = _plan_of(
-            plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, tl.arange(0, WIDTH), HEAD_DIM
-        )
-        planned = _plan_of(plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, channels, HEAD_DIM)
-        planned *= _PLANNED_REACH
-        if tl.max(whole, 0) == 0:
-            counting, seen = _reach_of(
-                v_base, 0, seq_kv, center, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK
-            )  # fmt: skip
-    else:
-        found_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
-        counting, seen = _found_reach(found_ptr, channels, chunks, WIDTH)
-    # no plan: where every key that counts is at the center, of all keys that are seen
-    amax = tl.where(planned > 0, planned, tl.where(counting > 0, counting, seen))
-    limit = tl.where(planned > 0, planned, float("inf"))  # what is beyond it is clipped, and counted
+    found_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
+    counting, seen = _found_reach(found_ptr, channels, chunks, WIDTH)
+    # where every key that counts is at the center, of all keys that are seen
+    amax = tl.where(counting > 0, counting, seen)
     amax = tl.maximum(amax, _V_AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + INT8_MAX, amax)
     numbers_ptr += head_of_batch.to(tl.int64) * (tl.cdiv(n_steps, LOST_STEPS) + FIRST_LOST) * WIDTH + channels
@@ -230,30 +197,18 @@ def prepare_value_codes(
 
     codes = codes_ptr + head_of_batch.to(tl.int64) * n_steps * (WIDTH * KEYS)
     codes += channels[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
-    reached = tl.zeros([QUADS, CHANNELS], tl.float32)
     lost = tl.zeros([QUADS, CHANNELS], tl.float32)
-    clipped = tl.zeros([QUADS, CHANNELS], tl.int32)
     for step in range(first_step, end_step):
         loaded = _load_step(v_base, step * KEYS, channels, stride_vs, end, HEAD_DIM)
         x, _ = _seen_step(loaded, step * KEYS, end, reach_ptr, False)
-        is_seen, is_counted = _seen_and_counted_step(step * KEYS, end, reach_ptr, HAS_MASK)
+        is_seen = _seen_step_of(step * KEYS, end, reach_ptr, HAS_MASK)
         lost += tl.sum(tl.where(is_seen, x * 0.0, 0.0), 2)
         x = tl.where(is_seen, x - center[None, :, None], 0.0)
         y = x * inverse[None, :, None]
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -INT8_MAX), INT8_MAX), 0.0)
         _store_step(codes + step * (WIDTH * KEYS), round_to_int(y).to(tl.int8))
-        if PLANNED:
-            size = _finite_size(x)
-            clipped += tl.sum((size > limit[None, :, None]).to(tl.int32), 2)
-            reached = tl.maximum(reached, tl.max(tl.where(is_counted, size, 0.0), 2))
     for step in range(first_step, end_step, LOST_STEPS):
         tl.store(numbers_ptr + (step // LOST_STEPS + FIRST_LOST) * WIDTH, tl.sum(lost, 0))
-    if PLANNED:
-        stat = stats_ptr + row * (_STATS * state_width) + _STAT_V_AMAX * state_width
-        record_amax(stat, tl.max(reached, 0), channels, HEAD_DIM)
-        number = tl.sum(tl.sum(clipped, 1), 0)
-        if number > 0:
-            tl.atomic_add(counts_ptr + row * _COUNTS + _CLIPPED, number, sem=RELAXED)
 
 
 @triton.jit
@@ -271,8 +226,7 @@ def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, WIDTH: tl.con
 
 
 def launch_value_reach(v, *, mask: MaskTiles, width: int):
-    """For calls without a state: V's largest distance to its center, of keys that count and of all: as
-    `launch_value_amax`."""
+    """V's largest distance to its center, of keys that count and of all: as `launch_value_amax`."""
     batch, seq_kv, kv_heads, head_dim = v.shape
     per_head = -(-seq_kv // AMAX_CHUNKS)
     chunk_keys = max(MIN_CHUNK, -(-per_head // AMAX_ROWS.value) * AMAX_ROWS.value)

@@ -1,6 +1,7 @@
 """The prologue: one launch that readies K, and V where P·V is in 8 bit, for the attention kernel.
 
-What each program does is in prepare_keys.py and prepare_values.py or prepare_value_codes.py; the first programs take keys, the others values.
+What each program does is in prepare_keys.py, prepare_values.py and prepare_value_codes.py; the first programs take
+keys, the others values.
 """
 
 from typing import NamedTuple
@@ -83,10 +84,9 @@ def _prologue_kernel(
         )  # fmt: skip
     elif HAS_VALUES and v_codes_ptr.dtype.element_ty == tl.int8:
         prepare_value_codes(
-            number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr,
-            counts_ptr, row_ptr, shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr,
-            stride_rb, stride_rh, tl.cdiv(seq_kv, BLOCK_N) * BLOCK_N, seq_kv, kv_heads, value_chunks, value_spans,
-            value_steps, HEAD_DIM, WIDTH, CHANNELS, SCALING == "planned", HAS_MASK,
+            number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, stride_vb, stride_vs, stride_vh, reach_ptr,
+            extent_ptr, stride_rb, stride_rh, tl.cdiv(seq_kv, BLOCK_N) * BLOCK_N, seq_kv, kv_heads, value_chunks,
+            value_spans, value_steps, HEAD_DIM, WIDTH, CHANNELS, HAS_MASK,
         )  # fmt: skip
     elif HAS_VALUES:
         prepare_values(
@@ -178,7 +178,9 @@ def launch_prologue(
         value_scale=buffer(batch, kv_heads, *rows, width, device=k.device) if has_values else None,
     )
     launch_amax = launch_value_reach if value_type == torch.int8 else launch_value_amax
-    v_amax = launch_amax(v, mask=mask, width=width) if has_values and not planned else None
+    v_amax = (
+        launch_amax(v, mask=mask, width=width) if has_values and not (planned and value_type != torch.int8) else None
+    )
     num_warps = warps_of(block_n, width)
     constants = constants_of(num_warps, width)
     at_once = processors_of(k.device) * (_WARPS_OF_PROCESSOR // num_warps)
