@@ -98,5 +98,5 @@ clean:
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "No Python >= 3.10 found: install one or say make PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[diffusers,transformers,dev]'
+	$(VENV)/bin/python -m pip install --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[app,diffusers,transformers,dev]'
 	touch $@

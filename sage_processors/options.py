@@ -25,6 +25,8 @@ SCALINGS = {
 BY_CALL = ("dynamic", "per_token", "per_block", "per_head")  # those whose scales come from the call itself
 POLICIES = ("fallback", "strict")
 LINEARS = ("none", "int8", "fp8")
+TRAININGS = ("exact", "int8")
+EXCHANGES = ("16bit", "int8")
 # "auto" is decided while a pipeline runs: see auto_rotation.py.
 ROTATIONS = ("none", "hadamard", "auto")
 # Options that may differ from layer to layer: beside each is a `layer_<option>` of (layer pattern, value) pairs.
@@ -38,7 +40,9 @@ ROTATE_BELOW_DB = 32.0
 ROTATION_GAIN_DB = 1.0
 # What a user can do about a reason for exact attention, where there is something.
 REMEDIES = {
-    "training": "the module is in training mode: call model.eval()",
+    "training": 'the module is in training mode: call model.eval(), or train with training="int8"',
+    "requires_grad": 'a gradient is asked for: torch.no_grad(), or training="int8"',
+    "no_backward": "PyTorch has no fused backward for such a call: 16 bit is the faster one to train there",
     "replaced": "another processor was put there: call handle.refresh()",
     "unfollowed": "nobody knows which step it is: let the pipeline have the scheduler, pipe.scheduler = scheduler",
     "backend": "set_attention_backend came after the swap: call handle.refresh()",
@@ -225,6 +229,14 @@ class SageAttnProcessor:
             can't give them back: `remove()`, `save_pretrained` and whatever else needs them raise RuntimeError. With
             `linears`, modulation and time embeddings of linears_min_features² weights or more keep INT8 weights, too,
             which multiply 16-bit activations ("int8_weights" in the report); keep_linears keeps them in 16 bit.
+        training: "int8": calls that need a gradient, and those of modules in training mode, run in INT8, too, with
+            scales of their own; the backward is PyTorch's, in 16 bit (sage_kernels.differentiable_attention). Dropout
+            stays exact, and so do calls without a fused backward (reason "no_backward": on CUDA those with masks, in
+            fp32, or of more than 192 channels a head). "exact": all of them stay exact, counted as "training" or
+            "requires_grad". Linear layers train in 16 bit always.
+        exchange: what devices send one another under Ulysses context parallelism. "int8": Q, K, V and the output as
+            INT8 codes with a scale a token and head, about half the bytes, at some cost in accuracy; calls with masks
+            and exact calls are sent as they are. "16bit": all are. Ring attention always sends 16 bit.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
             is counted per layer with its reason and logged once. "strict": UnsupportedAttentionError.
     Raises: TypeError or ValueError for an option of wrong type or value.
@@ -252,6 +264,8 @@ class SageAttnProcessor:
     layer_linears: tuple[tuple[str, str], ...] = ()
     linears_min_features: int | None = None
     drop_weights: bool = False
+    training: str = "exact"
+    exchange: str = "16bit"
     policy: str = "fallback"
 
     def __post_init__(self) -> None:
@@ -259,6 +273,7 @@ class SageAttnProcessor:
 
         named: dict[str, Collection[str]] = {"recipe": RECIPES, "scaling": SCALINGS}
         named |= {"rotation": ROTATIONS, "policy": POLICIES, "linears": LINEARS}
+        named |= {"training": TRAININGS, "exchange": EXCHANGES}
         for name, allowed in named.items():
             value = getattr(self, name)
             if not isinstance(value, str):

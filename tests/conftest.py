@@ -71,7 +71,7 @@ def _poisoned_memory(monkeypatch):
         ):
             return tensor
         if tensor.is_floating_point():
-            tensor.fill_(float("nan"))
+            tensor.detach().fill_(float("nan"))
         elif tensor.dtype in (torch.int8, torch.uint8):
             tensor.fill_(77 if tensor.dtype == torch.int8 else 255)
         return tensor

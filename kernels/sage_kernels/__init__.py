@@ -5,12 +5,15 @@ planning/ may import ops; recipe, numerics, masking, state and compat are the gr
 """
 
 from .attention import sage_attention
+from .backward import has_fused_backward
 from .checks.attention import REASONS, unsupported
 from .decode import append_kv, sage_decode_attention
 from .heads import qk_norm_rope
 from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
 from .state import HeadState, new_head_state
+from .training import differentiable_attention
+from .varlen import sage_attention_varlen
 
 
 __all__ = [
@@ -23,12 +26,15 @@ __all__ = [
     "QuantizedRows",
     "Recipe",
     "append_kv",
+    "differentiable_attention",
+    "has_fused_backward",
     "new_head_state",
     "qk_norm_rope",
     "quantize_activation",
     "quantize_weight",
     "quantized_linear",
     "sage_attention",
+    "sage_attention_varlen",
     "sage_decode_attention",
     "unsupported",
     "weight_only_linear",

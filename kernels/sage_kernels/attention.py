@@ -158,7 +158,7 @@ def sage_attention(
         return_lse: also return the log-sum-exp of the scaled and masked scores.
         state: planned per-head scales of this call site; this call's statistics are recorded into it. Two calls that
             share a row must not run at the same time on different streams.
-        cu_seqlens: not supported; anything but None raises.
+        cu_seqlens: anything but None raises: packed sequences are for `sage_attention_varlen`.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log.
         S_kv = 0 gives zeros and -inf.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/.

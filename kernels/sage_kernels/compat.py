@@ -29,6 +29,9 @@ NAMES = (
     "torch._inductor.custom_graph_pass.CustomGraphPass",
     "torch.autograd._profiler_enabled",
     "torch.autograd.forward_ad._current_level",
+    "torch.compiler._is_exporting_flag",
+    "torch.ops.aten._scaled_dot_product_flash_attention_backward",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
     "torch.overrides._get_current_function_mode_stack",
     "torch.utils._device.DeviceContext",
     "torch.utils._pytree.tree_map_only",
@@ -62,6 +65,7 @@ _raw = find("torch._C.DispatchKeySet.raw_repr")
 _function_modes, _is_profiling = find("torch._C._len_torch_function_stack"), find("torch.autograd._profiler_enabled")
 _mode_stack = find("torch.overrides._get_current_function_mode_stack")
 _device_context = find("torch.utils._device.DeviceContext")
+_TELLS_EXPORTS = find("torch.compiler._is_exporting_flag") is not None
 _map_only = find("torch.utils._pytree.tree_map_only")
 # Dispatch keys of an ordinary tensor, and of one made under inference_mode; what a thread includes by itself
 _ORDINARY: frozenset[int] = frozenset()
@@ -81,6 +85,11 @@ if SEES_DISPATCH:
         _QUIET = _bits("BackendSelect", "ADInplaceOrView")
     except (AttributeError, TypeError):  # keys of other names: no call is known to be plain
         SEES_DISPATCH = False
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is at work. What PyTorch before 2.13 says of itself is true in all that Dynamo traces."""
+    return bool(torch.compiler._is_exporting_flag) if _TELLS_EXPORTS else torch.compiler.is_exporting()
 
 
 def nobody_looks_on() -> bool:
@@ -125,6 +134,9 @@ def has_tangent(x: torch.Tensor) -> bool:
 
 # FP8 codes [M, K] and [K, N] with their scales; None: our own kernel multiplies them
 scaled_matmul = find("torch._scaled_mm")
+# Gradients of attention from its output and log-sum-exp, by kernels that form no score matrix; None: by formula
+flash_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_backward")
+flash_backward_for_cpu = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
 # A tensor without storage, of a class of one's own; None: masks are written out
 make_wrapper_subclass = find("torch.Tensor._make_wrapper_subclass")
 

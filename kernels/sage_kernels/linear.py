@@ -20,7 +20,7 @@ from .replay import keep, made, made_before, remember
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
 _library.define(
     "quantize_activation(Tensor x, str format, str norm, Tensor? weight, Tensor? bias, float eps, Tensor? gain, "
-    "Tensor? shift, Tensor? balance) -> (Tensor, Tensor)"
+    "Tensor? shift, Tensor? balance, Tensor? beside) -> (Tensor, Tensor)"
 )
 _library.define(
     "quantized_linear(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
@@ -57,6 +57,7 @@ def quantize_activation(
     gain: torch.Tensor | None = None,
     shift: torch.Tensor | None = None,
     balance: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
 ) -> QuantizedRows:
     """Rows of an activation in 8 bit, each by its own largest element, in one pass: norm, modulation, rounding.
 
@@ -71,14 +72,16 @@ def quantize_activation(
         gain, shift: broadcastable to x, usually [B, 1, K]: adaLN's 1 + scale and shift. None for ones and zeros.
         balance: fp32 [K], positive: multiplies channels, small where they have outliers; the weight's columns were
             divided by it (`quantize_weight`).
-    Returns: codes of x's shape, scale of x's shape without K.
+        beside: [..., K2] of x's dtype: columns that follow x's, as if both were one tensor [..., K + K2], which the
+            vectors then belong to; read from where they are.
+    Returns: codes of the rows' shape, scale of that shape without the columns.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
     """
-    key, result = made_before("quantize", (x, weight, bias, gain, shift, balance), (format, norm, eps))
+    key, result = made_before("quantize", (x, weight, bias, gain, shift, balance, beside), (format, norm, eps))
     if result is None:
-        check_activation(x, format, norm, weight, bias, eps, gain, shift, balance)
-        arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance)
+        check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside)
+        arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance, beside)
         result = _run(key, _quantize_activation, "quantize_activation", arguments)
     return QuantizedRows(*result)
 
@@ -129,11 +132,10 @@ def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, to
     return padded[..., :columns], scale.contiguous()
 
 
-def _new_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Room for codes of x's shape, as the kernel lays them out."""
-    columns = x.shape[-1]
+def _new_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Room for codes of x's rows with so many columns, as the kernel lays them out."""
     if columns % 16 == 0:
-        return x.new_empty(x.shape, dtype=dtype)
+        return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
     return x.new_empty((*x.shape[:-1], -(-columns // 16) * 16), dtype=dtype)[..., :columns]
 
 
@@ -232,16 +234,17 @@ def _run(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[An
 
 
 def _quantize_activation(
-    x: torch.Tensor, format: str, norm: str, weight: Any, bias: Any, eps: float, gain: Any, shift: Any, balance: Any
-) -> Any:
+    x: torch.Tensor, format: str, norm: str, weight: Any, bias: Any, eps: float, gain: Any, shift: Any, balance: Any,
+    beside: Any,
+) -> Any:  # fmt: skip
     options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
-    options |= {"gain": gain, "shift": shift, "balance": balance}
+    options |= {"gain": gain, "shift": shift, "balance": balance, "beside": beside}
     if x.is_cuda and x.numel():
         from ._triton.linear.launch import launch_quantize_activation
 
         return launch_quantize_activation(x, **options)
     if x.numel() == 0:
-        return _fake_quantize_activation(x, format)
+        return _fake_quantize_activation(x, format, beside)
     return _aligned(*reference.ref_quantize_activation(x, **options))
 
 
@@ -267,8 +270,10 @@ def _weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: tor
     return reference.ref_weight_only_linear(x, weight, weight_scale, bias)
 
 
-def _fake_quantize_activation(x: torch.Tensor, format: str, *_: Any) -> Any:
-    return _new_rows(x, CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+def _fake_quantize_activation(x: torch.Tensor, format: str, *vectors: Any) -> Any:
+    beside = vectors[-1]
+    columns = x.shape[-1] + (0 if beside is None else beside.shape[-1])
+    return _new_rows(x, columns, CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
 def _fake_quantized_linear(
@@ -305,7 +310,7 @@ def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) ->
 
 
 for _name, _function, _fake, _tensors in (
-    ("quantize_activation", _quantize_activation, _fake_quantize_activation, (0, 3, 4, 6, 7, 8)),
+    ("quantize_activation", _quantize_activation, _fake_quantize_activation, (0, 3, 4, 6, 7, 8, 9)),
     ("quantized_linear", _quantized_linear, _fake_quantized_linear, (0, 1, 2, 3, 4, 6, 7)),
     ("weight_only_linear", _weight_only_linear, _fake_weight_only_linear, (0, 1, 2, 3)),
 ):

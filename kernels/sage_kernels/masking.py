@@ -93,6 +93,25 @@ def make_masking(attn_mask, causal, window, softcap, sinks, seq_q: int, seq_kv: 
     return masking._replace(offset=masking.offset - first), slice(first, last)
 
 
+def packed_masking(causal: bool, window: int | None, softcap, sinks, total_q: int, total_k: int) -> Masking:
+    """The Masking of packed sequences. Its offset is that of no sequence: `of_sequence` says which one has."""
+    left = UNLIMITED if window is None else min(window - 1, total_q + total_k)
+    right = 0 if causal else left
+    return Masking(None, left, right, 0, float(softcap), None if sinks is None else sinks.float().contiguous())
+
+
+def of_sequence(masking: Masking, seq_q: int, seq_kv: int) -> tuple[Masking, slice]:
+    """The Masking of one of the packed sequences, and those of its keys that any of its rows sees.
+
+    The last row is at the last key, with a window to both sides, too.
+    """
+    if masking.left == masking.right == UNLIMITED:
+        return masking, slice(0, seq_kv)
+    offset = seq_kv - seq_q
+    hidden = 0 if masking.left == UNLIMITED else min(max(offset - masking.left, 0), seq_kv)
+    return masking._replace(offset=offset - hidden), slice(hidden, seq_kv)
+
+
 def log2_bias(mask: torch.Tensor) -> torch.Tensor:
     """The mask as a bias on base-2 scores, fp32: 0 and -inf for bool. A finite bias stays finite."""
     if mask.dtype == torch.bool:

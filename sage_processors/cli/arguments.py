@@ -63,6 +63,11 @@ def gif(text: str) -> Path:
     return _checked(text, lambda path: check_file(path, "--output", ".gif"))
 
 
+def json_file(text: str) -> Path:
+    """`type=` of a JSON file to write."""
+    return _checked(text, lambda path: check_file(path, "--output", ".json"))
+
+
 def _checked(text: str, check: Callable[[Path], None]) -> Path:
     try:
         check(Path(text))

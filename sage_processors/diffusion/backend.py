@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 import sage_kernels
+from sage_kernels.compat import is_exporting
 
 from ..autocast import autocast
 from ..event_counter import count_shared, zero_shared
@@ -22,7 +23,8 @@ from ..linears.lazy import real_of
 from ..options import BY_CALL, REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from . import dispatcher
 from .call_reasons import REASONS, call_reason, is_short
-from .exact_with_lse import exact_with_lse
+from .context_parallel import degrees, run_in_parallel
+from .exact_with_lse import exact_part
 
 
 logger = logging.getLogger("sage_processors")
@@ -139,57 +141,24 @@ def _run(call: tuple[Any, ...], return_lse: bool, reason: str | None) -> Any:
             scaling=_options.call_scaling, scale=scale, return_lse=return_lse,
         )  # fmt: skip
     _stay_exact(reason, query)
-    return _exact(call, return_lse)
-
-
-def _exact(call: tuple[Any, ...], return_lse: bool) -> Any:
-    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
-    if return_lse:
-        if dropout_p or (attn_mask is not None and (is_causal or not isinstance(attn_mask, torch.Tensor))):
-            raise NotImplementedError(
-                f"return_lse: got it with dropout_p={dropout_p}, is_causal={is_causal} and a mask of type "
-                f"{type(attn_mask).__name__}, expected no dropout, and a tensor as mask or causality, not both"
-            )
-        q, k, v = autocast(query, key, value)
-        return exact_with_lse(q, k, v, attn_mask, is_causal, scale)
-    return dispatcher.native()(
-        query=query, key=key, value=value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-        enable_gqa=enable_gqa,
-    )  # fmt: skip
+    return exact_part(call, return_lse)
 
 
 def _run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, unknown: bool) -> Any:
-    """A call whose tokens are spread over devices. Diffusers moves them about and calls `_forward_op`."""
-    query, key, value, attn_mask = call[:4]
-    if attn_mask is not None and parallel.context_parallel_config.ring_degree > 1:
-        # it would lay this device's part of the mask over the keys of every other
-        raise NotImplementedError(
-            "attn_mask: got a mask together with ring attention, expected none: each device has only its own part of "
-            "it; use Ulysses, ContextParallelConfig(ulysses_degree=...)"
-        )
+    """A call whose tokens are spread over devices."""
+    query, key, value = call[:3]
     needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-    if unknown or needs_gradient:
+    masked_ring = call[3] is not None and degrees(parallel)[1] > 1
+    if (unknown or needs_gradient) and not masked_ring:
         _stay_exact("attention_kwargs" if unknown else "requires_grad", query)
         names = dict(zip(_ARGUMENTS, call, strict=False))
         return dispatcher.native()(**names, return_lse=return_lse, _parallel_config=parallel)
-    return dispatcher.module()._templated_context_parallel_attention(
-        *call, return_lse, forward_op=_forward_op, backward_op=_backward_op, _parallel_config=parallel
-    )
-
-
-def _forward_op(ctx: Any, *arguments: Any, _save_ctx: bool = True, _parallel_config: Any = None) -> Any:
-    """Attention on what diffusers gathered; arguments: as of the back end, up to `return_lse`."""
-    *call, return_lse = arguments
-    return _run(tuple(call), return_lse, None)
-
-
-def _backward_op(ctx: Any, *arguments: Any, **options: Any) -> Any:
-    raise NotImplementedError("INT8 attention has no backward: call the model under torch.no_grad()")
+    return run_in_parallel(call, return_lse, parallel, lambda given, with_lse: _run(given, with_lse, None))
 
 
 def _count(event: str, query: torch.Tensor) -> None:
     """Count a call, but not one of an exported program: it runs without us, and would carry our counters along."""
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         count_shared(WHOSE, len(EVENTS), _EVENT.get(event, _EVENT["other"]), query.device)
 
 

@@ -15,6 +15,7 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
 from ..options import SageAttnProcessor
+from .context_parallel import lengths_in_parallel
 
 
 # modules of the function modes of torch.export
@@ -32,19 +33,54 @@ def _foreign_function_mode() -> bool:
 
 
 def is_short(
-    config: SageAttnProcessor, query: torch.Tensor, key: torch.Tensor, tokens: int, heads: int, is_causal: bool
+    config: SageAttnProcessor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    tokens: int,
+    heads: int,
+    is_causal: bool,
+    parallel: Any = None,
 ) -> bool:
     """Whether 16 bit is the faster one for a call. tokens, heads: which dimensions of query and key these are.
+
+    parallel: where the tokens are spread over devices: judged is what each device then computes.
 
     Asked first: a call that would have been too short anyway should cost the host next to nothing.
     """
     if query.dim() != 4 or key.dim() != 4 or query.shape[3] > MAX_HEAD_DIM:
         return False
-    shape = query.shape
+    seq_q, seq_kv, head_count = query.shape[tokens], key.shape[tokens], query.shape[heads]
+    if parallel is not None:
+        seq_q, seq_kv, head_count = lengths_in_parallel(query, key, parallel)
     return crossover.is_short(
-        query.device, batch=shape[0], heads=shape[heads], seq_q=shape[tokens], seq_kv=key.shape[tokens],
-        head_dim=shape[3], causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
+        query.device, batch=query.shape[0], heads=head_count, seq_q=seq_q, seq_kv=seq_kv, head_dim=query.shape[3],
+        causal=is_causal, recipe=config.recipe, min_tokens=config.min_tokens,
     )  # fmt: skip
+
+
+def needs_gradient(*tensors: torch.Tensor) -> bool:
+    """Whether PyTorch will ask for the gradient of one of them."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def training_reason(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any,
+    dropout_p: Any,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: Any,
+) -> str | None:
+    """As `call_reason`, where gradients are welcome: one of its reasons, "no_backward", or None."""
+    with torch.no_grad():
+        reason = call_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if reason is None and attn_mask is not None and needs_gradient(attn_mask):
+        return "requires_grad"
+    if reason is None and needs_gradient(query, key, value):
+        return None if sage_kernels.has_fused_backward(query, attn_mask) else "no_backward"
+    return reason
 
 
 def call_reason(

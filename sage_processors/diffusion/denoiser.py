@@ -213,7 +213,7 @@ class Part:
         return {self._label(layer.name): self._reason_against(layer) for layer in self.layers}
 
     def _reason_against(self, layer: Layer) -> str:
-        if layer.module.training:
+        if layer.module.training and layer.sage._sage_config.training != "int8":
             return REMEDIES["training"]
         if layer.sage._sage_kept:
             return "kept in 16 bit by the options"
@@ -273,6 +273,7 @@ class Part:
         self.perturbed = False
         for processor in (*(layer.sage for layer in self.layers), *self.guests.values()):
             processor._sage_events.zero()
+            processor._sage_sent[0] = 0
 
     @property
     def hangs_on_steps(self) -> bool:

@@ -144,10 +144,14 @@ def is_active() -> bool:
 
 def native() -> Callable[..., Any]:
     """Diffusers' exact attention: the function behind the name "native"."""
-    attend: Callable[..., Any] = _module._AttentionBackendRegistry._backends[
-        _module.AttentionBackendName.NATIVE
-    ]
+    attend: Callable[..., Any] = _module._AttentionBackendRegistry._backends[_module.AttentionBackendName.NATIVE]
     return attend
+
+
+def is_native(backend: Any) -> bool:
+    """Whether a back end of a processor (None: the active one) is diffusers' native one, which returns no sums."""
+    named = _module._AttentionBackendRegistry._active_backend if backend is None else backend
+    return bool(named == _module.AttentionBackendName.NATIVE)
 
 
 def without_ours(backend: Any) -> Any:

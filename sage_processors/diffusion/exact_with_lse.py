@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from ..autocast import autocast
+from . import dispatcher
+
 
 _SCORES = 2**26  # so many at once: 256 MiB in fp32
 
@@ -45,3 +48,23 @@ def exact_with_lse(
         lses.append(lse)
     out, lse = torch.cat(outs, 2), torch.cat(lses, 2)
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse.transpose(1, 2).contiguous()
+
+
+def exact_part(call: tuple[Any, ...], return_lse: bool) -> Any:
+    """A call (query, key, value [B, S, H, D], attn_mask, dropout_p, is_causal, scale, enable_gqa) by exact attention.
+
+    By diffusers' native back end, which knows no log-sum-exp; with return_lse by `exact_with_lse`.
+    """
+    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = call
+    if return_lse:
+        if dropout_p or (attn_mask is not None and (is_causal or not isinstance(attn_mask, torch.Tensor))):
+            raise NotImplementedError(
+                f"return_lse: got it with dropout_p={dropout_p}, is_causal={is_causal} and a mask of type "
+                f"{type(attn_mask).__name__}, expected no dropout, and a tensor as mask or causality, not both"
+            )
+        q, k, v = autocast(query, key, value)
+        return exact_with_lse(q, k, v, attn_mask, is_causal, scale)
+    return dispatcher.native()(
+        query=query, key=key, value=value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa,
+    )  # fmt: skip

@@ -105,7 +105,7 @@ class Handle:
             if against and all(against.values()):
                 found = ", ".join(dict.fromkeys(against.values()))
                 logger.warning("%s: got a model in which no attention layer can run in INT8 (%s)", name, found)
-            elif any(layer.module.training for layer in part.layers):
+            elif self.config.training != "int8" and any(layer.module.training for layer in part.layers):
                 logger.warning("%s: got a model in which some layers run exact: %s", name, REMEDIES["training"])
 
     def report(self) -> Report:

@@ -6,10 +6,12 @@ from typing import Any
 
 from sage_kernels.checks import MAX_HEAD_DIM
 
+from ..linears.graph_pass import fuse_in_compiled_code
 from ..linears.lazy import Operand
 from ..linears.modules import is_swapped, norm_class, put_class
 from ..linears.norms import NormState, norm_form
 from ..linears.weights import Shared
+from .head_fusion import fuse_heads
 from .lazy_heads import LazyHeads, Norm, Part, Waiting
 
 
@@ -41,8 +43,8 @@ class HeadNormState(NormState):
 class HeadNorms:
     """The norms of one model that wait for attention: the same objects, with another class.
 
-    Compiled code never sees what waits: inside of it a norm is what it was, and outside of it what waits is in the
-    hands of attention processors alone.
+    Compiled code never sees what waits: inside of it a norm is what it was, for head_fusion.py to find, and outside of
+    it what waits is in the hands of attention processors alone.
     """
 
     def __init__(self) -> None:
@@ -54,6 +56,8 @@ class HeadNorms:
 
         label: name in the model -> name in messages.
         """
+        if any(layer.sage._sage_turns_heads for layer in layers):
+            fuse_in_compiled_code(fuse_heads)
         for layer in layers:
             for name in NAMES if layer.sage._sage_turns_heads else ():
                 module = layer.module._modules.get(name)

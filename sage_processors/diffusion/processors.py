@@ -20,8 +20,18 @@ import sage_kernels
 from ..autocast import autocast
 from ..linears.lazy import real_of
 from ..options import REMEDIES, UnsupportedAttentionError
-from .call_reasons import REASONS, call_reason, is_short
-from .dispatcher import exact, without_ours
+from .call_reasons import REASONS, call_reason, is_short, needs_gradient, training_reason
+from .context_parallel import (
+    bytes_as_they_are,
+    degrees,
+    first_head,
+    run_exact_in_parallel,
+    run_in_parallel,
+    run_with_codes,
+    sends_codes,
+)
+from .dispatcher import exact, is_native, without_ours
+from .exact_with_lse import exact_part
 from .lazy_heads import made_ready
 from .rebind import dispatch_attention_fn, stand_ins
 from .rotary import is_rotary, rotary
@@ -38,6 +48,7 @@ EVENTS = (
     *CALLS,
     *REASONS,
     "training",
+    "no_backward",
     "replaced",
     "backend",
     "context_parallel",
@@ -71,6 +82,18 @@ class CallSite:
         self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
         self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
         self.seen_kind = None
+        self._states: dict[int, sage_kernels.HeadState] = {}
+
+    def state_of(self, head: int) -> sage_kernels.HeadState:
+        """The state of the key/value heads from this one on: those that this device computes for all devices."""
+        state = self.state
+        if state is None:
+            raise ValueError("state: got a call site without one, expected one that was planned for")
+        if torch.compiler.is_compiling():
+            return state._replace(row=state.row + head)
+        if head not in self._states or self._states[head].plan is not state.plan:
+            self._states[head] = state._replace(row=state.row + head)
+        return self._states[head]
 
 
 class _Running(threading.local):
@@ -113,9 +136,11 @@ def _reason_against(
 ) -> str | None:
     """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
     window = processor._sage_window
-    if _running.training:
-        return "training"
-    reason = call_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if processor._sage_config.training == "int8":
+        reason = training_reason(*call)
+    else:
+        reason = "training" if _running.training else call_reason(*call)
     if reason is None and processor._sage_kept:
         return "kept"
     if reason is None and window is not None and window.exact:
@@ -141,10 +166,17 @@ def _attend(
     scale: Any,
     processor: Any,
     index: int,
-) -> torch.Tensor:
-    """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D]."""
+    parallel: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D].
+
+    parallel: the ParallelConfig of tensors that were gathered from several devices. return_lse: also lse [B, S_q, H].
+    """
     query, key = made_ready(query, key)
     config = processor._sage_config
+    if _trains(processor, query, key, value):
+        return _attend_training(query, key, value, attn_mask, is_causal, scale, processor)
     site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
     state = None
     attend: Callable[..., torch.Tensor] = sage_kernels.sage_attention
@@ -156,10 +188,11 @@ def _attend(
         if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1:
             kind_of_mask = attn_mask.dtype
         site.seen_kind = query.dtype, "top_left" if is_causal else "", kind_of_mask
-        if site.state is not None and (key.shape[2], key.shape[3]) == (site.kv_heads, site.head_dim):
+        shared_by = 1 if parallel is None else degrees(parallel)[0]
+        if site.state is not None and (key.shape[2] * shared_by, key.shape[3]) == (site.kv_heads, site.head_dim):
             if site.state.plan.device == query.device:
-                state = site.state
-                if site.keeps_rows:
+                state = site.state if shared_by == 1 else site.state_of(first_head(parallel, key.shape[2]))
+                if site.keeps_rows and parallel is None:
                     attend = attention_keeping
     if state is None:
         processor._sage_events.add(_EVENT["called"])
@@ -172,12 +205,64 @@ def _attend(
         out = attend(
             query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
             recipe=config.recipe, scaling=config.call_scaling, rotation=rotation, scale=scale, state=state,
+            **({"return_lse": True} if return_lse else {}),
         )  # fmt: skip
     probe = processor._sage_probe
-    if probe is not None and probe.shared.on:
+    if probe is not None and probe.shared.on and parallel is None:
         tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.call_scaling}
         probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
     return out
+
+
+def _trains(processor: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a call that may run in INT8 is one of training."""
+    trains: bool = processor._sage_config.training == "int8"
+    return trains and (_running.training or needs_gradient(query, key, value))
+
+
+def _attend_parallel(call: tuple[Any, ...], processor: Any, index: int, parallel: Any) -> torch.Tensor:
+    """A call whose tokens are spread over devices, in INT8, but for what shows when they are together."""
+
+    def attend(given: tuple[Any, ...], return_lse: bool) -> Any:
+        query, key, value, attn_mask, _, is_causal, scale, _ = given
+        reason = call_reason(*given)
+        if reason is None:
+            return _attend(query, key, value, attn_mask, is_causal, scale, processor, index, parallel, return_lse)
+        _stay_exact(processor, reason)
+        return exact_part(given, return_lse)
+
+    call = (*made_ready(*call[:2]), *call[2:])
+    if processor._sage_config.exchange == "int8" and sends_codes(call, parallel):
+        out, sent = run_with_codes(call, parallel, attend)
+    else:
+        out, sent = run_in_parallel(call, False, parallel, attend), bytes_as_they_are(call, parallel)
+    _count_sent(processor, sent)
+    return out
+
+
+def _count_sent(processor: Any, sent: int) -> None:
+    if not torch.compiler.is_compiling():  # a number that grows would be a guard that fails
+        processor._sage_sent[0] += sent
+
+
+def _attend_training(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: Any,
+    processor: Any,
+) -> torch.Tensor:
+    """A call of training: no state, since its noise levels follow no run, and a checkpoint makes it twice."""
+    config = processor._sage_config
+    processor._sage_events.add(_EVENT["called"])
+    if processor._sage_rotated:
+        processor._sage_events.add(_EVENT["rotated"])
+    return sage_kernels.differentiable_attention(
+        query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=config.recipe,
+        scaling=config.call_scaling, rotation="hadamard" if processor._sage_rotated else "none", scale=scale,
+    )  # fmt: skip
 
 
 def _next_call() -> tuple[Any, int]:
@@ -209,7 +294,8 @@ def _sdpa(
         else:
             reason = "rank"
         if reason is None:
-            return _attend(q, k, v, attn_mask, is_causal, scale, processor, index).transpose(1, 2)
+            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            return made.transpose(1, 2)
         _stay_exact(processor, reason)
     query, key, value = real_of((query, key, value))
     return F.scaled_dot_product_attention(
@@ -243,20 +329,33 @@ def _dispatch(
     reason: str | None
     if processor._sage_config is not None:
         backend = without_ours(backend)  # a back end that knows less: its name changes nothing here
-        if parallel_config is not None:
-            reason = "context_parallel"
-        elif attention_kwargs:
+        if attention_kwargs:
             reason = "attention_kwargs"
         elif backend != processor._sage_backend:
             reason = "backend"  # set_attention_backend() after the swap: the user's later word counts
-        elif is_short(processor._sage_config, query, key, 1, 2, is_causal):
+        elif is_short(processor._sage_config, query, key, 1, 2, is_causal, parallel_config):
             reason = "short"
         else:
             q, k, v = autocast(query, key, value)
-            reason = _reason_against(processor, q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            # masks of parts of the keys are looked at when the parts are together
+            mask = attn_mask if parallel_config is None else None
+            reason = _reason_against(processor, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+            if reason is None and parallel_config is not None and _trains(processor, q, k, v):
+                reason = "context_parallel"
         if reason is None:
-            return _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            if parallel_config is not None:
+                call = (q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                return _attend_parallel(call, processor, index, parallel_config)
+            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            return made
         _stay_exact(processor, reason)
+        if parallel_config is not None:
+            _count_sent(processor, bytes_as_they_are((query, key, value), parallel_config))
+            in_ring = degrees(parallel_config)[1] > 1 and is_native(exact(backend))
+            if in_ring and not attention_kwargs and not needs_gradient(query, key, value):
+                call = (*real_of((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                parts: torch.Tensor = run_exact_in_parallel(call, parallel_config)
+                return parts
         backend = exact(backend)
     query, key, value = real_of((query, key, value))
     out: torch.Tensor = dispatch_attention_fn(

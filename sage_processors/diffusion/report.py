@@ -54,6 +54,7 @@ class Report(LayerReport):
                 were done again, because their scores had moved too far. It costs time, not accuracy.
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
                 the latest call.
+            sent_bytes: what this device sent to others, under context parallelism.
             note: what else to know.
         notes: about the handle as a whole.
         linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.
@@ -114,6 +115,7 @@ def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any)
         "v_clipped_fraction": 0.0,
         "redone_fraction": 0.0,
         "bytes_saved": 0,
+        "sent_bytes": 0,
     }
     return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
 
@@ -140,6 +142,7 @@ def _counted(layer: Any, summary: Any) -> dict[str, Any]:
         "v_clipped_fraction": max([row["clipped"] for _, row in planned], default=0.0),
         "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
         "bytes_saved": int(calls[0] * per_call),  # one byte less per element
+        "sent_bytes": sage._sage_sent[0],
     }
 
 
@@ -208,7 +211,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                         note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
                 if without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.sage._sage_backend:
                     note = REMEDIES["backend"]
-                elif module.training:
+                elif module.training and own.training != "int8":
                     note = REMEDIES["training"]
                 note = note or rotation.note(label)
                 rotated = "hadamard" if layer.sage._sage_rotated else "none"

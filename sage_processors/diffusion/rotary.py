@@ -6,6 +6,7 @@ Q and K, norms of the heads included, is then one (lazy_heads.py).
 
 from __future__ import annotations
 
+import importlib
 import types
 from typing import Any
 
@@ -31,6 +32,23 @@ KNOWN = {
 }
 
 
+# How compiled code sees a call of such a function: one op, which is the function's own code unless head_fusion.py has
+# found norms, parts and attention around it. freqs: cos and sin, or the complex numbers; options: as of KNOWN.
+_library = torch.library.Library("sage_processors", "FRAGMENT")
+_library.define("rotary(Tensor x, Tensor[] freqs, str function, bool use_real, int unbind_dim) -> Tensor")
+
+
+def _in_own_code(x, freqs, function, use_real, unbind_dim):
+    own = getattr(importlib.import_module(KNOWN[function][0]), function)
+    options = {"use_real": use_real, "use_real_unbind_dim": unbind_dim}
+    if "sequence_dim" in KNOWN[function][1]:
+        options["sequence_dim"] = 1
+    return own(x, tuple(freqs) if use_real else freqs[0], **options)
+
+
+_library.impl("rotary", _in_own_code, "CompositeImplicitAutograd")
+
+
 def is_rotary(function) -> bool:
     """Whether it is a rotary embedding of diffusers that can wait for attention."""
     return (
@@ -47,8 +65,13 @@ def rotary(function, processor_of):
 
     def stand_in(x, freqs_cis, *args, **kwargs):
         is_known = len(args) <= len(names) and all(name in defaults for name in kwargs)
-        if is_known and not torch.compiler.is_compiling():
-            options = defaults | dict(zip(names, args, strict=False)) | kwargs
+        options = defaults | dict(zip(names, args, strict=False)) | kwargs
+        if is_known and torch.compiler.is_compiling():
+            given = _freqs_of(freqs_cis, options, x)
+            if given is not None:
+                op = torch.ops.sage_processors.rotary
+                return op(x, given, function.__name__, options["use_real"], options["use_real_unbind_dim"])
+        elif is_known:
             turned = _waits(processor_of(), x, freqs_cis, options, lambda: function(real_of(x), freqs_cis, **options))
             if turned is not None:
                 return turned
@@ -81,8 +104,10 @@ def _waits(processor, x, freqs, options, compute) -> LazyHeads | None:
     return LazyHeads(x.shape, x.dtype, x.device, (part,), None, (source,), compute)
 
 
-def _angles(freqs: Any, options: dict, x, source: Waiting) -> Angles | None:
-    """Of a known call; None for a form that isn't."""
+def _freqs_of(freqs: Any, options: dict, x) -> tuple[torch.Tensor, ...] | None:
+    """Cos and sin, or complex numbers, of a known call; None for a form that isn't."""
+    if x.dim() != 4:
+        return None
     tokens, width = x.shape[1], x.shape[3]
     if options["use_real"]:  # cos and sin, fp32 [S, D]
         given = tuple(freqs) if type(freqs) in (tuple, list) else ()
@@ -90,10 +115,17 @@ def _angles(freqs: Any, options: dict, x, source: Waiting) -> Angles | None:
     else:  # [S, D / 2] complex numbers, one a pair of neighbours
         given = (freqs,)
         shape, dtype, is_known = (tokens, width // 2), torch.complex64, "sequence_dim" not in options
-    pairs = not options["use_real"] or options["use_real_unbind_dim"] == -1
     is_known = is_known and options["use_real_unbind_dim"] in (-1, -2)
-    if not is_known or not all(can_wait(t) and t.dtype == dtype and t.shape == shape for t in given):
+    is_known = is_known and all(isinstance(t, torch.Tensor) for t in given)
+    return given if is_known and all(t.dtype == dtype and t.shape == shape for t in given) else None
+
+
+def _angles(freqs: Any, options: dict, x, source: Waiting) -> Angles | None:
+    """Of a known call; None for a form that isn't."""
+    given = _freqs_of(freqs, options, x)
+    if given is None or not all(map(can_wait, given)):
         return None
+    pairs = not options["use_real"] or options["use_real_unbind_dim"] == -1
     if source.angles is not None and source.angles.are_of(given, pairs):
         return source.angles
     if any(t.device != x.device or t.is_neg() or t.is_conj() for t in given):

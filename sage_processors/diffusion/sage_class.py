@@ -76,6 +76,7 @@ class _SageMethods:
         set_("_sage_lock", lock)
         set_("_sage_waiting", Waiting(layer))
         set_("_sage_events", EventCounter(len(EVENTS), device))
+        set_("_sage_sent", [0])  # bytes that went to other devices
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
         self._sage_accept_backend()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +20,15 @@ import torch
 
 import sage_kernels
 from sage_kernels import crossover
+from sage_kernels.compat import is_exporting
 
 from ..autocast import autocast
-from ..options import POLICIES, UnsupportedAttentionError
-from .call import Call, exact, masking, needs_gradient
+from ..options import POLICIES, TRAININGS, UnsupportedAttentionError
+from .call import Call, Sequences, exact, masking, needs_gradient, only_of
 from .choice import watch_choices
 from .masks import plain_mask, sage_mask
 from .report import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
-from .visible import complete_mask
+from .visible import band_of, complete_mask, write_out
 
 
 try:
@@ -49,11 +51,12 @@ class Implementation:
     recipe: str = sage_kernels.DEFAULT_RECIPE
     min_tokens: int | None = None
     policy: str = "fallback"
+    training: str = "exact"
 
     scaling = "per_token"  # a token's codes then depend on no other token: what a cache and causality need
 
     def __post_init__(self) -> None:
-        for name, allowed in (("recipe", sage_kernels.RECIPES), ("policy", POLICIES)):
+        for name, allowed in (("recipe", sage_kernels.RECIPES), ("policy", POLICIES), ("training", TRAININGS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {sorted(allowed)}")
         tokens = self.min_tokens
@@ -72,6 +75,7 @@ def register_transformers(
     recipe: str = sage_kernels.DEFAULT_RECIPE,
     min_tokens: int | None = None,
     policy: str = "fallback",
+    training: str = "exact",
 ) -> list[str]:
     """Make INT8 attention known to transformers, attention and mask function together. Repeating it changes nothing.
 
@@ -88,18 +92,22 @@ def register_transformers(
             at every step costs more than it saves. Calls on an INT8 cache always read the cache as it is.
         policy: "fallback": a call that INT8 attention can't do runs the model's own exact attention, is counted per
             layer with its reason and logged once. "strict": it raises UnsupportedAttentionError; short calls don't.
+        training: "int8": calls that need a gradient, and those of modules in training mode, run in INT8, too; the
+            backward is PyTorch's, in 16 bit (sage_kernels.differentiable_attention). Exact all the same, and counted:
+            dropout; gradients of masks, biases, sinks or scales; windows, soft caps and sinks, and calls without a
+            fused backward, as reason "no_backward". "exact": all of them, as "training" or "gradient".
     Returns: the names registered.
     Raises: ValueError for a name or an option that can't be.
     """
     if name is None:
-        if (recipe, min_tokens, policy) != (sage_kernels.DEFAULT_RECIPE, None, "fallback"):
+        if (recipe, min_tokens, policy, training) != (sage_kernels.DEFAULT_RECIPE, None, "fallback", "exact"):
             raise ValueError("name: got None with options, expected a name for an implementation of your own")
         wanted = {"sage_int8": Implementation()}
         wanted |= {f"sage_{recipe}": Implementation(recipe) for recipe in sage_kernels.RECIPES}
         wanted |= {f"{key}_strict": Implementation(it.recipe, policy="strict") for key, it in wanted.items()}
     else:
         _check_name(name)
-        wanted = {name: Implementation(recipe, min_tokens, policy)}
+        wanted = {name: Implementation(recipe, min_tokens, policy, training)}
     for key, implementation in wanted.items():
         if _implementations.get(key) == implementation:
             continue
@@ -180,24 +188,62 @@ def _attend(
     complete_mask(call, query, key)
     if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
         return _attend_cache(call, query, key, value), None
-    reason = "training" if call.module.training else "gradient" if needs_gradient(call, query, key, value) else None
+    needed = needs_gradient(call, query, key, value)
+    trains = implementation.training == "int8" and only_of(call, query, key, value)
+    reason = None if trains else "training" if call.module.training else "gradient" if needed else None
     if reason is None:
         query, key, value = autocast(query, key, value)
         reason = _reason_against(implementation, call, query, key, value)
-    if reason is None:
+    if reason is None and call.sequences is not None:
+        reason = sage_kernels.unsupported(
+            *(x.transpose(1, 2) for x in (query, key, value)), dropout_p=call.dropout, enable_gqa=True
+        )
+        if reason is None and sage_kernels.RECIPES[implementation.recipe].pv == "int8":
+            reason = "other"  # packed sequences are not for this recipe
+        if reason is None:
+            return _attend_packed(implementation, call, call.sequences, query, key, value), None
+    elif reason is None:
         mask, causal, window, seen = masking(call, query.shape[2], key.shape[2])
         q, k, v = query.transpose(1, 2), key[:, :, :seen].transpose(1, 2), value[:, :, :seen].transpose(1, 2)
-        reason = sage_kernels.unsupported(q, k, v, attn_mask=mask, dropout_p=call.dropout, enable_gqa=True)
+        with torch.no_grad() if trains else nullcontext():
+            reason = sage_kernels.unsupported(q, k, v, attn_mask=mask, dropout_p=call.dropout, enable_gqa=True)
+        if reason is None and trains and needed:
+            reason = _reason_against_training(call, q, mask, window, seen)
     if reason is not None:
+        write_out(call, query.shape[2], key.shape[2], query.device)
         _stay_exact(implementation, call, reason, query.device)
         found: tuple[torch.Tensor, torch.Tensor | None] = exact(call, query, key, value)
         return found
     count(call.module, INT8, query.device)
+    if needed:
+        return sage_kernels.differentiable_attention(
+            q, k, v, attn_mask=mask, causal=causal, recipe=implementation.recipe, scaling=implementation.scaling,
+            scale=call.scaling,
+        ), None  # fmt: skip
     out = sage_kernels.sage_attention(
         q, k, v, attn_mask=mask, causal=causal, window=window, softcap=call.softcap or 0.0, sinks=call.sinks,
         recipe=implementation.recipe, scaling=implementation.scaling, scale=call.scaling,
     )  # fmt: skip
     return out, None
+
+
+def _attend_packed(
+    implementation: Implementation,
+    call: Call,
+    sequences: Sequences,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of the sequences packed into a row [1, H, S, D], each by itself: no mask of S x S is made."""
+    count(call.module, INT8, query.device)
+    causal, window = band_of(call, query.shape[2])
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out: torch.Tensor = sage_kernels.sage_attention_varlen(
+        q, k, v, sequences.q_ends, sequences.k_ends, causal=causal, window=window, softcap=call.softcap or 0.0,
+        sinks=call.sinks, recipe=implementation.recipe, scaling=implementation.scaling, scale=call.scaling,
+    )  # fmt: skip
+    return out[None]
 
 
 def _reason_against(
@@ -215,12 +261,22 @@ def _reason_against(
     if call.sinks is not None and tuple(call.sinks.shape) != (query.shape[1],):
         return "sinks"
     batch, heads, seq_q, head_dim = query.shape
+    seq_kv = key.shape[2]
+    if call.sequences is not None:  # the longest decides
+        seq_q, seq_kv = call.sequences.longest_q or seq_q, call.sequences.longest_k or seq_kv
     if crossover.is_short(
-        query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=key.shape[2], head_dim=head_dim,
+        query.device, batch=batch, heads=heads, seq_q=seq_q, seq_kv=seq_kv, head_dim=head_dim,
         causal=bool(call.is_causal), recipe=implementation.recipe, min_tokens=implementation.min_tokens,
     ):  # fmt: skip
         return "short"
     return None
+
+
+def _reason_against_training(call: Any, q: torch.Tensor, mask: Any, window: int | None, seen: int) -> str | None:
+    """Why the gradient of a call that INT8 can do must be that of exact attention, or None. q: [B, S_q, H, D]."""
+    if call.softcap or call.sinks is not None or (window is not None and window < seen):
+        return "no_backward"
+    return None if sage_kernels.has_fused_backward(q, mask) else "no_backward"
 
 
 def _attend_cache(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -262,9 +318,9 @@ def _attend_cache(call: Call, query: torch.Tensor, key: torch.Tensor, value: tor
 def _stay_exact(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
     """Count a call that runs exact attention; raise under policy="strict" unless it is merely short."""
     if implementation.policy == "strict" and reason != "short":
-        (_refuse_export if torch.compiler.is_exporting() else _refuse)(call.label, reason)
+        (_refuse_export if is_exporting() else _refuse)(call.label, reason)
     count(call.module, reason, device)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         _say_exported(call.label, reason)
     elif not torch.compiler.is_compiling():
         _log_once(call, reason)

@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
@@ -41,12 +41,22 @@ HARMLESS = frozenset(
         "mm_token_type_ids",
         "deterministic",  # every kernel of ours is
         "seq_idx",  # of convolutions and linear attention
-        "cu_seq_lens_q",  # of sequences that the mask keeps apart: see refuse_packed
+        "cu_seq_lens_q",  # of packed sequences: see visible.py
         "cu_seq_lens_k",
         "max_length_q",
         "max_length_k",
     )
 )
+
+
+class Sequences(NamedTuple):
+    """Sequences packed into one row: 0 and their ends among queries and keys, int32 [sequences + 1], and how many
+    tokens the longest ones have, 0 if nobody said so."""
+
+    q_ends: torch.Tensor
+    k_ends: torch.Tensor
+    longest_q: int
+    longest_k: int
 
 
 @dataclass
@@ -56,7 +66,8 @@ class Call:
     Attributes: module; mask: None, BandMask, bool or float [B or 1, H or 1, S_q, S_kv], the one authority on windows
         where there is one; dropout; scaling; is_causal: rows see keys up to their own number where mask is None and
         there is more than one; position_bias: None or float [B or 1, H, S_q, S_kv], added to the scores; softcap;
-        sinks: None or [H]; sliding_window; weights: whether they are asked for; others: everything else, not None.
+        sinks: None or [H]; sliding_window; weights: whether they are asked for; others: everything else, not None;
+        sequences: those packed into the row, which the mask (None or a BandMask) then does not hold apart.
     """
 
     module: torch.nn.Module
@@ -70,6 +81,7 @@ class Call:
     sliding_window: int | None
     weights: bool
     others: dict
+    sequences: Sequences | None = None
 
     @property
     def unknown(self) -> list[str]:
@@ -183,6 +195,16 @@ def _eager_of(kind: Any):
 def _strings(constants) -> frozenset[str]:
     inner = (_strings(x) for x in constants if isinstance(x, tuple))
     return frozenset(x for x in constants if isinstance(x, str)).union(*inner)
+
+
+def only_of(call: Call, *tensors) -> bool:
+    """Whether all that PyTorch differentiates here are these tensors, backward: their gradients are known."""
+    others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)
+    given = [x for x in others if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
+        return False
+    with torch.no_grad():
+        return not needs_gradient(call, *tensors)
 
 
 def needs_gradient(call: Call, *tensors) -> bool:

@@ -17,6 +17,7 @@ try:
         and_masks,
         bidirectional_mask_function,
         causal_mask_function,
+        packed_sequence_mask_function,
         prepare_padding_mask,
         sdpa_mask,
         sliding_window_bidirectional_overlay,
@@ -27,13 +28,19 @@ except ImportError as error:
         "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
     ) from error
 
+try:
+    from transformers.masking_utils import remap_positions_for_packed_sequence
+except ImportError:  # versions in which rows of packed sequences keep their place in the whole row
+    remap_positions_for_packed_sequence = None
+
 UNLIMITED = -1
 
 
 class BandMask(torch.Tensor):
     """A bool mask [B, 1, S_q, S_kv] (True: visible) of a band of keys around every row, without storage.
 
-    Row i, at key position i + offset, sees keys from `left` before it to `right` after it (UNLIMITED: no bound).
+    Row i, at key position i + offset, sees keys from `left` before it to `right` after it (UNLIMITED: no bound); of
+    packed sequences (`longest` > 0: tokens of the longest one), only those of its own.
     To other code it is a tensor with these values: any operation on it gets the plain mask, but a move to another
     device, which a model spread over several makes before every layer.
     """
@@ -41,14 +48,21 @@ class BandMask(torch.Tensor):
     offset: int
     left: int
     right: int
+    longest: int
     _anchor: torch.Tensor
 
     @staticmethod
-    def __new__(cls, shape, offset: int, left: int, right: int, anchor: torch.Tensor):
-        """anchor: any tensor on the mask's device; it is what torch.compile holds on to."""
+    def __new__(cls, shape, offset: int, left: int, right: int, anchor: torch.Tensor, longest: int = 0):
+        """anchor: any tensor on the mask's device, which is what torch.compile holds on to; of packed sequences, 0 and
+        their ends, int32 [sequences + 1]."""
         mask = make_wrapper_subclass(cls, tuple(shape), dtype=torch.bool, device=anchor.device)
-        mask.offset, mask.left, mask.right, mask._anchor = offset, left, right, anchor
+        mask.offset, mask.left, mask.right, mask.longest, mask._anchor = offset, left, right, longest, anchor
         return mask
+
+    @property
+    def ends(self) -> torch.Tensor | None:
+        """0 and the ends of the packed sequences, int32; None if there is one."""
+        return self._anchor if self.longest else None
 
     def plain(self) -> torch.Tensor:
         """The mask written out, [B, 1, S_q, S_kv] bool; samples share their memory."""
@@ -61,6 +75,9 @@ class BandMask(torch.Tensor):
             seen = seen & (distance >= -self.left)
         if self.right != UNLIMITED:
             seen = seen & (distance <= self.right)
+        if self.ends is not None:
+            sequence = sequence_of(self.ends, seq_q, device)
+            seen = seen & (sequence[:, None] == sequence)
         return seen.expand(batch, 1, seq_q, seq_kv)
 
     @classmethod
@@ -69,24 +86,29 @@ class BandMask(torch.Tensor):
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
             mask = args[0]
             anchor = mask._anchor.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False))
-            return BandMask(mask.shape, mask.offset, mask.left, mask.right, anchor)
+            return BandMask(mask.shape, mask.offset, mask.left, mask.right, anchor, mask.longest)
         # contiguous: code that asked for our strides got those of a contiguous tensor
         args, kwargs = map_only(BandMask, lambda mask: mask.plain().contiguous(), (args, kwargs))
         return func(*args, **kwargs)
 
     def __tensor_flatten__(self):
-        return ["_anchor"], (self.offset, self.left, self.right)
+        return ["_anchor"], (self.offset, self.left, self.right, self.longest)
 
     @staticmethod
     def __tensor_unflatten__(inner, context, outer_size, outer_stride):
-        offset, left, right = context
-        return BandMask(outer_size, offset, left, right, inner["_anchor"])
+        offset, left, right, longest = context
+        return BandMask(outer_size, offset, left, right, inner["_anchor"], longest)
 
     def __deepcopy__(self, memo):
         return self.plain().contiguous()
 
     def __reduce_ex__(self, protocol):
         return self.plain().contiguous().__reduce_ex__(protocol)
+
+
+def sequence_of(ends: torch.Tensor, length: int, device) -> torch.Tensor:
+    """The number of the packed sequence that each of `length` tokens belongs to; ends: 0 and their ends."""
+    return torch.bucketize(torch.arange(length, device=device), ends.to(device)[1:].contiguous(), right=True)
 
 
 def plain_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
@@ -113,7 +135,8 @@ def sage_mask(
     Returns:
         None: nothing is hidden from a single row or in an encoder; else row i sees keys up to i, as everywhere in
             transformers.
-        BandMask: causal with a cache that holds more keys than rows, or a sliding window, without padding.
+        BandMask: causal with a cache that holds more keys than rows, a sliding window, or sequences packed into one
+            row, without padding.
         bool [B, 1, S_q, S_kv] otherwise; for padding alone a view of [B, 1, 1, S_kv], which the op takes as a mask
             of keys.
     """
@@ -135,6 +158,13 @@ def sage_mask(
         )
 
     tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    packed = None if tracing or attention_mask is not None or batch_size != 1 else _packed(mask_function)
+    if packed is not None and q_length == kv_length == packed[0].shape[-1] and make_wrapper_subclass is not None:
+        sequences, (left, right) = packed
+        starts = (sequences[0, 1:] != sequences[0, :-1]).nonzero()[:, 0] + 1  # waits for them, once a forward
+        ends = torch.nn.functional.pad(torch.nn.functional.pad(starts, (1, 0)), (0, 1), value=q_length)
+        longest = int(ends.diff().max())
+        return BandMask((1, 1, q_length, q_length), 0, left, right, ends.to(device, torch.int32), longest)
     may_skip = allow_is_causal_skip or allow_is_bidirectional_skip
     if not may_skip or (attention_mask is not None and attention_mask.dim() != 2) or make_wrapper_subclass is None:
         return written_out()
@@ -191,6 +221,30 @@ def _parts(function) -> dict:
 _INTERSECTION = and_masks(causal_mask_function).__code__
 _CAUSAL_WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
+
+
+_PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
+_REMAPPED = (
+    None
+    if remap_positions_for_packed_sequence is None
+    else remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
+)
+
+
+def _packed(mask_function) -> tuple[torch.Tensor, tuple[int, int]] | None:
+    """The sequence that each token [1, S] belongs to and the band inside of each, of a mask function that certainly
+    says no more than that; positions that go up by one inside of a sequence do not move a band."""
+    if getattr(mask_function, "__code__", None) is not _INTERSECTION:
+        return None
+    functions = _parts(mask_function)["mask_functions"]
+    apart = [one for one in functions if getattr(one, "__code__", None) is _PACKED]
+    if len(functions) != 2 or len(apart) != 1:
+        return None
+    inside = functions[1 - functions.index(apart[0])]
+    if _REMAPPED is not None and getattr(inside, "__code__", None) is _REMAPPED:
+        inside = _parts(inside)["mask_function"]
+    band = _band(inside)
+    return None if band is None else (_parts(apart[0])["packed_sequence_mask"], band)
 
 
 def _band(mask_function) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import sage_kernels
+from sage_kernels.compat import is_exporting
 
 from ..event_counter import EventCounter, count_shared, shared_numbers
 from ..layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
@@ -27,6 +28,7 @@ EVENTS = (
     *sage_kernels.REASONS,
     "training",
     "gradient",
+    "no_backward",
     "short",
     "output_attentions",
     "unknown_argument",
@@ -37,8 +39,9 @@ EVENTS = (
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
 REMEDIES = {
-    "training": "the module is in training mode: call model.eval()",
-    "gradient": "INT8 attention has no backward: call the model under torch.no_grad()",
+    "training": 'the module is in training mode: call model.eval(), or register_transformers(training="int8")',
+    "gradient": 'a gradient is asked for: torch.no_grad(), or register_transformers(training="int8")',
+    "no_backward": "PyTorch has no fused backward for such a call: 16 bit is the faster one to train there",
     "no_attention": "none of its layers asks for an implementation, nothing can run in INT8",
     "dropout": "dropout belongs to training: call model.eval()",
     "output_attentions": "INT8 attention never forms the weights: leave output_attentions out",
@@ -52,7 +55,7 @@ def count(module: Any, event: str, device: torch.device) -> None:
 
     Calls of an exported program are not counted: it runs without us, and would carry our counters along.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         return
     slot = _EVENT.get(event, _EVENT["other"])
     counter = getattr(module, "_sage_events", None)
@@ -138,7 +141,8 @@ def _row(name: str, module: Any, implementations: Any) -> dict[str, Any]:
     options = implementations.get(name_of_implementation)
     events = counted(module)
     int8, int8_cache = events.pop(INT8, 0), events.pop(INT8_CACHE, 0)
-    note = REMEDIES["training"] if options is not None and module.training else ""
+    stays_exact = options is not None and module.training and options.training != "int8"
+    note = REMEDIES["training"] if stays_exact else ""
     return {
         "layer": name,
         "module": type(module).__name__,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from .call import Call, causal_mask
-from .masks import UNLIMITED, BandMask, plain_mask
+from .call import Call, Sequences, causal_mask
+from .masks import UNLIMITED, BandMask, plain_mask, sequence_of
 
 
 def complete_mask(call: Call, query, key) -> None:
-    """Make call.mask the one authority on what a row sees, and take the arguments that it then speaks for.
+    """Make call.mask, with call.sequences, the one authority on what a row sees, and take the arguments that they then
+    speak for.
 
     Args: query [B, H, S_q, D], key [B, H_kv, S_kv, D]: tensors, or what an INT8 cache returns.
     Raises: NotImplementedError for a paged cache, and for packed sequences that can't be kept apart.
@@ -33,6 +34,9 @@ def complete_mask(call: Call, query, key) -> None:
         # Gemma 4 keeps the last rows of a prompt and leaves the mask out: rows are counted from the end
         call.mask = _band_from_the_end(query.shape[0], seq_q, seq_kv, query.device)
     _keep_packed_apart(call, query.shape[0], seq_q, seq_kv, query.device)
+    selects = any(call.others.get(name) is not None for name in ("indices", "block_indices"))
+    if selects or call.position_bias is not None or not isinstance(key, torch.Tensor):
+        write_out(call, seq_q, seq_kv, query.device)
     _select_keys(call, query, seq_kv)
     _select_blocks(call, query, seq_kv)
 
@@ -48,25 +52,60 @@ def _keep_packed_apart(call: Call, batch: int, seq_q: int, seq_kv: int, device) 
     """cu_seq_lens_q, cu_seq_lens_k: int [sequences + 1], where the sequences packed into one row start and end."""
     lengths = [call.others.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
     q_ends, k_ends = (x if x is not None else y for x, y in (lengths, lengths[::-1]))
+    longest = [call.others.get(name) for name in ("max_length_q", "max_length_k")]
+    longest_q, longest_k = (x if isinstance(x, int) else 0 for x in longest)
+    band = call.mask if isinstance(call.mask, BandMask) else None
+    known = None if band is None else band.ends
+    said = [x.numel() for x in (q_ends, k_ends) if x is not None]
+    if band is not None and known is not None and all(number == known.numel() for number in said):
+        call.sequences = Sequences(known, known, band.longest, band.longest)
+        return
     if q_ends is None or k_ends is None or max(q_ends.numel(), k_ends.numel()) <= 2:
         return
-    if call.mask is None or isinstance(call.mask, BandMask):
-        raise NotImplementedError(
-            f"cu_seq_lens of {call.label}: got {k_ends.numel() - 1} packed sequences without a mask, expected a mask "
-            "that keeps them apart; pass position_ids that start at 0 in every sequence, and no attention_mask"
-        )
-    if batch != 1 or seq_q != seq_kv:
+    if batch != 1:
         raise NotImplementedError(
             f"cu_seq_lens of {call.label}: got them with a batch of {batch}, {seq_q} queries and {seq_kv} keys, "
-            "expected one row of packed sequences and no cache; leave them out"
+            "expected one row of packed sequences; leave them out"
+        )
+    is_whole = call.mask is None or (band is not None and known is None and band.offset == 0)
+    if is_whole and q_ends.numel() == k_ends.numel():
+        q_ends, k_ends = (x.to(device, torch.int32).contiguous() for x in (q_ends, k_ends))
+        call.sequences = Sequences(q_ends, k_ends, longest_q, longest_k)
+        return
+    if seq_q != seq_kv:
+        raise NotImplementedError(
+            f"cu_seq_lens of {call.label}: got them with {seq_q} queries, {seq_kv} keys and a mask, expected no mask "
+            "or no cache; leave them out"
         )
     # transformers makes a mask of padding alone where attention_mask was given, and reading a mask would sync
-    rows, keys = (_sequence_of(ends, n, device) for ends, n in ((q_ends, seq_q), (k_ends, seq_kv)))
-    call.mask = _both(call.mask, rows[:, None] == keys)
+    rows, keys = (sequence_of(ends, n, device) for ends, n in ((q_ends, seq_q), (k_ends, seq_kv)))
+    call.mask = _both(plain_mask(call.mask), rows[:, None] == keys)
 
 
-def _sequence_of(ends: torch.Tensor, length: int, device) -> torch.Tensor:
-    return torch.bucketize(torch.arange(length, device=device), ends.to(device)[1:].contiguous(), right=True)
+def write_out(call: Call, seq_q: int, seq_kv: int, device) -> None:
+    """Have call.mask keep the packed sequences apart, bool [1, 1, S_q, S_kv], for those who know masks alone."""
+    if call.sequences is None:
+        return
+    q_ends, k_ends = call.sequences[:2]
+    rows, keys = sequence_of(q_ends, seq_q, device), sequence_of(k_ends, seq_kv, device)
+    seen = rows[:, None] == keys
+    causal, window = band_of(call, seq_q)
+    last = q_ends.numel() - 2
+    row = torch.arange(seq_q, device=device) - q_ends[1:][rows.clamp_max(last)]  # counted from the end of its own
+    key = torch.arange(seq_kv, device=device) - k_ends[1:][keys.clamp_max(last)]
+    distance = key - row[:, None]
+    if causal:
+        seen = seen & (distance <= 0)
+    if window is not None:
+        seen = seen & (distance.abs() < window)
+    call.mask, call.sequences = seen[None, None], None
+
+
+def band_of(call: Call, seq_q: int) -> tuple[bool, int | None]:
+    """causal and window of sage_attention inside of each packed sequence."""
+    if not isinstance(call.mask, BandMask):
+        return call.is_causal and seq_q > 1, None
+    return call.mask.right == 0, None if call.mask.left == UNLIMITED else call.mask.left + 1
 
 
 def _select_keys(call: Call, query, seq_kv: int) -> None:

@@ -9,6 +9,7 @@ from sage_kernels import QuantizedRows, quantized_linear
 
 from .errors import ChangedInputError
 from .lazy import Lazy, Operand, can_wait, is_by_token, real_of
+from .lazy_columns import cat
 from .storage import Storage
 
 
@@ -245,4 +246,6 @@ _KNOWN = {
     F.dropout: _dropout,
     torch.chunk: _chunk,
     torch.Tensor.chunk: _chunk,
+    torch.cat: cat,
+    torch.concat: cat,
 }

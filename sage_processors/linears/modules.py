@@ -15,6 +15,7 @@ from sage_kernels import QuantizedRows, weight_only_linear
 from .activations import quantized
 from .balance import vector_of
 from .lazy import Lazy, real_of, version_of
+from .lazy_columns import LazyColumns
 from .lazy_linear import LazyLinear, product
 from .lazy_norm import LazyNorm
 from .storage import CODES, SCALE, put_buffer
@@ -27,6 +28,7 @@ else:
     _Beside = object
 
 _DEVICES = ("cpu", "cuda")
+_READY = (LazyNorm, LazyColumns)  # which are quantised as they are
 _CALLED = EVENTS.index(CALLED)
 
 
@@ -76,7 +78,8 @@ def _in_8_bit(module, base, x):
     A weight-only one takes and gives ordinary tensors: what comes before it and after it is of a few rows.
     """
     state = module._sage_linear
-    if not (type(x) is torch.Tensor or type(x) is LazyNorm):
+    is_lazy = type(x) in _READY
+    if not (is_lazy or type(x) is torch.Tensor):
         if isinstance(x, Lazy):
             x = x.real()
         if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
@@ -99,7 +102,7 @@ def _in_8_bit(module, base, x):
     if state.is_weight_only:
         return weight_only_linear(real_of(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
     balance = vector_of(state, x.device)
-    if type(x) is LazyNorm:
+    if is_lazy:
         rows = x.rows(state.format, balance)
         version = version_of(x.real()) if x.is_changed else 0
     else:
@@ -140,7 +143,7 @@ def _compiled(module, base, x):
     bias = module._parameters.get("bias")
     if state.is_weight_only:
         return ops.weight_only_linear(x.to(dtype), codes, scale, bias)
-    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, balance)
+    x_codes, x_scale = ops.quantize_activation(x, state.format, "none", None, None, 1e-6, None, None, balance, None)
     if state.probe is not None and state.probe.shared.on:
         state.probe.compare(module, x, QuantizedRows(x_codes, x_scale))
     alone_in_turns = storage.in_turns and len(storage.modules) == 1

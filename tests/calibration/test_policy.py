@@ -106,11 +106,11 @@ def edited(content, **changes):
         (lambda c: json.dumps(c)[:-5], "expected JSON"),
         (lambda c: json.dumps(c).replace('"target_psnr": 42.0', '"target_psnr": NaN'), "NaN"),
         (lambda c: json.dumps(c)[:-1] + ', "budget": {}}', "twice"),
-        (lambda c: edited(c, format_version=4), "format_version 4, expected 3"),
-        (lambda c: edited(c, format_version=0), "format_version 0, expected 3"),
-        (lambda c: edited(c, format_version=1), "options that differ in .'drop_weights', 'keep_linears'"),
+        (lambda c: edited(c, format_version=5), "format_version 5, expected 4"),
+        (lambda c: edited(c, format_version=0), "format_version 0, expected 4"),
+        (lambda c: edited(c, format_version=1), "options that differ in .'drop_weights', 'exchange'"),
         (lambda c: edited(c, format_version=True), "got bool for format_version"),
-        (lambda c: edited(c, format_version=[3]), "got list for format_version"),
+        (lambda c: edited(c, format_version=[4]), "got list for format_version"),
         (lambda c: edited(c, extra=1), "unknown keys"),
         (lambda c: edited(c, models=[1]), "got int for an entry of models"),
         (lambda c: edited(c, options={}), "options that differ"),
@@ -129,7 +129,12 @@ def test_damaged_policies_are_refused(written, text, words):
 
 
 LINEARS = ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights")
-NEWER = {1: ("keep_noise", "layer_recipe", "layer_keep_noise", *LINEARS), 2: LINEARS}
+DEVICES = ("training", "exchange")
+NEWER = {
+    1: ("keep_noise", "layer_recipe", "layer_keep_noise", *LINEARS, *DEVICES),
+    2: (*LINEARS, *DEVICES),
+    3: DEVICES,
+}
 
 
 @pytest.mark.parametrize("version", NEWER)

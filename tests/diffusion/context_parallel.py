@@ -17,16 +17,16 @@ import sage_processors as sp
 from sage_kernels.testing import exact_attention, sqnr_db
 
 
-def parallel_config(kind: str, rank: int):
+def parallel_config(kind: str, rank: int, device: str = "cpu"):
     """What model.enable_parallelism makes of ContextParallelConfig, which it can't on a CPU."""
     from diffusers.models._modeling_parallel import ParallelConfig
 
     config = diffusers.ContextParallelConfig(**{f"{kind}_degree": 2})
     names = {"mesh_dim_names": ("ring", "ulysses")}
     shape = (2, 1) if kind == "ring" else (1, 2)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", shape, **names)
+    mesh = torch.distributed.device_mesh.init_device_mesh(device, shape, **names)
     parallel = ParallelConfig(context_parallel_config=config)
-    parallel.setup(rank, 2, torch.device("cpu"), mesh=mesh)
+    parallel.setup(rank, 2, torch.device(device, rank) if device == "cuda" else torch.device(device), mesh=mesh)
     return parallel
 
 

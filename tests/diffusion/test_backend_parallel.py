@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from tests.diffusion.backend import CLOSE_DB
-from tests.support.repository import ROOT
 from tests.support.tiny_models import OLDEST
+from tests.support.two_processes import two_processes
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     """{(kind, option): one row of each process}."""
-    file = tmp_path_factory.mktemp("parallel") / "meet"
-    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "tests" / "diffusion" / "context_parallel.py")]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
-    processes = [subprocess.Popen([*command, str(rank), str(file)], **pipes) for rank in range(2)]
     found: dict = {}
-    try:
-        for process in processes:
-            out, err = process.communicate(timeout=300)
-            assert process.returncode == 0, err
-            for line in out.splitlines():
-                row = json.loads(line)
-                found.setdefault((row["kind"], *row["options"]), []).append(row)
-    finally:
-        for process in processes:
-            process.kill()
+    for row in two_processes("context_parallel", tmp_path_factory):
+        found.setdefault((row["kind"], *row["options"]), []).append(row)
     return found
 
 

@@ -209,6 +209,10 @@ def test_policies_of_earlier_formats_are_read(tmp_path):
     config = sp.SageAttnProcessor(scaling="per_block", layer_scaling={JOINT: "per_token"})
     policy.write_policy(path, config, [], budget={}, result={}, curve=[])
     content = json.loads(path.read_text())
+    for name in ("training", "exchange"):
+        del content["options"][name]
+    path.write_text(json.dumps(content | {"format_version": 3}))
+    assert sp.SageAttnProcessor.from_policy(path) == config
     for name in ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"):
         del content["options"][name]
     path.write_text(json.dumps(content | {"format_version": 2}))

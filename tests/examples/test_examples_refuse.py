@@ -2,53 +2,66 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-
 import pytest
 
 import sage_processors as sp
-from tests.support.repository import ROOT
+from tests.examples.running import PATTERNS
+from tests.examples.running import run as run_example
 
 
 pytest.importorskip("transformers")
-EXAMPLES = ("text_to_image.py", "text_to_video.py", "chat.py", "long_prefill.py")
+LANGUAGE = ("chat", "long_prefill", "llama_long_context", "vision_encoder")
+ALONE = {"app", "one_big_video"}  # one needs gradio, the other torchrun
+DRAWING = sorted(set(PATTERNS) - {*LANGUAGE, *ALONE})
+LOADING = sorted(set(PATTERNS) - ALONE)
 
 
 @pytest.fixture
 def said(monkeypatch, capsys, tmp_path):
-    """Runs an example in an empty folder, in which it must leave nothing; the line that it ends with."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    """Runs an example in an empty folder, in which it must leave nothing; the line that it ends with.
 
-    def run(example: str, *arguments) -> str:
-        monkeypatch.setattr(sys, "argv", [example, *map(str, arguments)])
+    loads: it loads something before, and libraries show that.
+    """
+    monkeypatch.chdir(tmp_path)
+
+    def run(example: str, *arguments, loads: bool = False) -> str:
         with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "examples" / example), run_name="__main__")
+            run_example(example, monkeypatch, *arguments)
         shown = capsys.readouterr()
         assert ended.value.code == 2 and shown.out == "", shown
-        assert shown.err.startswith("Error: ") and shown.err.count("\n") == 1, shown.err
+        if loads:
+            assert "Traceback" not in shown.err and shown.err.splitlines()[-1].startswith("Error: "), shown.err
+        else:
+            assert shown.err.startswith("Error: ") and shown.err.count("\n") == 1, shown.err
         assert not list(tmp_path.iterdir())
         return shown.err
 
     return run
 
 
-@pytest.mark.parametrize("example", EXAMPLES)
-@pytest.mark.parametrize("name", ["nowhere", "no/where", "../nowhere"])
-def test_a_model_that_is_not_there(example, name, said):
-    assert f"--model: {name} could not be loaded" in said(example, "--model", name)
+@pytest.mark.parametrize("example", LOADING)
+def test_a_model_that_is_not_there(example, said):
+    for name in ("nowhere", "no/where", "../nowhere"):
+        assert f"--model: {name} could not be loaded" in said(example, "--model", name)
+
+
+@pytest.mark.parametrize("example", DRAWING)
+def test_no_steps(example, said):
+    for number in (0, -1):
+        assert f"argument --steps: {number} is not in the range 1 to" in said(example, f"--steps={number}")
+    assert "argument --steps: invalid" in said(example, "--steps", "many")
 
 
 @pytest.mark.parametrize(
     ("example", "option"),
     [
-        ("text_to_image.py", "--steps"),
-        ("text_to_video.py", "--steps"),
-        ("text_to_video.py", "--num_frames"),
-        ("text_to_video.py", "--height"),
-        ("chat.py", "--new-tokens"),
-        ("long_prefill.py", "--tokens"),
+        ("text_to_video", "--num_frames"),
+        ("text_to_video", "--height"),
+        ("chat", "--new-tokens"),
+        ("llama_long_context", "--new-tokens"),
+        ("long_prefill", "--tokens"),
+        ("vision_encoder", "--batch"),
+        ("calibrate_and_save", "--pictures"),
     ],
 )
 def test_numbers_that_make_nothing(example, option, said):
@@ -57,24 +70,61 @@ def test_numbers_that_make_nothing(example, option, said):
     assert f"argument {option}: invalid" in said(example, option, "many")
 
 
-@pytest.mark.parametrize("example", EXAMPLES[:2])
+@pytest.mark.parametrize("example", DRAWING)
 def test_outputs_that_can_not_be_written(example, said):
-    suffix = ".png" if example == "text_to_image.py" else ".gif"
+    suffix = (
+        ".gif"
+        if example in ("text_to_video", "cogvideox", "ltx_video", "hunyuan_video", "wan", "wan_image")
+        else ".png"
+    )
     assert "folder no does not exist" in said(example, "--output", f"no/x{suffix}")
     for name in ("x.doc", "x"):
         assert f"argument --output: {name}: expected a" in said(example, "--output", name)
 
 
-@pytest.mark.parametrize("example", EXAMPLES[:3])
+@pytest.mark.parametrize("example", [name for name in LOADING if name != "long_prefill"])
 def test_recipes_and_scalings_that_are_not_known(example, said):
     assert "argument --recipe: invalid choice: 'int1'" in said(example, "--recipe", "int1")
-    if example != "chat.py":
+    if example in DRAWING:
         assert "argument --scaling: invalid choice: 'x'" in said(example, "--scaling", "x")
+        assert "argument --linears: invalid choice: 'int4'" in said(example, "--linears", "int4")
 
 
-def test_a_size_that_the_pipeline_refuses(said):
-    assert "divisible" in said("text_to_video.py", "--height", 100)
+@pytest.mark.parametrize(
+    ("example", "options", "message"),
+    [
+        ("img2img", ("--image", "no.png"), "argument --image: no.png: [Errno 2]"),
+        ("img2img", ("--image", __file__), "cannot identify image file"),
+        ("controlnet", ("--model", "tiny_sd", "--controlnet", "no/where"), "could not be loaded"),
+        ("many_pictures", ("--file", "no.txt"), "argument --file: no.txt: [Errno 2]"),
+        ("llama_long_context", ("--file", "no.txt"), "argument --file: no.txt: [Errno 2]"),
+        ("serving", ("--sizes", "128"), "expected a width and a height"),
+        ("serving", ("--sizes", "0x128"), "expected a width and a height"),
+        ("compiled", ("--backend", "gcc"), "argument --backend: invalid choice: 'gcc'"),
+        ("low_memory", ("--linears", "none"), "16-bit weights can't be dropped"),
+        ("calibrate_and_save", ("--policy", "no/x.json"), "folder no does not exist"),
+        ("chat", ("--model", sp.pipelines.path("tiny_sd")), "could not be loaded"),
+    ],
+)
+def test_what_an_example_asks_of_its_own(example, options, message, said):
+    assert message in said(example, *options)
 
 
-def test_a_pipeline_of_another_kind(said):
-    assert "could not be loaded" in said("chat.py", "--model", sp.pipelines.path("tiny_sd"))
+@pytest.mark.parametrize(
+    ("example", "options", "message"),
+    [
+        ("img2img", ("--lora", "no/where"), "could not be loaded"),
+        ("img2img", ("--ip-adapter", "no/where"), "could not be loaded"),
+        ("text_to_video", ("--height", 100), "divisible"),
+        ("flux", ("--model", sp.pipelines.path("tiny_sd")), "could not be loaded"),
+    ],
+)
+def test_what_shows_once_something_is_loaded(example, options, message, said):
+    assert message in said(example, *options, loads=True)
+
+
+def test_a_policy_of_another_model(said, tmp_path, monkeypatch):
+    (tmp_path / "x.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit) as ended:
+        run_example("calibrate_and_save", monkeypatch, "--policy", tmp_path / "x.json")
+    assert ended.value.code == 2 and [path.name for path in tmp_path.iterdir()] == ["x.json"]

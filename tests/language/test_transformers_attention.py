@@ -229,20 +229,6 @@ def test_masks_of_the_user_are_used(dtype, op_calls):
     assert all(call["attn_mask"] is mask for call in op_calls)
 
 
-def test_packed_sequences_stay_apart(op_calls):
-    model, inputs, _ = tiny()
-    ids = inputs["input_ids"][:1]
-    positions = torch.cat([torch.arange(20), torch.arange(17)])[None]
-    with torch.no_grad():
-        both = model(ids, position_ids=positions, use_cache=False).logits
-        second = model(ids[:, 20:], use_cache=False).logits
-    assert relative_l2(both[:, 20:], second) < 1e-5
-    # with lengths alone there is no mask: refused, not ignored
-    lengths = torch.tensor([0, 20, 37])
-    with pytest.raises(NotImplementedError, match="cu_seq_lens.*2 packed sequences"), torch.no_grad():
-        model(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, use_cache=False)
-
-
 def test_autocast_gives_the_op_its_dtype():
     model, inputs, stock = tiny()
     with torch.autocast("cpu", torch.bfloat16):

@@ -190,15 +190,17 @@ def test_P56_packed_sequences_stay_apart_whatever_the_mask(monkeypatch):
     assert sp.attention_report(model).calls == 8
 
 
-def test_P56_packed_sequences_that_nothing_keeps_apart_are_refused():
+def test_P56_packed_sequences_beside_a_batch_or_a_cache_are_refused():
     model, inputs = MODELS["mistral"]()
     model.set_attn_implementation(ANY_LENGTH)
     ids, lengths = inputs["input_ids"], {"cu_seq_lens_q": LENGTHS, "cu_seq_lens_k": LENGTHS, "use_cache": False}
-    with pytest.raises(NotImplementedError, match="cu_seq_lens of MistralAttention 0.*2 packed sequences"):
-        forward(model, {"input_ids": ids[:1]} | lengths)  # its window is a band, which knows of no sequences
     mask = torch.ones(2, 1, 37, 37, dtype=torch.bool)
     with pytest.raises(NotImplementedError, match="cu_seq_lens.*batch of 2, 37 queries and 37 keys.*one row"):
         forward(model, {"input_ids": ids, "attention_mask": mask} | lengths)
+    attend, module, query, key, value = llama_attention()
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 3, 9]), "cu_seq_lens_k": torch.tensor([0, 3, 7])}
+    with pytest.raises(NotImplementedError, match="cu_seq_lens.*9 queries, 7 keys and a mask"):
+        attend(module, query[:1], key[:1, :, :7], value[:1, :, :7], CAUSAL[..., :7], **lengths)
     whole = torch.tensor([0, 37], dtype=torch.int32)  # one sequence needs nothing
     assert forward(model, {"input_ids": ids, "cu_seq_lens_q": whole, "cu_seq_lens_k": whole}).isfinite().all()
 

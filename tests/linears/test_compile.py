@@ -14,7 +14,8 @@ from torch import nn
 
 import sage_processors as sp
 from sage_kernels.compat import add_graph_pass
-from sage_processors.linears.graph_fusion import _is_own, _written, fuse
+from sage_processors.linears.graph_edits import is_own, written_by
+from sage_processors.linears.graph_fusion import fuse
 from sage_processors.linears.graph_pass import fuse_in_compiled_code
 from tests.linears.counting import OpCounter, relative_error
 from tests.support.tiny_models import MODELS
@@ -254,11 +255,28 @@ FINISHES = {
     "residual written to": (lambda m, x, v, r: (z := r * 1, y := m.out(x), z.add_(1), z + y)[-1], (1, 1)),
     "output written to": (lambda m, x, v, r: (y := m.out(x), y.mul_(2), F.gelu(y))[-1], (1, 1)),
     "slice written to": (lambda m, x, v, r: (y := m.out(x), y.__setitem__((0, 0), 7.0), r + y)[-1], (1, 1)),
+    "columns of two": (lambda m, x, v, r: m.out(torch.cat([r[..., :16], F.gelu(m.to_q(x))[..., :32]], -1)), (2, 2)),
+    "columns of two used twice": (
+        lambda m, x, v, r: m.out(c := torch.cat([r[..., :16], m.to_q(x)[..., :32]], dim=2)) * c.mean(),
+        (2, 2),
+    ),
+    "columns written to": (
+        lambda m, x, v, r: (z := r[..., :16] * 1, c := torch.cat([z, m.to_q(x)[..., :32]], -1), z.add_(9), m.out(c))[
+            -1
+        ],
+        (2, 2),
+    ),
+    "columns of three": (
+        lambda m, x, v, r: m.out(torch.cat([r[..., :16], m.to_q(x)[..., :16], r[..., :16]], -1)),
+        (2, 2),
+    ),
+    "tokens of two": (lambda m, x, v, r: m.out(torch.cat([x, m.to_q(x)], 1))[:, 6:], (2, 2)),
     "gelu in another type": (lambda m, x, v, r: F.gelu(m.out(x).float()), (1, 1)),
 }
 
 
 FUSED = {
+    "columns of two": lambda found: found["quantize_activation"][1][9] is not None,
     "projections": lambda found: found["quantize_activation"][0][2] in ("layer", "rms"),
     "modulated": lambda found: all(x is not None for x in found["quantize_activation"][0][6:8]),
     "scaled": lambda found: found["quantize_activation"][0][6] is not None,
@@ -287,6 +305,7 @@ def test_compiled_models_make_what_eager_ones_make(finish, norm):
     if finish in FUSED:
         assert FUSED[finish](found)
     elif finish not in ("casts", "input written to", "keys of another input"):
+        assert all(args[9] is None for args in found["quantize_activation"])
         assert all(args[5:8] == ("none", None, None) for args in found["quantized_linear"])
 
 
@@ -349,5 +368,5 @@ def test_what_a_call_may_write_to():
         "own": graph.call_method("add_", (graph.call_function(operator.getitem, (y, 0)), 1)),
         "a sum with own": graph.call_method("add_", (graph.call_function(torch.add, (y, x)), 1)),
     }
-    found = {name: any(z is not None and not _is_own(z) for z in _written(node)) for name, node in calls.items()}
+    found = {name: any(z is not None and not is_own(z) for z in written_by(node)) for name, node in calls.items()}
     assert {name for name, writes in found.items() if not writes} == {"reads", "and", "not by place", "own"}

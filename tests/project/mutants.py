@@ -82,7 +82,8 @@ def main(arguments=None) -> int:
     alive = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder)
-        shutil.copy(ROOT / "pyproject.toml", copy)
+        for name in ("pyproject.toml", "LICENSE"):
+            shutil.copy(ROOT / name, copy)
         for name in FOLDERS:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
         for mutant in chosen:

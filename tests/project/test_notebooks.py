@@ -36,6 +36,7 @@ TIMEOUT = 400  # seconds a cell may take where CI is slow
 FIGURES = {
     "linears": ["linear_error_per_step", "psnr_by_linear_share"],
     "llm_perplexity": ["llm_perplexity"],
+    "lora_training": ["lora_training"],
     "psnr_fid_comparison": ["feature_fd_above_stock", "psnr_per_scaling", "stock_and_int8"],
     "quality_budget": ["quality_budget"],
     "timestep_scaling": [
@@ -46,7 +47,14 @@ FIGURES = {
         "utilisation_per_step",
     ],
 }
-TABLES = {"linears": 3, "llm_perplexity": 1, "psnr_fid_comparison": 3, "quality_budget": 4, "timestep_scaling": 5}
+TABLES = {
+    "linears": 3,
+    "llm_perplexity": 1,
+    "lora_training": 2,
+    "psnr_fid_comparison": 3,
+    "quality_budget": 4,
+    "timestep_scaling": 5,
+}
 MACHINE_PATHS = re.compile(r"/(?:home|root|Users|work|tmp|mnt|opt)/[\w.-]")
 
 

@@ -257,7 +257,8 @@ def check_options(
     check_softcap(softcap)
     if cu_seqlens is not None:
         raise NotImplementedError(
-            "cu_seqlens: got packed sequences, expected None: pad them to [B, S, H, D] and pass attn_mask [B, 1, 1, S]"
+            "cu_seqlens: got packed sequences, expected None: call sage_attention_varlen, or pad them to [B, S, H, D] "
+            "and pass attn_mask [B, 1, 1, S]"
         )
     if state is not None and not isinstance(state, HeadState):
         raise TypeError(f"state: got {type(state).__name__}, expected sage_kernels.HeadState or None")

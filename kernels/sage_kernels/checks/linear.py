@@ -15,8 +15,16 @@ NORMS = ("none", "layer", "rms")
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
 
 
-def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -> None:
+def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside=None) -> None:
     _check_rows(x)
+    columns = x.shape[-1]
+    if beside is not None:
+        check_tensor("beside", beside, (x.dtype,), x.device)
+        if beside.shape[:-1] != x.shape[:-1] or beside.dim() != x.dim() or beside.shape[-1] == 0:
+            expected = f"({', '.join([*map(str, x.shape[:-1]), 'K2'])}) with K2 >= 1"
+            raise ValueError(f"beside: got shape {tuple(beside.shape)}, expected {expected}")
+        columns += beside.shape[-1]
+    shape = torch.Size((*x.shape[:-1], columns))
     _check_choice("format", format, CODE_TYPES)
     _check_choice("norm", norm, NORMS)
     if norm == "none" and not (weight is None and bias is None):
@@ -26,13 +34,13 @@ def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance) -
     for name, vector in (("weight", weight), ("bias", bias), ("balance", balance)):
         if vector is not None:
             check_tensor(name, vector, DTYPES, x.device)
-            if vector.shape != x.shape[-1:]:
-                raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected {tuple(x.shape[-1:])}")
+            if vector.shape != shape[-1:]:
+                raise ValueError(f"{name}: got shape {tuple(vector.shape)}, expected {tuple(shape[-1:])}")
     for name, tensor in (("gain", gain), ("shift", shift)):
         if tensor is not None:
             check_tensor(name, tensor, DTYPES, x.device)
-            _check_broadcasts(name, tensor, x.shape)
-    _refuse_gradients(x=x, weight=weight, bias=bias, gain=gain, shift=shift, balance=balance)
+            _check_broadcasts(name, tensor, shape)
+    _refuse_gradients(x=x, weight=weight, bias=bias, gain=gain, shift=shift, balance=balance, beside=beside)
 
 
 def check_weight(weight, format, balance, is_gated: bool) -> None:

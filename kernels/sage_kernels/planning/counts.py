@@ -23,7 +23,8 @@ def fractions(counts: torch.Tensor) -> dict:
     elements = part[:, COUNT_KEYS].sum().clamp_min(1)
     return {
         "calls": int(part[:, COUNT_CALLS].max()),
-        "dynamic_calls": float(part[:, COUNT_DYNAMIC].mean()),
+        # of the heads that were called: under context parallelism others are another device's
+        "dynamic_calls": float(part[:, COUNT_DYNAMIC].sum() / (part[:, COUNT_CALLS] > 0).sum().clamp_min(1)),
         "outside": float(part[:, COUNT_OUTSIDE].sum() / elements),
         "below": float(part[:, COUNT_BELOW].sum() / elements),
         "misfit": float(part[:, COUNT_MISFIT].sum() / elements),

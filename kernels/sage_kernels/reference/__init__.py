@@ -6,11 +6,13 @@ May import torch and the ground floor (recipe, numerics, masking, state); never 
 from .attention import ref_attention
 from .decode import ref_append_kv, ref_decode_attention, ref_quantize_queries, ref_quantize_tokens
 from .quantize import ref_quantize, ref_rotate
+from .varlen import ref_attention_varlen
 
 
 __all__ = [
     "ref_append_kv",
     "ref_attention",
+    "ref_attention_varlen",
     "ref_decode_attention",
     "ref_quantize",
     "ref_quantize_queries",

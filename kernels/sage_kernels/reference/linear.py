@@ -12,8 +12,9 @@ from ..recipe import AMAX_FLOOR, E4M3_MAX, GATED, INT8_MAX
 _SQRT_2_OVER_PI, _CUBIC = 0.7978845608028654, 0.044715
 
 
-def ref_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance):
+def ref_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance, beside=None):
     """Codes [..., K] and scale [...] fp32 of x [..., K]: see `sage_kernels.quantize_activation`."""
+    x = x if beside is None else torch.cat([x, beside], -1)
     x = normalized(x.float(), norm, weight, bias, eps)
     if gain is not None:
         x = x * gain.float()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels import new_head_state, sage_attention
+from sage_kernels import new_head_state, sage_attention, sage_attention_varlen
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.numerics import quantize_centered_values
 from sage_kernels.planning.state import ScaleState, Site
@@ -282,3 +282,10 @@ def test_values_that_grow_beside_a_plan_are_not_clipped(int8):
         assert int(counts[:, COUNT_CLIPPED].sum()) == 0 and float(stats[:, STAT_V_AMAX].abs().sum()) == 0
         state.advance(1 - step / 3, 1 - (step + 1) / 3)
     assert state.summary()[0]["known"]
+
+
+def test_packed_sequences_are_refused_with_what_to_do_instead():
+    q, k, v = (x[0] for x in normal(1, 64, 64, 1, 1, 64))
+    ends = torch.tensor([0, 30, 64], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="recipe: got 'qk_int8_pv_int8' with packed sequences"):
+        sage_attention_varlen(q, k, v, ends, ends, recipe=INT8)

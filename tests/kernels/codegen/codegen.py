@@ -59,6 +59,7 @@ HOPPER = (
     (128, "per_token", "running", "fp8_e4m3", Tile(128, 128, 4, 3, "hopper")),
     (64, "planned", "running", "16bit", Tile(192, 64, 4, 6, "hopper")),
 )
+SEQUENCES = {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32"}
 FP8_MATRIX = re.compile(
     r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
 )
@@ -131,13 +132,15 @@ def read(compiled) -> dict:
 
 def attention(
     name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
-    keys: int = 16384,
+    keys: int = 16384, packed: bool = False,
 ) -> dict:  # fmt: skip
     """mask: "none", "keys", "rows" or "causal"; reference: of the softmax, "" for the tile table's choice; tile: None
-    for the tile table's. keys: how many there are."""
+    for the tile table's. keys: how many there are. packed: of sequences, as `device_tile` has it."""
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
+    if packed and tile.kernel == "hopper":
+        tile = choose_tile(capability, width, scaling, True, pv, True)
     reference = reference or ("tile" if pv == "int8" else "first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
@@ -146,6 +149,7 @@ def attention(
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "counts_ptr": "*i32"}
     types["values"] = f"*{VALUES[pv]}"
     types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32", "arrived_ptr": "*i32"}
+    types |= SEQUENCES
     if tile.kernel == "hopper":
         from triton.experimental.gluon import language as gl
 
@@ -175,35 +179,45 @@ def attention(
             block = f"[1, {tile.block_n}, 1, {width}]" if pv == "16bit" else f"[{width}, {tile.block_n}]"
             types["values"] = f"tensordesc<{VALUES[pv]}{block}>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
-        constants |= {"SOFTCAP": False, "HAS_SINKS": False, "TILE_ADDS_BITS": tile.adds_bits, "SUMS_CODES": False}
+        constants |= {
+            "SOFTCAP": False,
+            "HAS_SINKS": False,
+            "TILE_ADDS_BITS": tile.adds_bits,
+            "PACKED": packed,
+            "SUMS_CODES": False,
+        }
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 
 
-def prepare(name: str, width: int, scaling: str, mask: str = "none", pv: str = "16bit") -> dict:
+def prepare(name: str, width: int, scaling: str, mask: str = "none", pv: str = "16bit", packed: bool = False) -> dict:
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
     tile = choose_tile(capability, width, scaling, pv=pv, running=scaling != "planned")
+    if packed and tile.kernel == "hopper":
+        tile = choose_tile(capability, width, scaling, True, pv, True)
     num_warps = warps_of(tile.block_n, width)
     constants = {
-        "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n,
+        "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "PACKED": packed, "HAS_LEFT": False,
         "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": mask != "none",
         "HAS_VALUES": pv != "16bit", "OVERLAP": tile.kernel == "hopper",
     } | constants_of(num_warps, width)  # fmt: skip
     types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
-    types |= {"extent_ptr": "*i32"} | ({} if pv == "16bit" else {"v_ptr": "*bf16", "v_codes_ptr": f"*{VALUES[pv]}"})
+    types |= (
+        SEQUENCES
+        | {"extent_ptr": "*i32"}
+        | ({} if pv == "16bit" else {"v_ptr": "*bf16", "v_codes_ptr": f"*{VALUES[pv]}"})
+    )
     options = {"num_warps": num_warps}
     if target.backend == "cuda":
         options["maxnreg"] = _REGISTERS
     return {"kernel": "prepare", **read(build(_prologue_kernel, constants, types, target, **options))}
 
 
-def value_amax(name: str, width: int) -> dict:
-    constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": True}
-    return {
-        "kernel": "value_amax",
-        **read(build(_value_amax_kernel, constants, {"v_ptr": "*bf16"}, TARGETS[name], num_warps=8)),
-    }
+def value_amax(name: str, width: int, packed: bool = False) -> dict:
+    constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": not packed, "PACKED": packed, "HAS_LEFT": packed}
+    types = SEQUENCES | {"v_ptr": "*bf16"}
+    return {"kernel": "value_amax", **read(build(_value_amax_kernel, constants, types, TARGETS[name], num_warps=8))}
 
 
 def value_reach(name: str, width: int) -> dict:
@@ -297,14 +311,17 @@ def append(name: str, width: int, tokens: int) -> dict:
 
 
 def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False) -> dict:
-    """Rows of an activation in 8 bit; after a LayerNorm modulated by adaLN's vectors, after an RMSNorm by its own."""
+    """Rows of an activation in 8 bit; after a LayerNorm modulated by adaLN's vectors, after an RMSNorm by its own; of
+    two tensors beside each other."""
     _, width, rows, warps = quantize_shape(columns)
     is_modulated = norm == "layer"
     constants = {
-        "WIDTH": width, "ROWS": rows, "NORM": norm, "HAS_WEIGHT": norm == "rms", "HAS_BIAS": False,
-        "HAS_GAIN": is_modulated, "HAS_SHIFT": is_modulated, "HAS_BALANCE": False, "FP8": fp8,
+        "WIDTH": width, "ROWS": rows, "NORM": "none" if norm == "beside" else norm,
+        "HAS_WEIGHT": norm == "rms", "HAS_BIAS": False,
+        "HAS_GAIN": is_modulated, "HAS_SHIFT": is_modulated, "HAS_BALANCE": False, "HAS_BESIDE": norm == "beside",
+        "FP8": fp8,
     }  # fmt: skip
-    types = dict.fromkeys(("x_ptr", "weight_ptr", "gain_ptr", "shift_ptr"), "*bf16") | {"eps": "fp32"}
+    types = dict.fromkeys(("x_ptr", "beside_ptr", "weight_ptr", "gain_ptr", "shift_ptr"), "*bf16") | {"eps": "fp32"}
     types["codes_ptr"] = "*fp8e4nv" if fp8 else "*i8"
     compiled = build(_quantize_rows_kernel, constants, types, TARGETS[name], ("count",), num_warps=warps)
     return {"kernel": "quantize_rows", **read(compiled)}
@@ -378,7 +395,7 @@ def weight_only(name: str, kind: str, dtype: str = "bf16") -> dict:
 
 def linears(name: str):
     """As `kernels`, of the 8-bit linear layers."""
-    for columns, norm in ((3072, "layer"), (3072, "none"), (15360, "none"), (100, "rms")):
+    for columns, norm in ((3072, "layer"), (3072, "none"), (15360, "none"), (15360, "beside"), (100, "rms")):
         yield f"{name}/quantize_rows/int8/{columns}/{norm}", quantize_rows(name, columns, norm)
     kinds = LINEARS if name == "sm_90" else [kind for kind in LINEARS if kind != "few"]  # which have one tile there
     for kind in kinds:
@@ -407,6 +424,21 @@ def int8_values(name: str):
             yield f"{name}/attention_int8/128/planned/{mask}", attention(name, 128, "planned", mask, pv="int8")
         yield f"{name}/prepare_int8/128/planned", prepare(name, 128, "planned", pv="int8")
         yield f"{name}/value_reach/128", value_reach(name, 128)
+
+
+def packed(name: str):
+    """As `kernels`, of packed sequences: what attention and its prologue are compiled to with them."""
+    for width in WIDTHS if name in FULL_TARGETS else (128,):
+        yield f"{name}/packed/{width}/per_token", attention(name, width, "per_token", packed=True)
+    yield f"{name}/packed/128/per_token/causal", attention(name, 128, "per_token", "causal", packed=True)
+    if name in FULL_TARGETS:
+        yield f"{name}/packed/128/per_block", attention(name, 128, "per_block", packed=True)
+        yield f"{name}/packed_prepare/128/per_token", prepare(name, 128, "per_token", packed=True)
+    if name in FP8_TARGETS:
+        yield f"{name}/packed_fp8/128/per_token", attention(name, 128, "per_token", pv="fp8_e4m3", packed=True)
+    if name == "sm_90":
+        yield "sm_90/packed_prepare_fp8/128", prepare(name, 128, "per_token", pv="fp8_e4m3", packed=True)
+        yield "sm_90/packed_value_amax/128", value_amax(name, 128, packed=True)
 
 
 def kernels(name: str):
@@ -439,6 +471,7 @@ def kernels(name: str):
         yield "sm_90/value_amax/128", value_amax(name, 128)
         for width in (64, 128):
             yield f"sm_90/attention/{width}/planned/short", attention(name, width, "planned", keys=4096)
+    yield from packed(name)
     yield from linears(name)
     yield f"{name}/combine/128", combine(name, 128)
     yield f"{name}/plan_step/128", plan_step(name, 128)

@@ -74,6 +74,17 @@ def test_plain_key_loop_does_not_spill(kernels):
             assert facts["loops"][0]["spills"] <= SPILLS[facts["kernel"]], (key, facts)
 
 
+def test_packed_sequences_run_on_the_same_matrix_units_and_spill_next_to_nothing(kernels):
+    skip_unless_pinned()
+    found = {key: facts for key, facts in kernels.items() if "/packed/" in key or "/packed_fp8/" in key}
+    assert len(found) >= 2 and all(facts["int8_matrix"] for facts in found.values())
+    for key, facts in found.items():
+        assert facts.get("fp8_matrix", False) == ("/packed_fp8/" in key), key
+        # a turn has some 500 instructions; where the sequence lies takes a few registers of sm_80, which has none left
+        assert all(loop["spills"] <= 6 for loop in facts.get("loops", [])[:1]), (key, facts)
+    assert all(facts.get("stack", 0) == 0 for key, facts in kernels.items() if "/packed_prepare" in key)
+
+
 FP8_TARGETS = [target(name) for name in ("sm_89", "sm_90", "sm_100", "sm_120")]
 
 

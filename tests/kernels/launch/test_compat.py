@@ -55,8 +55,10 @@ TORCH = (
     EACH
     + """
 import torch._inductor.config, torch._inductor.custom_graph_pass
-import types, torch, torch._dynamo, torch.utils._device, torch.utils._pytree, torch.autograd.forward_ad, importlib
+import types, torch, torch._dynamo, torch._library.autograd
+import torch.utils._device, torch.utils._pytree, torch.autograd.forward_ad, importlib
 DEVICE = "cuda" if {on_gpu} else "cpu"
+FUSED = "torch.ops.aten._scaled_dot_product_flash_attention" + ("" if {on_gpu} else "_for_cpu") + "_backward"
 
 def check(name):
     import sage_kernels
@@ -83,6 +85,13 @@ def check(name):
     assert (decoded[0] - out[:, :1]).abs().max() < 0.05, "decode"
     looked_up = ("_C._dispatch", "_C._len", "_C.Dispatch", "_profiler_enabled", "_current_level")
     assert replay.is_plain_call(q) == (not any(part in name for part in looked_up)), "plain"
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    loss = sage_kernels.differentiable_attention(*leaves).float().square().sum()
+    grads = torch.autograd.grad(loss, leaves)
+    exact = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), enable_gqa=True)
+    wanted = torch.autograd.grad(exact.float().square().sum(), leaves)
+    assert all((x - y).float().norm() < 0.05 * y.float().norm() for x, y in zip(grads, wanted)), "gradients"
+    assert sage_kernels.has_fused_backward(q) == (name != FUSED), "fused"
     # what sage_processors asks for
     compat.mark_static_address(torch.zeros(1))
     class Mode(torch.overrides.TorchFunctionMode):
@@ -107,6 +116,12 @@ def renamed(name):
     if name.endswith("_make_wrapper_subclass"):  # of a class that can't be changed: our look-up finds none
         from sage_kernels import compat
         compat.make_wrapper_subclass = None
+        return
+    if name == "torch._C.DispatchKeySet":  # what torch.library.register_autograd goes on with
+        torch._library.autograd._C = types.SimpleNamespace(**vars(torch._C))
+    if name.startswith("torch.ops."):  # looked up anew by PyTorch: ours finds none
+        from sage_kernels import compat
+        setattr(compat, "flash_backward_for_cpu" if "cpu" in name else "flash_backward", None)
         return
     delete(name)
 

@@ -69,9 +69,12 @@ class Linears:
     def quantize(self, x, **options) -> QuantizedRows:
         skip_without_fp8(self.device, options.get("format"))
         result = quantize_activation(self.to_device(x), **{n: self.to_device(y) for n, y in options.items()})
-        assert isinstance(result, QuantizedRows) and result.codes.shape == x.shape
+        columns = x.shape[-1] + (options["beside"].shape[-1] if options.get("beside") is not None else 0)
+        assert isinstance(result, QuantizedRows) and result.codes.shape == (*x.shape[:-1], columns)
         assert result.scale.shape == x.shape[:-1] and result.scale.dtype == torch.float32
-        assert result.scale.is_contiguous() and result.codes.stride() == linear._new_rows(x, torch.int8).stride()
+        assert (
+            result.scale.is_contiguous() and result.codes.stride() == linear._new_rows(x, columns, torch.int8).stride()
+        )
         return QuantizedRows(*(y.cpu() for y in result))
 
     def multiply(self, x, weight, bias=None, tile=None, **options):

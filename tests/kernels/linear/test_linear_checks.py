@@ -63,6 +63,12 @@ CALLS = {
     "shift": (bad(shift=vector(1, 1, 1, 32)), ValueError, "shift: got shape (1, 1, 1, 32), expected one that broad"),
     "gain type": (bad(gain=1.0), TypeError, "gain: got float, expected a tensor"),
     "shift device": (bad(shift=vector(32, device="meta")), ValueError, "shift: got device meta, expected cpu"),
+    "beside": (bad(beside=vector(2, 4, 8)), ValueError, "beside: got shape (2, 4, 8), expected (2, 3, K2) with K2"),
+    "beside of no columns": (bad(beside=vector(2, 3, 0)), ValueError, "beside: got shape (2, 3, 0), expected (2, 3, "),
+    "beside of a dimension": (bad(beside=vector(8)), ValueError, "beside: got shape (8,), expected (2, 3, K2)"),
+    "beside type": (bad(beside=vector(2, 3, 8).half()), TypeError, "beside: got torch.float16, expected "),
+    "beside device": (bad(beside=vector(2, 3, 8, device="meta")), ValueError, "beside: got device meta, expected cpu"),
+    "balance of both": (bad(beside=X, balance=vector(32)), ValueError, "balance: got shape (32,), expected (64,)"),
     # quantize_weight
     "vector": (bad_weight(X[0, 0]), ValueError, "weight: got shape (32,), expected [N, K] with N, K >= 1"),
     "no rows": (bad_weight(X[0, :0]), ValueError, "weight: got shape (0, 32), expected [N, K] with N, K >= 1"),
@@ -171,7 +177,7 @@ def test_a_balance_may_be_any_positive_number():
     assert torch.equal(small.codes, quantize_weight(X[0]).codes)  # a power of two for all channels: the scale's alone
 
 
-ACTIVATION = {"gain": (32,), "shift": (32,), "balance": (32,)}
+ACTIVATION = {"gain": (32,), "shift": (32,), "balance": (32,), "beside": (2, 3, 16)}
 LINEAR = {"gate": (8,), "residual": (2, 3, 8)}
 
 
@@ -214,9 +220,9 @@ def test_N05_tangents_are_refused_not_lost():
         torch.func.jvp(lambda x: quantize_activation(x).scale, (X,), (X,))
     ops = torch.ops.sage_kernels
     for name, call in {
-        "quantize_activation": lambda x: ops.quantize_activation(x, "int8", "none", None, None, 0.0, None, None, None)[
-            1
-        ],
+        "quantize_activation": lambda x: ops.quantize_activation(
+            x, "int8", "none", None, None, 0.0, None, None, None, None
+        )[1],
         "quantized_linear": lambda x: ops.quantized_linear(*ROWS, *WEIGHT, None, "none", None, x, torch.float32),
         "weight_only_linear": lambda x: ops.weight_only_linear(x, *rows(4, 8), None),
     }.items():

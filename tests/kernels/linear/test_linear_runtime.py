@@ -48,12 +48,14 @@ OPS = torch.ops.sage_kernels
 def test_opcheck_of_quantize_activation(device, format, columns):
     skip_without_fp8(device, format)
     x, vector = normal(2, 5, columns).to(device), normal(columns, seed=1).to(device)
-    plain, all_of_it = (None,) * 5, (vector, vector, vector, vector, vector.abs())
+    plain, all_of_it = (None,) * 6, (vector, vector, vector, vector, vector.abs(), None)
     wide = normal(2, 5, 2 * columns, seed=2).to(device)
     for given in (x, x.transpose(0, 1), x[:0], wide[..., ::2]):
         for norm, (weight, bias, *modulation) in (("none", plain), ("layer", all_of_it)):
             arguments = (given, format, norm, weight, bias, 1e-6, *modulation)
             torch.library.opcheck(OPS.quantize_activation.default, arguments)
+        arguments = (given, format, "none", None, None, 1e-6, None, None, None, given.new_ones((*given.shape[:-1], 7)))
+        torch.library.opcheck(OPS.quantize_activation.default, arguments)
 
 
 @pytest.mark.parametrize("activation", ["none", "geglu"])
@@ -224,6 +226,8 @@ ACTIVATION_CALLS = {
     "shift": lambda: quantize_activation(X, norm="rms", shift=VECTOR),
     "shift of another shape": lambda: quantize_activation(X, norm="rms", shift=VECTOR.expand(2, 1, 64)),
     "balance": lambda: quantize_activation(X, norm="rms", balance=VECTOR),
+    "beside": lambda: quantize_activation(X, norm="rms", beside=X),
+    "beside of other columns": lambda: quantize_activation(X, norm="rms", beside=X[..., :32]),
 }
 A, W = rows(2, 6, 64), rows(32, 64, seed=1)
 LINEAR_CALLS = {
@@ -373,7 +377,7 @@ from sage_kernels._triton.linear import launch
 from sage_kernels._triton.linear.tiles import LinearTile
 
 launch.processors_of = lambda device: 132
-NONE = dict.fromkeys(("weight", "bias", "gain", "shift", "balance"))
+NONE = dict.fromkeys(("weight", "bias", "gain", "shift", "balance", "beside"))
 
 def quantize(x, gain):
     return launch.launch_quantize_activation(x, **NONE | {"format": "int8", "norm": "rms", "eps": 1e-6, "gain": gain})

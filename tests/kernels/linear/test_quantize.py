@@ -63,6 +63,29 @@ def test_any_number_of_columns(linears, columns, format):
     check(linears, x, format=format, shift=normal(columns, seed=1))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("columns", [(1, 1), (16, 100), (272, 16), (100, 2420)])
+def test_columns_of_two_tensors_are_those_of_one(linears, columns, format):
+    """The bits of both in one tensor, whatever lies around them in memory."""
+    wide = torch.full((2, 5, sum(columns) + 9), float("nan"), dtype=torch.bfloat16)
+    first, second = wide[..., 3 : 3 + columns[0]], wide[..., 5 + columns[0] : 5 + sum(columns)]
+    first.copy_(normal(*first.shape)), second.copy_(10 * normal(*second.shape, seed=1))
+    both = torch.cat([first, second], -1)
+    vectors = {"gain": normal(2, 1, sum(columns), seed=2), "shift": normal(sum(columns), seed=3)}
+    vectors["balance"] = normal(sum(columns), seed=4).abs()
+    for options in ({}, vectors, {"norm": "layer", "weight": normal(sum(columns), seed=5)}):
+        got = linears.quantize(first, beside=second, format=format, **options)
+        wanted = linears.quantize(both, format=format, **options)
+        assert torch.equal(got.codes.view(torch.int8), wanted.codes.view(torch.int8))
+        assert torch.equal(got.scale, wanted.scale)
+    for part in (first, second):  # a row that is lost is lost wherever it is
+        kept = part[0, 1, 0].item()
+        part[0, 1, 0] = float("inf")
+        lost = linears.quantize(first, beside=second, format=format).scale.isnan()
+        assert lost[0, 1] and lost.sum() == 1
+        part[0, 1, 0] = kept
+
+
 @pytest.mark.parametrize("number", [0, 1, 7, 65])
 def test_any_number_of_rows(linears, number):
     x = normal(number, 3, 272) if number % 2 else normal(number, 272)

@@ -24,6 +24,8 @@ from ..primitives import (
     round_to_int8,
 )
 from ..prologue.prepare_value_codes import value_numbers
+from ..prologue.prepare_values import KEYS as _STEP_KEYS
+from ..sequences import keys_of, rows_of, sequence_of, slot_of
 from .key_tiles import band_tiles, tile_at
 from .operands import add_product, load_keys, load_values
 from .softmax import (
@@ -76,9 +78,28 @@ def _to_midrange(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_D
     return center - (high * 0.5 + low * 0.5)  # no overflow
 
 
+@triton.jit
+def _store_nothing(out_ptr, lse_ptr, sinks_ptr, first_out, first_row, seq_q, h, heads, BLOCK_M: tl.constexpr,
+                   HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, RETURN_LSE: tl.constexpr,
+                   HAS_SINKS: tl.constexpr):  # fmt: skip
+    """The result of rows without keys: zeros, and a log-sum-exp of nothing but the sink."""
+    offs_m = first_row + tl.arange(0, BLOCK_M)
+    channels = tl.arange(0, WIDTH)
+    is_row = offs_m < seq_q
+    out_row = (first_out + offs_m).to(tl.int64) * heads + h
+    inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]
+    out = tl.zeros([BLOCK_M, WIDTH], tl.float32).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_row[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
+    if RETURN_LSE:
+        lse = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if HAS_SINKS:
+            lse = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks_ptr + h)
+        tl.store(lse_ptr + out_row, lse, mask=is_row)
+
+
 @triton.jit(do_not_specialize=[
     "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset",
-    "reach_step_b", "reach_step_h", "list_step_b", "list_step_h", "list_step_m",
+    "reach_step_b", "reach_step_h", "list_step_b", "list_step_h", "list_step_m", "sequences",
 ])  # fmt: skip
 def _attention_fwd_kernel(
     q_ptr, keys, k_scale_ptr, values, out_ptr, lse_ptr, center_ptr, q_weight_ptr, q_amax_ptr,
@@ -86,25 +107,61 @@ def _attention_fwd_kernel(
     stride_qb, stride_qs, stride_qh, stride_vb, stride_vs, stride_vh,
     mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, sinks_ptr, stride_mb, stride_mh, stride_mq, stride_mk,
     reach_step_b, reach_step_h, list_step_b, list_step_h, list_step_m, left, right, offset, softcap,
-    seq_q, seq_kv, heads, group, softmax_scale,
+    cu_q_ptr, cu_k_ptr, sequences, seq_q, seq_kv, heads, group, softmax_scale,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, REFERENCE: tl.constexpr, KEEPS_MAX: tl.constexpr, PV: tl.constexpr,
-    TILE_ADDS_BITS: tl.constexpr, SUMS_CODES: tl.constexpr = False,
+    TILE_ADDS_BITS: tl.constexpr, PACKED: tl.constexpr, SUMS_CODES: tl.constexpr = False,
 ):  # fmt: skip
-    m_tiles = tl.cdiv(seq_q, BLOCK_M)
+    if PACKED:  # seq_q and seq_kv are those of all sequences together
+        slots = seq_q // BLOCK_M + sequences + 1
+        slot = tl.program_id(0) % slots
+        if HAS_RIGHT:
+            slot = slots - 1 - slot
+        h = tl.program_id(0) // slots
+        h_kv = h // group
+        head_of_batch = h
+        b = sequence_of(slot, cu_q_ptr, sequences, seq_q, BLOCK_M)
+        kv_head_of_batch = b * (heads // group) + h_kv
+        # from here on they are those of sequence b, as are the rows and the band
+        k_tile = h_kv * (seq_kv // BLOCK_N + sequences + 1)
+        first_step = h_kv * (seq_kv // _STEP_KEYS + sequences + 1)
+        first_out, seq_q = rows_of(b, cu_q_ptr, sequences, seq_q)
+        first_row = (slot - slot_of(b, first_out, BLOCK_M)) * BLOCK_M
+        if (first_row < 0) | (first_row >= seq_q):
+            return
+        first_key, seq_kv, start, offset = keys_of(b, cu_k_ptr, sequences, seq_kv, seq_q, left, HAS_LEFT)
+        k_tile += slot_of(b, start, BLOCK_N)
+        first_step += slot_of(b, start, _STEP_KEYS)
+        if seq_kv <= 0:  # nothing was prepared for it
+            _store_nothing(
+                out_ptr, lse_ptr, sinks_ptr, first_out, first_row, seq_q, h, heads,
+                BLOCK_M, HEAD_DIM, WIDTH, RETURN_LSE, HAS_SINKS,
+            )  # fmt: skip
+            return
+        b_of_rows = b * 0
+        q_first = first_out.to(tl.int64) * stride_qs
+        first_out = first_out.to(tl.int64)
+    else:
+        m_tiles = tl.cdiv(seq_q, BLOCK_M)
+        m_tile = tl.program_id(0) % m_tiles
+        if HAS_RIGHT:
+            m_tile = m_tiles - 1 - m_tile  # the long ones of a head first: the last to run are then short
+        first_row = m_tile * BLOCK_M
+        head_of_batch = tl.program_id(0) // m_tiles  # b * H + h
+        b = head_of_batch // heads
+        h = head_of_batch % heads
+        h_kv = h // group
+        kv_head_of_batch = b * (heads // group) + h_kv
+        k_tile = kv_head_of_batch * tl.cdiv(seq_kv, BLOCK_N)
+        first_step = kv_head_of_batch * tl.cdiv(seq_kv, _STEP_KEYS)
+        first_key = 0
+        b_of_rows = b
+        q_first = b.to(tl.int64) * stride_qb
+        first_out = b.to(tl.int64) * seq_q
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
-    m_tile = tl.program_id(0) % m_tiles
-    if HAS_RIGHT:
-        m_tile = m_tiles - 1 - m_tile  # the long ones of a head first: the last to run are then short
-    first_row = m_tile * BLOCK_M
-    head_of_batch = tl.program_id(0) // m_tiles  # b * H + h
-    b = head_of_batch // heads
-    h = head_of_batch % heads
-    h_kv = h // group
-    kv_head_of_batch = b * (heads // group) + h_kv
-    k_row = kv_head_of_batch * n_tiles * BLOCK_N
+    k_row = k_tile * BLOCK_N
     offs_m = first_row + tl.arange(0, BLOCK_M)
     channels = tl.arange(0, WIDTH)
     SCALE_PER_KEY: tl.constexpr = SCALING == "per_token"
@@ -121,7 +178,7 @@ def _attention_fwd_kernel(
     ADDS_BITS: tl.constexpr = TILE_ADDS_BITS and not FIXED and not SCALE_PER_KEY
 
     # quantise Q: [BLOCK_M, WIDTH]
-    q_base = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh
+    q_base = q_ptr + q_first + h.to(tl.int64) * stride_qh
     q = load_tokens(q_base, offs_m, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
     x = q * tl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
     if SCALING == "planned":
@@ -169,10 +226,10 @@ def _attention_fwd_kernel(
     # scales of the key tiles: one number a tile, or a vector of BLOCK_N
     offs_n = tl.arange(0, BLOCK_N)
     if SCALE_PER_KEY:
-        k_scales = k_scale_ptr + kv_head_of_batch * n_tiles * BLOCK_N + offs_n
+        k_scales = k_scale_ptr + k_row + offs_n
         scale_step = BLOCK_N
     else:
-        k_scales = k_scale_ptr + kv_head_of_batch * n_tiles
+        k_scales = k_scale_ptr + k_tile
         scale_step = 1
     if ADDS_BITS:
         largest_scale = tl.zeros([SCALES_AT_ONCE], tl.float32)
@@ -208,8 +265,8 @@ def _attention_fwd_kernel(
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     if AT_ONCE:
         v = load_values(
-            values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
-            BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, HALVES,
+            values, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
+            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, HALVES,
         )  # fmt: skip
         acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
     for i in tl.range(1, plain, num_stages=STAGES):
@@ -219,8 +276,8 @@ def _attention_fwd_kernel(
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         key_scale = tl.load(k_scales + tile * scale_step)
         v = load_values(
-            values, b, (tile if AT_ONCE else before) * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach,
-            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV, HALVES,
+            values, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
+            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV, PACKED, HALVES,
         )  # fmt: skip
         if not AT_ONCE:
             acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
@@ -245,8 +302,8 @@ def _attention_fwd_kernel(
         codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         v = load_values(
-            values, b, (tile if AT_ONCE else before) * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach,
-            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, HALVES,
+            values, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
+            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, HALVES,
         )  # fmt: skip
         if not AT_ONCE:
             acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
@@ -264,8 +321,8 @@ def _attention_fwd_kernel(
     if not AT_ONCE:
         tile = tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         v = load_values(
-            values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
-            BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, HALVES,
+            values, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
+            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, HALVES,
         )  # fmt: skip
         acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
     if FIXED:
@@ -287,8 +344,8 @@ def _attention_fwd_kernel(
             for i in tl.range(0, visited, num_stages=1):
                 tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
                 v = load_values(
-                    values, b, tile * BLOCK_N, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
-                    BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, HALVES,
+                    values, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
+                    stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, HALVES,
                 )  # fmt: skip
                 codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
                 scores = tl.dot(q_int, codes, out_dtype=tl.int32)
@@ -338,7 +395,7 @@ def _attention_fwd_kernel(
         # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
         largest: tl.constexpr = 65504.0 if out_ptr.dtype.element_ty == tl.float16 else 3.38e38
         out = tl.clamp(out * v_scale[None, :], -largest, largest, propagate_nan=tl.PropagateNan.ALL)
-    out_row = (b.to(tl.int64) * seq_q + offs_m) * heads + h  # contiguous [B, S_q, H, D]
+    out_row = (first_out + offs_m) * heads + h  # contiguous [B, S_q, H, D]
     tl.store(
         out_ptr + out_row[:, None] * HEAD_DIM + channels[None, :],
         out.to(out_ptr.dtype.element_ty),

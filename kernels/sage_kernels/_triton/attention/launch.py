@@ -17,6 +17,7 @@ from ..primitives import head_width
 from ..prologue.mask_tiles import MaskTiles, launch_mask_tiles
 from ..prologue.prologue import Prepared, launch_prologue
 from ..prologue.rotate import launch_rotate
+from ..sequences import Packed, packed_arguments
 from .kernel import _attention_fwd_kernel
 from .tiles import Tile, choose_tail, choose_tile, query_slice
 
@@ -37,11 +38,12 @@ def is_band(masking: Masking) -> bool:
 
 def device_tile(
     device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING, pv: str = "16bit",
-    lagged: bool = False,
+    lagged: bool = False, packed: bool = False,
 ) -> Tile:  # fmt: skip
     """The tile of a launch on `device`; NotImplementedError where the device can't run it at all.
 
-    Args: as `tiles.choose_tile`; pv: of the recipe; lagged: rows keep their maxima for the next call.
+    Args: as `tiles.choose_tile`; pv: of the recipe; lagged: rows keep their maxima for the next call;
+        packed: of sequences, which the Hopper kernel does not know.
     """
     if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
         return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma" if compat.TensorDescriptor else "pointers")
@@ -59,7 +61,7 @@ def device_tile(
         )
     by_row = masking.by_row
     tile = choose_tile(capability, width, scaling, by_row, pv, not lagged)
-    if tile.kernel == "hopper" and not compat.has_gluon():
+    if tile.kernel == "hopper" and (packed or not compat.has_gluon()):
         tile = choose_tile(capability, width, scaling, True, pv, not lagged)
     if tile.kernel == "tma" and compat.TensorDescriptor is None:  # a tile of the newest GPUs without a copy engine
         tile = choose_tile(89 if pv == "fp8_e4m3" else 80, width, scaling, by_row, pv, not lagged)
@@ -73,12 +75,14 @@ def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
 
 def launch_attention_fwd(
     q, k, v, *, scale, scaling, smooth_k, state: HeadState | None, return_lse, recipe: str = DEFAULT_RECIPE,
-    masking: Masking = NO_MASKING, rotation: str = "none", tile: Tile | None = None,
+    masking: Masking = NO_MASKING, rotation: str = "none", tile: Tile | None = None, packed: tuple | None = None,
 ):  # fmt: skip
     """Launch the prologue and the attention kernel on q's device and current stream. Arguments are checked already.
 
     Args:
         tile: overrides the tile table (benchmarks, tests).
+        packed: the sequences that q, k and v, of a batch of 1, are made of: the two tensors of a Packed. `masking`
+            then has no mask, and its offset is not read: the last row of a sequence is at its last key.
     Returns: out [B, S_q, H, D] contiguous in q.dtype, lse [B, S_q, H] fp32 or None.
     """
     batch, seq_q, heads, head_dim = q.shape
@@ -89,10 +93,11 @@ def launch_attention_fwd(
         q, k, v = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
         out, lse = launch_attention_fwd(
             q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse,
-            recipe=recipe, masking=masking, rotation=rotation, tile=tile,
+            recipe=recipe, masking=masking, rotation=rotation, tile=tile, packed=packed,
         )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse
 
+    packed = None if packed is None else Packed(*packed)
     # what runs: format of P and V, softmax reference, tile
     width = head_width(head_dim)
     if state is not None:
@@ -100,7 +105,8 @@ def launch_attention_fwd(
     pv = RECIPES[recipe].pv
     is_fp8, is_16_bit = pv == "fp8_e4m3", pv == "16bit"
     lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
-    tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged)
+    kind = {} if packed is None else {"packed": True}
+    tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged, **kind)
     reference = "first" if tile.keep_first_max else "running"
     if is_fp8:
         reference = "lagged" if lagged else "running"
@@ -118,7 +124,9 @@ def launch_attention_fwd(
     with torch.cuda.device_of(q):
         # which key tiles are visited, and whether programs share a tile of query rows
         mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
-        tiles = -(-seq_q // tile.block_m) * batch * heads  # triton.cdiv takes two microseconds on the host
+        # triton.cdiv takes two microseconds on the host
+        tiles = -(-seq_q // tile.block_m) if packed is None else packed.slots(seq_q, tile.block_m)
+        tiles *= batch * heads
         cut = can_be_cut(tile, masking, mask)
         tail = choose_tail(tiles, seq_kv, processors_of(q.device)) if cut else None
         partials = arrived = None
@@ -136,7 +144,8 @@ def launch_attention_fwd(
             q, k, None if is_16_bit else v, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
             return_center=return_center,
             block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
-            overlap=tile.kernel == "hopper", value_type=torch.int8 if pv == "int8" else torch.float8_e4m3fn,
+            overlap=tile.kernel == "hopper", packed=packed, left=masking.left,
+            value_type=torch.int8 if pv == "int8" else torch.float8_e4m3fn,
         )  # fmt: skip
         if not is_16_bit:
             v = prepared.values
@@ -174,7 +183,7 @@ def launch_attention_fwd(
             parts += tail or (tiles, 1)
             _launch_hopper(tile, tiles, q, prepared, v, first, masking, mask, parts, sizes, constants)
         else:
-            _launch_plain(tile, tiles, q, prepared, v, first, masking, mask, sizes, constants)
+            _launch_plain(tile, tiles, q, prepared, v, first, masking, mask, packed, sizes, constants)
     return out, lse
 
 
@@ -199,7 +208,7 @@ def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, mask
     )  # fmt: skip
 
 
-def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, masking, mask, sizes, constants):
+def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, masking, mask, packed, sizes, constants):
     """Triton's kernel on so many tiles of query rows, through the copy engine or by pointers."""
     block_n, width = tile.block_n, constants["WIDTH"]
     codes, values = prepared.codes.view(-1, width), v
@@ -212,10 +221,10 @@ def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, maski
     launch(
         _attention_fwd_kernel, tiles,
         q, codes, prepared.scale, values, *first, *value_strides,
-        *_mask_arguments(masking, mask, prepared.scale), *sizes,
+        *_mask_arguments(masking, mask, prepared.scale), *packed_arguments(packed, prepared.scale), *sizes,
         **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
         SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
-        TILE_ADDS_BITS=tile.adds_bits, SUMS_CODES=False, enable_fp_fusion=False,
+        TILE_ADDS_BITS=tile.adds_bits, PACKED=packed is not None, SUMS_CODES=False, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -19,15 +19,19 @@ def load_keys(keys, row, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl
 
 
 @triton.jit
-def load_values(values, b, token, h_kv, kv_head_of_batch, seq_kv, reach, stride_vb, stride_vs, stride_vh,
+def load_values(values, b, token, first_key, h_kv, first_step, seq_kv, reach, stride_vb, stride_vs, stride_vh,
                  BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl.constexpr,
-                 MASKED: tl.constexpr, MASK: tl.constexpr, PV: tl.constexpr, HALVES: tl.constexpr):  # fmt: skip
+                 MASKED: tl.constexpr, MASK: tl.constexpr, PV: tl.constexpr, PACKED: tl.constexpr,
+                 HALVES: tl.constexpr):  # fmt: skip
     """One value tile [BLOCK_N, WIDTH], or two halves of its channels; only a masked tile may reach beyond the sequence
-    or hold hidden keys."""
+    or hold hidden keys.
+
+    first_key: row of V of the sequence's first token; first_step: the head's first step of prepared values.
+    """
     offs_n = tl.arange(0, BLOCK_N)
     channels = tl.arange(0, WIDTH)
     if PV != "16bit":  # prepared: transposed, zero wherever nothing is to be seen
-        row = (kv_head_of_batch * tl.cdiv(seq_kv, _STEP_KEYS) + token // _STEP_KEYS) * WIDTH
+        row = (first_step + token // _STEP_KEYS) * WIDTH
         if USE_TMA:
             tile = values.load([row, token % _STEP_KEYS]).T
         else:
@@ -42,9 +46,12 @@ def load_values(values, b, token, h_kv, kv_head_of_batch, seq_kv, reach, stride_
                 tile = tl.load(base + channels[None, :] * _STEP_KEYS + offs_n[:, None])
     else:
         if USE_TMA:  # the copy engine fills what lies outside with zeros
-            tile = values.load([b, token, h_kv, 0]).reshape([BLOCK_N, WIDTH])
+            tile = values.load([b, first_key + token, h_kv, 0]).reshape([BLOCK_N, WIDTH])
+            if MASKED and PACKED:  # here another sequence lies outside
+                tile = tl.where((token + offs_n < seq_kv)[:, None], tile, 0.0).to(tile.dtype)
         else:
-            base = values + b.to(tl.int64) * stride_vb + h_kv.to(tl.int64) * stride_vh + token.to(tl.int64) * stride_vs
+            row = (first_key + token).to(tl.int64)
+            base = values + b.to(tl.int64) * stride_vb + h_kv.to(tl.int64) * stride_vh + row * stride_vs
             pointers = base + offs_n.to(tl.int64)[:, None] * stride_vs + channels[None, :]
             if MASKED:
                 valid = (token + offs_n < seq_kv)[:, None] & (channels < HEAD_DIM)[None, :]

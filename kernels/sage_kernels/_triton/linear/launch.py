@@ -48,10 +48,12 @@ def quantize_shape(columns: int) -> tuple[int, int, int, int]:
     return stride, width, max(1, 4096 // width), min(16, max(4, width // 1024))
 
 
-def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance):
+def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance, beside):
     """See `sage_kernels.quantize_activation`. Rows of codes lie ALIGNMENT bytes apart or a multiple of that."""
-    columns = x.shape[-1]
     flat = _as_rows(x)
+    other = flat if beside is None else _as_rows(beside)
+    columns = x.shape[-1] + (0 if beside is None else beside.shape[-1])
+    shape = torch.Size((*x.shape[:-1], columns))
     number = flat.shape[0]
     stride, width, rows, warps = quantize_shape(columns)
     codes = buffer(*x.shape[:-1], stride, dtype=CODE_TYPES[format], device=x.device, returned=True)
@@ -62,17 +64,17 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
         if tensor is None:
             given, strides = [*given, none], [*strides, 0, 0]
         else:
-            tensor, tokens, *steps = _broadcast(tensor, x.shape)
+            tensor, tokens, *steps = _broadcast(tensor, shape)
             given, strides = [*given, tensor], [*strides, *steps]
     with torch.cuda.device_of(x):
         launch(
             _quantize_rows_kernel, -(-number // rows),
-            flat, codes, scale, *(none if t is None else t.contiguous() for t in (weight, bias)), *given,
+            flat, other, codes, scale, *(none if t is None else t.contiguous() for t in (weight, bias)), *given,
             none if balance is None else balance.contiguous(),
-            number, columns, tokens, eps, flat.stride(0), stride, *strides,
+            number, columns, x.shape[-1], tokens, eps, flat.stride(0), other.stride(0), stride, *strides,
             WIDTH=width, ROWS=rows, NORM=norm, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             HAS_GAIN=gain is not None, HAS_SHIFT=shift is not None, HAS_BALANCE=balance is not None,
-            FP8=format == "fp8", num_warps=warps, enable_fp_fusion=False,
+            HAS_BESIDE=beside is not None, FP8=format == "fp8", num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return codes if stride == columns else codes[..., :columns], scale
 

@@ -22,17 +22,25 @@ def _load_by_row(ptr, rows, columns, number, count, tokens, stride_batch, stride
 
 @triton.jit(do_not_specialize=["number", "tokens", "eps"])
 def _quantize_rows_kernel(
-    x_ptr, codes_ptr, scale_ptr, weight_ptr, bias_ptr, gain_ptr, shift_ptr, balance_ptr,
-    number, count, tokens, eps, stride_x, stride_codes, stride_gb, stride_gt, stride_sb, stride_st,
+    x_ptr, beside_ptr, codes_ptr, scale_ptr, weight_ptr, bias_ptr, gain_ptr, shift_ptr, balance_ptr,
+    number, count, width_x, tokens, eps, stride_x, stride_beside, stride_codes, stride_gb, stride_gt, stride_sb,
+    stride_st,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BALANCE: tl.constexpr, FP8: tl.constexpr,
+    HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BALANCE: tl.constexpr, HAS_BESIDE: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
-    """Quantise rows [number, count]. Grid: groups of ROWS."""
+    """Quantise rows [number, count], of which the columns from width_x on lie in `beside`. Grid: groups of ROWS."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     inside = (rows < number)[:, None] & (columns < count)[None, :]
     base = rows.to(tl.int64)[:, None]
-    x = tl.load(x_ptr + base * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    if HAS_BESIDE:
+        is_first = (columns < width_x)[None, :]
+        x = tl.load(x_ptr + base * stride_x + columns[None, :], mask=inside & is_first, other=0.0).to(tl.float32)
+        others = beside_ptr + base * stride_beside + (columns - width_x)[None, :]
+        x = tl.where(is_first, x, tl.load(others, mask=inside & ~is_first, other=0.0).to(tl.float32))
+    else:
+        x = tl.load(x_ptr + base * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     size = count.to(tl.float32)
     if NORM == "layer":
         x = tl.where(inside, x - tl.div_rn(tl.sum(x, 1), size)[:, None], 0.0)

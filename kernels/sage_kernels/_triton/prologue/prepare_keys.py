@@ -38,6 +38,7 @@ from ..primitives import (
     planned_scale,
     round_to_int8,
 )
+from ..sequences import keys_of, rows_of, sequence_of, slot_of
 from .sample_heads import plan_fits, sampled_balance, sampled_center
 
 
@@ -170,34 +171,29 @@ def _prepare_tile(
 
 
 @triton.jit
-def prepare_keys(
-    program, q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+def _prepare_span(
+    q_base, k_base, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
     plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb, stride_rh,
-    seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
+    stride_qs, stride_qh, stride_ks, reach_ptr, extent_ptr, extent_at, b, h, head_of_batch, first_tile, first, end,
+    seq_q, seq_kv, group,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
     SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Quantise `tiles` tiles of one head: what PreparedKeys (prologue.py) says."""
-    chunk = program % programs_per_head
-    head_of_batch = program // programs_per_head  # b * H_kv + h
-    b = (head_of_batch // kv_heads).to(tl.int64)
-    h = head_of_batch % kv_heads
+    """Quantise tiles `first` to `end` of one head, of which tile 0 is stored as tile `first_tile` of the buffer.
+
+    q_base, k_base: the head's first row. b, h, head_of_batch: its sample, its number, and the place of its vectors.
+    """
     channels = tl.arange(0, WIDTH)
     is_channel = channels < HEAD_DIM
-    k_base = k_ptr + b * stride_kb + h.to(tl.int64) * stride_kh
     # rows of a sample that are loaded at once: a thread then holds 32 numbers of them
     SAMPLED: tl.constexpr = 4 * ROWS if 4 * ROWS < 128 else 128
     FIT_ROWS: tl.constexpr = ROWS // 2 if ROWS // 2 < 32 else 32
-    n_tiles = tl.cdiv(seq_kv, BLOCK_N)
     head_offset = head_of_batch.to(tl.int64)
     extent = seq_kv
-    if HAS_MASK:
-        extent_at = b * stride_rb + h * stride_rh  # in keys: `extent` has one number for each padded row of `reach`
-        extent = tl.load(extent_ptr + extent_at // (n_tiles * BLOCK_N))
+    if HAS_MASK:  # `extent` has one number for each padded row of `reach`
+        extent = tl.load(extent_ptr + extent_at // (tl.cdiv(seq_kv, BLOCK_N) * BLOCK_N))
         reach_ptr += extent_at
 
-    q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
     center = tl.zeros([WIDTH], tl.float32)
     weight = tl.full([WIDTH], 1.0, tl.float32)
     q_weight = weight
@@ -232,7 +228,7 @@ def prepare_keys(
             HEAD_DIM, WIDTH, SAMPLED // 2, HAS_MASK,  # two tensors are sampled at once
         )  # fmt: skip
         q_weight = tl.div_rn(tl.full([WIDTH], 1.0, tl.float32), weight)
-    if chunk == 0:
+    if first == 0:
         tl.store(q_weight_ptr + head_offset * WIDTH + channels, q_weight)
         if SCALING == "planned":
             if b == 0:
@@ -241,7 +237,7 @@ def prepare_keys(
                 tl.atomic_max(count + _KEY_MAX, shape_key, sem=RELAXED)
                 tl.atomic_min(count + _KEY_MIN, shape_key, sem=RELAXED)
     if STORE_CENTER:
-        if chunk == 0:
+        if first == 0:
             tl.store(center_ptr + head_offset * WIDTH + channels, center)
 
     head_amax = planned
@@ -253,11 +249,9 @@ def prepare_keys(
     below = tl.zeros([], tl.int32)
     counts = tl.zeros([], tl.int32)
     SCALES: tl.constexpr = BLOCK_N if SCALING == "per_token" else 1
-    first_tile = head_offset * n_tiles
-    end = tl.minimum((chunk + 1) * tiles, n_tiles)
     whole = tl.minimum(end, seq_kv // BLOCK_N)
     # no pipeline: it takes the registers that other programs' loads are in flight in
-    for tile in tl.range(chunk * tiles, whole, num_stages=1):
+    for tile in tl.range(first, whole, num_stages=1):
         k_max, k_min, outside, below, counts = _prepare_tile(
             tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
             k_int_ptr + (first_tile + tile) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + tile) * SCALES,
@@ -281,3 +275,49 @@ def prepare_keys(
             tl.atomic_add(count + _BELOW, below * HEAD_DIM, sem=RELAXED)
         if misfit:
             tl.atomic_add(count + _MISFIT, counts * HEAD_DIM, sem=RELAXED)
+
+
+@triton.jit
+def prepare_keys(
+    program, q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+    plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb, stride_rh,
+    cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
+    SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
+):  # fmt: skip
+    """Quantise `tiles` tiles of one head, packed: of one sequence. What is made of them is in Prepared."""
+    chunk = program % programs_per_head
+    head_of_batch = program // programs_per_head  # b * H_kv + h
+    b = (head_of_batch // kv_heads).to(tl.int64)
+    h = head_of_batch % kv_heads
+    k_base = k_ptr + b * stride_kb + h.to(tl.int64) * stride_kh
+    q_base = q_ptr + b * stride_qb + (h * group).to(tl.int64) * stride_qh
+    if PACKED:
+        # in pieces of `tiles` tiles as in tiles: a program then has one sequence
+        i = sequence_of(chunk, cu_k_ptr, sequences, seq_kv, tiles * BLOCK_N)
+        first_q, rows = rows_of(i, cu_q_ptr, sequences, seq_q)
+        first_k, keys, start, _ = keys_of(i, cu_k_ptr, sequences, seq_kv, rows, left, HAS_LEFT)
+        first = (chunk - slot_of(i, start, tiles * BLOCK_N)) * tiles
+        end = tl.minimum(first + tiles, tl.cdiv(keys, BLOCK_N))
+        if (first >= 0) & (first < end) & (rows > 0):
+            slots = seq_kv // BLOCK_N + sequences + 1
+            _prepare_span(
+                q_base + first_q.to(tl.int64) * stride_qs, k_base + first_k.to(tl.int64) * stride_ks,
+                k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+                plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
+                stride_qs, stride_qh, stride_ks, reach_ptr, extent_ptr, 0, b, h, i * kv_heads + h,
+                h.to(tl.int64) * slots + slot_of(i, start, BLOCK_N), first, end, rows, keys, group,
+                HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS,
+            )  # fmt: skip
+    else:
+        n_tiles = tl.cdiv(seq_kv, BLOCK_N)
+        _prepare_span(
+            q_base, k_base, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
+            plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
+            stride_qs, stride_qh, stride_ks, reach_ptr, extent_ptr, b * stride_rb + h * stride_rh, b, h,
+            head_of_batch, head_of_batch.to(tl.int64) * n_tiles, chunk * tiles,
+            tl.minimum((chunk + 1) * tiles, n_tiles), seq_q, seq_kv, group,
+            HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS,
+        )  # fmt: skip

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ... import recipe
-from ...masking import FAINT
+from ...masking import FAINT, UNLIMITED
 from ...state import (
     COUNT_CLIPPED,
     COUNT_FIELDS,
@@ -25,6 +25,7 @@ from ...state import (
 )
 from ..launch import buffer, launch
 from ..primitives import E4M3_MAX, RELAXED, record_amax, to_e4m3
+from ..sequences import Packed, keys_of, packed_arguments, rows_of, sequence_of, slot_of
 from .mask_tiles import MaskTiles
 
 
@@ -86,6 +87,14 @@ def _plan_of(plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, 
 
 
 @triton.jit
+def _values_of(b, cu_q_ptr, cu_k_ptr, sequences, total_q, total, left, HAS_LEFT: tl.constexpr):
+    """First value of sequence b that any of its rows sees, its slots' first token, and how many are seen."""
+    _, rows = rows_of(b, cu_q_ptr, sequences, total_q)
+    first_k, seq_kv, start, _ = keys_of(b, cu_k_ptr, sequences, total, rows, left, HAS_LEFT)
+    return first_k, start, tl.where(rows > 0, seq_kv, 0)
+
+
+@triton.jit
 def _amax_of(v_base, first, end, channels, stride_vs, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
     """Largest |v| of `channels` in tokens first to end: of those that count, and of all that are seen."""
     counting = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
@@ -106,12 +115,15 @@ def _amax_of(v_base, first, end, channels, stride_vs, reach_ptr, HEAD_DIM: tl.co
     return counting, seen
 
 
-@triton.jit(do_not_specialize=["seq_kv", "kv_heads", "chunks", "chunk_keys", "stride_rb", "stride_rh"])
+@triton.jit(do_not_specialize=[
+    "seq_q", "seq_kv", "kv_heads", "chunks", "chunk_keys", "stride_rb", "stride_rh", "sequences", "left",
+])  # fmt: skip
 def _value_amax_kernel(
-    v_ptr, amax_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh, seq_kv, kv_heads, chunks,
-    chunk_keys, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr,
+    v_ptr, amax_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh,
+    cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, chunks, chunk_keys,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
-    """`_amax_of` one chunk of keys."""
+    """`_amax_of` one chunk of keys; packed, of one sequence."""
     chunk = tl.program_id(0) % chunks
     head_of_batch = tl.program_id(0) // chunks  # b * H_kv + h
     b = (head_of_batch // kv_heads).to(tl.int64)
@@ -120,8 +132,16 @@ def _value_amax_kernel(
     v_base = v_ptr + b * stride_vb + h.to(tl.int64) * stride_vh
     if HAS_MASK:
         reach_ptr += b * stride_rb + h * stride_rh
-    end = tl.minimum(chunk * chunk_keys + chunk_keys, seq_kv)
-    counting, seen = _amax_of(v_base, chunk * chunk_keys, end, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK)
+    first = chunk * chunk_keys
+    if PACKED:
+        i = sequence_of(chunk, cu_k_ptr, sequences, seq_kv, chunk_keys)
+        first_k, start, seq_kv = _values_of(i, cu_q_ptr, cu_k_ptr, sequences, seq_q, seq_kv, left, HAS_LEFT)
+        first = (chunk - slot_of(i, start, chunk_keys)) * chunk_keys
+        if first < 0:
+            return
+        v_base += first_k.to(tl.int64) * stride_vs
+    end = tl.minimum(first + chunk_keys, seq_kv)
+    counting, seen = _amax_of(v_base, first, end, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK)
     found = amax_ptr + tl.program_id(0).to(tl.int64) * 2 * WIDTH + channels
     tl.store(found, counting)
     tl.store(found + WIDTH, seen)
@@ -191,25 +211,15 @@ def _store_step(codes, y):
 
 
 @triton.jit
-def prepare_values(
-    program, v_ptr, codes_ptr, v_scale_ptr, amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr,
-    shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh, seq_kv, kv_heads, chunks,
-    spans, steps,
+def _prepare_value_span(
+    v_base, codes_ptr, v_scale_ptr, amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr,
+    shape_key, state_width, stride_vs, reach_ptr, h, head_of_batch, channels, first_step, end_step, seq_kv, chunks,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PLANNED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """Cast `steps` steps of CHANNELS channels of one head; codes lie as [B·H_kv, n_steps, WIDTH, KEYS]."""
-    span = program % spans
-    part = program // spans % (WIDTH // CHANNELS)
-    head_of_batch = program // spans // (WIDTH // CHANNELS)  # b * H_kv + h
-    b = (head_of_batch // kv_heads).to(tl.int64)
-    h = head_of_batch % kv_heads
-    channels = part * CHANNELS + tl.arange(0, CHANNELS)
-    v_base = v_ptr + b * stride_vb + h.to(tl.int64) * stride_vh
-    if HAS_MASK:
-        reach_ptr += b * stride_rb + h * stride_rh
-    n_steps = tl.cdiv(seq_kv, KEYS)
-    first_step = span * steps
-    end_step = tl.minimum(first_step + steps, n_steps)
+    """Cast steps `first_step` to `end_step` of some channels of one head, whose codes begin at codes_ptr.
+
+    head_of_batch: the place of the head's scales; amax_ptr: what was found in its chunks, without a state.
+    """
     end = tl.minimum(end_step * KEYS, seq_kv)
     # before all that takes long: the first values are on their way
     ahead = _load_step(v_base, first_step * KEYS, channels, stride_vs, end, HEAD_DIM)
@@ -227,18 +237,16 @@ def prepare_values(
         if tl.max(whole, 0) == 0:
             counting, seen = _amax_of(v_base, 0, seq_kv, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK)
     else:
-        amax_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
         counting, seen = _found_amax(amax_ptr, channels, chunks, WIDTH)
     # no plan: where every key that counts is 0, of all keys that are seen; _V_CODE is a power of two, so this is exact
     scale = tl.where(scale > 0, scale, tl.where(counting > 0, counting, seen) * (1.0 / _V_CODE))
     scale = tl.maximum(scale, _V_AMAX_FLOOR / _V_CODE)
     scale = tl.where(channels < HEAD_DIM, scale, 1.0)
-    if span == 0:
+    if first_step == 0:
         tl.store(v_scale_ptr + head_of_batch * WIDTH + channels, scale)
     inverse = tl.div_rn(tl.full([CHANNELS], 1.0, tl.float32), scale)
 
-    codes = codes_ptr + head_of_batch.to(tl.int64) * n_steps * (WIDTH * KEYS)
-    codes += channels[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    codes = codes_ptr + channels[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
     top = tl.zeros([QUADS, CHANNELS], tl.float32)
     reached = tl.zeros([QUADS, CHANNELS], tl.float32)
     for step in range(first_step, end_step):
@@ -275,18 +283,65 @@ def prepare_values(
             tl.atomic_add(counts_ptr + row * _COUNTS + _CLIPPED, lost, sem=RELAXED)
 
 
-def launch_value_amax(v, *, mask: MaskTiles, width: int):
-    """For calls without a state: V's amax, of the keys that count and of all: [B·H_kv, chunks, 2, width]."""
+@triton.jit
+def prepare_values(
+    program, v_ptr, codes_ptr, v_scale_ptr, amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr,
+    shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh,
+    cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, chunks, chunk_keys, spans, steps,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, PLANNED: tl.constexpr, HAS_MASK: tl.constexpr,
+    PACKED: tl.constexpr, HAS_LEFT: tl.constexpr,
+):  # fmt: skip
+    """Cast `steps` steps of CHANNELS channels of one head; codes lie as [B·H_kv, n_steps, WIDTH, KEYS]. Packed, of one
+    sequence. chunks and chunk_keys: of `_value_amax_kernel`, a head."""
+    span = program % spans
+    part = program // spans % (WIDTH // CHANNELS)
+    head_of_batch = program // spans // (WIDTH // CHANNELS)  # b * H_kv + h
+    b = (head_of_batch // kv_heads).to(tl.int64)
+    h = head_of_batch % kv_heads
+    channels = part * CHANNELS + tl.arange(0, CHANNELS)
+    v_base = v_ptr + b * stride_vb + h.to(tl.int64) * stride_vh
+    if HAS_MASK:
+        reach_ptr += b * stride_rb + h * stride_rh
+    amax_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
+    if PACKED:
+        i = sequence_of(span, cu_k_ptr, sequences, seq_kv, steps * KEYS)
+        first_k, start, keys = _values_of(i, cu_q_ptr, cu_k_ptr, sequences, seq_q, seq_kv, left, HAS_LEFT)
+        first = (span - slot_of(i, start, steps * KEYS)) * steps
+        end = tl.minimum(first + steps, tl.cdiv(keys, KEYS))
+        if (first >= 0) & (first < end):
+            slots = seq_kv // KEYS + sequences + 1
+            _prepare_value_span(
+                v_base + first_k.to(tl.int64) * stride_vs,
+                codes_ptr + (h.to(tl.int64) * slots + slot_of(i, start, KEYS)) * (WIDTH * KEYS), v_scale_ptr,
+                amax_ptr + slot_of(i, start, chunk_keys).to(tl.int64) * 2 * WIDTH, plan_ptr, plan_scale_ptr,
+                stats_ptr, counts_ptr, row_ptr, shape_key, state_width, stride_vs, reach_ptr, h,
+                i * kv_heads + h, channels, first, end, keys, tl.cdiv(keys, chunk_keys),
+                HEAD_DIM, WIDTH, CHANNELS, PLANNED, HAS_MASK,
+            )  # fmt: skip
+    else:
+        n_steps = tl.cdiv(seq_kv, KEYS)
+        _prepare_value_span(
+            v_base, codes_ptr + head_of_batch.to(tl.int64) * n_steps * (WIDTH * KEYS), v_scale_ptr, amax_ptr,
+            plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width, stride_vs, reach_ptr,
+            h, head_of_batch, channels, span * steps, tl.minimum(span * steps + steps, n_steps), seq_kv, chunks,
+            HEAD_DIM, WIDTH, CHANNELS, PLANNED, HAS_MASK,
+        )  # fmt: skip
+
+
+def launch_value_amax(v, *, mask: MaskTiles, width: int, packed: Packed | None, seq_q: int, left: int):
+    """For calls without a state: V's amax, of the keys that count and of all: [B·H_kv, chunks, 2, width]; and how many
+    keys a chunk has."""
     batch, seq_kv, kv_heads, head_dim = v.shape
     per_head = -(-seq_kv // AMAX_CHUNKS)
     chunk_keys = max(MIN_CHUNK, -(-per_head // AMAX_ROWS.value) * AMAX_ROWS.value)
-    chunks = -(-seq_kv // chunk_keys)
+    chunks = -(-seq_kv // chunk_keys) if packed is None else packed.slots(seq_kv, chunk_keys)
     amax = buffer(batch * kv_heads, chunks, 2, width, device=v.device)
     has_mask = mask.reach is not None
     launch(
         _value_amax_kernel, chunks * batch * kv_heads,
         v, amax, v.stride(0), v.stride(1), v.stride(2), mask.reach if has_mask else amax, *mask.reach_strides,
-        seq_kv, kv_heads, chunks, chunk_keys,
-        HEAD_DIM=head_dim, WIDTH=width, HAS_MASK=has_mask, num_warps=8, enable_fp_fusion=False,
+        *packed_arguments(packed, amax), left, seq_q, seq_kv, kv_heads, chunks, chunk_keys,
+        HEAD_DIM=head_dim, WIDTH=width, HAS_MASK=has_mask, PACKED=packed is not None,
+        HAS_LEFT=packed is not None and left != UNLIMITED, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    return amax
+    return amax, chunk_keys

@@ -10,11 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from ...masking import FAINT
+from ...masking import FAINT, UNLIMITED
 from ...numerics import divide, sampled_balance, sampled_center
 from ...state import HeadState, shape_key
 from ..compat import gdc_launch_dependents
 from ..launch import buffer, launch, processors_of
+from ..sequences import Packed, packed_arguments
 from .mask_tiles import MaskTiles
 from .prepare_keys import prepare_keys
 from .prepare_value_codes import launch_value_reach, prepare_value_codes, value_rows
@@ -46,8 +47,11 @@ _VALUE_STEPS, _LONG_VALUE_STEPS, _LONG = 4, 8, 2**20
         "stride_rh",
         "value_chunks",
         "value_spans",
+        "value_chunk_keys",
         "value_steps",
         "zeros",
+        "sequences",
+        "left",
     ]  # fmt: skip
 )
 def _prologue_kernel(
@@ -55,11 +59,13 @@ def _prologue_kernel(
     v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr,
     plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    reach_ptr, extent_ptr, stride_rb, stride_rh, seq_q, seq_kv, kv_heads, group,
-    key_programs, programs_per_head, tiles, value_chunks, value_spans, value_steps, zeroed_ptr, zeros,
+    reach_ptr, extent_ptr, stride_rb, stride_rh, cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, group,
+    key_programs, programs_per_head, tiles, value_chunks, value_chunk_keys, value_spans, value_steps,
+    zeroed_ptr, zeros,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
     SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
-    HAS_VALUES: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr,
+    HAS_VALUES: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr, PACKED: tl.constexpr,
+    HAS_LEFT: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:  # attention may begin where programs have ended; it waits until all have before it reads
         gdc_launch_dependents()
@@ -79,8 +85,8 @@ def _prologue_kernel(
             number, q_ptr, k_ptr, k_int_ptr, k_scale_ptr, center_ptr, q_weight_ptr, head_amax_ptr,
             plan_ptr, plan_scale_ptr, stats_ptr, counts_ptr, row_ptr, shape_key, state_width,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, reach_ptr, extent_ptr, stride_rb,
-            stride_rh, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
-            HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS,
+            stride_rh, cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
+            HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS, PACKED, HAS_LEFT,
         )  # fmt: skip
     elif HAS_VALUES and v_codes_ptr.dtype.element_ty == tl.int8:
         prepare_value_codes(
@@ -92,8 +98,9 @@ def _prologue_kernel(
         prepare_values(
             number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr,
             counts_ptr, row_ptr, shape_key, state_width, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb,
-            stride_rh, seq_kv, kv_heads, value_chunks, value_spans, value_steps,
-            HEAD_DIM, WIDTH, CHANNELS, SCALING == "planned", HAS_MASK,
+            stride_rh, cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, value_chunks, value_chunk_keys,
+            value_spans, value_steps,
+            HEAD_DIM, WIDTH, CHANNELS, SCALING == "planned", HAS_MASK, PACKED, HAS_LEFT,
         )  # fmt: skip
 
 
@@ -134,7 +141,8 @@ def constants_of(num_warps: int, width: int) -> dict:
 
 def launch_prologue(
     q, k, v, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width, rotation,
-    zeroed: torch.Tensor | None = None, overlap: bool = False, value_type: torch.dtype = torch.float8_e4m3fn,
+    zeroed: torch.Tensor | None = None, overlap: bool = False, packed: Packed | None = None, left: int = UNLIMITED,
+    value_type: torch.dtype = torch.float8_e4m3fn,
 ) -> Prepared:  # fmt: skip
     """Quantise K [B, S_kv, H_kv, D], and V of that shape where it is given, for the attention kernel.
 
@@ -148,10 +156,14 @@ def launch_prologue(
         zeroed: int32, counters of the attention kernel that start at 0.
         value_type: torch.float8_e4m3fn or torch.int8, of V's codes.
         overlap: the next launch on the stream may begin before this one ends, and waits for it (launch_pdl).
+        packed: the sequences of q, k and v, whose batch is then 1; left: how many keys before its own a row of them
+            sees. Without "planned" and "per_head". B and the tiles of `Prepared` are those of the sequences.
     """
     batch, seq_kv, kv_heads, head_dim = k.shape
     heads = batch * kv_heads
-    n_tiles = -(-seq_kv // block_n)  # triton.cdiv takes two microseconds on the host
+    samples = batch if packed is None else packed.sequences
+    # triton.cdiv takes two microseconds on the host
+    n_tiles = -(-seq_kv // block_n) if packed is None else packed.slots(seq_kv, block_n)
     planned, has_mask, has_values = scaling == "planned", mask.reach is not None, v is not None
 
     q_amax = k_amax = None
@@ -166,28 +178,29 @@ def launch_prologue(
         k_amax = balanced.abs().amax((2, 3)).contiguous()
         q_weight = divide(1.0, balance).repeat_interleave(q.shape[2] // kv_heads, 1)
         q_amax = (queries * q_weight).abs().amax((2, 3)).contiguous()
-    n_steps = -(-seq_kv // KEYS.value)
+    n_steps = -(-seq_kv // KEYS.value) if packed is None else packed.slots(seq_kv, KEYS.value)
     rows = (value_rows(n_steps),) if value_type == torch.int8 else ()
     prepared = Prepared(
         codes=buffer(heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
         scale=buffer(heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
-        center=buffer(batch, kv_heads, width, device=k.device) if return_center else None,
-        q_weight=buffer(batch, kv_heads, width, device=k.device),
+        center=buffer(samples, kv_heads, width, device=k.device) if return_center else None,
+        q_weight=buffer(samples, kv_heads, width, device=k.device),
         q_amax=q_amax,
         values=buffer(heads * n_steps * width, KEYS.value, dtype=value_type, device=k.device) if has_values else None,
-        value_scale=buffer(batch, kv_heads, *rows, width, device=k.device) if has_values else None,
+        value_scale=buffer(samples, kv_heads, *rows, width, device=k.device) if has_values else None,
     )
-    launch_amax = launch_value_reach if value_type == torch.int8 else launch_value_amax
-    v_amax = (
-        launch_amax(v, mask=mask, width=width) if has_values and not (planned and value_type != torch.int8) else None
-    )
+    v_amax, chunk_keys = None, 0
+    if has_values and value_type == torch.int8:
+        v_amax = launch_value_reach(v, mask=mask, width=width)
+    elif has_values and not planned:
+        v_amax, chunk_keys = launch_value_amax(v, mask=mask, width=width, packed=packed, seq_q=q.shape[1], left=left)
     num_warps = warps_of(block_n, width)
     constants = constants_of(num_warps, width)
     at_once = processors_of(k.device) * (_WARPS_OF_PROCESSOR // num_warps)
     tiles = -(-heads * n_tiles // at_once)
-    programs = -(-n_tiles // tiles)
+    programs = -(-n_tiles // tiles) if packed is None else packed.slots(seq_kv, tiles * block_n)
     steps = _LONG_VALUE_STEPS if heads * seq_kv >= _LONG else _VALUE_STEPS
-    spans = -(-n_steps // steps)
+    spans = -(-n_steps // steps) if packed is None else packed.slots(seq_kv, steps * KEYS.value)
     value_programs = spans * (width // constants["CHANNELS"]) * heads if has_values else 0
     none = prepared.scale  # never read where a pointer does not apply
     plan, plan_scale, stats, counts, row = state[:5] if planned else (none,) * 5
@@ -200,12 +213,13 @@ def launch_prologue(
         shape_key(batch, q.shape[1], seq_kv, rotation) if planned else 0, plan.shape[-1],
         q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2), *v_strides,
         mask.reach if has_mask else none, mask.extent if mask.extent is not None else none, *mask.reach_strides,
-        q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads,
-        programs * heads, programs, tiles, v_amax.shape[1] if v_amax is not None else 0, spans, steps,
+        *packed_arguments(packed, none), left, q.shape[1], seq_kv, kv_heads, q.shape[2] // kv_heads,
+        programs * heads, programs, tiles, v_amax.shape[1] if v_amax is not None else 0, chunk_keys, spans, steps,
         # one type with and without counters: a kernel is compiled for types
         none.view(torch.int32) if zeroed is None else zeroed, 0 if zeroed is None else zeroed.numel(),
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
         STORE_CENTER=return_center, HAS_MASK=has_mask, HAS_VALUES=has_values, **constants, OVERLAP=overlap,
+        PACKED=packed is not None, HAS_LEFT=packed is not None and left != UNLIMITED,
         num_warps=num_warps, maxnreg=_REGISTERS if k.is_cuda else None, enable_fp_fusion=False,
     )  # fmt: skip
     return prepared

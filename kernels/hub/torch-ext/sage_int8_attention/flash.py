@@ -1,0 +1,109 @@
+"""The two functions of FlashAttention's interface that libraries look for in an attention kernel, in INT8."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .sage_kernels.attention import sage_attention
+from .sage_kernels.recipe import DEFAULT_RECIPE
+from .sage_kernels.varlen import sage_attention_varlen
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: Any = None,
+    max_seqlen_k: Any = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = True,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: torch.Tensor | None = None,
+    recipe: str = DEFAULT_RECIPE,
+    scaling: str = "per_token",
+) -> Any:
+    """Softmax attention of packed sequences, scores in INT8; inference only.
+
+    Args:
+        q, k, v: [total_q, H, D], [total_k, H_kv, D].
+        cu_seqlens_q, cu_seqlens_k: int32 [sequences + 1], 0 and the ends of the sequences, on q's device.
+        max_seqlen_q, max_seqlen_k: not read: nothing hangs on them.
+        causal: the last row of a sequence sees all of its keys.
+        window_size: keys before and after a row's own position that it sees; -1: all. One side is (n, 0) or causal;
+            both sides have to be equal.
+        deterministic: every call is.
+        s_aux: [H], logits of attention sinks.
+        recipe, scaling: of `sage_attention_varlen`.
+    Returns: [total_q, H, D]; with return_attn_probs also the log-sum-exp [H, total_q] fp32 and None for the
+        probabilities, which are never formed.
+    Raises: NotImplementedError for dropout, ALiBi, a gradient and windows of unequal sides; else as
+        `sage_attention_varlen`.
+    """
+    _refuse(dropout_p, alibi_slopes)
+    causal, window = _band(causal, window_size)
+    result = sage_attention_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, window=window, softcap=softcap, sinks=s_aux,
+        recipe=recipe, scaling=scaling, scale=softmax_scale, return_lse=return_attn_probs,
+    )  # fmt: skip
+    return (result[0], result[1].transpose(0, 1).contiguous(), None) if return_attn_probs else result
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = True,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: torch.Tensor | None = None,
+    recipe: str = DEFAULT_RECIPE,
+    scaling: str = "per_token",
+) -> Any:
+    """Softmax attention of a batch, scores in INT8; inference only.
+
+    Args: q [B, S_q, H, D], k and v [B, S_kv, H_kv, D]; the others as in `flash_attn_varlen_func`.
+    Returns: [B, S_q, H, D]; with return_attn_probs also the log-sum-exp [B, H, S_q] fp32 and None.
+    """
+    _refuse(dropout_p, alibi_slopes)
+    causal, window = _band(causal, window_size)
+    options = {"causal": "bottom_right" if causal else False, "window": window, "softcap": softcap, "sinks": s_aux}
+    options |= {"recipe": recipe, "scaling": scaling, "scale": softmax_scale, "return_lse": return_attn_probs}
+    result = sage_attention(q, k, v, **options)
+    return (result[0], result[1].transpose(1, 2).contiguous(), None) if return_attn_probs else result
+
+
+def _refuse(dropout_p: float, alibi_slopes: Any) -> None:
+    if dropout_p:
+        raise NotImplementedError(f"dropout_p: got {dropout_p}, expected 0: there is no dropout; call model.eval()")
+    if alibi_slopes is not None:
+        raise NotImplementedError("alibi_slopes: got a tensor, expected None: there is no bias of positions")
+
+
+def _band(causal: bool, window_size: tuple[int, int]) -> tuple[bool, int | None]:
+    """causal and window of `sage_attention`, whose window counts a row's own key."""
+    left, right = window_size
+    if causal or right == 0:
+        return True, None if left < 0 else left + 1
+    if left < 0 and right < 0:
+        return False, None
+    if left != right:
+        raise NotImplementedError(
+            f"window_size: got {tuple(window_size)} without causal, expected equal sides, or a right one of 0"
+        )
+    return False, left + 1
