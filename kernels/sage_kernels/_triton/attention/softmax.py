@@ -83,12 +83,6 @@ def online_softmax_step(scores, row_scale, key_scale, reference, least, running_
 
 
 @triton.jit
-def rounded(p):
-    """P to the nearest whole number, as fp32; a NaN stays."""
-    return (p + ROUND_MAGIC) - ROUND_MAGIC
-
-
-@triton.jit
 def fixed_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY: tl.constexpr):
     """As `online_softmax_step` with the reference that there is: no max, nothing to rescale.
 
