@@ -35,6 +35,11 @@ def test_the_shelf_has_what_it_lists():
     assert sorted(set(re.findall(r"\]\((\w+)\.py\)", page))) == PATTERNS
     told = re.findall(r"\[(\w+)\]\(\w+\.py\) .*(?:\||PSNR above) (\d+) dB", page)
     assert {name: int(least) for name, least in told if name in PICTURES | VIDEOS} == PICTURES | VIDEOS
+
+
+@pytest.mark.skipif(not (EXAMPLES.parent / "docs").is_dir(), reason="a copy without the documentation")
+def test_links_of_the_page_lead_somewhere():
+    page = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for link in re.findall(r"\]\(([\w./]+)\)", page):
         assert (EXAMPLES / link).exists(), link
 
