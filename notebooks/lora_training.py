@@ -51,7 +51,7 @@ LIVE = {
 PIXELS, RATE = 64, 2e-3
 INT8 = sp.SageAttnProcessor(training="int8", scaling="dynamic", min_tokens=0, policy="strict")
 torch.set_num_threads(1)
-pipe = DiffusionPipeline.from_pretrained(pipelines.path("tiny_sd"), torch_dtype=torch.float32)
+pipe = DiffusionPipeline.from_pretrained(pipelines.path("tiny_sd"), torch_dtype=torch.float32, use_safetensors=True)
 alphas, words = pipe.scheduler.alphas_cumprod, tiny_data.captions()
 
 

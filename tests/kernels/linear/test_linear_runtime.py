@@ -450,7 +450,7 @@ def test_ops_that_compiled_code_calls_are_made_again_with_their_own_tensors(form
     for seed in range(3):
         x, gain, residual = (normal(*shape, seed=seed).cuda() for shape in ((2, 5, 64), (2, 1, 64), (2, 5, 32)))
         weight = moved(rows(32, 64, seed=seed, format=format), "cuda")
-        a = OPS.quantize_activation(x, format, "layer", None, None, 1e-6, gain, None, None)
+        a = OPS.quantize_activation(x, format, "layer", None, None, 1e-6, gain, None, None, None)
         b = quantize_activation(x, format=format, norm="layer", gain=gain)
         assert all(torch.equal(m.view(torch.uint8), n.view(torch.uint8)) for m, n in zip(a, b, strict=True))
         got = OPS.quantized_linear(*a, *weight, None, "gelu_tanh", None, residual, torch.bfloat16)

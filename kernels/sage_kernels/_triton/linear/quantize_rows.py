@@ -41,7 +41,7 @@ def _quantize_rows_kernel(
         x = tl.where(is_first, x, tl.load(others, mask=inside & ~is_first, other=0.0).to(tl.float32))
     else:
         x = tl.load(x_ptr + base * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-    size = count.to(tl.float32)
+    size = tl.cast(count, tl.float32)  # a count of 1 is a constant
     if NORM == "layer":
         x = tl.where(inside, x - tl.div_rn(tl.sum(x, 1), size)[:, None], 0.0)
     if NORM != "none":
