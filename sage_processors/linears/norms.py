@@ -12,6 +12,7 @@ from .lazy_norm import LazyNorm, NormCall
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_HOOKS = {"_diffusers_hook", "_hf_hook"}  # attributes by which diffusers and accelerate move weights around a forward
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
 
@@ -77,6 +78,8 @@ class NormState:
             return None
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
+        if not _HOOKS.isdisjoint(module.__dict__) and not (weight is None and bias is None):
+            return None  # weights that are offloaded leaf by leaf are elsewhere by then
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)):
             return None
         if torch.is_autocast_enabled(x.device.type):

@@ -377,3 +377,28 @@ def test_heads_that_nobody_finishes_are_lazy_and_print_as_numbers():
         torch.testing.assert_close(q.real(), torch.nn.RMSNorm(16, eps=1e-6)(X.view(2, 20, 2, 16)))
         for other in (X.view(2, 40, 16), X.view(2, 20, 2, 16).mT.contiguous().mT):
             assert type(model.attn.norm_q(other)) is torch.Tensor
+
+
+def test_norms_whose_weights_are_there_for_their_own_forward_alone_do_not_wait():
+    """As group offloading by leaves has it."""
+    from diffusers.hooks.hooks import HookRegistry, ModelHook
+
+    class OnlyThen(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            module.weight.data = self.weight
+            return args, kwargs
+
+        def post_forward(self, module, output):
+            module.weight.data = torch.full_like(self.weight, torch.nan)
+            return output
+
+    model, inputs = MODELS["flux"]()
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
+            hook = OnlyThen()
+            hook.weight = module.weight.data
+            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "only_then")
+    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle:
+        for _ in range(3):
+            assert model(**inputs, return_dict=False)[0].isfinite().all()
+        assert handle.report().calls
