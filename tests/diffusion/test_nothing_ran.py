@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import runpy
-import sys
 
 import numpy as np
 import pytest
@@ -16,11 +14,10 @@ from sage_processors.cli import loading
 from sage_processors.evaluation import quality
 from sage_processors.evaluation.side_by_side import side_by_side
 from tests.diffusion.test_windows import denoise, flux_pipe, options
-from tests.support.repository import ROOT
+from tests.examples.running import run
 from tests.support.tiny_models import MODELS
 
 
-EXAMPLES = ROOT / "examples"
 PICTURE = torch.rand(1, 3, 16, 16)
 NOTHING = quality.compare("timestep", "qk_int8_pv_bf16", PICTURE, PICTURE, (0, 7))
 
@@ -110,16 +107,11 @@ def test_P29_the_side_by_side_says_so():
     assert not np.array_equal(*sheets)
 
 
-@pytest.mark.parametrize("example", ["text_to_image.py", "text_to_video.py"])
-def test_P29_examples_say_so(example, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("example", "output"), [("text_to_image", "x.png"), ("text_to_video", "x.gif")])
+def test_P29_examples_say_so(example, output, tmp_path, monkeypatch, capsys):
     made = sp.SageAttnProcessor
-    monkeypatch.setattr(sp, "SageAttnProcessor", lambda **kwargs: made(min_tokens=100_000, **kwargs))
-    model = "tiny_flux" if example == "text_to_image.py" else "wan"
-    output = tmp_path / ("x.png" if example == "text_to_image.py" else "x.gif")
-    arguments = ["--model", model, "--steps", "1", "--compare", "--output", str(output)]
-    monkeypatch.setattr(sys, "argv", [example, *arguments])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    monkeypatch.setattr(sp, "SageAttnProcessor", lambda **kwargs: made(**kwargs | {"min_tokens": 100_000}))
+    run(example, monkeypatch, "--steps", 1, "--compare", "--output", tmp_path / output)
     text = capsys.readouterr().out
     assert "no call ran in INT8" in text and "PSNR" not in text
 
