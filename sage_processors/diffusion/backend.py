@@ -22,7 +22,7 @@ from ..event_counter import count_shared, zero_shared
 from ..linears.lazy import real_of
 from ..options import BY_CALL, REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from . import dispatcher
-from .call_reasons import REASONS, call_reason, is_short
+from .call_reasons import REASONS, call_reason, is_short, needs_gradient
 from .context_parallel import degrees, run_in_parallel
 from .exact_with_lse import exact_part
 
@@ -146,11 +146,9 @@ def _run(call: tuple[Any, ...], return_lse: bool, reason: str | None) -> Any:
 
 def _run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, unknown: bool) -> Any:
     """A call whose tokens are spread over devices."""
-    query, key, value = call[:3]
-    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     masked_ring = call[3] is not None and degrees(parallel)[1] > 1
-    if (unknown or needs_gradient) and not masked_ring:
-        _stay_exact("attention_kwargs" if unknown else "requires_grad", query)
+    if (unknown or needs_gradient(*call[:3])) and not masked_ring:
+        _stay_exact("attention_kwargs" if unknown else "requires_grad", call[0])
         names = dict(zip(_ARGUMENTS, call, strict=False))
         return dispatcher.native()(**names, return_lse=return_lse, _parallel_config=parallel)
     return run_in_parallel(call, return_lse, parallel, lambda given, with_lse: _run(given, with_lse, None))

@@ -63,19 +63,10 @@ def needs_gradient(*tensors: torch.Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def training_reason(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: Any,
-    dropout_p: Any,
-    is_causal: bool,
-    scale: Any,
-    enable_gqa: Any,
-) -> str | None:
+def training_reason(query: Any, key: Any, value: Any, attn_mask: Any, *others: Any) -> str | None:
     """As `call_reason`, where gradients are welcome: one of its reasons, "no_backward", or None."""
     with torch.no_grad():
-        reason = call_reason(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        reason = call_reason(query, key, value, attn_mask, *others)
     if reason is None and attn_mask is not None and needs_gradient(attn_mask):
         return "requires_grad"
     if reason is None and needs_gradient(query, key, value):

@@ -56,7 +56,7 @@ def _fuse(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     if q is None or k is None or not _fit(q, k):
         return
     first = min((*q.made, *k.made))
-    if not is_free(first, node):
+    if not is_free(first, node) or not _lie_together(q, k):
         return
     part = q.parts[0]
     angles = [q.angles] if q.angles is not None else [p.angles for p in q.parts if p.angles is not None]
@@ -129,6 +129,22 @@ def _fit(q: _Heads, k: _Heads) -> bool:
             return False
         if a.angles is not None and first.angles is not None and a.angles.pairs != first.angles.pairs:
             return False
+    return True
+
+
+def _lie_together(*every: _Heads) -> bool:
+    """Whether all that the pass would read is on one device, and angles are the numbers that their memory holds."""
+    device = None
+    for heads in every:
+        angles = [each for each in (heads.angles, *(part.angles for part in heads.parts)) if each is not None]
+        tables = [value_of(x) for each in angles for x in each.freqs]
+        if any(x is None or x.is_conj() or x.is_neg() for x in tables):
+            return False
+        read = [value_of(x) for part in heads.parts for x in (part.x, part.weight) if x is not None]
+        for x in (*read, *tables):
+            device = device or (None if x is None else x.device)
+            if x is None or x.device != device:
+                return False
     return True
 
 

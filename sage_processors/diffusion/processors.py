@@ -82,7 +82,7 @@ class CallSite:
         self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
         self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
         self.seen_kind = None
-        self._states: dict[int, sage_kernels.HeadState] = {}
+        self._states: dict[int, tuple[sage_kernels.HeadState, sage_kernels.HeadState]] = {}
 
     def state_of(self, head: int) -> sage_kernels.HeadState:
         """The state of the key/value heads from this one on: those that this device computes for all devices."""
@@ -91,9 +91,11 @@ class CallSite:
             raise ValueError("state: got a call site without one, expected one that was planned for")
         if torch.compiler.is_compiling():
             return state._replace(row=state.row + head)
-        if head not in self._states or self._states[head].plan is not state.plan:
-            self._states[head] = state._replace(row=state.row + head)
-        return self._states[head]
+        known, found = self._states.get(head, (None, state))
+        if known is not state:
+            found = state._replace(row=state.row + head)
+            self._states[head] = state, found
+        return found
 
 
 class _Running(threading.local):

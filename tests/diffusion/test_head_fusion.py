@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_kernels
 import sage_processors as sp
@@ -104,6 +105,10 @@ KNOWN = {
         both(lambda t, x: ROTARY(t[x], [t["complex"]], "apply_rotary_emb_qwen", False, -1)),
         True,
     ),
+    "conjugated numbers": (
+        both(lambda t, x: ROTARY(t[x], [t["complex"].conj()], "apply_rotary_emb_qwen", False, -1)),
+        False,
+    ),
     "nothing": (both(lambda t, x: t[x] * 2), False),
     "another norm of the keys": (
         lambda t: (turned(normed(t["q"]), t["cos"], t["sin"]), turned(normed(t["k"], eps=0.3), t["cos"], t["sin"])),
@@ -159,6 +164,27 @@ def test_what_is_known_is_made_in_one_pass(name):
     got, fused, attended = compiled(attend, lambda run: run(given))
     assert (fused, attended) == (is_known, 1)
     assert sqnr_db(got, expected) > 50  # codes may round the other way here and there
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_angles_on_another_device_are_left_to_the_models_own_code(elsewhere):
+    """Which moves them; a kernel would read the memory of the wrong device."""
+    graph = torch.fx.Graph()
+    with FakeTensorMode():
+        heads = {name: torch.empty(2, 33, 2, 16, device="cuda") for name in ("q", "k", "v")}
+        tables = {name: torch.empty(33, 16, device="cpu" if elsewhere else "cuda") for name in ("cos", "sin")}
+        nodes = {name: graph.placeholder(name) for name in (*heads, *tables)}
+        for name, value in (heads | tables).items():
+            nodes[name].meta["example_value"] = value
+        turned_nodes = []
+        for name in ("q", "k"):
+            given = (nodes[name], [nodes["cos"], nodes["sin"]], "apply_rotary_emb", True, -1)
+            turned_nodes.append(graph.call_function(ROTARY, given))
+            turned_nodes[-1].meta["example_value"] = heads[name]
+        out = graph.call_function(torch.ops.sage_kernels.attention, (*turned_nodes, nodes["v"]))
+        graph.output(out)
+        fuse_heads(graph)
+    assert any(FUSED in str(node.target) for node in graph.nodes) != elsewhere
 
 
 def test_exact_layers_keep_the_models_own_code():

@@ -37,6 +37,8 @@ TESTS = (
     "tests/diffusion/test_backend_parallel.py",
     "tests/diffusion/test_compile.py",
     "tests/diffusion/test_processors.py",
+    "tests/language/test_transformers_coexistence.py",
+    "tests/language/test_transformers_export.py",
     "tests/language/test_transformers_masks.py",
 )
 # Triton 3.6's interpreter makes numbers of arrays of one element, which NumPy refuses from 2.4 on
