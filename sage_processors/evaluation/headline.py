@@ -78,15 +78,22 @@ FIGURES = (
 
 
 def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
-    """The table, from the newest row of each figure on a GPU; lines without a row are left out."""
-    rows = [row for row in rows if row["gpu"] != "cpu"]
-    lines = [line for figure in FIGURES if (line := _line(figure, rows)) is not None]
+    """The table, from the newest row of each figure on one GPU, that of most figures; lines without a row are left
+    out."""
+    by_gpu: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        if row["gpu"] != "cpu":
+            by_gpu.setdefault(row["gpu"], []).append(row)
+    tables = {
+        gpu: [line for figure in FIGURES if (line := _line(figure, own)) is not None] for gpu, own in by_gpu.items()
+    }
+    gpu = max(tables, key=lambda name: len(tables[name]), default="")
+    lines = tables.get(gpu)
     if not lines:
         return "No rows yet."
-    on = sorted({row["gpu"] for row in rows})
     table = [HEADER, ("---",) * len(HEADER), *lines]
     text = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    return f"{text}\n\nMeasured on: {', '.join(on)}."
+    return f"{text}\n\nMeasured on: {gpu}."
 
 
 def _line(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:

@@ -122,6 +122,13 @@ KNOWN = {
         lambda t: (turned(t["q"], t["cos"], t["sin"]), turned(t["k"], t["sin"], t["cos"])),
         False,
     ),
+    "other angles of the keys' parts": (
+        lambda t: (
+            turned(torch.cat([t["q"][:, :7], t["q"][:, 7:]], 1), t["cos"], t["sin"]),
+            turned(torch.cat([t["k"][:, :7], t["k"][:, 7:]], 1), t["sin"], t["cos"]),
+        ),
+        False,
+    ),
     "another rotation of the keys": (
         lambda t: (turned(t["q"], t["cos"], t["sin"]), turned(t["k"], t["cos"], t["sin"], pairs=False)),
         False,

@@ -52,6 +52,18 @@ def test_a_figure_is_held_against_the_same_run(tmp_path):
     assert "| 600 ms | the same with cuDNN, 900 ms | 1.50× |" in figures_markdown(read_rows(path))
 
 
+def test_figures_are_of_one_gpu(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "end_to_end", "metric": "time", "unit": "ms", "commit": "a"}
+    for gpu, cases in (("H200", ("flux_2048", "flux_1024")), ("H100", ("flux_1024",))):
+        for case in cases:
+            append_row(path, **timed, gpu=gpu, case=case, provider="torch_sdpa_cudnn", median=900)
+            append_row(path, **timed, gpu=gpu, case=case, provider="sage_kernels", recipe=DEFAULT_RECIPE, median=600)
+    append_row(path, **timed, gpu="A100", case="flux_2048", provider="torch_sdpa_cudnn", median=900)
+    text = figures_markdown(read_rows(path))
+    assert text.endswith("Measured on: H200.") and text.count("600 ms") == 2
+
+
 def test_a_quality_figure_says_of_how_many_pictures(tmp_path):
     path = tmp_path / "results.csv"
     quality = QUALITY | {"recipe": DEFAULT_RECIPE, "metric": "psnr_db_mean", "gpu": "H200", "case": "tiny_sd/timestep"}
