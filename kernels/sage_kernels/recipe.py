@@ -69,3 +69,54 @@ RECIPES = {
     )
 }
 DEFAULT_RECIPE, FP8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8"
+
+
+# Attention in two precisions, chosen for each block of BLOCK query rows by BLOCK keys: its options are a Mixed, and its
+# op is `mixed_attention`.
+MIXED_RECIPE = "mixed"
+BLOCK = 64
+BASES = ("int8", "int4", "mxfp4", "nvfp4")
+SELECTORS = ("block_mean", "quest", "local")
+ACTIONS = ("promote", "skip")
+# The largest number of e2m1, and channels that share a scale in the two FP4 formats.
+E2M1_MAX = 6.0
+FP4_GROUPS = {"mxfp4": 32, "nvfp4": 16}
+INT4_MAX = 7
+# Scales of groups in MXFP4 are at most so much smaller than the token's: codes times scale then fit fp16 exactly.
+MXFP4_LOWEST = 2.0**-20
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Options of the recipe "mixed": a cheap format for most query-key blocks, something else for a few of them.
+
+    Attributes:
+        base: format of Q and K in the score matmul of ordinary blocks: "int8" or "int4", a scale per token; "mxfp4"
+            (groups of 32 channels) or "nvfp4" (of 16). INT4 runs on INT8 matrix units, and FP4 on 16-bit ones but on
+            NVIDIA Blackwell: the same numbers, without the speed.
+        selector: how blocks are ranked, for each block of query rows by itself. "block_mean": mean query times mean
+            key. "quest": the largest score that the mean query can have with a key between the block's minima and
+            maxima. "local": nearness to the diagonal.
+        budget: share of the blocks that are acted on, 0 to 1; in causal attention, of the visible ones.
+        action: "promote": the highest blocks run in 16 bit. "skip": the lowest are left out, but for the one that holds
+            a causal row's own key.
+    Raises: TypeError or ValueError for an option of wrong type or value.
+    Source: ThriftAttention (arXiv:2605.23081) for promotion, Quest (arXiv:2406.10774) for the bound.
+    """
+
+    base: str = "int8"
+    selector: str = "block_mean"
+    budget: float = 0.05
+    action: str = "promote"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("base", BASES), ("selector", SELECTORS), ("action", ACTIONS)):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise TypeError(f"{name}: got {type(value).__name__}, expected one of {list(allowed)}")
+            if value not in allowed:
+                raise ValueError(f"{name}: got {value!r}, expected one of {list(allowed)}")
+        if isinstance(self.budget, bool) or not isinstance(self.budget, (int, float)):
+            raise TypeError(f"budget: got {type(self.budget).__name__}, expected a share from 0 to 1")
+        if not 0 <= self.budget <= 1:  # not so for NaN either
+            raise ValueError(f"budget: got {self.budget}, expected a share from 0 to 1")
