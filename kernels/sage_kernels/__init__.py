@@ -10,7 +10,8 @@ from .checks.attention import REASONS, unsupported
 from .decode import append_kv, sage_decode_attention
 from .heads import qk_norm_rope
 from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
-from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
+from .mixed import mixed_attention
+from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Mixed, Recipe
 from .state import HeadState, new_head_state
 from .training import differentiable_attention
 from .varlen import sage_attention_varlen
@@ -23,11 +24,13 @@ __all__ = [
     "ROTATIONS",
     "SCALINGS",
     "HeadState",
+    "Mixed",
     "QuantizedRows",
     "Recipe",
     "append_kv",
     "differentiable_attention",
     "has_fused_backward",
+    "mixed_attention",
     "new_head_state",
     "qk_norm_rope",
     "quantize_activation",

@@ -11,7 +11,7 @@ import torch
 
 from ..compat import differentiates_forward, has_tangent
 from ..numerics import padded_head_dim
-from ..recipe import RECIPES, ROTATIONS, SCALINGS
+from ..recipe import MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS
 from ..state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 from .numbers import check_size, check_softcap, check_window
 from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable, is_strided
@@ -240,6 +240,11 @@ def check_options(
     rotation: str = "none",
 ) -> None:
     """Raise unless the options of `sage_attention` are ones it knows."""
+    if recipe == MIXED_RECIPE:
+        raise ValueError(
+            f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}; mixed precision has options of its own: call "
+            "sage_kernels.mixed_attention"
+        )
     if recipe not in RECIPES:
         raise ValueError(f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}")
     if scaling not in SCALINGS:

@@ -26,6 +26,8 @@ def ref_mixed_attention(
     chosen: torch.Tensor | None = None,
     pv: str = "16bit",
     smooth_k: bool = True,
+    block_q: int = BLOCK,
+    half: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Attention whose chosen blocks run in 16 bit, or not at all. Arguments as `mixed_attention`, unchecked.
 
@@ -36,6 +38,8 @@ def ref_mixed_attention(
         pv: "fp4": of blocks that are not promoted, P·V in NVFP4 or MXFP4 as in ThriftAttention: groups of V along the
             keys, P times 6 in e2m1 against the row's largest score, a sum of unrounded P. A study: no kernel has it.
         smooth_k: False: neither center nor balance, as in ThriftAttention.
+        block_q: query rows of a block.
+        half: type of promoted Q and K, of P and V; None: pv_dtype of q's.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, and `chosen`.
     """
     batch, seq_q, heads, head_dim = q.shape
@@ -43,15 +47,15 @@ def ref_mixed_attention(
     scale = head_dim**-0.5 if scale is None else scale
     group = heads // kv_heads
     qf, kf = (x.detach().transpose(1, 2).float() for x in (q, k))
-    half = pv_dtype(q.dtype)
+    half = half or pv_dtype(q.dtype)
     vf = v.detach().transpose(1, 2).to(half if round_p else torch.float32).float()
     center = sampled_center(kf) if smooth_k else torch.zeros_like(kf[:, :, :1])
     balance = sampled_balance(qf, kf, center) if smooth_k else torch.ones_like(kf[:, :, :1])
     q_codes, q_scale = ref_base_codes(qf * divide(1.0, balance).repeat_interleave(group, 1), options.base)
     k_codes, k_scale = ref_base_codes((kf - center) * balance, options.base)
     if chosen is None:
-        scores = ref_block_scores(qf, kf - center, options.selector, causal, offset)
-        chosen = ref_select(scores, options, seq_q, seq_kv, causal, offset)
+        scores = ref_block_scores(qf, kf - center, options.selector, causal, offset, block_q)
+        chosen = ref_select(scores, options, seq_q, seq_kv, causal, offset, block_q)
     v_codes = _values_in_fp4(vf, options.base) if pv == "fp4" else vf
     row_scale = q_scale * (scale * LOG2_E)
     out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
@@ -59,7 +63,7 @@ def ref_mixed_attention(
     for b in range(batch):
         for h in range(heads):
             kv = h // group
-            promoted = chosen[b, h].repeat_interleave(BLOCK, 0)[:seq_q].repeat_interleave(BLOCK, 1)[:, :seq_kv]
+            promoted = chosen[b, h].repeat_interleave(block_q, 0)[:seq_q].repeat_interleave(BLOCK, 1)[:, :seq_kv]
             shift = qf[b, h] @ center[b, kv].T * (scale * LOG2_E)
             s = (q_codes[b, h] @ k_codes[b, kv].T) * (row_scale[b, h] * k_scale[b, kv].T)
             if options.action == "promote":
@@ -90,55 +94,58 @@ def _values_in_fp4(v: torch.Tensor, base: str) -> torch.Tensor:
     return (codes * scale).mT
 
 
-def _by_block(x: torch.Tensor, fill: float) -> torch.Tensor:
-    """[B, H, S, D] → [B, H, blocks, BLOCK, D], `fill` beyond the end."""
-    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % BLOCK), value=fill).unflatten(2, (-1, BLOCK))
+def _by_block(x: torch.Tensor, fill: float, size: int = BLOCK) -> torch.Tensor:
+    """[B, H, S, D] → [B, H, blocks, size, D], `fill` beyond the end."""
+    return torch.nn.functional.pad(x, (0, 0, 0, -x.shape[2] % size), value=fill).unflatten(2, (-1, size))
 
 
-def _block_means(x: torch.Tensor) -> torch.Tensor:
+def _block_means(x: torch.Tensor, size: int = BLOCK) -> torch.Tensor:
     """Mean of each block of tokens, [B, H, blocks, D]."""
-    blocks = _by_block(x, 0.0)
-    number = torch.full((blocks.shape[2], 1), float(BLOCK), device=x.device)
-    number[-1] = x.shape[2] - (blocks.shape[2] - 1) * BLOCK
+    blocks = _by_block(x, 0.0, size)
+    number = torch.full((blocks.shape[2], 1), float(size), device=x.device)
+    number[-1] = x.shape[2] - (blocks.shape[2] - 1) * size
     return blocks.sum(3) / number
 
 
-def ref_block_scores(q: torch.Tensor, k: torch.Tensor, selector: str, causal: bool, offset: int) -> torch.Tensor:
+def ref_block_scores(
+    q: torch.Tensor, k: torch.Tensor, selector: str, causal: bool, offset: int, block_q: int = BLOCK
+) -> torch.Tensor:
     """How important each block of keys is to each block of query rows: fp32 [B, H, row blocks, key blocks].
 
     q [B, H, S_q, D], k [B, H_kv, S_kv, D], fp32, K less any vector that all its keys share (no rank hangs on it).
     """
     group = q.shape[1] // k.shape[1]
-    means = _block_means(q)
+    means = _block_means(q, block_q)
     if selector == "block_mean":
         return means @ _block_means(k).repeat_interleave(group, 1).mT
     if selector == "quest":
         high = _by_block(k, -torch.inf).amax(3).repeat_interleave(group, 1)
         low = _by_block(k, torch.inf).amin(3).repeat_interleave(group, 1)
         return means.clamp_min(0) @ high.mT + means.clamp_max(0) @ low.mT
-    row_blocks, key_blocks = -(-q.shape[2] // BLOCK), -(-k.shape[2] // BLOCK)
+    row_blocks, key_blocks = -(-q.shape[2] // block_q), -(-k.shape[2] // BLOCK)
     rows, keys = torch.arange(row_blocks, device=q.device), torch.arange(key_blocks, device=q.device)
     near = rows * key_blocks // row_blocks
     if causal:
         near = torch.tensor(
-            [visible_blocks(i, q.shape[2], k.shape[2], True, offset) - 1 for i in range(row_blocks)], device=q.device
+            [visible_blocks(i, q.shape[2], k.shape[2], True, offset, block_q) - 1 for i in range(row_blocks)],
+            device=q.device,
         )
     scores = -(keys[None] - near[:, None]).abs().float()
     return scores.expand(q.shape[0], q.shape[1], -1, -1)
 
 
 def ref_select(
-    scores: torch.Tensor, options: Mixed, seq_q: int, seq_kv: int, causal: bool, offset: int
+    scores: torch.Tensor, options: Mixed, seq_q: int, seq_kv: int, causal: bool, offset: int, block_q: int = BLOCK
 ) -> torch.Tensor:
     """The blocks that the action is taken on: bool like scores [B, H, row blocks, key blocks]. Of equal scores, the
     first."""
     chosen = torch.zeros_like(scores, dtype=torch.bool)
     ranked = scores if options.action == "promote" else -scores
     for row in range(scores.shape[2]):
-        seen = visible_blocks(row, seq_q, seq_kv, causal, offset)
-        number = chosen_a_row(row, seq_q, seq_kv, causal, offset, options)
+        seen = visible_blocks(row, seq_q, seq_kv, causal, offset, block_q)
+        number = chosen_a_row(row, seq_q, seq_kv, causal, offset, options, block_q)
         if options.action == "skip" and causal:
-            seen -= own_blocks(row, seq_q, seq_kv, causal, offset)
+            seen -= own_blocks(row, seq_q, seq_kv, causal, offset, block_q)
         if number:
             best = ranked[:, :, row, :seen].sort(dim=-1, descending=True, stable=True).indices[..., :number]
             chosen[:, :, row].scatter_(-1, best, True)

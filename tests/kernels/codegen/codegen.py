@@ -33,12 +33,17 @@ from sage_kernels._triton.linear.matmul_tma import _linear_tma_kernel
 from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
 from sage_kernels._triton.linear.tiles import choose_linear_tile, choose_weight_only_tile
 from sage_kernels._triton.linear.weight_only import _weight_only_kernel
+from sage_kernels._triton.mixed.kernel import _mixed_attention_kernel
+from sage_kernels._triton.mixed.launch import CHUNK, SPAN, preparing_warps, stages_of
+from sage_kernels._triton.mixed.launch import warps_of as mixed_warps
+from sage_kernels._triton.mixed.prepare import _prepare_mixed_kernel
+from sage_kernels._triton.mixed.select import _select_blocks_kernel
 from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prologue.plan_step import _plan_step_kernel
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels.recipe import GATED
+from sage_kernels.recipe import BLOCK, GATED
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -61,6 +66,9 @@ SEQUENCES = {"cu_q_ptr": "*i32", "cu_k_ptr": "*i32"}
 FP8_MATRIX = re.compile(
     r"wgmma\.\S*\.f32\.e4m3\.e4m3|mma\.sync\S*\.f32\.e4m3\.e4m3\.f32|tcgen05\.mma\S*\.kind::f8f6f4"
 )
+# block-scaled products of e2m1: of consumer Blackwell (mma.sync) and of data centre Blackwell (tcgen05)
+FP4_MATRIX = re.compile(r"mma\.sync\S*\.kind::mxf4nvf4\.block_scale|tcgen05\.mma\S*\.kind::mxf4\S*\.block_scale")
+FP4_TARGETS = ("sm_100", "sm_120")
 INT8_MATRIX = re.compile(r"wgmma\.\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32|v_mfma_i32\S*_i8")
 
 
@@ -99,6 +107,8 @@ def read(compiled) -> dict:
     facts = {"shared": compiled.metadata.shared, "int8_matrix": bool(INT8_MATRIX.search(text))}
     if FP8_MATRIX.search(text):
         facts["fp8_matrix"] = True
+    if FP4_MATRIX.search(text):
+        facts["fp4_matrix"] = True
     if "mbarrier.init" in text:  # and those that stay in memory which is then used for something else
         facts["barriers"], facts["barriers_left"] = (
             text.count("mbarrier.init"),
@@ -398,6 +408,59 @@ def linears(name: str):
             yield f"{name}/linear/int8/{kind}/pointers", linear(name, kind, copied=False)
 
 
+def mixed(name: str, width: int, base: str, causal: bool = False) -> dict:
+    """Mixed attention: FP4 as the target multiplies it."""
+    packed_fp4 = base in ("mxfp4", "nvfp4") and name in FP4_TARGETS
+    constants = mixed_shape(width) | {"STAGES": stages_of(width, base), "BASE": base, "CAUSAL": causal}
+    constants |= {"PROMOTES": True, "RETURN_LSE": False, "PACKED_FP4": packed_fp4}
+    block_q = 128 if packed_fp4 and name == "sm_100" else BLOCK
+    constants["BLOCK_Q"] = block_q
+    types = mixed_types(base, packed_fp4)
+    compiled = build(_mixed_attention_kernel, constants, types, TARGETS[name], num_warps=mixed_warps(width, block_q))
+    return {"kernel": "mixed", **read(compiled)}
+
+
+def mixed_shape(width: int) -> dict:
+    return {"HEAD_DIM": width, "WIDTH": width, "BLOCK": BLOCK}
+
+
+def mixed_types(base: str, packed_fp4: bool) -> dict:
+    types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
+    types["codes_ptr"] = "*u8" if packed_fp4 else "*i8" if base.startswith("int") else "*fp16"
+    types["group_scale_ptr"] = ("*fp8e4nv" if base == "nvfp4" else "*u8") if packed_fp4 else "*fp32"
+    return types | {"lists_ptr": "*i16", "numbers_ptr": "*i32", "scores_ptr": "*i32", "chosen_ptr": "*i8"}
+
+
+def mixed_prepare(name: str, width: int, base: str, selector: str = "block_mean") -> dict:
+    packed_fp4 = base in ("mxfp4", "nvfp4") and name in FP4_TARGETS
+    constants = mixed_shape(width) | {"SAMPLED": 32 if width == 256 else 64, "BASE": base, "SELECTOR": selector}
+    constants["PACKED_FP4"] = packed_fp4
+    types = mixed_types(base, packed_fp4)
+    compiled = build(_prepare_mixed_kernel, constants, types, TARGETS[name], num_warps=preparing_warps(width, base))
+    return {"kernel": "mixed_prepare", **read(compiled)}
+
+
+def mixed_select(name: str, width: int, selector: str = "block_mean", skips: bool = False) -> dict:
+    constants = mixed_shape(width) | {"CHUNK": CHUNK[width], "SPAN": SPAN, "SELECTOR": selector, "SKIPS": skips}
+    constants |= {"CAUSAL": True, "STORE_CHOSEN": False, "BLOCK_Q": BLOCK}
+    compiled = build(_select_blocks_kernel, constants, mixed_types("int8", False), TARGETS[name], num_warps=4)
+    return {"kernel": "mixed_select", **read(compiled)}
+
+
+def selective(name: str):
+    """As `kernels`, of mixed attention."""
+    bases = ("int8", "mxfp4", "nvfp4")  # INT4 has the code of INT8
+    for base in bases:
+        for width in WIDTHS if base == "int8" else (128,):
+            yield f"{name}/mixed/{width}/{base}", mixed(name, width, base)
+        yield f"{name}/mixed_prepare/128/{base}", mixed_prepare(name, 128, base)
+    yield f"{name}/mixed/128/int8/causal", mixed(name, 128, "int8", causal=True)
+    yield f"{name}/mixed_select/128/block_mean", mixed_select(name, 128)
+    if name in FULL_TARGETS:
+        yield f"{name}/mixed_prepare/128/int8/quest", mixed_prepare(name, 128, "int8", "quest")
+        yield f"{name}/mixed_select/128/quest/skip", mixed_select(name, 128, "quest", skips=True)
+
+
 def packed(name: str):
     """As `kernels`, of packed sequences: what attention and its prologue are compiled to with them."""
     for width in WIDTHS if name in FULL_TARGETS else (128,):
@@ -443,6 +506,7 @@ def kernels(name: str):
         for width in (64, 128):
             yield f"sm_90/attention/{width}/planned/short", attention(name, width, "planned", keys=4096)
     yield from packed(name)
+    yield from selective(name)
     yield from linears(name)
     yield f"{name}/combine/128", combine(name, 128)
     yield f"{name}/plan_step/128", plan_step(name, 128)

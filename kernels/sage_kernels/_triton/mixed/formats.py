@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from ... import recipe
-from ..primitives import AMAX_FLOOR, E4M3_MAX, nan_unless_finite, round_to_int, to_e4m3
+from ..primitives import AMAX_FLOOR, E4M3_MAX, nan_unless_finite, round_to_int
 
 
 E2M1_MAX = tl.constexpr(recipe.E2M1_MAX)
@@ -26,6 +26,15 @@ def _power_above(x):
     """The smallest power of two that is not below x > 0."""
     bits = (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _round_to_e4m3(x):
+    """x >= 0 to the nearest number of e4m3, saturating, in fp32: a GPU without FP8 has no cast."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    below = round_to_int(tl.minimum(x, 1.0) * 512.0).to(tl.float32) * (1.0 / 512.0)
+    return tl.minimum(tl.where(x >= 1.0 / 64.0, normal, below), E4M3_MAX)
 
 
 @triton.jit
@@ -59,7 +68,7 @@ def fp4_groups(x, amax, scale, BASE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl
     grouped = tl.reshape(x, (ROWS, WIDTH // GROUP, GROUP))
     largest = tl.max(tl.abs(grouped), 2)
     if BASE == "nvfp4":
-        groups = to_e4m3(largest * _ratio(E4M3_MAX, amax)[:, None]).to(tl.float32)
+        groups = _round_to_e4m3(largest * _ratio(E4M3_MAX, amax)[:, None])
     else:
         above = _power_above(tl.maximum(tl.div_rn(largest, largest * 0.0 + E2M1_MAX), AMAX_FLOOR))
         groups = tl.maximum(tl.div_rn(above, above * 0.0 + scale[:, None]), MXFP4_LOWEST)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ..attention.softmax import masked_softmax_step
-from ..primitives import load_tokens, nan_unless_finite
+from ..primitives import load_tokens
 from .formats import base_codes, packed_codes
 
 
@@ -18,7 +18,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _visible(tile, rows, seq_kv, offset, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which keys of a block the rows see, broadcastable to [BLOCK, BLOCK]."""
+    """Which keys of a block the rows see, broadcastable to [BLOCK_Q, BLOCK]."""
     keys = tile * BLOCK + tl.arange(0, BLOCK)
     seen = (keys < seq_kv)[None, :]
     if CAUSAL:
@@ -28,8 +28,9 @@ def _visible(tile, rows, seq_kv, offset, BLOCK: tl.constexpr, CAUSAL: tl.constex
 
 @triton.jit
 def _ordinary_scores(q_codes, q_groups, row_scale, codes_ptr, group_scale_ptr, k_scale_ptr, tile, zero,
-                     BASE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PACKED_FP4: tl.constexpr):  # fmt: skip
-    """Scores in base 2 [BLOCK, BLOCK]. zero: a sum to begin with; Triton 3.6 and 3.7 can't compile dot_scaled for
+                     BASE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
+                     PACKED_FP4: tl.constexpr):  # fmt: skip
+    """Scores in base 2 [BLOCK_Q, BLOCK]. zero: a sum to begin with; Triton 3.6 and 3.7 can't compile dot_scaled for
     sm_100 in a loop where they know that it is zero."""
     keys = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channels = tl.arange(0, WIDTH)
@@ -38,7 +39,7 @@ def _ordinary_scores(q_codes, q_groups, row_scale, codes_ptr, group_scale_ptr, k
         k = tl.load(codes_ptr + keys[None, :] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[:, None])
         groups = tl.arange(0, WIDTH // GROUP)[None, :]
         k_groups = tl.load(group_scale_ptr + keys[:, None] * (WIDTH // GROUP) + groups)
-        sums = tl.zeros([BLOCK, BLOCK], tl.float32) + zero
+        sums = tl.zeros([BLOCK_Q, BLOCK], tl.float32) + zero
         scores = tl.dot_scaled(q_codes, q_groups, "e2m1", k, k_groups, "e2m1", acc=sums)
     else:
         k = tl.load(codes_ptr + keys[None, :] * WIDTH + channels[:, None])
@@ -54,11 +55,12 @@ def _mixed_attention_kernel(
     q_ptr, k_ptr, v_ptr, codes_ptr, group_scale_ptr, k_scale_ptr, center_ptr, q_weight_ptr, lists_ptr, numbers_ptr,
     out_ptr, lse_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     seq_q, seq_kv, heads, group, offset, softmax_scale,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, BASE: tl.constexpr,
-    CAUSAL: tl.constexpr, PROMOTES: tl.constexpr, RETURN_LSE: tl.constexpr, PACKED_FP4: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    BASE: tl.constexpr, CAUSAL: tl.constexpr, PROMOTES: tl.constexpr, RETURN_LSE: tl.constexpr,
+    PACKED_FP4: tl.constexpr,
 ):  # fmt: skip
     LOG2_E: tl.constexpr = 1.4426950408889634
-    m_tiles = tl.cdiv(seq_q, BLOCK)
+    m_tiles = tl.cdiv(seq_q, BLOCK_Q)
     n_tiles = tl.cdiv(seq_kv, BLOCK)
     m_tile = tl.program_id(0) % m_tiles
     if CAUSAL:
@@ -68,17 +70,16 @@ def _mixed_attention_kernel(
     h = head_of_batch % heads
     h_kv = (h // group).to(tl.int64)
     kv_head = b * (heads // group) + h_kv
-    rows = m_tile * BLOCK + tl.arange(0, BLOCK)
+    rows = m_tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     channels = tl.arange(0, WIDTH)
 
     q_base = q_ptr + b * stride_qb + h.to(tl.int64) * stride_qh
-    q_16 = load_tokens(q_base, rows, stride_qs, seq_q, HEAD_DIM, WIDTH, True)
-    q = q_16.to(tl.float32)
+    q = load_tokens(q_base, rows, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
     x = q * tl.load(q_weight_ptr + kv_head * WIDTH + channels)[None, :]
     if PACKED_FP4:
-        q_codes, q_groups, q_scale = packed_codes(x, BASE, BLOCK, WIDTH)
+        q_codes, q_groups, q_scale = packed_codes(x, BASE, BLOCK_Q, WIDTH)
     else:
-        q_codes, q_scale = base_codes(x, BASE, BLOCK, WIDTH)
+        q_codes, q_scale = base_codes(x, BASE, BLOCK_Q, WIDTH)
         q_groups = q_scale
     row_scale = q_scale * (softmax_scale * LOG2_E)
     # smoothing lowered every score of a row by q·c: promoted blocks are lowered alike, and the LSE gets it back
@@ -101,13 +102,13 @@ def _mixed_attention_kernel(
         codes = codes_ptr + first_key * WIDTH
         group_scales = group_scale_ptr
 
-    reference = tl.full([BLOCK], float("-inf"), tl.float32)
-    running_sum = tl.zeros([BLOCK], tl.float32)
-    acc = tl.zeros([BLOCK, WIDTH], tl.float32)
+    reference = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    running_sum = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, WIDTH], tl.float32)
     for i in tl.range(0, plain, num_stages=STAGES):
         tile = tl.load(lists + i).to(tl.int32)
         values = _ordinary_scores(q_codes, q_groups, row_scale, codes, group_scales, k_scales, tile, zero,
-                                  BASE, WIDTH, BLOCK, PACKED_FP4)  # fmt: skip
+                                  BASE, WIDTH, BLOCK_Q, BLOCK, PACKED_FP4)  # fmt: skip
         new = tl.maximum(reference, tl.max(values, 1))
         p = tl.exp2(values - new[:, None])
         rescale = tl.exp2(reference - new)
@@ -118,19 +119,22 @@ def _mixed_attention_kernel(
     for i in tl.range(plain, ordinary, num_stages=1):
         tile = tl.load(lists + i).to(tl.int32)
         values = _ordinary_scores(q_codes, q_groups, row_scale, codes, group_scales, k_scales, tile, zero,
-                                  BASE, WIDTH, BLOCK, PACKED_FP4)  # fmt: skip
+                                  BASE, WIDTH, BLOCK_Q, BLOCK, PACKED_FP4)  # fmt: skip
         seen = _visible(tile, rows, seq_kv, offset, BLOCK, CAUSAL)
         p, reference, running_sum, rescale = masked_softmax_step(values, seen, reference, running_sum, 0.0)
         v = load_tokens(v_base, tile * BLOCK + tl.arange(0, BLOCK), stride_vs, seq_kv, HEAD_DIM, WIDTH, True)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
     if PROMOTES:
         promoted = tl.load(numbers_ptr + place * 3 + 2)
+        # loaded anew, by an address that the compiler does not know: else it is kept in registers all along
+        again = q_base + tl.minimum(seq_q, 0)
+        q_16 = load_tokens(again, rows, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(v_ptr.dtype.element_ty)
         for i in tl.range(0, promoted, num_stages=1):
             tile = tl.load(lists + n_tiles - 1 - i).to(tl.int32)
             tokens = tile * BLOCK + tl.arange(0, BLOCK)
             v = load_tokens(v_base, tokens, stride_vs, seq_kv, HEAD_DIM, WIDTH, True)
             k = load_tokens(k_base, tokens, stride_ks, seq_kv, HEAD_DIM, WIDTH, True).to(v.dtype)
-            scores = tl.dot(q_16.to(v.dtype), tl.trans(k))
+            scores = tl.dot(q_16, tl.trans(k))
             values = scores * (softmax_scale * LOG2_E) - shift[:, None]
             seen = _visible(tile, rows, seq_kv, offset, BLOCK, CAUSAL)
             p, reference, running_sum, rescale = masked_softmax_step(values, seen, reference, running_sum, 0.0)
@@ -138,7 +142,6 @@ def _mixed_attention_kernel(
 
     # a row that sees nothing gives 0; a sum that is no number stays none
     acc = tl.where((running_sum == 0.0)[:, None], 0.0, tl.div_rn(acc, tl.zeros_like(acc) + running_sum[:, None]))
-    acc += nan_unless_finite(q, 1)[:, None]
     is_row = rows < seq_q
     out_row = (b * seq_q + rows) * heads + h
     inside = is_row[:, None] & (channels < HEAD_DIM)[None, :]

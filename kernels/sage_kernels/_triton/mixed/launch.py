@@ -2,7 +2,7 @@
 
 import torch
 
-from ...block_budget import millionths, promoted_a_row
+from ...block_budget import has_fp4, millionths, promoted_a_row, rows_of_block
 from ...numerics import padded_head_dim, pv_dtype
 from ...recipe import BLOCK, FP4_GROUPS, Mixed
 from ..launch import buffer, launch, processors_of
@@ -13,15 +13,10 @@ from .select import _select_blocks_kernel
 
 
 # Not timed. Blocks of keys scored at a time, and looked at at a time for the largest scores.
-CHUNK = {64: 64, 128: 64, 256: 32}
+CHUNK = {64: 64, 128: 32, 256: 16}
 SPAN = 256
 # Row blocks that are chosen for at once, and programs that ready K, per SM.
 SELECTING, PREPARING = 8, 4
-
-
-def has_fp4(device: torch.device) -> bool:
-    """Whether its matrix units multiply FP4 with scales of groups: NVIDIA Blackwell."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def stages_of(width: int, base: str) -> int:
@@ -29,15 +24,21 @@ def stages_of(width: int, base: str) -> int:
     return 2 if width <= 128 else 1
 
 
-def warps_of(width: int) -> int:
-    return 4 if width <= 128 else 8
+def warps_of(width: int, block_q: int = BLOCK) -> int:
+    """Of the attention kernel."""
+    return 8 if width == 256 or block_q > BLOCK else 4
+
+
+def preparing_warps(width: int, base: str) -> int:
+    return 8 if width == 256 or base in FP4_GROUPS else 4
 
 
 def launch_mixed_attention(
     q, k, v, *, options: Mixed, causal: bool, offset: int, scale: float, return_lse: bool, return_blocks: bool,
-    packed_fp4: bool | None = None,
+    packed_fp4: bool | None = None, block_q: int = 0,
 ):  # fmt: skip
-    """Arguments are checked already. offset: row i sees keys up to i + offset. packed_fp4: overrides `has_fp4`.
+    """Arguments are checked already. offset: row i sees keys up to i + offset. packed_fp4, block_q: override
+    `has_fp4` and `rows_of_block`.
 
     Returns: out [B, S_q, H, D] contiguous in q.dtype; lse [B, S_q, H] fp32 or None; which blocks were chosen, int8
     [B, H, row blocks, key blocks], or None.
@@ -49,7 +50,7 @@ def launch_mixed_attention(
         padded = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
         out, lse, chosen = launch_mixed_attention(
             *padded, options=options, causal=causal, offset=offset, scale=scale, return_lse=return_lse,
-            return_blocks=return_blocks, packed_fp4=packed_fp4,
+            return_blocks=return_blocks, packed_fp4=packed_fp4, block_q=block_q,
         )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse, chosen
     v = v.to(pv_dtype(q.dtype))
@@ -57,7 +58,8 @@ def launch_mixed_attention(
     device, width, base = q.device, head_width(head_dim), options.base
     is_fp4 = base in FP4_GROUPS
     packed_fp4 = is_fp4 and (has_fp4(device) if packed_fp4 is None else packed_fp4)
-    key_blocks, row_blocks = -(-seq_kv // BLOCK), -(-seq_q // BLOCK)
+    block_q = block_q or rows_of_block(device, base)
+    key_blocks, row_blocks = -(-seq_kv // BLOCK), -(-seq_q // block_q)
     rows = batch * heads * row_blocks
     shape = {"HEAD_DIM": head_dim, "WIDTH": width, "BLOCK": BLOCK}
     out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=device, returned=True)
@@ -87,19 +89,19 @@ def launch_mixed_attention(
             q, k, codes, group_scale, k_scale, center, q_weight, blocks, *q.stride()[:3], *k.stride()[:3],
             seq_q, seq_kv, kv_heads, heads // kv_heads, chunks, tiles,
             **shape, SAMPLED=32 if width == 256 else 64, BASE=base, SELECTOR=options.selector, PACKED_FP4=packed_fp4,
-            num_warps=warps_of(width), enable_fp_fusion=False,
+            num_warps=preparing_warps(width, base), enable_fp_fusion=False,
         )  # fmt: skip
         programs = min(rows, SELECTING * processors_of(device))
         scores = buffer(programs, -(-key_blocks // SPAN) * SPAN, dtype=torch.int32, device=device)
         lists = buffer(rows, key_blocks, dtype=torch.int16, device=device)
         numbers = buffer(rows, 3, dtype=torch.int32, device=device)
         skips = options.action == "skip"
-        keep = 0 if skips else promoted_a_row(seq_q, seq_kv, causal, offset, float(options.budget))
+        keep = 0 if skips else promoted_a_row(seq_q, seq_kv, causal, offset, float(options.budget), block_q)
         launch(
             _select_blocks_kernel, programs,
             q, blocks, scores, lists, numbers, lists if chosen is None else chosen, *q.stride()[:3],
             seq_q, seq_kv, heads, heads // kv_heads, offset, keep, millionths(options), rows,
-            **shape, CHUNK=CHUNK[width], SPAN=SPAN, SELECTOR=options.selector, SKIPS=skips, CAUSAL=causal,
+            **shape, BLOCK_Q=block_q, CHUNK=CHUNK[width], SPAN=SPAN, SELECTOR=options.selector, SKIPS=skips, CAUSAL=causal,
             STORE_CHOSEN=chosen is not None, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         launch(
@@ -107,7 +109,7 @@ def launch_mixed_attention(
             q, k, v, codes, group_scale, k_scale, center, q_weight, lists, numbers,
             out, out if lse is None else lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             seq_q, seq_kv, heads, heads // kv_heads, offset, float(scale),
-            **shape, STAGES=stages_of(width, base), BASE=base, CAUSAL=causal, PROMOTES=not skips,
-            RETURN_LSE=lse is not None, PACKED_FP4=packed_fp4, num_warps=warps_of(width), enable_fp_fusion=False,
+            **shape, BLOCK_Q=block_q, STAGES=stages_of(width, base), BASE=base, CAUSAL=causal, PROMOTES=not skips,
+            RETURN_LSE=lse is not None, PACKED_FP4=packed_fp4, num_warps=warps_of(width, block_q), enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse, chosen

@@ -14,7 +14,7 @@ def _ordered(score):
 
 
 @triton.jit
-def block_range(row, seq_q, seq_kv, offset, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
+def block_range(row, seq_q, seq_kv, offset, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
     """Of the blocks of keys: how many row block `row` sees, sees wholly (without a mask), and the first that holds a
     key of its own rows."""
     n_tiles = tl.cdiv(seq_kv, BLOCK)
@@ -22,8 +22,8 @@ def block_range(row, seq_q, seq_kv, offset, BLOCK: tl.constexpr, CAUSAL: tl.cons
     full = seq_kv // BLOCK
     own = n_tiles
     if CAUSAL:
-        first_row = row * BLOCK + offset
-        last_row = tl.minimum((row + 1) * BLOCK, seq_q) - 1 + offset
+        first_row = row * BLOCK_Q + offset
+        last_row = tl.minimum((row + 1) * BLOCK_Q, seq_q) - 1 + offset
         # C divides towards zero: not below it
         visible = tl.minimum(tl.maximum(last_row + BLOCK, 0) // BLOCK, n_tiles)
         full = tl.minimum(tl.maximum(first_row + 1, 0) // BLOCK, full)
@@ -35,8 +35,9 @@ def block_range(row, seq_q, seq_kv, offset, BLOCK: tl.constexpr, CAUSAL: tl.cons
 def _select_blocks_kernel(
     q_ptr, blocks_ptr, scores_ptr, lists_ptr, numbers_ptr, chosen_ptr, stride_qb, stride_qs, stride_qh,
     seq_q, seq_kv, heads, group, offset, keep, millionths, rows,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SPAN: tl.constexpr,
-    SELECTOR: tl.constexpr, SKIPS: tl.constexpr, CAUSAL: tl.constexpr, STORE_CHOSEN: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    SPAN: tl.constexpr, SELECTOR: tl.constexpr, SKIPS: tl.constexpr, CAUSAL: tl.constexpr,
+    STORE_CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Row blocks program_id, + programs, … of all heads.
 
@@ -45,7 +46,7 @@ def _select_blocks_kernel(
     blocks that need no mask, all ordinary ones, promoted ones. chosen_ptr: int8 like the lists.
     """
     n_tiles = tl.cdiv(seq_kv, BLOCK)
-    m_tiles = tl.cdiv(seq_q, BLOCK)
+    m_tiles = tl.cdiv(seq_q, BLOCK_Q)
     channels = tl.arange(0, WIDTH)
     scores = scores_ptr + tl.program_id(0).to(tl.int64) * (tl.cdiv(n_tiles, SPAN) * SPAN)
     programs = tl.num_programs(0)
@@ -55,7 +56,7 @@ def _select_blocks_kernel(
         head_of_batch = place // m_tiles
         b = (head_of_batch // heads).to(tl.int64)
         h = head_of_batch % heads
-        visible, full, own = block_range(row, seq_q, seq_kv, offset, BLOCK, CAUSAL)
+        visible, full, own = block_range(row, seq_q, seq_kv, offset, BLOCK_Q, BLOCK, CAUSAL)
 
         # how important each block is, as integers of the same order
         first = place * 0
@@ -68,10 +69,10 @@ def _select_blocks_kernel(
                 score = _ordered(-tl.abs(j - near).to(tl.float32))
                 tl.store(scores + j, -score if SKIPS else score)
         else:
-            tokens = row * BLOCK + tl.arange(0, BLOCK)
+            tokens = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
             q_base = q_ptr + b * stride_qb + h.to(tl.int64) * stride_qh
             q = load_tokens(q_base, tokens, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
-            number = tl.minimum(seq_q - row * BLOCK, BLOCK).to(tl.float32)
+            number = tl.minimum(seq_q - row * BLOCK_Q, BLOCK_Q).to(tl.float32)
             mean = tl.sum(q, 0)
             mean = tl.div_rn(mean, mean * 0.0 + number)
             kv_head = b * (heads // group) + h // group
