@@ -6,7 +6,11 @@ import sys
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+
+if TYPE_CHECKING:
+    from sage_kernels import Mixed
 
 
 # What a user may write, and the `scaling=` the op then gets; those with a rule in sage_kernels/planning/rules.py also
@@ -46,6 +50,7 @@ REMEDIES = {
     "replaced": "another processor was put there: call handle.refresh()",
     "unfollowed": "nobody knows which step it is: let the pipeline have the scheduler, pipe.scheduler = scheduler",
     "backend": "set_attention_backend came after the swap: call handle.refresh()",
+    "mixed_mask": 'recipe "mixed" knows no masks: layer_recipe gives such layers another one',
     "short": "16-bit attention is the faster one there: min_tokens=0 runs it in INT8 all the same",
 }
 
@@ -116,6 +121,20 @@ def _whole(config: SageAttnProcessor, name: str, least: int) -> None:
         raise ValueError(f"{name}: got {_short(value)}, expected at least {least}, and an int64")
 
 
+def _mixed(value: Any) -> Mixed | None:
+    """Options of the recipe "mixed" as a Mixed; a mapping holds its arguments."""
+    from sage_kernels import Mixed
+
+    if value is None or isinstance(value, Mixed):
+        return value
+    if not isinstance(value, dict):
+        raise TypeError(f"mixed: got {type(value).__name__}, expected a sage_kernels.Mixed, a dict of its options or None")
+    unknown = sorted(set(map(str, value)) - set(Mixed.__dataclass_fields__))
+    if unknown:
+        raise TypeError(f"mixed: got unknown options {unknown}, expected some of {sorted(Mixed.__dataclass_fields__)}")
+    return Mixed(**value)
+
+
 def _patterns(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{name}: got {value!r}, expected a tuple of layer names or patterns")
@@ -166,7 +185,9 @@ class SageAttnProcessor:
     """Options of INT8 attention for diffusers models. Give it to `pipe.set_attn_processor` or `sage_processors.apply`.
 
     Args:
-        recipe: number formats of the two matmuls, a key of `sage_kernels.RECIPES`.
+        recipe: number formats of the two matmuls, a key of `sage_kernels.RECIPES`; or "mixed": most query-key blocks
+            in a cheap format and a budget of them in 16 bit, or left out. Its scales come from the call itself; calls
+            with masks stay exact (reason "mixed_mask").
         scaling: where the INT8 scales of Q and K come from.
             "timestep": per head, planned from the previous denoising step; the first step of a run computes its own.
             What a run draws depends on its inputs and options alone. After `handle.freeze_scales()` or
@@ -234,6 +255,8 @@ class SageAttnProcessor:
             stays exact, and so do calls without a fused backward (reason "no_backward": on CUDA those with masks, in
             fp32, or of more than 192 channels a head). "exact": all of them stay exact, counted as "training" or
             "requires_grad". Linear layers train in 16 bit always.
+        mixed: of layers with the recipe "mixed": a `sage_kernels.Mixed` or a dict of its options; None: its defaults.
+        keep_blocks: layers with the recipe "mixed" keep which blocks their latest call acted on, for handle.report().
         exchange: what devices send one another under Ulysses context parallelism. "int8": Q, K, V and the output as
             INT8 codes with a scale a token and head, about half the bytes, at some cost in accuracy; calls with masks
             and exact calls are sent as they are. "16bit": all are. Ring attention always sends 16 bit.
@@ -265,13 +288,16 @@ class SageAttnProcessor:
     linears_min_features: int | None = None
     drop_weights: bool = False
     training: str = "exact"
+    mixed: Mixed | dict[str, Any] | None = None
+    keep_blocks: bool = False
     exchange: str = "16bit"
     policy: str = "fallback"
 
     def __post_init__(self) -> None:
         from sage_kernels import RECIPES
+        from sage_kernels.recipe import MIXED_RECIPE
 
-        named: dict[str, Collection[str]] = {"recipe": RECIPES, "scaling": SCALINGS}
+        named: dict[str, Collection[str]] = {"recipe": (*RECIPES, MIXED_RECIPE), "scaling": SCALINGS}
         named |= {"rotation": ROTATIONS, "policy": POLICIES, "linears": LINEARS}
         named |= {"training": TRAININGS, "exchange": EXCHANGES}
         for name, allowed in named.items():
@@ -289,8 +315,16 @@ class SageAttnProcessor:
         for name in ("min_tokens", "linears_min_features"):
             if getattr(self, name) is not None:
                 _whole(self, name, 0)
-        if not isinstance(self.drop_weights, bool):
-            raise TypeError(f"drop_weights: got {type(self.drop_weights).__name__}, expected a bool")
+        for name in ("drop_weights", "keep_blocks"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}: got {type(getattr(self, name)).__name__}, expected a bool")
+        object.__setattr__(self, "mixed", _mixed(self.mixed))
+        for name, only in (("rotation", "none"), ("training", "exact")):
+            if self.recipe == MIXED_RECIPE and getattr(self, name) != only:
+                raise ValueError(
+                    f"{name}: got {getattr(self, name)!r} with recipe {MIXED_RECIPE!r}, expected {only!r}; by layer, "
+                    "layer_recipe and layer_rotation keep them apart"
+                )
         if not 0 <= _number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
             raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
         for name in ("keep_layers", "only_layers", "keep_linears"):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .recipe import DEFAULT_RECIPE, FP8_RECIPE
+from .recipe import DEFAULT_RECIPE, FP8_RECIPE, MIXED_RECIPE
 
 
 ANY_GPU = "any GPU"
@@ -147,9 +147,11 @@ def is_short(
         device: where the tensors are.
         batch, heads, seq_q, seq_kv, head_dim: B, H (query heads), S_q, S_kv, D.
         causal: rows see keys up to their own number, by a flag or by a mask.
-        recipe: a key of RECIPES.
+        recipe: a key of RECIPES, or "mixed".
         min_tokens: fewest queries, and fewest keys, of a call that is not short; 0: none is. None: the table's.
     """
+    if recipe == MIXED_RECIPE:  # not timed: no faster than all blocks in INT8
+        recipe = DEFAULT_RECIPE
     if min_tokens is not None:
         return seq_q < min_tokens or seq_kv < min_tokens
     limits = _traced_limits if torch.compiler.is_compiling() else _limits

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sage_kernels.recipe import MIXED_RECIPE
+
 from ..evaluation.progress_bar import progress_bar
 from ..layer_report import NOTHING_RAN
 from ..options import BY_CALL, LINEARS, SageAttnProcessor
@@ -137,6 +139,11 @@ def calibrate(
         )
     linears = _checked_formats(linears, target_psnr)
     recipes = (config.recipe,) if recipes is None else tuple(recipes)
+    if MIXED_RECIPE in (*recipes, *(recipe for _, recipe in config.layer_recipe)):
+        raise NotImplementedError(
+            f"recipes: got {MIXED_RECIPE!r}, expected recipes of sage_kernels.RECIPES: what mixed precision costs is "
+            "not known; compare it by hand, with handle.probe()"
+        )
     bases = [dataclasses.replace(config, recipe=r, scaling=s) for r in recipes for s in scalings]
     if not bases:
         raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")

@@ -1,4 +1,4 @@
-"""The doctor's self-test: every recipe and scaling on small inputs, against exact attention in fp64.
+"""The doctor's self-test: every recipe and scaling, and every base format of mixed precision, on small inputs, against exact attention in fp64.
 
 Needs torch alone.
 """
@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, sage_attention
+from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, Mixed, mixed_attention, sage_attention
 from sage_kernels.numerics import pv_dtype
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import INT8_MAX
+from sage_kernels.recipe import BASES, INT8_MAX, MIXED_RECIPE
+from sage_kernels.reference import ref_base_codes
 from sage_kernels.testing import make_qkv, relative_l2
 
 
@@ -106,7 +107,35 @@ def self_test(device: torch.device) -> list[Outcome]:
                     outcomes.append(Outcome(**named, sqnr_db=worst, least_db=least_sqnr_db(q, k, scaling, recipe)))
                 except Exception as error:  # a crash in one case must not hide the others
                     outcomes.append(Outcome(**named, error=summary(error)))
+        if mask is None and not case.same_values:
+            outcomes += [_mixed_outcome(q, k, v, exact, case, base) for base in BASES]
     return outcomes
+
+
+def _mixed_outcome(q, k, v, exact, case: Case, base: str) -> Outcome:
+    """Mixed precision with this format, which stands in the place of the scaling."""
+    named: dict[str, Any] = {"recipe": MIXED_RECIPE, "scaling": base, "case": case.name}
+    try:
+        out = mixed_attention(q, k, v, options=Mixed(base), causal=case.causal)
+        error = relative_l2(out, exact, (1, 3)).max().item()
+        if not math.isfinite(error):
+            raise ArithmeticError("the output is not finite")
+        return Outcome(**named, sqnr_db=-20 * math.log10(max(error, 1e-30)), least_db=least_mixed_db(q, k, base))
+    except Exception as error:
+        return Outcome(**named, error=summary(error))
+
+
+def least_mixed_db(q: torch.Tensor, k: torch.Tensor, base: str) -> float:
+    """As `least_sqnr_db`, with all blocks in the format `base`, whose rounding errors are those of the inputs' own codes;
+    promoted blocks have less."""
+    repeat = q.shape[2] // k.shape[2]
+    k = (k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
+    variance = torch.zeros((), dtype=torch.float64, device=q.device)
+    for rounded, other in ((q.double(), k), (k, q.double())):
+        codes, scale = ref_base_codes(rounded.float(), base)
+        variance = variance + (codes * scale - rounded).square().mean((1, 3)) * other.square().mean((1, 3))
+    variance = variance + 2 * (torch.finfo(pv_dtype(q.dtype)).eps / 2) ** 2
+    return -10 * math.log10(4 * variance.max().item())
 
 
 def recipe_problem(recipe: str, device: torch.device) -> str:

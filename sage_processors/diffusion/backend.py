@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 import sage_kernels
+from sage_kernels import RECIPES
 from sage_kernels.compat import is_exporting
+from sage_kernels.recipe import MIXED_RECIPE
 
 from ..autocast import autocast
 from ..event_counter import count_shared, zero_shared
@@ -70,6 +72,10 @@ def register_diffusers_backend(
     """
     global _options
     options = SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=min_tokens, policy=policy)
+    if recipe == MIXED_RECIPE:
+        raise ValueError(
+            f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}; sage_processors.apply runs mixed precision"
+        )
     if scaling not in BY_CALL:
         raise ValueError(
             f"scaling: got {scaling!r}, expected one of {list(BY_CALL)}: a back end is not told which step runs; "

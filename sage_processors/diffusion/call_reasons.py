@@ -21,7 +21,7 @@ from .context_parallel import lengths_in_parallel
 # modules of the function modes of torch.export
 EXPORTING = ("torch.export.", "torch._export.", "torch.fx.experimental.proxy_tensor")
 # what `call_reason` returns, and "short"
-REASONS = (*sage_kernels.REASONS, "short", "block_mask", "function_mode", "softmax_scale")
+REASONS = (*sage_kernels.REASONS, "short", "block_mask", "function_mode", "softmax_scale", "mixed_mask")
 
 
 def _foreign_function_mode() -> bool:

@@ -15,6 +15,7 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import keep_out_of_dynamo, mark_static_address
 from sage_kernels.planning.rules import RULES, rule_for
 from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.recipe import MIXED_RECIPE
 
 from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS, REMEDIES
@@ -163,7 +164,8 @@ class Part:
         sites: list[Site] = []
         for layer in self.layers:
             layer.site_indices = []
-            if layer.sage._sage_config.scaling in RULES:
+            own = layer.sage._sage_config
+            if own.scaling in RULES and own.recipe != MIXED_RECIPE:
                 for i, shape in enumerate(discover_sites(layer.module, layer.sage)):
                     layer.site_indices.append(len(sites) if shape else None)
                     if shape:

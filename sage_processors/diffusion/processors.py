@@ -33,6 +33,7 @@ from .context_parallel import (
 from .dispatcher import exact, is_native, without_ours
 from .exact_with_lse import exact_part
 from .lazy_heads import made_ready
+from .mixed_calls import attend_mixed, is_mixed
 from .rebind import dispatch_attention_fn, stand_ins
 from .rotary import is_rotary, rotary
 from .row_maxima_op import attention_keeping
@@ -73,6 +74,7 @@ class CallSite:
         seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
             numel(Q) + numel(K). Written in forward and never read there: a read would make Dynamo guard on the value,
             and recompile.
+        blocks: of the latest call of the recipe "mixed", where they are kept: int8 [B, H, row blocks, key blocks].
         seen_kind: of the latest call, None before: dtype of Q, causal as the op takes it, dtype of its mask of keys.
     """
 
@@ -82,6 +84,7 @@ class CallSite:
         self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
         self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
         self.seen_kind = None
+        self.blocks: torch.Tensor | None = None
         self._states: dict[int, tuple[sage_kernels.HeadState, sage_kernels.HeadState]] = {}
 
     def state_of(self, head: int) -> sage_kernels.HeadState:
@@ -145,6 +148,8 @@ def _reason_against(
         reason = "training" if _running.training else call_reason(*call)
     if reason is None and processor._sage_kept:
         return "kept"
+    if reason is None and attn_mask is not None and is_mixed(processor._sage_config):
+        return "mixed_mask"
     if reason is None and window is not None and window.exact:
         return "unfollowed" if window.is_lost else "window"
     return reason
@@ -198,6 +203,12 @@ def _attend(
                     attend = attention_keeping
     if state is None:
         processor._sage_events.add(_EVENT["called"])
+    if is_mixed(config):
+        out = attend_mixed(query, key, value, is_causal, scale, config, site, return_lse)
+        probe = processor._sage_probe
+        if probe is not None and probe.shared.on and parallel is None:
+            probe.compare(index, out, query, key, value, attn_mask, is_causal, scale)
+        return out
     rotation = "none"
     if processor._sage_rotated:
         processor._sage_events.add(_EVENT["rotated"])
@@ -228,6 +239,8 @@ def _attend_parallel(call: tuple[Any, ...], processor: Any, index: int, parallel
     def attend(given: tuple[Any, ...], return_lse: bool) -> Any:
         query, key, value, attn_mask, _, is_causal, scale, _ = given
         reason = call_reason(*given)
+        if reason is None and attn_mask is not None and is_mixed(processor._sage_config):
+            reason = "mixed_mask"
         if reason is None:
             return _attend(query, key, value, attn_mask, is_causal, scale, processor, index, parallel, return_lse)
         _stay_exact(processor, reason)

@@ -12,6 +12,7 @@ from ..linears.report import LinearReport, rows_of
 from ..options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
 from .dispatcher import without_ours
+from .mixed_calls import is_mixed, mixed_facts, mixed_note
 from .processors import CALLS, EVENTS
 from .rebind import attention_calls
 from .sage_class import is_sage
@@ -55,6 +56,9 @@ class Report(LayerReport):
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
                 the latest call.
             sent_bytes: what this device sent to others, under context parallelism.
+            mixed: of the recipe "mixed", else None: a dict of its base, selector and action; share: of the visible
+                blocks, in the latest call, that were acted on; block_map: with keep_blocks, how often each block was,
+                over samples and heads, [row blocks][key blocks]; None without.
             note: what else to know.
         notes: about the handle as a whole.
         linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.
@@ -116,6 +120,7 @@ def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any)
         "redone_fraction": 0.0,
         "bytes_saved": 0,
         "sent_bytes": 0,
+        "mixed": None,
     }
     return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
 
@@ -198,7 +203,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
             if module.processor is layer.sage:
                 own = layer.sage._sage_config  # a layer may have a scaling of its own
                 scaling, note = own.call_scaling, ""
-                if own.scaling in RULES:
+                if own.scaling in RULES and not is_mixed(own):
                     unknown = [i is None for i in layer.site_indices] or [True]
                     scaling = own.scaling if not all(unknown) else own.call_scaling
                     mismatch = any(
@@ -217,6 +222,10 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                 rotated = "hadamard" if layer.sage._sage_rotated else "none"
                 counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
                 counted |= {"keep_noise": own.keep_noise}
+                if is_mixed(own):
+                    counted |= {"scaling": "per_token"}
+                    counted["mixed"] = mixed_facts(own, layer.sage._sage_sites, part.device)
+                    note = "; ".join([note] * bool(note) + [mixed_note(counted["mixed"])])
                 note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:

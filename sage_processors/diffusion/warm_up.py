@@ -18,6 +18,7 @@ import torch
 from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.crossover import is_short
 from sage_kernels.planning.warm_up import closing_call
+from sage_kernels.recipe import MIXED_RECIPE
 from sage_kernels.warm_up import LONG, SHORT, CallKind, compile_ahead
 
 from .discovery import discover_sites
@@ -103,6 +104,8 @@ def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen
     """
     found: dict[CallKind, int] = {}
     for layer in part.layers:
+        if layer.sage._sage_config.recipe == MIXED_RECIPE:
+            continue  # compiled by its first call
         if layer.sage._sage_kept or (layer.module.training and not only_seen):
             continue
         shapes = discover_sites(layer.module, layer.sage)

@@ -12,6 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import sage_kernels
+from sage_kernels.recipe import BASES
 from sage_processors.cli import doctor, self_test
 from sage_processors.cli import main as cli
 from tests.support.repository import OPTIONAL, fresh
@@ -35,7 +36,9 @@ def test_doctor_tests_every_recipe_scaling_and_case():
     assert all(outcome.passed for outcome in outcomes), outcomes
     done = {(outcome.recipe, outcome.scaling, outcome.case) for outcome in outcomes}
     scalings = (*sage_kernels.SCALINGS, "timestep")
-    assert done == {(r, s, c.name) for r in sage_kernels.RECIPES for s in scalings for c in self_test.CASES}
+    plain = {(r, s, c.name) for r in sage_kernels.RECIPES for s in scalings for c in self_test.CASES}
+    mixed = {("mixed", base, c.name) for base in BASES for c in self_test.CASES if not c.mask and not c.same_values}
+    assert done == plain | mixed
     assert any(case.mask == "bool" for case in self_test.CASES) and any(case.causal for case in self_test.CASES)
     assert any(case.mask == "bias" for case in self_test.CASES)
 
@@ -102,12 +105,25 @@ BROKEN = {
 def test_doctor_fails_a_wrong_kernel(how, monkeypatch):
     broken, cases = BROKEN[how]
     monkeypatch.setattr(self_test, "sage_attention", broken)
+    monkeypatch.setattr(self_test, "BASES", ())  # which are another op
     outcomes = self_test.self_test(CPU)
     failed = {outcome.case for outcome in outcomes if not outcome.passed}
     assert failed == cases if cases else failed
     json.dumps([doctor.asdict(outcome) for outcome in outcomes], allow_nan=False)
     if how == "unplanned":
         assert {outcome.scaling for outcome in outcomes if not outcome.passed} == {"timestep"}
+
+
+def test_doctor_fails_wrong_mixed_precision(monkeypatch):
+    """A format with a bit less than it should have."""
+    few(monkeypatch, "causal")
+
+    def coarser(q, k, v, *, options, **kwargs):
+        step = q.float().abs().amax(-1, keepdim=True) / (31 if options.base == "int8" else 2)
+        return sage_kernels.mixed_attention(((q / step).round() * step).to(q), k, v, options=options, **kwargs)
+
+    monkeypatch.setattr(self_test, "mixed_attention", coarser)
+    assert {x.scaling for x in self_test.self_test(CPU) if not x.passed} == set(BASES)
 
 
 def test_doctor_prints_what_it_found_and_exits_with_1_if_a_check_fails(monkeypatch):
@@ -119,7 +135,7 @@ def test_doctor_prints_what_it_found_and_exits_with_1_if_a_check_fails(monkeypat
     output = invoke(code=1)
     assert "Error: RuntimeError: illegal instruction" in output
     number = 4 * len(sage_kernels.RECIPES)
-    assert f"{number} of {number} checks failed" in output
+    assert f"{number} of {number + len(BASES)} checks failed" in output
     assert "and more" not in output and "Traceback" not in output
 
 
@@ -130,6 +146,7 @@ def test_doctor_speaks_json(monkeypatch):
     assert set(found) == keys and found["passed"] is True
     assert {"torch", "triton", "diffusers", "transformers", "sage_processors"} <= set(found["environment"])
     worst = {"qk_int8_pv_bf16": 25, "qk_int8_pv_fp8": 20}
+    worst |= {"mixed": 9}
     assert all(row["sqnr_db"] > row["least_db"] > worst[row["recipe"]] for row in found["self_test"])
     monkeypatch.setattr(self_test, "sage_attention", _nan)
     found = json.loads(invoke("--json", code=1))

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 
-MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QMMA", "QGMMA", "OMMA")
+MATRIX_OPS = ("HMMA", "IMMA", "HGMMA", "IGMMA", "QMMA", "QGMMA", "OMMA", "UTCOMMA")
 _LABEL = re.compile(r"^\s*(\.L_x?_?\w+):")
 _INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]+)\*/\s+(@!?U?P[\dT]+\s+)?([A-Z][\w.]*)(.*?);?\s*(?:/\*|$)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
