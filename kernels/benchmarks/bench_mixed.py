@@ -1,0 +1,75 @@
+"""How exact mixed precision is: relative L1 and L2 of its reference against exact attention, rows in results.csv.
+
+    python kernels/benchmarks/bench_mixed.py
+    python kernels/benchmarks/bench_mixed.py --seq 2048 --no-save
+
+On a CPU, in the reference, which rounds where the kernels do: no time is measured. One head of 128 channels in fp16, of
+each family of sage_kernels.testing_blocks. Case: mixed/{family}/{base}/{selector}/{budget}. Budget 0 is the base
+format alone. "thrift" in place of a selector: block_mean with P·V of ordinary blocks in FP4, and K as it is, as
+ThriftAttention has them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from sage_kernels import Mixed
+from sage_kernels.recipe import BASES, FP4_GROUPS, MIXED_RECIPE, SELECTORS
+from sage_kernels.reference import ref_mixed_attention
+from sage_kernels.results import append_row
+from sage_kernels.testing import exact_attention, relative_l1, relative_l2
+from sage_kernels.testing_blocks import BLOCK_FAMILIES, make_blocks
+
+
+RESULTS = Path(__file__).with_name("results.csv")
+HEAD_DIM = 128
+BUDGETS = (0.0, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5)
+THRIFT = "thrift"
+
+
+def variants(family: str) -> Iterator[tuple[str, str, float]]:
+    """(base, selector, budget): every base at 0 and 5 %, NVFP4 at all budgets and with all selectors."""
+    for base in BASES:
+        for budget in (BUDGETS if (base, family) == ("nvfp4", "clustered") else (0.0, 0.05)):
+            yield base, "block_mean", budget
+    for selector in SELECTORS[1:]:
+        yield "nvfp4", selector, 0.05
+    for budget in (0.0, 0.05):
+        yield "nvfp4", THRIFT, budget
+
+
+def measure(family: str, seq: int, save: bool) -> None:
+    q, k, v = make_blocks(family, 1, seq, 1, 1, HEAD_DIM, dtype=torch.float16)
+    exact, _ = exact_attention(q, k, v)
+    for base, selector, budget in variants(family):
+        thrift = selector == THRIFT
+        options = Mixed(base, "block_mean" if thrift else selector, budget)
+        study = {"pv": "fp4", "smooth_k": False} if thrift and base in FP4_GROUPS else {}
+        out, _, _ = ref_mixed_attention(q, k, v, options=options, **study)
+        l1, l2 = float(relative_l1(out, exact)), float(relative_l2(out, exact))
+        case = f"mixed/{family}/{base}/{selector}/{budget:g}"
+        print(f"{case:50} relative L1 {l1:.5f}  L2 {l2:.5f}", flush=True)
+        if save:
+            append_row(
+                RESULTS, suite="attention_error", case=case, provider="sage_kernels", recipe=MIXED_RECIPE, batch=1,
+                heads=1, kv_heads=1, seq_q=seq, seq_k=seq, head_dim=HEAD_DIM, causal=False, metric="rel_l1", unit="1",
+                median=f"{l1:.5f}", rel_l2_error=f"{l2:.5f}",
+            )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--family", choices=BLOCK_FAMILIES, action="append", help="may be repeated; all by default")
+    parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
+    arguments = parser.parse_args()
+    for family in arguments.family or BLOCK_FAMILIES:
+        measure(family, arguments.seq, not arguments.no_save)
+
+
+if __name__ == "__main__":
+    main()
