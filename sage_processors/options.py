@@ -128,7 +128,9 @@ def _mixed(value: Any) -> Mixed | None:
     if value is None or isinstance(value, Mixed):
         return value
     if not isinstance(value, dict):
-        raise TypeError(f"mixed: got {type(value).__name__}, expected a sage_kernels.Mixed, a dict of its options or None")
+        raise TypeError(
+            f"mixed: got {type(value).__name__}, expected a sage_kernels.Mixed, a dict of its options or None"
+        )
     unknown = sorted(set(map(str, value)) - set(Mixed.__dataclass_fields__))
     if unknown:
         raise TypeError(f"mixed: got unknown options {unknown}, expected some of {sorted(Mixed.__dataclass_fields__)}")

@@ -3,8 +3,8 @@
     python kernels/benchmarks/bench_mixed.py
     python kernels/benchmarks/bench_mixed.py --seq 2048 --no-save
 
-On a CPU, in the reference, which rounds where the kernels do: no time is measured. One head of 128 channels in fp16, of
-each family of sage_kernels.testing_blocks. Case: mixed/{family}/{base}/{selector}/{budget}. Budget 0 is the base
+On a CPU, in the reference, which rounds where the kernels do: no time is measured. One head of 128 channels in fp16,
+of each family of sage_kernels.testing_blocks. Case: mixed/{family}/{base}/{selector}/{budget}. Budget 0 is the base
 format alone. "thrift" in place of a selector: block_mean with P·V of ordinary blocks in FP4, and K as it is, as
 ThriftAttention has them.
 """
@@ -34,7 +34,7 @@ THRIFT = "thrift"
 def variants(family: str) -> Iterator[tuple[str, str, float]]:
     """(base, selector, budget): every base at 0 and 5 %, NVFP4 at all budgets and with all selectors."""
     for base in BASES:
-        for budget in (BUDGETS if (base, family) == ("nvfp4", "clustered") else (0.0, 0.05)):
+        for budget in BUDGETS if (base, family) == ("nvfp4", "clustered") else (0.0, 0.05):
             yield base, "block_mean", budget
     for selector in SELECTORS[1:]:
         yield "nvfp4", selector, 0.05

@@ -46,9 +46,7 @@ def own_blocks(row: int, seq_q: int, seq_kv: int, causal: bool, offset: int, blo
 
 
 @functools.lru_cache(maxsize=256)
-def promoted_a_row(
-    seq_q: int, seq_kv: int, causal: bool, offset: int, budget: float, block_q: int = BLOCK
-) -> int:
+def promoted_a_row(seq_q: int, seq_kv: int, causal: bool, offset: int, budget: float, block_q: int = BLOCK) -> int:
     """The k for which the best k blocks of every row (all that it sees, where these are fewer) come nearest to
     `budget` of all visible blocks; at least 1, and 0 for a budget of 0.
 
@@ -88,9 +86,7 @@ def millionths(options: Mixed) -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def chosen_share(
-    seq_q: int, seq_kv: int, causal: bool, offset: int, options: Mixed, block_q: int = BLOCK
-) -> float:
+def chosen_share(seq_q: int, seq_kv: int, causal: bool, offset: int, options: Mixed, block_q: int = BLOCK) -> float:
     """Share of the visible blocks that the action is taken on: what `budget` comes to for these lengths."""
     rows = range(-(-seq_q // block_q))
     visible = sum(visible_blocks(i, seq_q, seq_kv, causal, offset, block_q) for i in rows)

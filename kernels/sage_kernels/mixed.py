@@ -50,7 +50,7 @@ def mixed_attention(
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; then lse [B, S_q, H] fp32, natural log, and blocks int8 (1:
         chosen) [B, H, row blocks, key blocks], where they are asked for. Rows that see nothing are 0, their lse -inf.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/mixed.py.
-    Source: ThriftAttention (arXiv:2605.23081). Maths: kernels/README.md.
+    Source: ThriftAttention (arXiv:2605.23081). Maths: docs/recipes.md.
     """
     wanted = (True, return_lse, return_blocks)
     key, results = made_before("mixed", (q, k, v), (options, causal, scale, return_lse, return_blocks))
@@ -91,7 +91,7 @@ def _attend(q: Any, k: Any, v: Any, scale: float, causal: bool, offset: int, opt
         from ._triton.launch import compiled_together
         from ._triton.mixed.launch import launch_mixed_attention
 
-        given = {"options": options, "causal": causal, "offset": offset, "scale": scale}
+        given: dict[str, Any] = {"options": options, "causal": causal, "offset": offset, "scale": scale}
         given |= dict(zip(("return_lse", "return_blocks"), returned, strict=True))
         return compiled_together(lambda: launch_mixed_attention(q, k, v, **given))
     out, lse, blocks = ref_mixed_attention(q, k, v, options=options, causal=causal, offset=offset, scale=scale)

@@ -71,8 +71,8 @@ RECIPES = {
 DEFAULT_RECIPE, FP8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8"
 
 
-# Attention in two precisions, chosen for each block of BLOCK query rows by BLOCK keys: its options are a Mixed, and its
-# op is `mixed_attention`.
+# Attention in two precisions, chosen for each block of BLOCK query rows by BLOCK keys: its options are a Mixed, its op
+# is `mixed_attention`.
 MIXED_RECIPE = "mixed"
 BLOCK = 64
 BASES = ("int8", "int4", "mxfp4", "nvfp4")
@@ -98,8 +98,8 @@ class Mixed:
             key. "quest": the largest score that the mean query can have with a key between the block's minima and
             maxima. "local": nearness to the diagonal.
         budget: share of the blocks that are acted on, 0 to 1; in causal attention, of the visible ones.
-        action: "promote": the highest blocks run in 16 bit. "skip": the lowest are left out, but for the one that holds
-            a causal row's own key.
+        action: "promote": the highest blocks run in 16 bit. "skip": the lowest are left out, but for the one that
+            holds a causal row's own key.
     Raises: TypeError or ValueError for an option of wrong type or value.
     Source: ThriftAttention (arXiv:2605.23081) for promotion, Quest (arXiv:2406.10774) for the bound.
     """

@@ -15,9 +15,10 @@ def make_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random q [B, S, H, D], k, v [B, S, H_kv, D] of one of BLOCK_FAMILIES.
 
-    "iid": N(0, 1). "clustered": runs of 96 keys share a direction, and runs of 96 queries look for that of one of them;
-    "heavy_tailed": with a strength of its own, lognormal, for each run of queries. "clustered_biased": "clustered" with
-    one vector added to all keys of a head. "needle": each query looks for a key of its own, somewhere.
+    "iid": N(0, 1). "clustered": runs of 96 keys share a direction, and runs of 96 queries look for that of one of
+    them; "heavy_tailed": with a strength of its own, lognormal, for each run of queries.
+    "clustered_biased": "clustered" with one vector added to all keys of a head. "needle": each query
+    looks for a key of its own, somewhere.
     """
     generator = torch.Generator().manual_seed(seed)
 

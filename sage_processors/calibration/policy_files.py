@@ -20,7 +20,9 @@ from ..version import __version__
 from ..whole_file import write_whole
 
 
-FORMAT_VERSION = 5  # 2: recipes by layer, ranges of noise levels; 3: 8-bit linear layers; 4: training, exchange; 5: mixed
+FORMAT_VERSION = (
+    5  # 2: recipes by layer, ranges of noise levels; 3: 8-bit linear layers; 4: training, exchange; 5: mixed
+)
 # Options that files of an earlier version don't hold: they were written with what is their default now.
 _NEW_IN_3 = {"linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"}
 _NEW_IN_4 = {"training", "exchange"}

@@ -44,7 +44,10 @@ from .warm_up import warm_up
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
 RESULTS = Path("kernels") / "benchmarks" / "results.csv"
-PAGES = ("README.md", "docs/guide.md", "docs/linears.md", "docs/results.md", "docs/comparison.md", "kernels/NOTES.md")
+PAGES = (
+    "README.md", "docs/guide.md", "docs/linears.md", "docs/recipes.md", "docs/results.md", "docs/comparison.md",
+    "kernels/NOTES.md",
+)  # fmt: skip
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_enable=False)
 bench = typer.Typer(no_args_is_help=True, help="Measure, and turn measurements into tables.")

@@ -1,4 +1,6 @@
-"""The doctor's self-test: every recipe and scaling, and every base format of mixed precision, on small inputs, against exact attention in fp64.
+"""The doctor's self-test: every recipe and scaling, and every base format of mixed precision, on small inputs.
+
+Against exact attention in fp64.
 
 Needs torch alone.
 """
@@ -126,8 +128,10 @@ def _mixed_outcome(q, k, v, exact, case: Case, base: str) -> Outcome:
 
 
 def least_mixed_db(q: torch.Tensor, k: torch.Tensor, base: str) -> float:
-    """As `least_sqnr_db`, with all blocks in the format `base`, whose rounding errors are those of the inputs' own codes;
-    promoted blocks have less."""
+    """As `least_sqnr_db`, with all blocks in the format `base`: rounding errors are those of the inputs' own codes.
+
+    Promoted blocks have less.
+    """
     repeat = q.shape[2] // k.shape[2]
     k = (k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
     variance = torch.zeros((), dtype=torch.float64, device=q.device)

@@ -58,7 +58,7 @@ class Report(LayerReport):
             sent_bytes: what this device sent to others, under context parallelism.
             mixed: of the recipe "mixed", else None: a dict of its base, selector and action; share: of the visible
                 blocks, in the latest call, that were acted on; block_map: with keep_blocks, how often each block was,
-                over samples and heads, [row blocks][key blocks]; None without.
+                over samples and heads, a list of key blocks for each block of rows; None without.
             note: what else to know.
         notes: about the handle as a whole.
         linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.

@@ -1,10 +1,14 @@
-"""Markdown tables of what kernels take apart from attention: 8-bit linear layers, and the wait of a first call."""
+"""Markdown tables of 8-bit linear layers, of the errors of mixed precision, and of the wait of a first call."""
 
 from __future__ import annotations
 
 from .tables import markdown_table
 
 
+MIXED_COLUMNS = (
+    *((base, "block_mean") for base in ("int8", "int4", "mxfp4", "nvfp4")), ("nvfp4", "thrift"),
+)  # fmt: skip
+THRIFT = "P·V too, K as it is"
 FORMATS = ("linears_int8", "linears_fp8", "linears_int8_weights")
 
 
@@ -26,6 +30,40 @@ def linears(rows: list[dict[str, str]]) -> str:
     said = f"GPU: {rows[-1]['gpu']}, commit {rows[-1]['commit']}; TFLOPS of bf16, then × bf16 (relative L2)."
     header = ["shape", "rows", "in", "out", "bf16", *(recipe or provider for provider, recipe in columns)]
     return f"{said}\n\n{markdown_table(header, lines)}"
+
+
+def mixed(rows: list[dict[str, str]]) -> str:
+    """A line for each family and format of the newest run of bench_mixed.py: relative L1 without and with 5 % of the
+    blocks promoted, and what that takes away."""
+    rows = [row for row in rows if row["suite"] == "attention_error"]
+    if not rows:
+        return "No rows yet: `kernels/benchmarks/bench_mixed.py`."
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    errors = {tuple(row["case"].split("/")[1:]): float(row["median"]) for row in rows}
+    lines = []
+    for family in dict.fromkeys(family for family, *_ in errors):
+        cells = []
+        for base, selector in MIXED_COLUMNS:
+            without, with_ = (errors[family, base, selector, budget] for budget in ("0", "0.05"))
+            cells.append(f"{100 * without:.2f} → {100 * with_:.2f} ({100 * (1 - with_ / without):.0f})")
+        lines.append([family, *cells])
+    budgets = {b: e for (f, base, s, b), e in errors.items() if (f, base, s) == ("clustered", "nvfp4", "block_mean")}
+    recovered = [f"{100 * (1 - error / budgets['0']):.0f}" for budget, error in budgets.items() if budget != "0"]
+    shares = [f"{100 * float(budget):g} %" for budget in budgets if budget != "0"]
+    kinds = ("block_mean", "quest", "local")
+    chosen = [f"{100 * errors['clustered', 'nvfp4', kind, '0.05']:.2f}" for kind in kinds]
+    first = rows[0]
+    said = f"{first['gpu']}, commit {first['commit']}; {first['seq_q']} tokens, {first['head_dim']} channels. "
+    said += "Relative L1 in %, without → with 5 % of the blocks in 16 bit (share of the error that this took away, %)."
+    header = ["inputs", *(f"{base}, {THRIFT}" if selector == "thrift" else base for base, selector in MIXED_COLUMNS)]
+    return "\n\n".join(
+        [
+            said,
+            markdown_table(header, lines),
+            "NVFP4 on clustered inputs: share of the error taken away (%) by budget, relative L1 (%) by selector.",
+            markdown_table([*shares, *kinds], [[*recovered, *chosen]]),
+        ]
+    )
 
 
 def cold_start(rows: list[dict[str, str]]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..whole_file import write_whole
 from .headline import figures_markdown
-from .kernel_tables import cold_start, linears
+from .kernel_tables import cold_start, linears, mixed
 from .tables import launch_layers, peers, results_markdown
 
 
@@ -30,6 +30,7 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
         "peers": peers(rows),
         "linears": linears(rows),
         "cold_start": cold_start(rows),
+        "mixed": mixed(rows),
         "layers": launch_layers([row for row in rows if row["suite"] == "end_to_end"]),
     }
 

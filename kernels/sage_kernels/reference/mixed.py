@@ -1,6 +1,6 @@
 """Mixed attention in plain PyTorch: which blocks are chosen, and attention in two precisions with one softmax.
 
-Inputs [B, S, H, D]; blocks of BLOCK query rows by BLOCK keys. Maths: kernels/README.md.
+Inputs [B, S, H, D]; blocks of BLOCK query rows by BLOCK keys. Maths: docs/recipes.md.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from ..recipe import BLOCK, Mixed
 from .base_formats import ref_base_codes, ref_round_to_e2m1
 
 
+_DEFAULT = Mixed()
+
+
 def ref_mixed_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    options: Mixed = Mixed(),
+    options: Mixed = _DEFAULT,
     causal: bool = False,
     offset: int = 0,
     scale: float | None = None,

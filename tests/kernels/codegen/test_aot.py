@@ -127,6 +127,21 @@ def test_keeping_the_first_max_shortens_the_plain_loop(kernels):
         assert first["loops"][0]["instructions"] <= 0.9 * running["loops"][0]["instructions"], scaling
 
 
+def test_mixed_attention_runs_on_the_matrix_units_of_its_format_without_spilling(kernels):
+    skip_unless_pinned()
+    name = target_of(kernels)
+    found = {key: facts for key, facts in kernels.items() if "/mixed/" in key}
+    assert len(found) == 6
+    for key, facts in found.items():
+        is_fp4 = key.endswith("fp4")
+        assert facts["int8_matrix"] == (not is_fp4), key
+        assert facts.get("fp4_matrix", False) == (is_fp4 and name in ("sm_100", "sm_120")), key
+        # registers put away outside of the loops, where Q becomes codes, are not counted
+        assert all(loop["spills"] == 0 for loop in facts.get("loops", [])), (key, facts)
+        assert facts["shared"] <= SHARED.get(name, 99) * 1024, (key, facts)
+    assert all(facts.get("stack", 0) <= 8 for key, facts in kernels.items() if "/mixed_" in key)
+
+
 def test_every_barrier_is_invalidated(kernels):
     """Memory that holds a barrier may be used for nothing else until then: on an H200 shared by processes, the state
     of one that had no use came back over what was stored there."""

@@ -127,9 +127,7 @@ CASES = [
     pytest.param(
         ("int8", "block_mean", "promote", True, 0, 200, 200, 2, 1, 256), marks=pytest.mark.slow("a wide head")
     ),
-    pytest.param(
-        ("nvfp4", "quest", "promote", False, 0, 300, 500, 2, 2, 256), marks=pytest.mark.slow("a wide head")
-    ),
+    pytest.param(("nvfp4", "quest", "promote", False, 0, 300, 500, 2, 2, 256), marks=pytest.mark.slow("a wide head")),
 ]
 
 
@@ -141,9 +139,9 @@ def test_kernels_are_the_reference(kernel_device, case):
     out, lse, chosen = launch(q, k, v, kernel_device, options=options, causal=causal, offset=offset)
     assert_as_reference(out, lse, chosen, q, k, v, options=options, causal=causal, offset=offset)
     # as many as the budget says, of blocks that are seen; and none that is clearly less important than one left out
-    scores = ref_block_scores(
-        *(x.transpose(1, 2).float() for x in (q, k)), selector, causal, offset
-    ) * (1 if action == "promote" else -1)
+    scores = ref_block_scores(*(x.transpose(1, 2).float() for x in (q, k)), selector, causal, offset) * (
+        1 if action == "promote" else -1
+    )
     for row in range(chosen.shape[2]):
         assert (chosen[:, :, row].sum(-1) == chosen_a_row(row, seq_q, seq_kv, causal, offset, options)).all()
         seen = visible_blocks(row, seq_q, seq_kv, causal, offset)
@@ -219,9 +217,7 @@ def test_kernels_are_the_reference_in_other_types(kernel_device, base, dtype):
 
 def test_all_blocks_in_16_bit_are_16_bit_attention():
     q, k, v = make_qkv("biased_keys", 1, 150, 200, 2, 1, 64, dtype=torch.float16)
-    out, lse, blocks = mixed_attention(
-        q, k, v, options=Mixed("int4", budget=1.0), return_lse=True, return_blocks=True
-    )
+    out, lse, blocks = mixed_attention(q, k, v, options=Mixed("int4", budget=1.0), return_lse=True, return_blocks=True)
     exact, exact_lse = exact_attention(q, k, v)
     assert blocks.all()
     assert relative_l2(out, exact) <= 2 * torch.finfo(torch.float16).eps and (lse - exact_lse).abs().max() <= 1e-4
@@ -257,9 +253,7 @@ def test_share_of_the_blocks_is_known_before(action, causal):
 def test_causal_rows_keep_their_own_key_when_blocks_are_skipped():
     q, k, v = make_qkv("normal", 1, 300, 300, 1, 1, 32)
     for selector in SELECTORS:
-        _, lse = mixed_attention(
-            q, k, v, options=Mixed("int8", selector, 1.0, "skip"), causal=True, return_lse=True
-        )
+        _, lse = mixed_attention(q, k, v, options=Mixed("int8", selector, 1.0, "skip"), causal=True, return_lse=True)
         assert lse.isfinite().all()
 
 
@@ -275,15 +269,18 @@ def test_shapes_are_known_without_a_run():
 def test_compiled_calls_see_one_op():
     q, k, v = make_blocks("clustered", 1, 100, 2, 1, 64)
     options = Mixed("nvfp4", budget=0.2)
-    compiled = torch.compile(lambda q, k, v: mixed_attention(q, k, v, options=options), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        lambda q, k, v: mixed_attention(q, k, v, options=options), backend="eager", fullgraph=True
+    )
     assert torch.equal(compiled(q, k, v), mixed_attention(q, k, v, options=options))
 
 
 def test_what_it_can_not_do_is_said_before_anything_runs():
     q, k, v = make_qkv("normal", 1, 64, 64, 2, 1, 64)
+    wide = (x.repeat(1, 1, 1, 5)[..., :300] for x in (q, k, v))
     for error, match, call in (
         (TypeError, "options: got dict", lambda: mixed_attention(q, k, v, options={})),
-        (NotImplementedError, "head_dim: got 300", lambda: mixed_attention(*(x.repeat(1, 1, 1, 5)[..., :300] for x in (q, k, v)))),
+        (NotImplementedError, "head_dim: got 300", lambda: mixed_attention(*wide)),
         (NotImplementedError, "requires_grad", lambda: mixed_attention(q.clone().requires_grad_(), k, v)),
         (ValueError, "causal: got True with", lambda: mixed_attention(q, k[:, :32], v[:, :32], causal=True)),
         (TypeError, "scale: got Tensor", lambda: mixed_attention(q, k, v, scale=torch.ones(()))),

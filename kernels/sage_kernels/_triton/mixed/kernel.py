@@ -53,8 +53,8 @@ def _ordinary_scores(q_codes, q_groups, row_scale, codes_ptr, group_scale_ptr, k
 @triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "offset"])
 def _mixed_attention_kernel(
     q_ptr, k_ptr, v_ptr, codes_ptr, group_scale_ptr, k_scale_ptr, center_ptr, q_weight_ptr, lists_ptr, numbers_ptr,
-    out_ptr, lse_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    seq_q, seq_kv, heads, group, offset, softmax_scale,
+    out_ptr, lse_ptr, stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh,
+    stride_vb, stride_vs, stride_vh, seq_q, seq_kv, heads, group, offset, softmax_scale,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BASE: tl.constexpr, CAUSAL: tl.constexpr, PROMOTES: tl.constexpr, RETURN_LSE: tl.constexpr,
     PACKED_FP4: tl.constexpr,

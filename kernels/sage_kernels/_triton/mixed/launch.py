@@ -101,8 +101,8 @@ def launch_mixed_attention(
             _select_blocks_kernel, programs,
             q, blocks, scores, lists, numbers, lists if chosen is None else chosen, *q.stride()[:3],
             seq_q, seq_kv, heads, heads // kv_heads, offset, keep, millionths(options), rows,
-            **shape, BLOCK_Q=block_q, CHUNK=CHUNK[width], SPAN=SPAN, SELECTOR=options.selector, SKIPS=skips, CAUSAL=causal,
-            STORE_CHOSEN=chosen is not None, num_warps=4, enable_fp_fusion=False,
+            **shape, BLOCK_Q=block_q, CHUNK=CHUNK[width], SPAN=SPAN, SELECTOR=options.selector, SKIPS=skips,
+            CAUSAL=causal, STORE_CHOSEN=chosen is not None, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         launch(
             _mixed_attention_kernel, rows,
@@ -110,6 +110,7 @@ def launch_mixed_attention(
             out, out if lse is None else lse, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
             seq_q, seq_kv, heads, heads // kv_heads, offset, float(scale),
             **shape, BLOCK_Q=block_q, STAGES=stages_of(width, base), BASE=base, CAUSAL=causal, PROMOTES=not skips,
-            RETURN_LSE=lse is not None, PACKED_FP4=packed_fp4, num_warps=warps_of(width, block_q), enable_fp_fusion=False,
+            RETURN_LSE=lse is not None, PACKED_FP4=packed_fp4, num_warps=warps_of(width, block_q),
+            enable_fp_fusion=False,
         )  # fmt: skip
     return out, lse, chosen

@@ -1,0 +1,142 @@
+"""INT32 scores as floats without a conversion: where each way is exact, over every integer that a score can be."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+from sage_kernels.recipe import INT8_MAX
+from tests.support.repository import ROOT
+
+
+MAGIC = 1.5 * 2.0**23  # kernels: ROUND_MAGIC
+LARGEST = 256 * INT8_MAX**2  # |q·k| of 256 channels
+EVERY = torch.arange(-LARGEST, LARGEST + 1, dtype=torch.int32)
+# Scales of a tile, base 2: of ordinary inputs, of outliers, and near the largest that kernels fold (ADDED_BITS_LIMIT)
+SCALES = (1.6e-4, 2e-3, 0.03, 0.06)
+
+
+def bits_of(magic: float) -> int:
+    return int(torch.tensor(magic).view(torch.int32))
+
+
+def added(scores: torch.Tensor, magic: float) -> torch.Tensor:
+    """The float whose bits are those of `magic` plus the score."""
+    return (scores + bits_of(magic)).view(torch.float32)
+
+
+def test_native_conversion_is_exact_to_two_to_the_24():
+    assert torch.equal(EVERY.float().to(torch.int32), EVERY)
+    assert int(torch.tensor(2**24 + 1, dtype=torch.int32).float()) != 2**24 + 1
+
+
+@pytest.mark.parametrize("magic, lowest, highest", [(MAGIC, -(2**22), 2**22), (MAGIC - 1, 1 - 2**22, 2**22 + 1)])
+def test_adding_bits_is_exact_in_this_range_and_no_further(magic, lowest, highest):
+    """1.5·2^23, and LiteAttention's number, one less: both hold every score of up to 256 channels without -128."""
+    assert lowest <= -LARGEST and LARGEST <= highest
+    every = torch.arange(lowest, highest + 1, dtype=torch.int32)
+    assert torch.equal(added(every, magic) - magic, every.float())
+    outside = torch.tensor([lowest - 1, highest + 1], dtype=torch.int32)
+    assert (added(outside, magic) - magic != outside.float()).all()
+
+
+def test_largest_integer_is_the_largest_float():
+    """Order is kept, by the conversion and by the bits: a maximum may be taken on either, if one scale is shared."""
+    for floats in (EVERY.float(), added(EVERY, MAGIC)):
+        assert (floats[1:] > floats[:-1]).all()
+    # with a scale a key it is another one: the largest of the products is not that of the integers
+    scores, scales = torch.tensor([100, 90]), torch.tensor([0.1, 0.2])
+    assert scores.argmax() != (scores * scales).argmax()
+
+
+def exponent_errors(scale: float) -> tuple[float, float, float]:
+    """Largest errors of the exponent s·c - m: naive, corrected, and of a plain FMA of the converted score.
+
+    Over every s whose weight is 2^-32 of the row's largest or more, m = 64 the score of that one. Naive: fma(f, c,
+    -fl(M·c + m)), whose subtrahend is rounded. Corrected: m is then the number that it stands for.
+    """
+    c = torch.tensor(scale)
+    highest = min(int(64 / scale), LARGEST)
+    scores = torch.arange(highest - int(32 / scale), highest + 1, dtype=torch.int32)
+    m = (highest * c.double()).float()
+    against = (MAGIC * c.double() + m.double()).float()
+    stands_for = (against.double() - MAGIC * c.double()).float()
+    folded = (added(scores, MAGIC).double() * c.double() - against.double()).float()  # one rounding, as an FMA
+    plain = (scores.double() * c.double() - m.double()).float()
+
+    def worst(exponents: torch.Tensor, reference: torch.Tensor) -> float:
+        return float((exponents.double() - (scores.double() * c.double() - reference.double())).abs().max())
+
+    return worst(folded, m), worst(folded, stands_for), worst(plain, m)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_folded_form_is_as_exact_as_a_plain_fma_once_the_reference_is_what_was_subtracted(scale):
+    naive, corrected, plain = exponent_errors(scale)
+    ulp = 2.0 ** (math.frexp(MAGIC * scale + 64)[1] - 24)  # of what is subtracted
+    assert naive <= ulp / 2 + plain
+    assert corrected <= plain + 64 * 2.0**-24  # what is left is the rounding of m itself
+    assert naive > 4 * corrected  # so it is worth its instruction
+
+
+# --- counts ---
+
+TABLE = json.loads((ROOT / "tests" / "conversions.json").read_text())
+TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+WAYS = ("native", "added", "folded", "integer_max", "folded_integer_max", "dual")
+
+
+def cell(name: str, way: str) -> str:
+    facts = TABLE["kernels"][f"{name}/{way}"]
+    return f"{facts['instructions']} ({facts['converts']}, {facts['float_max']}, {facts['integer_max']})"
+
+
+def test_the_notes_have_the_counts_of_the_table():
+    notes = (ROOT / "kernels" / "NOTES.md").read_text(encoding="utf-8")
+    for way in WAYS:
+        line = f"| `{way}` | " + " | ".join(cell(name, way) for name in TARGETS) + " |"
+        assert line in notes, line
+
+
+def test_the_notes_judge_by_the_counts():
+    """What kernels/NOTES.md says of them in words."""
+
+    def instructions(name, way):
+        return TABLE["kernels"][f"{name}/{way}"]["instructions"]
+
+    for name in TARGETS:
+        assert all(TABLE["kernels"][f"{name}/{way}"]["spills"] == 0 for way in WAYS)
+        assert TABLE["kernels"][f"{name}/folded"]["converts"] == 0
+        fewest = min(WAYS, key=lambda way: instructions(name, way))
+        assert fewest == "integer_max" if name == "sm_90" else fewest in ("folded", "folded_integer_max"), name
+        assert sorted(WAYS, key=lambda way: instructions(name, way)).index("dual") >= 4, name
+    assert [TABLE["kernels"][f"gfx942/{way}"]["converts"] for way in ("native", "folded")] == [64, 0]
+
+
+def test_the_notes_have_the_errors_that_are_computed():
+    notes = (ROOT / "kernels" / "NOTES.md").read_text(encoding="utf-8")
+    for scale, said in zip(SCALES, ("1.6e-4", "2e-3", "0.03", "0.06"), strict=True):
+        cells = (f"{error:.1e}".replace("e-0", "e-") for error in exponent_errors(scale))
+        assert f"| {said} | {' | '.join(cells)} |" in notes, scale
+
+
+@pytest.mark.slow("compiles six kernels")
+def test_the_table_of_counts_is_what_is_compiled():
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    if triton.__version__ != TABLE["meta"]["triton"]:
+        pytest.skip(f"the table is of Triton {TABLE['meta']['triton']}, this is {triton.__version__}")
+    import os
+    import subprocess
+    import sys
+
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(ROOT / "kernels")
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "kernels" / "codegen" / "conversions.py", "sm_80"],
+        capture_output=True, text=True, env=environment, check=True,
+    )  # fmt: skip
+    for key, facts in map(json.loads, done.stdout.splitlines()):
+        assert facts == TABLE["kernels"][key], key
