@@ -1,7 +1,7 @@
 """INT8 attention kernels and their reference. Knows torch and (on a GPU) triton, nothing of Hugging Face.
 
 Ops (attention, decode, plan_step) may import all below: checks, `reference` and, where they run on a GPU, `_triton`;
-planning/ may import ops; recipe, numerics, masking, state and compat are the ground floor.
+planning/ may import ops; recipe, numerics, masking, state, compat, block_budget and base_formats are the ground floor.
 """
 
 from .attention import sage_attention

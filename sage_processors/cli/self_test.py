@@ -16,10 +16,10 @@ import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, Mixed, mixed_attention, sage_attention
+from sage_kernels.base_formats import base_codes
 from sage_kernels.numerics import pv_dtype
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import BASES, INT8_MAX, MIXED_RECIPE
-from sage_kernels.reference import ref_base_codes
 from sage_kernels.testing import make_qkv, relative_l2
 
 
@@ -136,7 +136,7 @@ def least_mixed_db(q: torch.Tensor, k: torch.Tensor, base: str) -> float:
     k = (k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
     variance = torch.zeros((), dtype=torch.float64, device=q.device)
     for rounded, other in ((q.double(), k), (k, q.double())):
-        codes, scale = ref_base_codes(rounded.float(), base)
+        codes, scale = base_codes(rounded.float(), base)
         variance = variance + (codes * scale - rounded).square().mean((1, 3)) * other.square().mean((1, 3))
     variance = variance + 2 * (torch.finfo(pv_dtype(q.dtype)).eps / 2) ** 2
     return -10 * math.log10(4 * variance.max().item())

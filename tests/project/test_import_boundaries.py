@@ -75,9 +75,12 @@ def test_processors_use_the_ops_not_their_insides():
 
 # What each room may import besides itself: everything below it. A folder that is not named is part of its parent.
 GROUND = "sage_kernels, ground floor"
-GROUND_FILES = {f"sage_kernels.{name}" for name in ("compat", "masking", "numerics", "recipe", "state")}
+GROUND_FILES = {
+    f"sage_kernels.{name}"
+    for name in ("base_formats", "block_budget", "compat", "masking", "numerics", "recipe", "state")
+}
 TRITON = "sage_kernels._triton"  # its own files: what its rooms share
-KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "heads", "linear")}
+KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "heads", "linear", "mixed")}
 BELOW = {
     "sage_processors": set(),
     "sage_processors.linears": {"sage_processors"},
@@ -105,6 +108,7 @@ BELOW = {
     f"{TRITON}.attention": {GROUND, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue"},
     f"{TRITON}.prologue": {GROUND, TRITON, f"{TRITON}.launch"},
     f"{TRITON}.decode": {GROUND, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.mixed": {GROUND, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue", f"{TRITON}.attention"},
     f"{TRITON}.heads": {GROUND, TRITON, f"{TRITON}.launch"},
     f"{TRITON}.linear": {GROUND, TRITON, f"{TRITON}.launch"},
     f"{TRITON}.launch": {TRITON},

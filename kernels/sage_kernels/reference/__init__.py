@@ -4,7 +4,6 @@ May import torch and the ground floor (recipe, numerics, masking, state); never 
 """
 
 from .attention import ref_attention
-from .base_formats import ref_base_codes
 from .decode import ref_append_kv, ref_decode_attention, ref_quantize_queries, ref_quantize_tokens
 from .mixed import ref_mixed_attention
 from .quantize import ref_quantize, ref_rotate
@@ -15,7 +14,6 @@ __all__ = [
     "ref_append_kv",
     "ref_attention",
     "ref_attention_varlen",
-    "ref_base_codes",
     "ref_decode_attention",
     "ref_mixed_attention",
     "ref_quantize",

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 
+from ..base_formats import base_codes, round_to_e2m1
 from ..block_budget import chosen_a_row, own_blocks, visible_blocks
 from ..numerics import LOG2_E, divide, pv_dtype, sampled_balance, sampled_center
 from ..recipe import BLOCK, Mixed
-from .base_formats import ref_base_codes, ref_round_to_e2m1
 
 
 _DEFAULT = Mixed()
@@ -54,8 +54,8 @@ def ref_mixed_attention(
     vf = v.detach().transpose(1, 2).to(half if round_p else torch.float32).float()
     center = sampled_center(kf) if smooth_k else torch.zeros_like(kf[:, :, :1])
     balance = sampled_balance(qf, kf, center) if smooth_k else torch.ones_like(kf[:, :, :1])
-    q_codes, q_scale = ref_base_codes(qf * divide(1.0, balance).repeat_interleave(group, 1), options.base)
-    k_codes, k_scale = ref_base_codes((kf - center) * balance, options.base)
+    q_codes, q_scale = base_codes(qf * divide(1.0, balance).repeat_interleave(group, 1), options.base)
+    k_codes, k_scale = base_codes((kf - center) * balance, options.base)
     if chosen is None:
         scores = ref_block_scores(qf, kf - center, options.selector, causal, offset, block_q)
         chosen = ref_select(scores, options, seq_q, seq_kv, causal, offset, block_q)
@@ -82,7 +82,7 @@ def ref_mixed_attention(
             total = p.sum(-1, keepdim=True)
             o = (p.to(half).float() if round_p else p) @ vf[b, kv]
             if pv == "fp4":
-                few = ref_round_to_e2m1(p * 6) / 6
+                few = round_to_e2m1(p * 6) / 6
                 o = torch.where(promoted, p, 0.0) @ vf[b, kv] + torch.where(promoted, 0.0, few) @ v_codes[b, kv]
             out[b, :, h] = torch.where(total == 0, 0.0, o / total).to(q.dtype)
             lse[b, :, h] = ((top + torch.log2(total) + shift) / LOG2_E)[:, 0]
@@ -93,7 +93,7 @@ def _values_in_fp4(v: torch.Tensor, base: str) -> torch.Tensor:
     """V [B, H, S, D] rounded to FP4 in groups along the keys."""
     if base not in ("mxfp4", "nvfp4"):
         raise ValueError(f'pv: got "fp4" with base {base!r}, expected "mxfp4" or "nvfp4"')
-    codes, scale = ref_base_codes(v.mT, base)
+    codes, scale = base_codes(v.mT, base)
     return (codes * scale).mT
 
 

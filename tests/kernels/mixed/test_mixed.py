@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from sage_kernels import Mixed, mixed_attention
+from sage_kernels.base_formats import base_codes, round_to_e2m1
 from sage_kernels.block_budget import chosen_a_row, chosen_share, promoted_a_row, visible_blocks
 from sage_kernels.numerics import pv_dtype
 from sage_kernels.recipe import BASES, BLOCK, SELECTORS
-from sage_kernels.reference import ref_base_codes, ref_mixed_attention
-from sage_kernels.reference.base_formats import ref_round_to_e2m1
+from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.reference.mixed import ref_block_scores
 from sage_kernels.testing import FP32_ROUNDING, exact_attention, make_qkv, relative_l1, relative_l2
 from sage_kernels.testing_blocks import make_blocks
@@ -72,7 +72,7 @@ def test_budget_comes_as_near_as_whole_blocks_can(causal):
 
 def test_e2m1_is_the_nearest_number_with_ties_to_even():
     x = torch.linspace(-7, 7, 14 * 64 + 1)  # all ties are among them
-    got = ref_round_to_e2m1(x)
+    got = round_to_e2m1(x)
     distance = (x.abs()[:, None] - E2M1).abs()
     nearest = distance == distance.amin(1, keepdim=True)
     even = torch.arange(8) % 2 == 0
@@ -85,7 +85,7 @@ def test_fp4_codes_fit_fp16_and_scales_keep_any_size(base):
     """What an FP4 matrix unit multiplies is the same number in fp16, also where groups and tokens differ much."""
     x = make_qkv("normal", 1, 64, 1, 1, 1, 128)[0][0, :, 0]
     x = x * torch.logspace(-20, 20, 64)[:, None] * torch.logspace(0, -9, 8).repeat_interleave(16)
-    codes, scale = ref_base_codes(x, base)
+    codes, scale = base_codes(x, base)
     assert torch.equal(codes, codes.half().float())
     largest = x.unflatten(1, (-1, 16 if base == "nvfp4" else 32))[:, 0]
     error = (codes * scale).unflatten(1, (-1, largest.shape[1]))[:, 0] - largest
@@ -105,7 +105,7 @@ def test_packed_fp4_is_what_the_emulated_codes_are(kernel_device):
         emulated, packed = torch.empty(16, 64, dtype=torch.float16), torch.empty(16, 32, dtype=torch.uint8)
         group_scales, scale = torch.empty(16, groups).to(kind), torch.empty(16)
         fp4_codes_kernel[(1,)](x, emulated, packed, group_scales, scale, base, groups)
-        codes, ref_scale = ref_base_codes(x, base)
+        codes, ref_scale = base_codes(x, base)
         assert torch.equal(emulated.float(), codes) and torch.equal(scale, ref_scale[:, 0])
         nibbles = torch.stack([packed & 15, packed >> 4], -1).flatten(1).long()
         values = E2M1[nibbles & 7] * torch.where(nibbles >= 8, -1.0, 1.0)

@@ -1,6 +1,6 @@
 """Rounding to the formats of ordinary blocks: INT8, INT4, and two FP4s as numbers of 16 bits or packed.
 
-Rounds where reference/base_formats.py does.
+Rounds where sage_kernels/base_formats.py does.
 """
 
 import triton

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import torch
 
-from ..numerics import divide, round_to_e4m3
-from ..recipe import AMAX_FLOOR, E2M1_MAX, E4M3_MAX, FP4_GROUPS, INT4_MAX, INT8_MAX, MXFP4_LOWEST
+from .numerics import divide, round_to_e4m3
+from .recipe import AMAX_FLOOR, E2M1_MAX, E4M3_MAX, FP4_GROUPS, INT4_MAX, INT8_MAX, MXFP4_LOWEST
 
 
-def ref_round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
+def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """x fp32 to the nearest of 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4, ±6: ties to even mantissas, saturating."""
     x = x.clamp(-E2M1_MAX, E2M1_MAX)
     size = x.abs()
@@ -20,7 +20,7 @@ def ref_round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     return torch.round(x / step) * step
 
 
-def ref_base_codes(x: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tensor]:
+def base_codes(x: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tensor]:
     """x fp32 [..., D] → codes fp32 [..., D] and scale [..., 1], of one of recipe.BASES."""
     amax = x.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR)
     if base in ("int8", "int4"):
@@ -37,7 +37,7 @@ def ref_base_codes(x: torch.Tensor, base: str) -> tuple[torch.Tensor, torch.Tens
         groups = (_power_above((largest / E2M1_MAX).clamp_min(AMAX_FLOOR)) / scale[..., None]).clamp_min(MXFP4_LOWEST)
     step = groups * scale[..., None]
     inverse = torch.where(step > 0, divide(1.0, torch.where(step > 0, step, 1.0)), 0.0)
-    codes = (ref_round_to_e2m1(padded * inverse) * groups).flatten(-2)[..., : x.shape[-1]]
+    codes = (round_to_e2m1(padded * inverse) * groups).flatten(-2)[..., : x.shape[-1]]
     return codes, scale
 
 
