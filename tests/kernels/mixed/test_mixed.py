@@ -9,9 +9,16 @@ import torch
 
 from sage_kernels import Mixed, mixed_attention
 from sage_kernels.base_formats import base_codes, round_to_e2m1
-from sage_kernels.block_budget import chosen_a_row, chosen_share, promoted_a_row, visible_blocks
+from sage_kernels.block_budget import (
+    chosen_a_row,
+    chosen_share,
+    has_fp4,
+    promoted_a_row,
+    rows_of_block,
+    visible_blocks,
+)
 from sage_kernels.numerics import pv_dtype
-from sage_kernels.recipe import BASES, BLOCK, SELECTORS
+from sage_kernels.recipe import BASES, BLOCK, FP4_GROUPS, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.reference.mixed import ref_block_scores
 from sage_kernels.testing import FP32_ROUNDING, exact_attention, make_qkv, relative_l1, relative_l2
@@ -22,10 +29,11 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def launch(q, k, v, device, *, options, causal=False, offset=0, **extra):
-    """The kernels: out, lse and blocks on the CPU."""
+    """The kernels: out, lse and blocks on the CPU. FP4 is emulated on all GPUs unless `extra` says otherwise."""
     from sage_kernels._triton.mixed.launch import launch_mixed_attention
 
-    given = {"scale": q.shape[3] ** -0.5, "return_lse": True, "return_blocks": True} | extra
+    given = {"scale": q.shape[3] ** -0.5, "return_lse": True, "return_blocks": True}
+    given |= {"packed_fp4": False, "block_q": BLOCK} | extra
     results = launch_mixed_attention(
         *(x.to(device) for x in (q, k, v)), options=options, causal=causal, offset=offset, **given
     )
@@ -158,7 +166,7 @@ def test_rows_of_two_blocks_are_chosen_for_together(kernel_device):
     """As data centre Blackwell has it with FP4."""
     q, k, v = make_blocks("clustered", 1, 300, 2, 1, 64, dtype=torch.float16)
     options = Mixed("nvfp4", budget=0.3)
-    out, lse, chosen = launch(q, k, v, kernel_device, options=options, causal=True, block_q=128, packed_fp4=False)
+    out, lse, chosen = launch(q, k, v, kernel_device, options=options, causal=True, block_q=128)
     assert chosen.shape == (1, 2, 3, 5)
     assert_as_reference(out, lse, chosen, q, k, v, options=options, causal=True, block_q=128)
 
@@ -210,6 +218,19 @@ def test_kernels_are_the_reference_in_other_types(kernel_device, base, dtype):
         options = Mixed(base, "block_mean", 0.1, action)
         out, lse, chosen = launch(q, k, v, kernel_device, options=options, causal=causal)
         assert_as_reference(out, lse, chosen, q, k, v, options=options, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", list(FP4_GROUPS))
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_native_fp4_is_the_reference(kernel_device, base, head_dim):
+    if not has_fp4(kernel_device):
+        pytest.skip("FP4 matrix units are those of NVIDIA Blackwell")
+    q, k, v = make_blocks("clustered", 1, 1000, 4, 2, head_dim, dtype=torch.bfloat16)
+    options, rows = Mixed(base, budget=0.1), rows_of_block(kernel_device, base)
+    given = {"options": options, "causal": True, "block_q": rows}
+    out, lse, chosen = launch(q, k, v, kernel_device, packed_fp4=True, **given)
+    assert_as_reference(out, lse, chosen, q, k, v, **given)
 
 
 # --- the op ---
