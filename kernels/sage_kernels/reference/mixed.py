@@ -11,6 +11,7 @@ from ..base_formats import base_codes, round_to_e2m1
 from ..block_budget import chosen_a_row, own_blocks, visible_blocks
 from ..numerics import LOG2_E, divide, pv_dtype, sampled_balance, sampled_center
 from ..recipe import BLOCK, Mixed
+from .memory import rows_at_a_time
 
 
 _DEFAULT = Mixed()
@@ -63,29 +64,34 @@ def ref_mixed_attention(
     row_scale = q_scale * (scale * LOG2_E)
     out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
+    step = max(1, rows_at_a_time(q.device, seq_kv) // block_q) * block_q  # of whole blocks
+    keys = torch.arange(seq_kv, device=q.device)
     for b in range(batch):
         for h in range(heads):
             kv = h // group
-            promoted = chosen[b, h].repeat_interleave(block_q, 0)[:seq_q].repeat_interleave(BLOCK, 1)[:, :seq_kv]
-            shift = qf[b, h] @ center[b, kv].T * (scale * LOG2_E)
-            s = (q_codes[b, h] @ k_codes[b, kv].T) * (row_scale[b, h] * k_scale[b, kv].T)
-            if options.action == "promote":
-                exact = (qf[b, h].to(half).float() @ kf[b, kv].to(half).float().T) * (scale * LOG2_E) - shift
-                s = torch.where(promoted, exact, s)
-            else:
-                s = s.masked_fill(promoted, -torch.inf)
-            if causal:
-                rows, keys = torch.arange(seq_q, device=q.device), torch.arange(seq_kv, device=q.device)
-                s = s.masked_fill(keys[None] > rows[:, None] + offset, -torch.inf)
-            top = s.amax(-1, keepdim=True)
-            p = torch.exp2(s - torch.where(top == -torch.inf, 0.0, top))
-            total = p.sum(-1, keepdim=True)
-            o = (p.to(half).float() if round_p else p) @ vf[b, kv]
-            if pv == "fp4":
-                few = round_to_e2m1(p * 6) / 6
-                o = torch.where(promoted, p, 0.0) @ vf[b, kv] + torch.where(promoted, 0.0, few) @ v_codes[b, kv]
-            out[b, :, h] = torch.where(total == 0, 0.0, o / total).to(q.dtype)
-            lse[b, :, h] = ((top + torch.log2(total) + shift) / LOG2_E)[:, 0]
+            for start in range(0, seq_q, step):
+                part = slice(start, min(start + step, seq_q))
+                rows = torch.arange(part.start, part.stop, device=q.device)
+                acted_on = chosen[b, h, rows // block_q][:, keys // BLOCK]
+                shift = qf[b, h, part] @ center[b, kv].T * (scale * LOG2_E)
+                s = (q_codes[b, h, part] @ k_codes[b, kv].T) * (row_scale[b, h, part] * k_scale[b, kv].T)
+                if options.action == "promote":
+                    exact = qf[b, h, part].to(half).float() @ kf[b, kv].to(half).float().T
+                    s = torch.where(acted_on, exact * (scale * LOG2_E) - shift, s)
+                else:
+                    s = s.masked_fill(acted_on, -torch.inf)
+                if causal:
+                    s = s.masked_fill(keys[None] > rows[:, None] + offset, -torch.inf)
+                top = s.amax(-1, keepdim=True)
+                p = torch.exp2(s - torch.where(top == -torch.inf, 0.0, top))
+                total = p.sum(-1, keepdim=True)
+                if pv == "fp4":
+                    few = round_to_e2m1(p * 6) / 6
+                    o = torch.where(acted_on, p, 0.0) @ vf[b, kv] + torch.where(acted_on, 0.0, few) @ v_codes[b, kv]
+                else:
+                    o = (p.to(half).float() if round_p else p) @ vf[b, kv]
+                out[b, part, h] = torch.where(total == 0, 0.0, o / total).to(q.dtype)
+                lse[b, part, h] = ((top + torch.log2(total) + shift) / LOG2_E)[:, 0]
     return out, lse, chosen
 
 

@@ -252,6 +252,16 @@ def test_int8_without_a_budget_is_the_plain_recipe():
     assert torch.equal(mixed_attention(q, k, v, options=Mixed("int8", budget=0.0)), plain)
 
 
+def test_long_calls_are_made_in_pieces_of_whole_blocks(monkeypatch):
+    q, k, v = make_blocks("clustered", 1, 300, 2, 1, 64)
+    given = {"options": Mixed("int8", budget=0.3), "causal": True, "block_q": 128}
+    out, lse, chosen = ref_mixed_attention(q, k, v, **given)
+    monkeypatch.setattr("sage_kernels.reference.mixed.rows_at_a_time", lambda *_: 150)
+    pieces = ref_mixed_attention(q, k, v, **given)
+    assert torch.equal(pieces[2], chosen)
+    assert relative_l2(pieces[0], out) <= 1e-6 and (pieces[1] - lse).abs().max() <= 1e-5
+
+
 def test_rows_without_keys_give_zero():
     q, k, v = make_qkv("normal", 1, 150, 80, 1, 1, 64)
     out, lse = mixed_attention(q, k, v, causal="bottom_right", return_lse=True)
