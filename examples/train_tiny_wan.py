@@ -37,7 +37,7 @@ from sage_processors.whole_file import write_whole
 
 
 class Clips(NamedTuple):
-    """A size of clips: pixels a side, frames, clips per step of the transformer, clips kept as latents."""
+    """A size of clips: pixels a side, frames, clips per step, clips kept as latents."""
 
     pixels: int
     frames: int
@@ -54,8 +54,9 @@ PATTERN = {
     "full": ("small", "wide", "small", "long"),
     "probe": ("small",),
 }  # sizes of the transformer's steps, in turn
-VAE_PATTERN = {"full": ("small", "small", "small", "wide"), "probe": ("small",)}
-VAE_BATCH_SHARE = {"full": 0.375, "probe": 0.5}  # of the transformer's batch
+# The VAE runs frame by frame, thousands of small kernels a step, so its clips are short; the larger ones are there for
+# its attention over the picture and for what frames carry to later ones
+VAE_CLIPS = {"full": (Clips(64, 9, 64, 0),) * 3 + (Clips(128, 17, 8, 0),), "probe": (Clips(32, 9, 8, 0),)}
 SIMPLE = ("probe",)  # sizes that see simple scenes only
 REFRESH = 5000  # steps for which a pool of latents serves
 PEAK_RATE = {"vae": 1.5e-3, "denoiser": 1e-3}
@@ -234,11 +235,11 @@ class Trainer:
 
     def train_vae(self) -> bool:
         self.vae.train()
-        sizes, pattern = CLIPS[self.args.size], VAE_PATTERN[self.args.size]
+        pattern = VAE_CLIPS[self.args.size]
 
         def loss_of_step(step: int) -> torch.Tensor:
-            size = sizes[pattern[step % len(pattern)]]
-            batch = self.args.batch or max(1, int(size.batch * VAE_BATCH_SHARE[self.args.size]))
+            size = pattern[step % len(pattern)]
+            batch = self.args.batch or size.batch
             with torch.no_grad():
                 images, _ = self.clips(size, batch, "vae", step)
             with self.autocast():
@@ -252,7 +253,7 @@ class Trainer:
         if not self.run_stage(VAE_SHARE * 60 * self.args.minutes, self.args.vae_steps, loss_of_step):
             return False
         self.vae.eval()
-        self.measure_latents(sizes["small"])
+        self.measure_latents(CLIPS[self.args.size]["small"])
         self.next_stage()
         return True
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sage_processors.evaluation import videos
+from sage_processors.evaluation import quality, videos
 from sage_processors.evaluation.feature_distance import distance_of_features
 from sage_processors.evaluation.picture_report import markdown, title
 from sage_processors.evaluation.video_report import Clips, report
@@ -26,6 +26,15 @@ def test_frames_are_measured_one_by_one():
     torch.testing.assert_close(videos.psnr(reference + step, reference), expected, atol=2e-3, rtol=0)
     ssim = videos.ssim(reference + step, reference)
     assert ssim.shape == (2, 4) and ssim[0].argsort().tolist()[-1] == 2 and ssim[1].argmax() == 0
+
+
+def test_quality_of_a_clip_is_the_mean_of_its_frames():
+    reference = clips()
+    step = torch.tensor([[0.1, 0.01, 0.001, 0.1], [0.001, 0.1, 0.01, 0.01]]).view(2, 4, 1, 1, 1)
+    found = quality.compare("name", "recipe", reference + step, reference, (1, 0))
+    assert found.psnr_db == pytest.approx((35, 40), abs=2e-3)
+    assert found.ssim == pytest.approx(videos.ssim(reference + step, reference).mean(1).tolist())
+    assert next(found.rows("tiny"))["batch"] == 2
 
 
 def test_identical_clips():
