@@ -127,10 +127,12 @@ TITLES = {
     "frame_change_spread": "its deviation",
     "frame_change_excess": "change per frame above stock's",
     "motion_error_mean": "motion error, px",
+    "obeyed_mean": "prompts obeyed",
     "feature_fd": "feature-FD to true pictures",
     "feature_fd_excess": "feature-FD above stock's",
 }
-_TWO, _FOUR = ("psnr_db_mean", "psnr_db_worst"), ("motion_error_mean", "feature_fd", "feature_fd_excess")
+_TWO = ("psnr_db_mean", "psnr_db_worst")
+_FOUR = ("motion_error_mean", "obeyed_mean", "feature_fd", "feature_fd_excess")
 DIGITS = {name: 2 if name in _TWO else 4 if name in _FOUR else 5 for name in TITLES}
 
 

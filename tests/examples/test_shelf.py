@@ -56,6 +56,7 @@ def test_checkpoints_of_the_page_are_those_of_the_example(name):
 @pytest.mark.parametrize("name", [*PICTURES, *VIDEOS])
 def test_P30_draws_in_int8_what_stock_attention_draws(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / ("x.png" if name in PICTURES else "x.gif")
+    monkeypatch.setattr(sp.pipelines, "VIDEOS", ())  # random weights; tests/pipelines/test_tiny_wan.py has the trained
     run(name, monkeypatch, "--steps", 2, "--compare", "--output", path)
     shown = capsys.readouterr().out
     assert int8_calls(shown) > 0
@@ -68,6 +69,7 @@ def test_P30_draws_in_int8_what_stock_attention_draws(name, tmp_path, monkeypatc
 
 
 def test_P30_both_experts_of_wan_are_swapped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sp.pipelines, "VIDEOS", ())
     run("wan", monkeypatch, "--steps", 4, "--output", tmp_path / "x.gif")
     shown = capsys.readouterr().out
     both = re.findall(r"^(\w+)\.blocks\.0-1\.attn1 +([\d.]+)", shown, re.M) or re.findall(

@@ -213,3 +213,34 @@ def test_quality_of_clips_is_measured_frame_by_frame(finished):
     found = quality.evaluate(pipe, texts, [1, 2], variants, steps=2, batch=2, arguments=size)["timestep"]
     assert found.int8_calls > 0 and len(found.psnr_db) == len(found.ssim) == 2
     assert all(30 < value <= quality.PSNR_CEILING for value in found.psnr_db) and min(found.ssim) > 0.9
+
+
+# --- what is shipped ---
+
+shipped = pytest.mark.skipif(not pipelines.video_names(), reason="tiny_wan has no weights: nobody has trained it")
+
+
+@shipped
+def test_shipped_weights_are_fp16_and_small():
+    from safetensors import safe_open
+
+    files = [path for path in pipelines.path("tiny_wan").rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= 8_000_000
+    for path in files:
+        if path.suffix == ".safetensors":
+            with safe_open(path, "pt") as file:
+                assert {file.get_slice(key).get_dtype() for key in file.keys()} == {"F16"}
+
+
+@shipped
+@pytest.mark.slow("draws clips with the whole of tiny_wan")
+def test_shipped_tiny_wan_obeys_its_prompts():
+    from tiny_wan_check import load, sample
+
+    scene = scenes(8, seed=11)
+    prompts = [tiny_videos.captions()[i] for i in scene.caption_index().tolist()]
+    pipe = load(pipelines.path("tiny_wan"), CPU)
+    clips = sample(pipe, prompts, list(range(8)), 64, 17, steps=12, guidance=3.0)
+    found = tiny_video_check.obeyed(clips, scene)
+    # of eight clips, each right nine times out of ten, six or more are in 96 of 100 draws
+    assert sum(found["all"]) >= 6, {key: sum(values) for key, values in found.items()}
