@@ -72,6 +72,7 @@ def build(size: str = "full") -> WanPipeline:
         rope_max_seq_len=128,
     )
     start_as_identity(transformer)
+    start_without_noise(vae)
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=UMT5EncoderModel(text),
@@ -90,6 +91,12 @@ def start_as_identity(transformer: WanTransformer3DModel) -> None:
         block.scale_shift_table.zero_()  # gates of attention and feed-forward
         block.attn2.to_out[0].weight.zero_()  # the text's attention has no gate
         block.attn2.to_out[0].bias.zero_()
+
+
+@torch.no_grad()
+def start_without_noise(vae: AutoencoderKLWan) -> None:
+    """Let latents start with little noise: that of deviation 1, the usual start, drowns what the encoder has to say."""
+    vae.quant_conv.bias[LATENT_CHANNELS:] = -6.0  # log of the variance
 
 
 def encode(vae: AutoencoderKLWan, clips: torch.Tensor) -> torch.Tensor:
