@@ -53,6 +53,8 @@ def build(size: str = "full") -> WanPipeline:
         temperal_downsample=[True],  # diffusers' spelling
         latents_mean=[0.0] * LATENT_CHANNELS,
         latents_std=[1.0] * LATENT_CHANNELS,
+        # Wan 2.2's shortcuts around changes of resolution: without them flat colours take several times as many steps
+        is_residual=True,
         patch_size=2,  # with it, three channels of 2x2 pixels are twelve of one
         in_channels=12,
         out_channels=12,
@@ -95,7 +97,7 @@ def start_as_identity(transformer: WanTransformer3DModel) -> None:
 
 @torch.no_grad()
 def start_without_noise(vae: AutoencoderKLWan) -> None:
-    """Let latents start with little noise: that of deviation 1, the usual start, drowns what the encoder has to say."""
+    """Let latents start with little noise: that of deviation 1, the usual start, drowns what the encoder says."""
     vae.quant_conv.bias[LATENT_CHANNELS:] = -6.0  # log of the variance
 
 
