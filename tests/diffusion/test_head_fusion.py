@@ -194,6 +194,7 @@ def test_angles_on_another_device_are_left_to_the_models_own_code(elsewhere):
     assert any(FUSED in str(node.target) for node in graph.nodes) != elsewhere
 
 
+@pytest.mark.slow("two whole models are compiled")
 def test_exact_layers_keep_the_models_own_code():
     model, inputs = MODELS["flux"]()
     with torch.no_grad():

@@ -53,7 +53,11 @@ def test_checkpoints_of_the_page_are_those_of_the_example(name):
     assert all(checkpoint in source for checkpoint in re.findall(r"`([\w.-]+/[\w.-]+)`", row))
 
 
-@pytest.mark.parametrize("name", [*PICTURES, *VIDEOS])
+QUICK = ("sd15", "flux", "wan")  # a UNet, a transformer, a video
+DRAWN = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow("as its like")) for x in (*PICTURES, *VIDEOS)]
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_P30_draws_in_int8_what_stock_attention_draws(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / ("x.png" if name in PICTURES else "x.gif")
     monkeypatch.setattr(sp.pipelines, "VIDEOS", ())  # random weights; tests/pipelines/test_tiny_wan.py has the trained
@@ -106,6 +110,7 @@ def test_adapters_change_the_picture(tmp_path, monkeypatch):
     assert len(set(pictures)) == 3
 
 
+@pytest.mark.slow("as test_compile, by the example")
 def test_compiled_steps_do_not_recompile(tmp_path, monkeypatch, capsys):
     torch._dynamo.reset()
     run("compiled", monkeypatch, "--backend", "eager", "--steps", 2, "--compare", "--output", tmp_path / "x.png")
@@ -121,6 +126,7 @@ def test_low_memory_frees_the_16_bit_weights(tmp_path, monkeypatch, capsys):
     assert 0 < after < 0.35 * before  # fp32 on a CPU: a quarter, and scales, biases, norms
 
 
+@pytest.mark.slow("as test_calibrate_command, by the example")
 def test_calibration_is_kept_and_read(tmp_path, monkeypatch, capsys):
     policy = tmp_path / "policy.json"
     options = ("--policy", policy, "--steps", 2, "--pictures", 2, "--compare", "--output", tmp_path / "x.png")
