@@ -100,6 +100,7 @@ def test_a_seed_is_a_picture(tmp_path, monkeypatch):
     assert a == b != c
 
 
+@pytest.mark.slow("what the offline model is made of")
 def test_adapters_change_the_picture(tmp_path, monkeypatch):
     """The random IP-Adapter and LoRA of the offline model are not nothing."""
     pictures = []
@@ -139,6 +140,7 @@ def test_calibration_is_kept_and_read(tmp_path, monkeypatch, capsys):
     assert int8_calls(read) > 0 and psnr(read)[0] == pytest.approx(psnr(measured)[-1], abs=0.01) and psnr(read)[0] > 40
 
 
+@pytest.mark.slow("as test_same_seed, by the example")
 def test_serving_draws_every_size_as_if_it_were_the_only_one(tmp_path, monkeypatch, capsys):
     options = ("--steps", 2, "--compare", "--output", tmp_path / "x.png")
     run("serving", monkeypatch, *options, "--sizes", "128x128", "160x96", "128x128")
