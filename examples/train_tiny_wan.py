@@ -162,7 +162,6 @@ class Trainer:
             if counted == 0 and (self.session_over() or time.monotonic() - self.saved_at > SAVE_EVERY_S):
                 self.save(dict(zip(PARTS, (params, average, *moments(optimizer, params)), strict=True)))
                 if self.session_over():
-                    copy_into(params, average)
                     return False
             rate = self.rate(stage, step, planned)
             for group in optimizer.param_groups:
