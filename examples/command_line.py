@@ -102,7 +102,7 @@ class CommandLine(OneLineParser):
                     source.save_pretrained(folder)
                     source = folder
                 name = str(source)
-            elif name in sp.pipelines.names():
+            elif name in _embedded():
                 name, self.small = str(sp.pipelines.path(name)), sp.pipelines.call_arguments(name)
             yield name
 
@@ -122,7 +122,7 @@ class CommandLine(OneLineParser):
     @property
     def is_small(self) -> bool:
         """Whether the model is one of those that run offline."""
-        return self.args.model == SMALL or self.args.model in sp.pipelines.names()
+        return self.args.model == SMALL or self.args.model in _embedded()
 
     def draw(self, pipe, **inputs) -> Drawn:
         """One call of the pipeline. inputs: as of `show`."""
@@ -163,6 +163,10 @@ class CommandLine(OneLineParser):
             pair, title = (stock.pictures[:1], ours.pictures[:1]), getattr(self.args, "prompt", output.stem)
             save_picture(side_by_side(*pair, [title], amplification(*pair), ran=report.calls > 0), comparison)
             print(f"Side by side: {comparison}")
+
+
+def _embedded() -> list[str]:
+    return [*sp.pipelines.names(), *sp.pipelines.video_names()]
 
 
 def pil(pictures: torch.Tensor) -> list:

@@ -1,6 +1,7 @@
-"""Small pipelines for the examples of videos: diffusers' own classes with random weights, which draw noise offline.
+"""Small pipelines for the examples of videos, each of diffusers' own classes, which run offline in seconds.
 
-Each is that of `sage_processors.pipelines.random_video` with small text encoders, so that prompts are read, too, and
+`trained` is tiny_wan, which draws moving shapes, where its weights are there. The others have random weights and draw
+noise: those of `sage_processors.pipelines.random_video` with small text encoders, so that prompts are read, too. Each
 returns what `CommandLine.loading` takes.
 """
 
@@ -49,13 +50,42 @@ def hunyuan_video():
     )  # fmt: skip
 
 
+TRAINED = "tiny_wan"
+BOUNDARY = 0.875  # of the noise levels, between the two experts
+
+
+def _has_weights() -> bool:
+    """Whether there is a trained pipeline; if not, says so."""
+    if TRAINED in sp.pipelines.video_names():
+        return True
+    print(f"{TRAINED} has no weights here (examples/train_tiny_wan.py trains it): random ones, which draw noise")
+    return False
+
+
+def trained():
+    """tiny_wan, one denoiser; or `wan_one_expert`."""
+    if _has_weights():
+        return sp.pipelines.path(TRAINED), sp.pipelines.call_arguments(TRAINED)
+    return wan_one_expert()
+
+
+def wan_two_experts():
+    """tiny_wan as both experts of Wan 2.2 A14B; or `wan`."""
+    if not _has_weights():
+        return wan()
+    pipe = diffusers.WanPipeline.from_pretrained(sp.pipelines.path(TRAINED))
+    second = diffusers.WanTransformer3DModel.from_pretrained(sp.pipelines.path(TRAINED) / "transformer")
+    parts = pipe.components | {"transformer_2": second}
+    return diffusers.WanPipeline(**parts, boundary_ratio=BOUNDARY), sp.pipelines.call_arguments(TRAINED)
+
+
 @always_the_same
 def wan():
     """Two experts, as Wan 2.2 A14B: the second one draws below 0.875 of the noise."""
     pipe, arguments = _prompted("wan")
     second = diffusers.WanTransformer3DModel.from_config(pipe.transformer.config)
     parts = pipe.components | {"transformer_2": second}
-    return diffusers.WanPipeline(**parts, boundary_ratio=0.875), arguments | {"max_sequence_length": TEXT_TOKENS}
+    return diffusers.WanPipeline(**parts, boundary_ratio=BOUNDARY), arguments | {"max_sequence_length": TEXT_TOKENS}
 
 
 @always_the_same

@@ -1,6 +1,6 @@
 """Wan, text to video with INT8 attention: 2.1 with one denoiser, 2.2 with two experts, each swapped.
 
-python examples/wan.py --compare  # offline, two experts with random weights: noise
+python examples/wan.py "a red square moving left" --compare  # offline, two experts: tiny_wan, or random weights
 python examples/wan.py "a cat on a surfboard" --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
 python examples/wan.py "a cat on a surfboard" --model Wan-AI/Wan2.2-T2V-A14B-Diffusers --height 720 --width 1280
 
@@ -16,7 +16,7 @@ from diffusers import AutoencoderKLWan, WanPipeline
 def main() -> None:
     line = CommandLine(__doc__, prompt="a cat on a surfboard", steps=50, output="wan.gif")
     args = line.parse_args()
-    with line.loading(small_videos.wan) as model:
+    with line.loading(small_videos.wan_two_experts) as model:
         vae = AutoencoderKLWan.from_pretrained(model, subfolder="vae", torch_dtype=torch.float32)  # as Wan's authors
         pipe = WanPipeline.from_pretrained(model, vae=vae, torch_dtype=line.dtype(torch.bfloat16)).to(args.device)
     handle = pipe.set_attn_processor(line.attention())  # the one line, for both experts

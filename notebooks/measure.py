@@ -21,7 +21,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,16 +71,18 @@ def variants(recipe: str) -> dict[str, quality.Variant]:
     return known
 
 
-def load(name: str, device: str):
-    """An embedded pipeline: fp32 on a CPU, bf16 on a GPU. A name that ends in _hard has outliers in Q and K."""
+def load(name: str | Path, device: str):
+    """An embedded pipeline, or that of a folder: fp32 on a CPU, bf16 on a GPU.
+
+    A name that ends in _hard has outliers in Q and K.
+    """
     from diffusers import DiffusionPipeline
 
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # torch_dtype: the only name in diffusers 0.36
-        pipe = DiffusionPipeline.from_pretrained(
-            pipelines.path(name.removesuffix("_hard")), torch_dtype=dtype, use_safetensors=True
-        )
+        source = name if isinstance(name, Path) else pipelines.path(name.removesuffix("_hard"))
+        pipe = DiffusionPipeline.from_pretrained(source, torch_dtype=dtype, use_safetensors=True)
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(device)
 
@@ -109,16 +111,21 @@ class Measurement:
         chunks of another size or device in it are an error. texts: one prompt per picture; None: `prompts`.
     """
 
+    kind: type = Pictures  # what is kept of a batch
+
     def __init__(self, name: str, size: Size, device: str, folder: Path, texts: list[str] | None = None):
         self.name, self.size, self.device = name, size, device
         self.folder = folder / name
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_same({**size._asdict(), "device": torch.device(device).type, "commit": environment()["commit"]})
         self.model = load_classifier(device)
-        self.pipe = load(name, device)
-        self.arguments = pipelines.call_arguments(name.removesuffix("_hard"))
+        self.pipe, self.arguments = self.loaded()
         self.texts = prompts(size.images) if texts is None else texts
         self.batches = [range(s, min(s + size.batch, size.images)) for s in range(0, size.images, size.batch)]
+
+    def loaded(self) -> tuple[Any, dict]:
+        """The pipeline, and arguments of its call."""
+        return load(self.name, self.device), pipelines.call_arguments(self.name.removesuffix("_hard"))
 
     def _check_same(self, options: dict) -> None:
         path = self.folder / "options.json"
@@ -178,12 +185,24 @@ class Measurement:
 
     def _measured(self, variant, index: int, handle, stock: torch.Tensor) -> dict:
         images = self.draw(self.batches[index])
-        pictures = asdict(Pictures.measure(variant.name, images, stock, self.model))
+        kept = self.kept(variant.name, images, stock, index)
         found = handle.report()
         if not found.calls:
             raise RuntimeError(f"{self.name}/{variant.name}: no attention call ran in INT8, nothing to measure")
         beyond = max(row["clipped_fraction"] for row in found.rows)
-        return {**pictures, "int8_calls": found.calls, "exact_calls": sum(found.fallbacks.values()), "beyond": beyond}
+        return {**kept, "int8_calls": found.calls, "exact_calls": sum(found.fallbacks.values()), "beyond": beyond}
+
+    def kept(self, label: str, images: torch.Tensor, stock: torch.Tensor, index: int) -> dict:
+        """What a chunk holds of batch `index`."""
+        return asdict(self.kind.measure(label, images, stock, self.model))
+
+    def _chunks(self, variant: str) -> list[dict]:
+        return [torch.load(self._chunk(variant, i), weights_only=True) for i in range(len(self.batches))]
+
+    def sets(self, names: list[str]) -> list:
+        """What was kept of each variant, one `kind` of all batches."""
+        fields = self.kind.__dataclass_fields__
+        return [self.kind.join([self.kind(**{k: c[k] for k in fields}) for c in self._chunks(name)]) for name in names]
 
     def _scales(self, variant, handle) -> Path:
         """What a first, unmeasured run leaves, in a file: every batch starts from it, whatever ran before."""
@@ -196,13 +215,10 @@ class Measurement:
 
     def rows(self, recipe: str, names: list[str], real: torch.Tensor) -> list[dict]:
         """The finished table of this pipeline, one dict of COLUMNS per number."""
-        sets = []
-        for name in names:
-            chunks = [torch.load(self._chunk(name, i), weights_only=True) for i in range(len(self.batches))]
-            fields = Pictures.__dataclass_fields__
-            sets.append(Pictures.join([Pictures(**{k: chunk[k] for k in fields}) for chunk in chunks]))
         stock = torch.cat([self.stock(i) for i in range(len(self.batches))])
-        found = report(sets, features(stock, self.model), real)
+        return self._table(report(self.sets(names), features(stock, self.model), real), recipe)
+
+    def _table(self, found: list[Row], recipe: str) -> list[dict]:
         where = {"device": device_name(self.device), "steps": self.size.steps, "pipeline": self.name}
         return [
             {**where, "recipe": "stock" if row.label == "stock" else recipe, "scaling": row.label, **_cells(row)}

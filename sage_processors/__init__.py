@@ -51,6 +51,7 @@ _MODULES = {
     "metrics": "evaluation.metrics",
     "pipelines": "pipelines",
     "quality": "evaluation.quality",
+    "videos": "evaluation.videos",
 }
 __all__ = [
     "SageAttnProcessor",

@@ -21,6 +21,7 @@ from .evaluation import feature_distance as feature_distance
 from .evaluation import hard_variants as hard_variants
 from .evaluation import metrics as metrics
 from .evaluation import quality as quality
+from .evaluation import videos as videos
 from .language.attention import attention_report as attention_report
 from .language.attention import register_transformers as register_transformers
 from .language.kv_cache import Int8KVCache as Int8KVCache

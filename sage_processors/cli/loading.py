@@ -88,9 +88,12 @@ def quiet_diffusers():
 
 def _locate(name: str) -> str:
     """What diffusers loads: the folder of an embedded pipeline, a folder, or a name on the Hub."""
-    if name in pipelines.PIPELINES:
-        return str(pipelines.path(name))
-    known = f"the embedded ones are {', '.join(pipelines.names())}"
+    if name in (*pipelines.PIPELINES, *pipelines.VIDEOS):
+        try:
+            return str(pipelines.path(name))
+        except FileNotFoundError as error:
+            raise typer.BadParameter(str(error)) from error
+    known = f"the embedded ones are {', '.join([*pipelines.names(), *pipelines.video_names()])}"
     folder = Path(name)
     if folder.is_dir():
         if not any((folder / file).is_file() for file in ("model_index.json", "config.json")):

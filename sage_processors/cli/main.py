@@ -107,6 +107,7 @@ def demo(
     pipe = loading.load_pipeline(pipeline, device)
     from ..evaluation import quality
     from ..evaluation.side_by_side import amplification, side_by_side
+    from ..evaluation.video_drawing import strip
 
     prompts = list(prompt) if prompt else example_prompts(images)
     seeds = [seed + i for i in range(len(prompts))]
@@ -131,7 +132,11 @@ def demo(
         else:
             console.print("No attention call ran in INT8: the table above says why.", style="yellow")
         console.print(quality.in_words(result))
-        save_picture(side_by_side(stock, ours, prompts, amplification(stock, ours), ran=result.is_ours), output)
+        if stock.dim() == 5:  # of clips: the frames of the first one
+            sheet = strip(stock[0], ours[0], ran=result.is_ours)
+        else:
+            sheet = side_by_side(stock, ours, prompts, amplification(stock, ours), ran=result.is_ours)
+        save_picture(sheet, output)
         found["picture"] = str(output.resolve())
         console.print(f"Picture: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
 

@@ -179,7 +179,12 @@ class FeatureDistance:
 
 
 def distance_of_features(
-    found: torch.Tensor, reference: torch.Tensor, baseline: torch.Tensor | None = None, *, name: str = "feature-FD"
+    found: torch.Tensor,
+    reference: torch.Tensor,
+    baseline: torch.Tensor | None = None,
+    *,
+    name: str = "feature-FD",
+    together: int = 1,
 ) -> FeatureDistance:
     """`frechet_distance` with a standard error.
 
@@ -187,12 +192,18 @@ def distance_of_features(
         found [N, D], reference [M, D]: features. baseline [N, D]: features of other pictures of the same seeds, row by
             row: the difference to them is far better known than either distance.
         name: what the number is called.
-    Returns: FeatureDistance. Raises: as `frechet_distance`, and ValueError for a baseline of another shape.
+        together: rows in sequence that depend on each other, as the frames of a clip do: the jackknife leaves all of
+            them out or none, else the standard error would be too small. At least 1, a divisor of N.
+    Returns: FeatureDistance.
+    Raises: as `frechet_distance`, and ValueError for a baseline of another shape or rows that can't be told apart so.
     """
     value = frechet_distance(found, reference)
     if baseline is not None and baseline.shape != found.shape:
         raise ValueError(f"baseline: got shape {tuple(baseline.shape)}, expected {tuple(found.shape)}, row by row")
-    keep = _leave_out(len(found)) if len(found) - -(-len(found) // GROUPS) > found.shape[1] else []
+    if isinstance(together, bool) or not isinstance(together, int) or together < 1 or len(found) % together:
+        raise ValueError(f"together: got {together!r}, expected an int of at least 1 that divides {len(found)} rows")
+    units = len(found) // together
+    keep = _leave_out(units, together) if (units - -(-units // GROUPS)) * together > found.shape[1] else []
     values = torch.tensor([frechet_distance(found[rows], reference) for rows in keep], dtype=torch.float64)
     excess = None
     if baseline is not None:
@@ -203,10 +214,10 @@ def distance_of_features(
     return FeatureDistance(name, value, _jackknife_error(values), len(found), len(reference), found.shape[1], excess)
 
 
-def _leave_out(count: int) -> list[torch.Tensor]:
-    """Row masks that each leave one of GROUPS interleaved groups out."""
-    group = torch.arange(count) % GROUPS
-    return [group != g for g in range(GROUPS)]
+def _leave_out(units: int, together: int = 1) -> list[torch.Tensor]:
+    """Row masks that each leave one of GROUPS interleaved groups of units of `together` rows out."""
+    group = torch.arange(units).repeat_interleave(together) % GROUPS
+    return [group != g for g in range(min(GROUPS, units))]
 
 
 def _jackknife_error(values: torch.Tensor) -> float:

@@ -90,7 +90,7 @@ def report(
     rows = []
     real = real_features if len(stock_features) > stock_features.shape[1] else None
     if real is not None:
-        rows.append(_distance_row("stock", distance_of_features(stock_features, real)))
+        rows.append(distance_row("stock", distance_of_features(stock_features, real)))
     for pictures in sets:
         count = len(pictures.psnr_db)
         named = (
@@ -103,17 +103,18 @@ def report(
         rows.append(Row(pictures.label, "psnr_db_worst", "dB", worst, worst, worst, count))
         if real is not None:
             distance = distance_of_features(pictures.features, real, stock_features)
-            rows.append(_distance_row(pictures.label, distance))
+            rows.append(distance_row(pictures.label, distance))
             if distance.excess is not None:
                 rows.append(Row(pictures.label, "feature_fd_excess", "1", *distance.excess, count))
     return rows
 
 
-def _distance_row(label: str, distance) -> Row:
+def distance_row(label: str, distance, count: int | None = None) -> Row:
+    """A feature-FD as a row; count: what the column "pictures" says, else the vectors that were compared."""
     spread = 1.96 * distance.standard_error
     # few pictures: no group can be left out, so there is no interval to show
     low, high = (distance.value - spread, distance.value + spread) if spread == spread else (distance.value,) * 2
-    return Row(label, "feature_fd", "1", distance.value, low, high, distance.images)
+    return Row(label, "feature_fd", "1", distance.value, low, high, distance.images if count is None else count)
 
 
 TITLES = {
@@ -121,10 +122,18 @@ TITLES = {
     "psnr_db_worst": "worst PSNR, dB",
     "ssim_mean": "SSIM",
     "ms_ssim": "MS-SSIM",
+    "flicker_mean": "flicker",
+    "frame_change_mean": "change per frame",
+    "frame_change_spread": "its deviation",
+    "frame_change_excess": "change per frame above stock's",
+    "motion_error_mean": "motion error, px",
+    "obeyed_mean": "prompts obeyed",
     "feature_fd": "feature-FD to true pictures",
     "feature_fd_excess": "feature-FD above stock's",
 }
-DIGITS = {"psnr_db_mean": 2, "psnr_db_worst": 2, "ssim_mean": 5, "ms_ssim": 5, "feature_fd": 4, "feature_fd_excess": 4}
+_TWO = ("psnr_db_mean", "psnr_db_worst")
+_FOUR = ("motion_error_mean", "obeyed_mean", "feature_fd", "feature_fd_excess")
+DIGITS = {name: 2 if name in _TWO else 4 if name in _FOUR else 5 for name in TITLES}
 
 
 def _kind(metric: str) -> str:
@@ -137,8 +146,11 @@ def title(metric: str) -> str:
     return f"{text} ({metric.removeprefix('ms_ssim').removesuffix('_mean')} scales)" if text == "MS-SSIM" else text
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """A Markdown table: one line per label, one column per metric, "value [low, high]" where there is an interval."""
+def markdown(rows: Sequence[Row], counted: str = "pictures") -> str:
+    """A Markdown table: one line per label, one column per metric, "value [low, high]" where there is an interval.
+
+    counted: what the rows are of; heading of the last column.
+    """
     columns = list(dict.fromkeys(row.metric for row in rows))
     columns.sort(key=lambda metric: list(TITLES).index(_kind(metric)))
     found = {(row.label, row.metric): row for row in rows}
@@ -147,7 +159,7 @@ def markdown(rows: Sequence[Row]) -> str:
         cells = [_cell(found.get((label, metric))) for metric in columns]
         count = next(row.images for row in rows if row.label == label)
         lines.append([label, *cells, str(count)])
-    return markdown_table(["drawn with", *map(title, columns), "pictures"], lines)
+    return markdown_table(["drawn with", *map(title, columns), counted], lines)
 
 
 def markdown_table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""INT8 attention against stock: its pictures seed by seed, and attention's own output batch by batch."""
+"""INT8 attention against stock: its pictures or clips seed by seed, and attention's own output batch by batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ from sage_kernels.planning.rules import ADAPTIVE, FROM_TABLE
 from ..diffusion.windows import CHOSEN
 from ..layer_report import NOTHING_RAN
 from ..options import SageAttnProcessor
-from . import metrics
+from . import metrics, videos
 
 
 PSNR_CEILING = 120.0  # dB; identical pictures would make every mean infinite; fp32 pictures tell nothing apart above
@@ -49,7 +50,7 @@ class Quality:
 
     Attributes:
         name, recipe: of the variant; recipe is empty for a floor row.
-        psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture.
+        psnr_db: dB, one per picture, at most PSNR_CEILING. ssim: one per picture. Of a clip, the means of its frames.
         attention_sqnr_db: dB, one per batch of pictures, at most PSNR_CEILING: signal over noise of attention's output
             against exact attention of the inputs it got, both summed over all layers, heads and steps. Empty where it
             was not measured. A sampler carries an early difference elsewhere, and pictures show mostly that; this
@@ -169,14 +170,14 @@ def picture_arguments(pipe) -> dict:
 def generate(
     pipe, prompts: Sequence[str], seeds: Sequence[int], *, steps: int, on_step: Callable | None = None, **arguments
 ):
-    """Draw one picture per prompt and seed in one batch.
+    """Draw one picture or clip per prompt and seed in one batch.
 
     Args:
-        pipe: a text-to-image DiffusionPipeline.
+        pipe: a text-to-image or text-to-video DiffusionPipeline.
         prompts, seeds: of equal length N; noise comes from the CPU, so a seed means the same noise on every device.
         steps: denoising steps. on_step: called without arguments after each.
         arguments: more for the pipeline's call; a text (negative_prompt) is repeated for every prompt.
-    Returns: [N, 3, H, W] float32 in [0, 1] on the CPU, not rounded to 8 bits.
+    Returns: [N, 3, H, W] float32 in [0, 1] on the CPU, not rounded to 8 bits; of clips [N, T, 3, H, W].
     """
     if len(prompts) != len(seeds) or not prompts:
         raise ValueError(
@@ -188,25 +189,28 @@ def generate(
             on_step()
         return tensors
 
-    pictures = pipe(
+    arguments = picture_arguments(pipe) | arguments
+    drawn = pipe(
         prompt=list(prompts),
         generator=[torch.Generator().manual_seed(seed) for seed in seeds],
         num_inference_steps=steps,
         output_type="pt",
         callback_on_step_end=after_step,
-        **picture_arguments(pipe),
         **{k: [v] * len(prompts) if isinstance(v, str) else v for k, v in arguments.items()},
-    ).images
-    return pictures.float().cpu()
+    )
+    return (drawn.frames if hasattr(drawn, "frames") else drawn.images).float().cpu()
 
 
 def compare(name: str, recipe: str, pictures: torch.Tensor, reference: torch.Tensor, calls=(0, 0), **more) -> Quality:
-    """Distances of pictures [N, 3, H, W] to reference pictures.
+    """Distances of pictures [N, 3, H, W] to reference pictures, or of clips [N, T, 3, H, W].
 
     calls: in INT8, exact, and exact by choice. more: fields of Quality that pictures do not tell.
     """
-    psnr_db = metrics.psnr(pictures, reference).clamp(max=PSNR_CEILING)
-    ssim = metrics.ssim(pictures, reference)
+    measure = videos if pictures.dim() == 5 else metrics
+    psnr_db = measure.psnr(pictures, reference).clamp(max=PSNR_CEILING)
+    ssim = measure.ssim(pictures, reference)
+    if pictures.dim() == 5:
+        psnr_db, ssim = psnr_db.mean(1), ssim.mean(1)
     return Quality(name, recipe, tuple(psnr_db.tolist()), tuple(ssim.tolist()), *calls, **more)
 
 
@@ -222,11 +226,12 @@ def evaluate(
     stock: torch.Tensor | None = None,
     on_handle: Callable | None = None,
     probe: bool = False,
+    arguments: dict[str, Any] | None = None,
 ) -> dict[str, Quality]:
     """Run stock attention, then every variant, on the same prompts and seeds.
 
     Args:
-        pipe: a text-to-image DiffusionPipeline with its own attention processors.
+        pipe: a text-to-image or text-to-video DiffusionPipeline with its own attention processors.
         prompts, seeds: of equal length. variants: default `default_variants()`. steps: denoising steps.
         batch: pictures per pipeline call; the last call takes what is left.
         on_step: called without arguments after each denoising step.
@@ -234,6 +239,7 @@ def evaluate(
         on_handle: called with the Handle of every variant before it draws.
         probe: measure attention_sqnr_db too, with a Probe on every step, which replaces one of on_handle's. Pictures
             stay the same; one read from the device per batch.
+        arguments: more for the pipeline's call, e.g. `pipelines.call_arguments(name)`.
     Returns: {variant name: Quality}, distances to the stock pictures.
     Raises: ValueError for unequal lengths, batch < 1, or pictures with NaN.
     """
@@ -244,9 +250,10 @@ def evaluate(
     variants = default_variants() if variants is None else variants
 
     batches = [slice(start, start + batch) for start in range(0, len(prompts), batch)]
+    more = arguments or {}
 
     def draw(part):
-        return generate(pipe, prompts[part], seeds[part], steps=steps, on_step=on_step)
+        return generate(pipe, prompts[part], seeds[part], steps=steps, on_step=on_step, **more)
 
     stock = torch.cat([draw(part) for part in batches]) if stock is None else stock
     results = {}
@@ -257,7 +264,7 @@ def evaluate(
                 on_handle(handle)
             if variant.warm:
                 others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
-                generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step)
+                generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step, **more)
                 # where nothing ran in INT8 there is nothing to start from, and the results say so
                 if variant.config.scaling in FROM_TABLE and variant.config.scaling != ADAPTIVE and handle.has_learnt:
                     handle.freeze_scales()
@@ -275,8 +282,8 @@ def evaluate(
                 if not variant.warm or part is batches[-1]:  # resetting forgets the counts too
                     report = handle.report()
                     chosen = sum(report.fallbacks.get(reason, 0) for reason in CHOSEN)
-                    more = (report.calls, sum(report.fallbacks.values()), chosen)
-                    calls = [a + b for a, b in zip(calls, more, strict=True)]
+                    counted = (report.calls, sum(report.fallbacks.values()), chosen)
+                    calls = [a + b for a, b in zip(calls, counted, strict=True)]
         found = {"calls": calls, "attention_sqnr_db": tuple(sqnr_db)}
         results[variant.name] = compare(variant.name, variant.config.recipe, torch.cat(pictures), stock, **found)
     return results

@@ -1,7 +1,8 @@
 """Small trained models: `tiny_sd` lies here, the others in sage-processors-demo (in a checkout: demo/).
 
-The two pipelines are diffusers `save_pretrained` folders. They draw coloured shapes at 128x128 pixels ("a red circle
-on a blue background"); `examples/train_tiny.py` trained them.
+The pipelines are diffusers `save_pretrained` folders. Two draw coloured shapes at 128x128 pixels ("a red circle on a
+blue background"); `examples/train_tiny.py` trained them. `tiny_wan` draws clips ("a red square moving left on a white
+background"), where its weights are there: `examples/train_tiny_wan.py` trains it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 
-PIPELINES = ("tiny_flux", "tiny_sd")
+PIPELINES = ("tiny_flux", "tiny_sd")  # of pictures
+VIDEOS = ("tiny_wan",)  # of clips
 _HERE = Path(__file__).resolve().parent
 _MORE = "sage_processors_demo"
 # tiny_flux was trained with one prompt in ten left empty, and draws clean shapes only with guidance.
-_CALL_ARGUMENTS: dict[str, dict[str, Any]] = {"tiny_flux": {"negative_prompt": "", "true_cfg_scale": 3.0}}
+_CALL_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "tiny_flux": {"negative_prompt": "", "true_cfg_scale": 3.0},
+    "tiny_wan": {"height": 64, "width": 64, "num_frames": 17, "max_sequence_length": 32, "guidance_scale": 3.0},
+}
 
 
 def folder(name: str) -> Path:
@@ -38,20 +43,28 @@ def installed_folder(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """Names of the embedded pipelines that are installed, sorted."""
+    """Names of the embedded pipelines of pictures that are installed, sorted."""
     return [name for name in PIPELINES if (folder(name) / "model_index.json").is_file()]
+
+
+def video_names() -> list[str]:
+    """Names of the embedded pipelines of clips whose weights are there, sorted."""
+    return [name for name in VIDEOS if (folder(name) / "model_index.json").is_file()]
 
 
 def path(name: str) -> Path:
     """Folder of an embedded pipeline, for `DiffusionPipeline.from_pretrained`.
 
     Raises: TypeError if `name` is no string; ValueError if no embedded pipeline has that name; ImportError if it is
-        not installed.
+        not installed; FileNotFoundError for one of clips whose weights nobody has trained.
     """
+    known = [*PIPELINES, *VIDEOS]
     if not isinstance(name, str):
-        raise TypeError(f"name: got {type(name).__name__}, expected one of {list(PIPELINES)} as str")
-    if name not in PIPELINES:
-        raise ValueError(f"name: got {name!r}, expected one of {list(PIPELINES)}")
+        raise TypeError(f"name: got {type(name).__name__}, expected one of {known} as str")
+    if name not in known:
+        raise ValueError(f"name: got {name!r}, expected one of {known}")
+    if name in VIDEOS and folder(PIPELINES[0]).is_dir() and not folder(name).is_dir():
+        raise FileNotFoundError(f"{name} has no weights here: examples/train_tiny_wan.py trains it")
     return installed_folder(name)
 
 

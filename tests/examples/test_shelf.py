@@ -60,6 +60,7 @@ DRAWN = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow("as its lik
 @pytest.mark.parametrize("name", DRAWN)
 def test_P30_draws_in_int8_what_stock_attention_draws(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / ("x.png" if name in PICTURES else "x.gif")
+    monkeypatch.setattr(sp.pipelines, "VIDEOS", ())  # random weights; tests/pipelines/test_tiny_wan.py has the trained
     run(name, monkeypatch, "--steps", 2, "--compare", "--output", path)
     shown = capsys.readouterr().out
     assert int8_calls(shown) > 0
@@ -72,6 +73,7 @@ def test_P30_draws_in_int8_what_stock_attention_draws(name, tmp_path, monkeypatc
 
 
 def test_P30_both_experts_of_wan_are_swapped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sp.pipelines, "VIDEOS", ())
     run("wan", monkeypatch, "--steps", 4, "--output", tmp_path / "x.gif")
     shown = capsys.readouterr().out
     both = re.findall(r"^(\w+)\.blocks\.0-1\.attn1 +([\d.]+)", shown, re.M) or re.findall(

@@ -30,6 +30,7 @@ sys.path.append(str(FOLDER))
 import measure  # noqa: E402
 import replay  # noqa: E402
 import run  # noqa: E402
+import tiny_wan  # noqa: E402
 
 
 TIMEOUT = 400  # seconds a cell may take where CI is slow
@@ -46,6 +47,7 @@ FIGURES = {
         "sigma_formulas_without_guard",
         "utilisation_per_step",
     ],
+    "video": ["video_flicker", "video_psnr", "video_strip"],
 }
 TABLES = {
     "linears": 3,
@@ -54,6 +56,7 @@ TABLES = {
     "psnr_fid_comparison": 3,
     "quality_budget": 4,
     "timestep_scaling": 5,
+    "video": 1,
 }
 MACHINE_PATHS = re.compile(r"/(?:home|root|Users|work|tmp|mnt|opt)/[\w.-]")
 
@@ -85,7 +88,11 @@ def test_every_source_is_a_known_notebook():
 @pytest.mark.slow("executes a whole notebook")
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_notebook_runs(name, tmp_path):
-    notebook = run.with_parameters(run.read(FOLDER / f"{name}.py"), SIZE="small", FIGURES=str(tmp_path))
+    values = {"SIZE": "small", "FIGURES": str(tmp_path)}
+    if run.missing(name):  # an untrained pipeline shows that the notebook runs, and nothing else
+        tiny_wan.build("probe").save_pretrained(tmp_path / "model")
+        values["MODEL"] = str(tmp_path / "model")
+    notebook = run.with_parameters(run.read(FOLDER / f"{name}.py"), **values)
     before = {path: path.stat().st_mtime_ns for path in FOLDER.rglob("*.png")}
     run.execute(notebook, timeout=TIMEOUT)
     check_outcome(name, notebook, tmp_path)
@@ -95,6 +102,9 @@ def test_notebook_runs(name, tmp_path):
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_committed_notebook_is_its_source_executed(name):
     path = FOLDER / f"{name}.ipynb"
+    if needed := run.missing(name):
+        assert not path.exists() and not any((FOLDER / "figures" / f"{f}.png").exists() for f in FIGURES[name])
+        pytest.skip(f"{needed} has no weights: nothing was executed")
     committed, source = nbformat.read(path, as_version=4), run.read(FOLDER / f"{name}.py")
     nbformat.validate(committed)
     assert [(c.cell_type, c.source) for c in committed.cells] == [(c.cell_type, c.source) for c in source.cells], (

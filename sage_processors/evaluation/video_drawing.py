@@ -1,0 +1,73 @@
+"""A clip to look at: a strip of its frames, and a GIF of stock and INT8 side by side."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import torch
+
+from ..whole_file import write_whole
+from .side_by_side import amplification, side_by_side
+
+
+GIF_COLORS = 128
+
+
+def strip(stock: torch.Tensor, ours: torch.Tensor, *, columns: int = 6, cell: int = 128, ran: bool = True):
+    """Frames of one clip in three rows: stock, INT8, their amplified difference.
+
+    Args:
+        stock, ours: [T, 3, H, W] floating point in [0, 1], the same clip drawn both ways.
+        columns: frames shown, evenly over the clip, its first and last among them; at least 1.
+        cell: side of the shown frames in pixels. ran: whether any call of `ours` ran in INT8.
+    Returns: PIL.Image.Image, RGB. Raises: ValueError where shapes differ or columns is less than 1.
+    """
+    _check(stock, ours)
+    if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
+        raise ValueError(f"columns: got {columns!r}, expected an int of at least 1")
+    picked = torch.linspace(0, len(stock) - 1, min(columns, len(stock))).round().long()
+    titles = [f"frame {index + 1}" for index in picked.tolist()]
+    gain = amplification(stock, ours)  # one for all: frames compare with each other
+    return side_by_side(stock[picked], ours[picked], titles, gain, cell=cell, ran=ran)
+
+
+def gif(stock: torch.Tensor, ours: torch.Tensor, path: str | Path, *, fps: int = 8, cell: int = 128) -> Path:
+    """Write stock, INT8 and their amplified difference beside each other, frame by frame. Returns the path.
+
+    Frames in sequence that are alike are one in the file, shown as long as all of them.
+
+    Args:
+        stock, ours: as for `strip`. path: x.gif in a folder that exists.
+        fps: frames a second, 1 to 50. cell: side of a shown frame in pixels.
+    Raises: ValueError.
+    """
+    _check(stock, ours)
+    path = Path(path)
+    if path.suffix != ".gif" or not path.parent.is_dir():
+        raise ValueError(f"path: got {str(path)!r}, expected a .gif in a folder that exists")
+    if isinstance(fps, bool) or not isinstance(fps, int) or not 1 <= fps <= 50:
+        raise ValueError(f"fps: got {fps!r}, expected an int from 1 to 50, what GIFs can tell")
+    from PIL import Image
+
+    difference = (ours - stock).abs() * amplification(stock, ours)
+    beside = torch.cat([stock, ours, difference], 3).clamp(0, 1)
+    height, width = round(cell * stock.shape[2] / stock.shape[3]), 3 * cell
+    frames = []
+    for frame in beside:
+        pixels = (frame * 255).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
+        shown = Image.fromarray(pixels).resize((width, height), Image.Resampling.NEAREST)
+        frames.append(shown.quantize(GIF_COLORS, dither=Image.Dither.NONE))
+    written = io.BytesIO()
+    frames[0].save(
+        written, format="gif", save_all=True, append_images=frames[1:], duration=round(1000 / fps), loop=0, disposal=2
+    )
+    write_whole(path, written.getvalue())
+    return path
+
+
+def _check(stock: torch.Tensor, ours: torch.Tensor) -> None:
+    if stock.shape != ours.shape or stock.dim() != 4 or len(stock) == 0:
+        raise ValueError(
+            f"ours: got {tuple(ours.shape)} for a stock clip {tuple(stock.shape)}, expected equal shapes [T, 3, H, W]"
+        )
