@@ -1,7 +1,7 @@
 """INT8 attention kernels and their reference. Knows torch and (on a GPU) triton, nothing of Hugging Face.
 
 Ops (attention, decode, plan_step) may import all below: checks, `reference` and, where they run on a GPU, `_triton`;
-planning/ may import ops; recipe, numerics, masking, state and compat are the ground floor.
+planning/ may import ops; recipe, numerics, masking, state, skipping and compat are the ground floor.
 """
 
 from .attention import sage_attention
@@ -11,6 +11,8 @@ from .decode import append_kv, sage_decode_attention
 from .heads import qk_norm_rope
 from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Recipe
+from .skip_state import new_skip_state
+from .skipping import SkipState
 from .state import HeadState, new_head_state
 from .training import differentiable_attention
 from .varlen import sage_attention_varlen
@@ -25,10 +27,12 @@ __all__ = [
     "HeadState",
     "QuantizedRows",
     "Recipe",
+    "SkipState",
     "append_kv",
     "differentiable_attention",
     "has_fused_backward",
     "new_head_state",
+    "new_skip_state",
     "qk_norm_rope",
     "quantize_activation",
     "quantize_weight",
