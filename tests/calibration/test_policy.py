@@ -106,11 +106,11 @@ def edited(content, **changes):
         (lambda c: json.dumps(c)[:-5], "expected JSON"),
         (lambda c: json.dumps(c).replace('"target_psnr": 42.0', '"target_psnr": NaN'), "NaN"),
         (lambda c: json.dumps(c)[:-1] + ', "budget": {}}', "twice"),
-        (lambda c: edited(c, format_version=5), "format_version 5, expected 4"),
-        (lambda c: edited(c, format_version=0), "format_version 0, expected 4"),
+        (lambda c: edited(c, format_version=6), "format_version 6, expected 5"),
+        (lambda c: edited(c, format_version=0), "format_version 0, expected 5"),
         (lambda c: edited(c, format_version=1), "options that differ in .'drop_weights', 'exchange'"),
         (lambda c: edited(c, format_version=True), "got bool for format_version"),
-        (lambda c: edited(c, format_version=[4]), "got list for format_version"),
+        (lambda c: edited(c, format_version=[5]), "got list for format_version"),
         (lambda c: edited(c, extra=1), "unknown keys"),
         (lambda c: edited(c, models=[1]), "got int for an entry of models"),
         (lambda c: edited(c, options={}), "options that differ"),
@@ -130,10 +130,12 @@ def test_damaged_policies_are_refused(written, text, words):
 
 LINEARS = ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights")
 DEVICES = ("training", "exchange")
+SKIPPING = ("skip", "skip_limit", "skip_every", "skip_first_steps", "skip_last_steps")
 NEWER = {
-    1: ("keep_noise", "layer_recipe", "layer_keep_noise", *LINEARS, *DEVICES),
-    2: (*LINEARS, *DEVICES),
-    3: DEVICES,
+    1: ("keep_noise", "layer_recipe", "layer_keep_noise", *LINEARS, *DEVICES, *SKIPPING),
+    2: (*LINEARS, *DEVICES, *SKIPPING),
+    3: (*DEVICES, *SKIPPING),
+    4: SKIPPING,
 }
 
 

@@ -23,7 +23,8 @@ def check_skip(skip: SkipState, q: torch.Tensor, k: torch.Tensor, state: Any, ma
         )
     if state is None:
         raise ValueError("skip: got lists without a state, expected state=, which carries scales from step to step")
-    if any(x is not None and x is not False and x != 0 for x in masking):
+    attn_mask, causal, window, softcap, sinks = masking
+    if attn_mask is not None or causal or window is not None or softcap or sinks is not None:
         raise NotImplementedError(
             "skip: got lists beside a mask, band, soft cap or sinks, expected none of these; leave skip out"
         )

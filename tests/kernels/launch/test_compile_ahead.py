@@ -63,14 +63,14 @@ def launches(tokens, head_dim, recipe, causal, by_key, steps=6):
         for site in range(2):
             of_site = state.head_state(site)
             if "fp8" in recipe:
-                kept = state.row_maxima.of(site, (2, 4, tokens), CPU)
+                kept = state.kept.row_maxima.of(site, (2, 4, tokens), CPU)
                 of_site = of_site if kept is None else of_site.keeping(*kept)
             q, k, v = tensors[0], *(x[:, :, ::2] for x in tensors[1:])
             launch_attention.launch_attention_fwd(
                 q, k, v, scale=0.1, scaling="planned", smooth_k=True, state=of_site, return_lse=False, recipe=recipe,
                 masking=masking)
         closing(state)()
-        state.row_maxima.next_step()
+        state.kept.row_maxima.next_step()
     return state
 
 from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel
