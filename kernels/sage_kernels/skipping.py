@@ -26,9 +26,10 @@ SHARE_SLACK = 1 + 2.0**-10
 FILL = 0.5
 # A row that is no number has no shares: its tiles are given this one, which fits in no list.
 NO_SHARE = 2.0
-# clock[i]: run step of the last call, steps since then of the running call, calls so far, number of the running call
-CLOCK_LAST, CLOCK_GAP, CLOCK_CALLS, CLOCK_RUNNING = range(4)
-CLOCK_FIELDS = 4
+# clock[i]: run step of the last call, steps since then of the running call, calls so far, number of the running call,
+# run step of the call that began with void lists
+CLOCK_LAST, CLOCK_GAP, CLOCK_CALLS, CLOCK_RUNNING, CLOCK_BEGAN = range(5)
+CLOCK_FIELDS = 5
 # totals[i]: pairs of a query tile and a key tile, those visited, measurements of lists that were in use, those beyond
 # the limit, sum of their losses (in LOSS_UNITs), largest one (bits of an fp32), runs of the lists' being void
 TOTAL_TILES, TOTAL_VISITED, TOTAL_MEASURED, TOTAL_BEYOND, TOTAL_LOST, TOTAL_LARGEST = range(6)
@@ -46,11 +47,11 @@ class SkipState(NamedTuple):
             in the step in which its list was made.
         alarms: int32 [2, B, H], read and written: the number of the last call in which a list of the head lost more
             than the limit; and whether that was the call before.
-        clock: int32 [4], read and written: see CLOCK_LAST and following.
+        clock: int32 [5], read and written: see CLOCK_LAST and following.
         now: int32 []: step of the run, which never goes back; a jump of `every` makes all lists void.
         limit: fp32 []: largest share of a row's probability that may be skipped, below 1; 0: nothing is skipped.
         totals: int64 [8], raised: see TOTAL_TILES and following.
-        every: each tile of query rows is measured at least once in so many steps.
+        every: each tile of query rows is measured at least once in so many steps, and in every step one of each head.
         block_q, block_k: query rows and keys of a tile, of the kernel that reads the lists.
     """
 

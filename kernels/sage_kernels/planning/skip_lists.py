@@ -149,8 +149,7 @@ class SkipLists:
         self._kept = {key: lists for key, lists in self._kept.items() if key in self._used | self._of_graphs}
         self.nbytes = sum(lists.nbytes for lists in self._kept.values())
         self._calls, self._used = {}, set()
-        # a multiple of `every`: who is measured at which step of a run does not hang on the runs before
-        self.now.copy_((torch.div(self.now, self.every, rounding_mode="floor") + 2) * self.every)
+        self.now.add_(2 * self.every)
 
     def reset(self) -> None:
         """Forget everything, counts included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..skipping import (
+    CLOCK_BEGAN,
     CLOCK_CALLS,
     CLOCK_GAP,
     CLOCK_LAST,
@@ -41,6 +42,7 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
     now, limit = int(skip.now), float(skip.limit)
     gap, call = now - int(skip.clock[CLOCK_LAST]), int(skip.clock[CLOCK_CALLS]) + 1
     void = gap >= skip.every
+    turns, step = min(skip.every, m_tiles), now - int(skip.clock[CLOCK_BEGAN])
     skipped = unpack(skip.lists, n_tiles)
     if void:
         skipped = torch.zeros_like(skipped)
@@ -49,7 +51,7 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
             everything, alarm = void or bool(skip.alarms[1, b, h]), False
             measured = torch.zeros(m_tiles, dtype=torch.bool, device=q_int.device)
             for m in range(m_tiles):
-                if not limit > 0 or not (everything or (m + now) % skip.every < gap):
+                if not limit > 0 or not (everything or (m + step) % turns < gap):
                     continue
                 measured[m] = True
                 rows = slice(m * skip.block_q, (m + 1) * skip.block_q)
@@ -67,6 +69,8 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
     skip.clock[CLOCK_GAP], skip.clock[CLOCK_CALLS], skip.clock[CLOCK_RUNNING] = gap, call, call
     if limit > 0:
         skip.clock[CLOCK_LAST] = now
+        if void:
+            skip.clock[CLOCK_BEGAN] = now
     else:
         skipped = torch.zeros_like(skipped)
     skip.totals[TOTAL_TILES] += skipped.numel()

@@ -31,6 +31,7 @@ _LAST = tl.constexpr(skipping.CLOCK_LAST)
 _GAP = tl.constexpr(skipping.CLOCK_GAP)
 _CALLS = tl.constexpr(skipping.CLOCK_CALLS)
 _RUNNING = tl.constexpr(skipping.CLOCK_RUNNING)
+_BEGAN = tl.constexpr(skipping.CLOCK_BEGAN)
 _TILES = tl.constexpr(skipping.TOTAL_TILES)
 _VISITED = tl.constexpr(skipping.TOTAL_VISITED)
 _MEASURED = tl.constexpr(skipping.TOTAL_MEASURED)
@@ -72,7 +73,8 @@ def _measure_tiles_kernel(
     call = tl.load(clock_ptr + _CALLS) + 1
     is_void = gap >= every
     is_alarmed = tl.load(alarms_ptr + tl.num_programs(0) // (PARTS * m_tiles) + head_of_batch) != 0
-    is_due = (limit > 0.0) & (is_void | is_alarmed | ((m + now) % every < gap))
+    step = now - tl.load(clock_ptr + _BEGAN)
+    is_due = (limit > 0.0) & (is_void | is_alarmed | ((m + step) % tl.minimum(every, m_tiles) < gap))
     if tl.program_id(0) == 0:
         tl.store(clock_ptr + _GAP, gap)
         tl.store(clock_ptr + _RUNNING, call)
@@ -166,7 +168,10 @@ def _choose_tiles_kernel(
     if which == 0:
         tl.store(clock_ptr + _CALLS, call)
         if limit > 0.0:
-            tl.store(clock_ptr + _LAST, tl.load(now_ptr))
+            now = tl.load(now_ptr)
+            tl.store(clock_ptr + _LAST, now)
+            if is_void:
+                tl.store(clock_ptr + _BEGAN, now)
     if m == 0:
         tl.store(alarms_ptr + tl.num_programs(0) // m_tiles + head_of_batch, is_alarmed.to(tl.int32))
     lists_ptr += which.to(tl.int64) * words
