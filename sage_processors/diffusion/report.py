@@ -163,15 +163,14 @@ def _counted(layer: Any, summary: Any, skipped: Any) -> dict[str, Any]:
 
 
 def _skipped(layer: Any, summary: Any) -> dict[str, Any]:
-    """What a layer's lists left out, over all of its call sites: means, and the worst of each."""
+    """What a layer's lists left out: of its call sites the one with the largest of each number."""
     rows = [summary[i] for i in layer.site_indices if i is not None and summary]
-    if not rows:
-        return {}
     dense: dict[str, int] = {}
     for row in rows:
         for reason, number in row["dense"].items():
             dense[reason] = dense.get(reason, 0) + number
-    worst = {name: max(row[name] for row in rows) for name in ("skipped_fraction", "lost_mean", "lost_max")}
+    names = ("skipped_fraction", "lost_mean", "lost_max")
+    worst = {name: max([row[name] for row in rows], default=0.0) for name in names}
     return worst | {"beyond_limit": sum(row["beyond"] for row in rows), "dense": dense}
 
 

@@ -80,11 +80,11 @@ class SkipLists:
         self.reasons[site][reason] = self.reasons[site].get(reason, 0) + 1
 
     def _look_up(self, site: int, q, k, recipe: str) -> tuple[str, SkipState | None]:
-        if not self._is_followed:
+        if not self._is_followed or q.device != self.device:
             return "unfollowed", None
         batch, seq_q, heads, head_dim = q.shape
         block = skip_block(q.device, head_dim, recipe)
-        if -(-k.shape[1] // block[1]) < LEAST_TILES or q.device != self.device:
+        if -(-k.shape[1] // block[1]) < LEAST_TILES:
             return "short", None
         shape = (batch, heads, seq_q, k.shape[1])
         place = (site, shape, block)

@@ -95,10 +95,11 @@ def ref_levels(shares: torch.Tensor) -> torch.Tensor:
 def ref_list(shares: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The tiles that rows with these shares [R, tiles] need not visit, bool [tiles], and what a row loses at most."""
     level = ref_levels(shares)
-    most = torch.exp2(level.float() / -LEVELS)
-    sums = torch.stack([torch.where(level >= least, most, 0.0).sum() for least in range(LARGEST_LEVEL + 2)])
-    least = int((sums <= limit * FILL).long().argmax())  # sums fall: the first that fits; the last is 0
-    return level >= least, sums[least]
+    of_level = torch.exp2(torch.arange(LARGEST_LEVEL, -1, -1, device=level.device) / -LEVELS)
+    lost = (level.bincount(minlength=LARGEST_LEVEL + 1).flip(0) * of_level).cumsum(0)  # from the smallest shares on
+    fitting = int((lost <= limit * FILL).sum())  # levels that fit together
+    bound = lost[fitting - 1] if fitting else lost.new_zeros(())
+    return level > LARGEST_LEVEL - fitting, bound
 
 
 def _measure(shares, skipped, limit: float, totals) -> bool:

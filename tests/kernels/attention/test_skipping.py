@@ -23,7 +23,7 @@ from sage_kernels.skipping import (
     unpack,
 )
 from sage_kernels.testing import assert_matches_reference, make_qkv
-from tests.kernels.attention.attention_cases import FP8, runs_fp8
+from tests.kernels.attention.attention_cases import FP8, runs_fp8, without_interpreter
 
 
 HEADS, HEAD_DIM = 2, 64
@@ -226,6 +226,7 @@ def test_lists_over_steps_are_those_of_the_specification(cut, kernel_device, mon
 # --- over steps ---
 
 
+@without_interpreter
 def test_T22_each_query_tile_is_measured_once_in_so_many_steps(attend):
     q, k, v = scores_of("clustered", *lengths(attend), heads=1)
     site = site_of(attend, q, k, every=3)
@@ -279,6 +280,7 @@ def test_T23_a_cut_is_seen_before_anything_is_lost_to_it(attend):
     assert float(site.lost(q, k, v, lse).max()) <= 0.05 / 2 + LSE_ROUNDING
 
 
+@without_interpreter
 def test_T24_a_jump_of_steps_is_another_run(attend):
     """Bit for bit what empty lists give, and what was drawn before leaves nothing."""
     q, k, v = scores_of("clustered", *lengths(attend), heads=1)
