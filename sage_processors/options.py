@@ -298,8 +298,8 @@ class SageAttnProcessor:
                 raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
         if self.skip != "none" and self.scaling in BY_CALL:
             raise ValueError(
-                f'skip: got {self.skip!r} with scaling={self.scaling!r}, expected a planned scaling such as "timestep": '
-                "lists are kept with what it plans"
+                f"skip: got {self.skip!r} with scaling={self.scaling!r}, expected a planned scaling such as "
+                '"timestep": lists are kept with what it plans'
             )
         if _number(self, "margin", "a number > 0") <= 0:
             raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")

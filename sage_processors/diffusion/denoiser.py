@@ -320,7 +320,7 @@ class Part:
             self.state.advance(*levels, self._reader.begins)
 
     def begin_run(self, u, progress=None) -> None:
-        """The scheduler's run begins at noise level u; progress: where it is (windows.Progress), None: nobody knows."""
+        """The scheduler's run begins at noise level u. progress: windows.Progress; None: nobody knows where it is."""
         if self.state is not None:
             self.state.begin_run(u)
             self._place_lists(progress)

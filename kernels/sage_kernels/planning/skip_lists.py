@@ -31,8 +31,8 @@ class SkipLists:
 
     The n-th call of a site in a step meets what the n-th call of the step before left, so that guidance that calls a
     model twice keeps both apart. A layer that steps leave out (attention caches) finds its lists as old as they are:
-    what would have been measured meanwhile is measured in its next call. A CUDA graph keeps the lists that the call had
-    that it was captured from; steps and runs reach it through `now` and `limit`, which are tensors.
+    what would have been measured meanwhile is measured in its next call. A CUDA graph keeps the lists of the call that
+    it was captured from; steps and runs reach it through `now` and `limit`, which are tensors.
 
     Args:
         sites: how many there are. device: where they run.

@@ -58,7 +58,8 @@ class Lists:
         """shape: B, H, S_q, S_kv."""
         self.attend, self.recipe = attend, recipe
         device = attend.device
-        block = {"reference": (32, 32), "interpreter": (64, 64)}.get(attend.tier) or skip_block(device, HEAD_DIM, recipe)
+        block = {"reference": (32, 32), "interpreter": (64, 64)}.get(attend.tier)
+        block = block or skip_block(device, HEAD_DIM, recipe)
         self.lists = empty_lists(
             *shape, block, every=every, now=torch.zeros((), dtype=torch.int32, device=device),
             limit=torch.full((), limit, device=device),
@@ -357,7 +358,14 @@ def test_Q44_lists_of_another_kind_are_an_error(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"causal": True}, {"window": 9}, {"softcap": 3.0}, {"sinks": torch.zeros(1)}, {"attn_mask": torch.ones(100, 100, dtype=torch.bool)}]
+    "options",
+    [
+        {"causal": True},
+        {"window": 9},
+        {"softcap": 3.0},
+        {"sinks": torch.zeros(1)},
+        {"attn_mask": torch.ones(100, 100, dtype=torch.bool)},
+    ],
 )
 def test_Q44_lists_beside_a_mask_are_an_error(options):
     q, k, v = scores_of("random", 100, 100, heads=1)

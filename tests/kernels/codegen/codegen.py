@@ -134,8 +134,8 @@ def attention(
     name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
     keys: int = 16384, packed: bool = False,
 ) -> dict:  # fmt: skip
-    """mask: "none", "keys", "rows", "tiles" or "causal"; reference: of the softmax, "" for the tile table's choice; tile: None
-    for the tile table's. keys: how many there are. packed: of sequences, as `device_tile` has it."""
+    """mask: "none", "keys", "rows", "tiles" or "causal"; reference: of the softmax, "" for the tile table's choice;
+    tile: None for the tile table's. keys: how many there are. packed: of sequences, as `device_tile` has it."""
     target, capability = TARGETS[name], _capability(name)
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     if packed and tile.kernel == "hopper":
