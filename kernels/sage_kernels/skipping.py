@@ -6,7 +6,7 @@ rows is measured anew at least once in `every` steps, before the attention of th
 step's own scores: tiles of the smallest shares, as many as leave the sum of what a row may lose within half of the
 limit. The other half is room for what changes until it is measured again. A tile of query rows that has meanwhile lost
 more than the limit raises an alarm for its head: the call visits everything but what was measured in it, and the next
-one measures all of the head. Maths: kernels/README.md.
+one measures all of the head. Maths: docs/skipping.md.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def keep_rows_of(state: HeadState, maxima: RowMaxima | None, site: int, lists: S
     skip what `lists` say."""
     for address in [address for address, keeper in _keepers.items() if keeper.is_gone]:
         del _keepers[address]
-    references = (None if x is None else weakref.ref(x) for x in (maxima, lists))
-    _keepers[state.row.data_ptr()] = _Keeper(*references, site)
+    of_maxima, of_lists = (None if x is None else weakref.ref(x) for x in (maxima, lists))
+    _keepers[state.row.data_ptr()] = _Keeper(of_maxima, of_lists, site)
 
 
 def attention_keeping(q, k, v, *, attn_mask, causal, recipe, scaling, rotation, scale, state: HeadState):

@@ -221,14 +221,14 @@ def mask_tiles(name: str, kind: str) -> dict:
 
 def skipping(name: str, width: int = 128):
     """(key, facts) of a call whose lists leave out key tiles: attention, and what measures tiles and chooses them."""
-    yield f"{name}/attention/{width}/planned/tiles", attention(name, width, "planned", "tiles")
+    yield f"{name}/skipping/{width}/planned", attention(name, width, "planned", "tiles")
     recipes = ("16bit", "fp8_e4m3") if name in FP8_TARGETS else ("16bit",)
     for pv in recipes:
         tile = choose_tile(_capability(name), width, "planned", False, pv, False)
         if pv != "16bit":
             for reference in ("running", "lagged"):
                 facts = attention(name, width, "planned", "tiles", reference, pv, tile)
-                yield f"{name}/attention_fp8/{width}/planned/{reference}/tiles", facts
+                yield f"{name}/skipping_fp8/{width}/planned/{reference}", facts
         rows = min(MEASURED_ROWS, tile.block_m)
         constants = {"ROWS": rows, "PARTS": tile.block_m // rows, "BLOCK_N": tile.block_n}
         types = dict.fromkeys(("lists_ptr", "alarms_ptr", "clock_ptr", "now_ptr", "due_ptr"), "*i32")
