@@ -396,3 +396,39 @@ def test_lists_of_other_tiles_than_the_kernels_are_an_error(kernel_device):
         launch_attention_fwd(
             q, k, v, scale=0.1, scaling="planned", smooth_k=True, state=state, return_lse=False, skip=lists
         )
+
+
+def test_tiles_of_several_parts_are_measured_as_one(kernel_device):
+    """Hopper's tiles of 192 rows: three programs measure one. Of two samples and heads that share a key head."""
+    from sage_kernels._triton.attention.skip_tiles import launch_skip_tiles
+    from sage_kernels._triton.prologue.mask_tiles import MaskTiles
+    from sage_kernels._triton.prologue.prologue import launch_prologue
+
+    q, k, v = (torch.cat([x, x.flip(1)]) for x in scores_of("clustered", 250, 330))
+    lists = empty_lists(
+        2, HEADS, 250, 330, (192, 64), every=2, now=torch.zeros((), dtype=torch.int32, device=kernel_device),
+        limit=torch.full((), 0.2, device=kernel_device),
+        totals=torch.zeros(TOTAL_FIELDS, dtype=torch.int64, device=kernel_device),
+    )  # fmt: skip
+    given = copied(lists)
+    state = ScaleState([Site("a", 1, HEAD_DIM)], device=kernel_device).head_state(0)
+    queries, keys = q.to(kernel_device), k.to(kernel_device)
+    prepared = launch_prologue(
+        queries, keys, None, scaling="planned", smooth_k=True, state=state, mask=MaskTiles(), return_center=False,
+        block_n=64, width=64, rotation="none",
+    )  # fmt: skip
+    found = launch_skip_tiles(queries, prepared, lists, kv_heads=1, seq_kv=330, scale=HEAD_DIM**-0.5, width=64)
+    sage_kernels.reference.attention.ref_attention(
+        q, k, v, state=ScaleState([Site("a", 1, HEAD_DIM)], device="cpu").head_state(0), skip=given
+    )
+    skipped = unpack(given.lists, 6)
+    assert 0.1 < float(skipped.double().mean()) < 0.9
+    if kernel_device.type == "cpu":  # a GPU may round a share over the edge of a level
+        assert torch.equal(lists.lists.cpu(), given.lists)
+    torch.testing.assert_close(lists.bound.cpu(), given.bound, rtol=0.2, atol=1e-6)
+    # what the attention kernels read: wholly inside first, the ragged tile from the back
+    ours = unpack(lists.lists.cpu(), 6).flatten(0, 2)
+    for row, (full, visited), left_out in zip(found.tiles.cpu(), found.numbers.tolist(), ours, strict=True):
+        wanted = [tile for tile in range(6) if not left_out[tile]]
+        assert row[:full].tolist() == [tile for tile in wanted if tile < 5]
+        assert row[6 - (visited - full) :].tolist() == [tile for tile in wanted if tile == 5]
