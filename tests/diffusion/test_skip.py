@@ -60,7 +60,7 @@ def test_T25_tiles_are_skipped_and_the_report_says_what_was_lost():
         pytest.param(True, "qk_int8_pv_fp8", marks=pytest.mark.slow("lists do not hang on the recipe")),
     ],
 )
-def test_Q45_a_picture_another_and_the_first_again(guided, recipe):
+def test_Q51_a_picture_another_and_the_first_again(guided, recipe):
     drawing = Drawing()
     with sp.apply(drawing.pipe, dataclasses.replace(SKIP, recipe=recipe)) as handle:
         first = drawing.draw(0, guided=guided)
@@ -73,7 +73,7 @@ def test_Q45_a_picture_another_and_the_first_again(guided, recipe):
         assert torch.equal(drawing.draw(0, guided=guided), first)  # as a handle of its own draws it
 
 
-def test_Q46_an_exception_amid_a_step_leaves_nothing():
+def test_Q52_an_exception_amid_a_step_leaves_nothing():
     drawing = Drawing()
     with sp.apply(drawing.pipe, SKIP):
         first = drawing.draw(0)
@@ -102,7 +102,7 @@ def test_windows_come_before_lists():
 
 
 @pytest.mark.parametrize("skips", [1, 2])
-def test_Q46_layers_that_whole_steps_leave_out_go_on_with_their_lists(skips):
+def test_Q52_layers_that_whole_steps_leave_out_go_on_with_their_lists(skips):
     """As FirstBlockCache and TaylorSeer do; what was due meanwhile is measured in the next call."""
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
@@ -124,7 +124,7 @@ def test_Q46_layers_that_whole_steps_leave_out_go_on_with_their_lists(skips):
         assert all(row["skipped_fraction"] > 0 for row in handle.report().rows)
 
 
-def test_Q46_first_block_cache_beside_lists():
+def test_Q52_first_block_cache_beside_lists():
     pipe, run = flux_pipe()
     cache = diffusers.FirstBlockCacheConfig(threshold=0.05)
     pipe.transformer.enable_cache(cache)
@@ -158,7 +158,7 @@ def test_compiled_calls_skip_what_eager_ones_do_and_are_compiled_once():
     torch.testing.assert_close(fast, eager, rtol=1e-5, atol=1e-5)
 
 
-def test_Q44_masked_calls_stay_dense_and_are_counted():
+def test_Q50_masked_calls_stay_dense_and_are_counted():
     model, inputs = MODELS["qwen_image_padded"]()
     pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
     with sp.apply(pipe, SKIP) as handle:
@@ -167,7 +167,7 @@ def test_Q44_masked_calls_stay_dense_and_are_counted():
     assert rows and all(row["dense"] == {"masked": 3} and row["skipped_fraction"] == 0 for row in rows)
 
 
-def test_Q44_forwards_that_belong_to_no_step_stay_dense():
+def test_Q50_forwards_that_belong_to_no_step_stay_dense():
     drawing = Drawing()
     with sp.apply(drawing.pipe, SKIP) as handle, torch.no_grad():
         drawing.model(**drawing.inputs)  # before any run
@@ -179,7 +179,7 @@ def test_Q44_forwards_that_belong_to_no_step_stay_dense():
     assert all(row["dense"]["unfollowed"] == 2 and row["dense"]["first_last"] == 2 for row in last)
 
 
-def test_Q44_steps_that_go_back_begin_anew():
+def test_Q50_steps_that_go_back_begin_anew():
     drawing = Drawing()
     config = dataclasses.replace(SKIP, skip_first_steps=0, skip_last_steps=0, skip_every=20)
     with sp.apply(drawing.pipe, config) as handle:

@@ -312,7 +312,7 @@ def test_a_limit_of_nothing_visits_everything():
     assert int(site.lists.clock[CLOCK_CALLS]) == 3 and kept.any()
 
 
-def test_V35_numbers_that_are_none_are_not_skipped(attend):
+def test_V40_numbers_that_are_none_are_not_skipped(attend):
     """In a query: its tile visits everything. In a key of a skipped tile: rows that are due find it, all then do."""
     q, k, v = scores_of("sorted", *lengths(attend), heads=1)
     site = site_of(attend, q, k, every=2)
@@ -346,7 +346,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_Q44_lists_of_another_kind_are_an_error(name):
+def test_Q50_lists_of_another_kind_are_an_error(name):
     change, error, words = WRONG[name]
     q, k, v = scores_of("random", 100, 200, heads=1)
     lists = change(new_skip_state(1, 1, 100, 200, HEAD_DIM, "cpu"))
@@ -367,7 +367,7 @@ def test_Q44_lists_of_another_kind_are_an_error(name):
         {"attn_mask": torch.ones(100, 100, dtype=torch.bool)},
     ],
 )
-def test_Q44_lists_beside_a_mask_are_an_error(options):
+def test_Q50_lists_beside_a_mask_are_an_error(options):
     q, k, v = scores_of("random", 100, 100, heads=1)
     state = ScaleState([Site("a", 1, HEAD_DIM)], device="cpu").head_state(0)
     with pytest.raises(NotImplementedError, match="leave skip out"):

@@ -41,7 +41,7 @@ def test_each_site_shape_and_place_in_the_step_has_lists_of_its_own():
     assert [x.totals.data_ptr() for x in found[:2]] == [lists.totals[0].data_ptr()] * 2
 
 
-def test_Q44_steps_at_the_ends_of_a_run_and_calls_nobody_follows_have_none():
+def test_Q50_steps_at_the_ends_of_a_run_and_calls_nobody_follows_have_none():
     lists = SkipLists(2, "cpu", limit=0.1, every=3, first_steps=2, last_steps=1)
     assert lists.of(0, tokens(16), tokens(16)) is None
     for taken in range(5):
@@ -80,7 +80,7 @@ def test_another_run_makes_all_lists_void_and_drops_those_out_of_use():
     assert lists.of(0, tokens(16), tokens(16)) is not old
 
 
-def test_Q44_steps_that_go_back_make_all_lists_void():
+def test_Q50_steps_that_go_back_make_all_lists_void():
     lists = lists_of()
     for finished, following in ((1.0, 0.9), (0.9, 0.9), (torch.tensor(0.9), torch.tensor(0.8))):
         lists.in_order(finished, following)
