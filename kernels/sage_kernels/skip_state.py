@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from .masking import NO_MASKING
-from .numerics import padded_head_dim
 from .recipe import DEFAULT_RECIPE, RECIPES
 from .skipping import TOTAL_FIELDS, SkipState, empty_lists
 
@@ -20,11 +18,9 @@ def skip_block(device: torch.device, head_dim: int, recipe: str = DEFAULT_RECIPE
     """
     if device.type != "cuda":
         return REFERENCE_BLOCK
-    from ._triton.attention.launch import device_tile
-    from ._triton.primitives import head_width
+    from ._triton.attention.launch import tile_of_lists
 
-    width = head_width(padded_head_dim(head_dim))
-    tile = device_tile(device, width, "planned", NO_MASKING, RECIPES[recipe].pv, lagged=True)
+    tile = tile_of_lists(device, head_dim, RECIPES[recipe].pv)
     return tile.block_m, tile.block_n
 
 

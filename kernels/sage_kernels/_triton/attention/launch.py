@@ -70,6 +70,11 @@ def device_tile(
     return tile
 
 
+def tile_of_lists(device: torch.device, head_dim: int, pv: str) -> Tile:
+    """The tile of a launch with lists of key tiles: they are of one, whether maxima of rows are known or not."""
+    return device_tile(device, head_width(padded_head_dim(head_dim)), "planned", NO_MASKING, pv, lagged=True)
+
+
 def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
     """Whether programs may share a tile of query rows: in the Hopper kernel, where all tiles are of one length."""
     return tile.kernel == "hopper" and mask.kind == "none" and not is_band(masking)
