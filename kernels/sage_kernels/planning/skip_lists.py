@@ -54,6 +54,7 @@ class SkipLists:
 
     def _allocate(self, device: torch.device) -> None:
         self.device, self.nbytes = device, 0
+        self._blocks: dict[tuple[int, str], tuple[int, int]] = {}  # head_dim, recipe → tile: asking takes a while
         self._kept: dict[tuple, SkipState] = {}
         self._calls: dict[tuple, int] = {}
         self._used: set[tuple] = set()  # in this run
@@ -83,7 +84,9 @@ class SkipLists:
         if not self._is_followed or q.device != self.device:
             return "unfollowed", None
         batch, seq_q, heads, head_dim = q.shape
-        block = skip_block(q.device, head_dim, recipe)
+        block = self._blocks.get((head_dim, recipe))
+        if block is None:
+            block = self._blocks[head_dim, recipe] = skip_block(q.device, head_dim, recipe)
         if -(-k.shape[1] // block[1]) < LEAST_TILES:
             return "short", None
         shape = (batch, heads, seq_q, k.shape[1])
