@@ -249,3 +249,34 @@ def test_graphs_of_steps_find_the_step_that_runs():
     for a, b in zip(eager, replayed, strict=True):
         # a dense call of another variant rounds P against another reference
         torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+def test_E05_lists_never_wait_for_the_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    from sage_kernels import sage_attention
+    from sage_kernels.planning.state import ScaleState, Site
+    from tests.kernels.attention.test_skipping import scores_of
+
+    q, k, v = (x.cuda() for x in scores_of("clustered", 1000, 2500))
+    state = ScaleState([Site("a", 1, 64)], device="cuda")
+    lists = state.kept.skip_lists = skip_lists.SkipLists(1, torch.device("cuda", 0), limit=0.2, every=3)
+    levels = torch.linspace(1, 0, 8, device="cuda")
+
+    def run():
+        state.begin_run(levels[0])
+        for step in range(4):
+            lists.place(step, 4 - step)
+            sage_attention(q, k, v, state=state.head_state(0), skip=lists.of(0, q, k))
+            state.advance(levels[step], levels[step + 1])
+            lists.in_order(levels[step], levels[step + 1])
+
+    run()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert 0 < lists.summary()[0]["skipped_fraction"] < 1
