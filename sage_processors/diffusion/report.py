@@ -135,8 +135,8 @@ def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any)
     return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
 
 
-def _counted(layer: Any, summary: Any, skipped: Any) -> dict[str, Any]:
-    """The numbers of a swapped layer. `summary`: ScaleState.summary() rows, or []; skipped: those of its SkipLists."""
+def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
+    """The numbers of a swapped layer. summary: ScaleState.summary() rows, or []; skipped: those of its SkipLists."""
     sage = layer.sage
     events = dict(zip(EVENTS, sage._sage_events.numbers(), strict=True))
     planned = [
