@@ -31,6 +31,7 @@ POLICIES = ("fallback", "strict")
 LINEARS = ("none", "int8", "fp8")
 TRAININGS = ("exact", "int8")
 EXCHANGES = ("16bit", "int8")
+SKIPS = ("none", "temporal")
 # "auto" is decided while a pipeline runs: see auto_rotation.py.
 ROTATIONS = ("none", "hadamard", "auto")
 # Options that may differ from layer to layer: beside each is a `layer_<option>` of (layer pattern, value) pairs.
@@ -42,6 +43,8 @@ MAX_RANGES = 2
 # that vary by token some 8 % (22 dB); and what a launch more has to bring.
 ROTATE_BELOW_DB = 32.0
 ROTATION_GAIN_DB = 1.0
+# skip_every: beyond this nothing would be measured twice in a run.
+MOST_STEPS = 2**20
 # What a user can do about a reason for exact attention, where there is something.
 REMEDIES = {
     "training": 'the module is in training mode: call model.eval(), or train with training="int8"',
@@ -262,6 +265,14 @@ class SageAttnProcessor:
         exchange: what devices send one another under Ulysses context parallelism. "int8": Q, K, V and the output as
             INT8 codes with a scale a token and head, about half the bytes, at some cost in accuracy; calls with masks
             and exact calls are sent as they are. "16bit": all are. Ring attention always sends 16 bit.
+        skip: "temporal": key tiles that hold next to none of a row's probability are not visited, as lists of earlier
+            steps of the run say, which are measured anew in turn (docs/skipping.md). For models of many tokens, videos
+            above all, with a planned scaling; needs a pipeline. Calls with masks, and causal ones, visit everything.
+            "none": all calls do.
+        skip_limit: largest share of a row's probability that a list may leave out, 0 < skip_limit < 1. What a list
+            leaves out is at most half of it when the list is made; one found beyond it is dropped at once.
+        skip_every: every tile of query rows is measured at least once in so many steps, >= 1.
+        skip_first_steps, skip_last_steps: so many steps at the ends of a run visit everything.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
             is counted per layer with its reason and logged once. "strict": UnsupportedAttentionError.
     Raises: TypeError or ValueError for an option of wrong type or value.
@@ -293,6 +304,11 @@ class SageAttnProcessor:
     mixed: Mixed | dict[str, Any] | None = None
     keep_blocks: bool = False
     exchange: str = "16bit"
+    skip: str = "none"
+    skip_limit: float = 0.01
+    skip_every: int = 8
+    skip_first_steps: int = 2
+    skip_last_steps: int = 1
     policy: str = "fallback"
 
     def __post_init__(self) -> None:
@@ -301,19 +317,31 @@ class SageAttnProcessor:
 
         named: dict[str, Collection[str]] = {"recipe": (*RECIPES, MIXED_RECIPE), "scaling": SCALINGS}
         named |= {"rotation": ROTATIONS, "policy": POLICIES, "linears": LINEARS}
-        named |= {"training": TRAININGS, "exchange": EXCHANGES}
+        named |= {"training": TRAININGS, "exchange": EXCHANGES, "skip": SKIPS}
         for name, allowed in named.items():
             value = getattr(self, name)
             if not isinstance(value, str):
                 raise TypeError(f"{name}: got {type(value).__name__}, expected one of {sorted(allowed)}")
             if value not in allowed:
                 raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
+        if self.skip != "none" and self.scaling in BY_CALL:
+            raise ValueError(
+                f"skip: got {self.skip!r} with scaling={self.scaling!r}, expected a planned scaling such as "
+                '"timestep": lists are kept with what it plans'
+            )
         if _number(self, "margin", "a number > 0") <= 0:
             raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")
         if self.gamma != "fit":
             _number(self, "gamma", 'a number or "fit"')
-        for name, least in (("history", 1), ("keep_first_steps", 0), ("keep_last_steps", 0)):
+        for name, least in (
+            ("history", 1), ("keep_first_steps", 0), ("keep_last_steps", 0),
+            ("skip_every", 1), ("skip_first_steps", 0), ("skip_last_steps", 0),
+        ):  # fmt: skip
             _whole(self, name, least)
+        if self.skip_every > MOST_STEPS:
+            raise ValueError(f"skip_every: got {_short(self.skip_every)}, expected at most {MOST_STEPS} steps")
+        if not 0 < _number(self, "skip_limit", "a share of probability, 0 < skip_limit < 1") < 1:
+            raise ValueError(f"skip_limit: got {self.skip_limit}, expected 0 < skip_limit < 1")
         for name in ("min_tokens", "linears_min_features"):
             if getattr(self, name) is not None:
                 _whole(self, name, 0)

@@ -136,8 +136,8 @@ def _patches(off: frozenset) -> list:
             # the op's implementation looks up with the real is_plain_call; sage_attention before it does not
             inner = types.FunctionType(attention._make_again.__code__, dict(vars(attention)))
 
-            def behind_the_op(q, k, v, state, options):
-                return inner(q, k, v, state, options) if options[0] == "op" else (None, None)
+            def behind_the_op(q, k, v, state, options, skip=None):
+                return inner(q, k, v, state, options, skip) if options[0] == "op" else (None, None)
 
             patches.append(change(attention, "_make_again", behind_the_op))
             patches += replaced(sage_kernels.sage_decode_attention, dispatched_decode)

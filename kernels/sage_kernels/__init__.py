@@ -1,7 +1,8 @@
 """INT8 attention kernels and their reference. Knows torch and (on a GPU) triton, nothing of Hugging Face.
 
 Ops (attention, decode, plan_step) may import all below: checks, `reference` and, where they run on a GPU, `_triton`;
-planning/ may import ops; recipe, numerics, masking, state, compat, block_budget and base_formats are the ground floor.
+planning/ may import ops; recipe, numerics, masking, state, skipping, compat, block_budget and base_formats are the
+ground floor.
 """
 
 from .attention import sage_attention
@@ -12,6 +13,8 @@ from .heads import qk_norm_rope
 from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from .mixed import mixed_attention
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Mixed, Recipe
+from .skip_state import new_skip_state
+from .skipping import SkipState
 from .state import HeadState, new_head_state
 from .training import differentiable_attention
 from .varlen import sage_attention_varlen
@@ -27,11 +30,13 @@ __all__ = [
     "Mixed",
     "QuantizedRows",
     "Recipe",
+    "SkipState",
     "append_kv",
     "differentiable_attention",
     "has_fused_backward",
     "mixed_attention",
     "new_head_state",
+    "new_skip_state",
     "qk_norm_rope",
     "quantize_activation",
     "quantize_weight",

@@ -15,11 +15,13 @@ import torch
 
 from . import reference
 from .checks.attention import check_attention_inputs, check_masking, check_options, check_state
+from .checks.skipping import check_skip
 from .checks.tensors import check_called_below, without_tangents
 from .compat import differentiates_forward
 from .masking import make_masking
 from .recipe import DEFAULT_RECIPE
 from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
+from .skipping import SkipState
 from .state import HeadState
 
 
@@ -57,6 +59,7 @@ def sage_attention(
     rotation: str = ...,
     return_lse: Literal[False] = ...,
     state: HeadState | None = ...,
+    skip: SkipState | None = ...,
     cu_seqlens: None = ...,
 ) -> torch.Tensor: ...
 
@@ -79,6 +82,7 @@ def sage_attention(
     rotation: str = ...,
     return_lse: Literal[True],
     state: HeadState | None = ...,
+    skip: SkipState | None = ...,
     cu_seqlens: None = ...,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -101,6 +105,7 @@ def sage_attention(
     rotation: str = ...,
     return_lse: bool,
     state: HeadState | None = ...,
+    skip: SkipState | None = ...,
     cu_seqlens: None = ...,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 
@@ -122,6 +127,7 @@ def sage_attention(
     rotation: str = "none",
     return_lse: bool = False,
     state: HeadState | None = None,
+    skip: SkipState | None = None,
     cu_seqlens: None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention with an INT8 score matmul: O = softmax(scale · Q Kᵀ + mask) V.
@@ -157,6 +163,9 @@ def sage_attention(
         return_lse: also return the log-sum-exp of the scaled and masked scores.
         state: planned per-head scales of this call site; this call's statistics are recorded into it. Two calls that
             share a row must not run at the same time on different streams.
+        skip: from `new_skip_state`, beside `state`: key tiles that earlier steps, and in part this one, found to have
+            next to no probability are not visited, and what V holds there is not looked at. The lists are renewed by
+            the call. Not with masking of any kind, nor in code that torch.compile traces.
         cu_seqlens: anything but None raises: packed sequences are for `sage_attention_varlen`.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log.
         S_kv = 0 gives zeros and -inf.
@@ -167,7 +176,7 @@ def sage_attention(
     key = None
     if attn_mask is None and sinks is None and cu_seqlens is None and not torch.compiler.is_compiling():
         options = (scale, scaling, smooth_k, causal, window, softcap, recipe, rotation, return_lse)
-        key, result = _make_again(q, k, v, state, options)
+        key, result = _make_again(q, k, v, state, options, skip)
         if result is not None:
             return result
     check_options(recipe, scaling, scale, state, softcap, cu_seqlens, rotation)
@@ -179,6 +188,9 @@ def sage_attention(
     arguments += (recipe, rotation)
     if state is not None:
         check_state(state, q.shape, k.shape[2], q.device)
+    if skip is not None:
+        check_skip(skip, q, k, state, (attn_mask, causal, window, softcap, sinks))
+        return _run(*arguments, state=state, return_lse=return_lse, key=key, skip=skip)
     if key is not None or is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
         return _run(*arguments, state=state, return_lse=return_lse, key=key)
     ops = torch.ops.sage_kernels
@@ -194,8 +206,9 @@ def sage_attention(
 
 
 def _make_again(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: HeadState | None, options: tuple[Any, ...]
-) -> Any:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: HeadState | None, options: tuple[Any, ...],
+    skip: SkipState | None = None,
+) -> Any:  # fmt: skip
     """A call's key (all that decides whether it is valid and what it launches), and its results if it was made before.
 
     The key holds all that the checks read, so a known call need not be checked. Results are None where the call has to
@@ -206,6 +219,10 @@ def _make_again(
     if state is not None and type(state) is not HeadState:
         return None, None
     tensors = (q, k, v) if state is None else (q, k, v, *state)
+    if skip is not None:
+        if type(skip) is not SkipState or state is None:
+            return None, None
+        tensors, options = (*tensors, *skip.tensors), (*options, *skip[len(skip.tensors) :])
     if not is_plain_call(*tensors):
         return None, None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -222,6 +239,7 @@ def _run(
     state: HeadState | None,
     return_lse: bool,
     key: Any | None = None,
+    skip: SkipState | None = None,
 ) -> Any:
     """The checked call, outside of autocast, which would cast the reference's own matmuls too.
 
@@ -229,11 +247,11 @@ def _run(
     """
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
-            return _run(q, k, v, *arguments, state=state, return_lse=return_lse, key=key)
+            return _run(q, k, v, *arguments, state=state, return_lse=return_lse, key=key, skip=skip)
     if key is None:
-        return _compute(q, k, v, *arguments, state=state, return_lse=return_lse)
-    call = functools.partial(_compute, q, k, v, *arguments, state=state, return_lse=return_lse)
-    return remember(key, call, (q, k, v, *(state or ())))
+        return _compute(q, k, v, *arguments, state=state, return_lse=return_lse, skip=skip)
+    call = functools.partial(_compute, q, k, v, *arguments, state=state, return_lse=return_lse, skip=skip)
+    return remember(key, call, (q, k, v, *(state or ()), *(() if skip is None else skip.tensors)))
 
 
 def _compute(
@@ -253,6 +271,7 @@ def _compute(
     *,
     state: HeadState | None,
     return_lse: bool,
+    skip: SkipState | None = None,
 ) -> Any:
     """What to launch: the keys that are seen at all, on their device. Nothing where there is nothing to attend to."""
     masking, keys = make_masking(attn_mask, causal, window, softcap, sinks, q.shape[1], k.shape[1])
@@ -266,6 +285,8 @@ def _compute(
         return (out, lse) if return_lse else out
     options: dict[str, Any] = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "state": state}
     options |= {"masking": masking, "recipe": recipe, "rotation": rotation}
+    if skip is not None:
+        options["skip"] = skip
     if q.is_cuda:
         from ._triton.attention.launch import launch_attention_fwd
         from ._triton.launch import compiled_together

@@ -30,6 +30,8 @@ SUITES = ("attention_fwd", "attention_error", "prologue", "decode", "linear", "e
 # What stands behind the / of a case of attention_fwd beside scalings: how it was called, what became of its softmax
 CALLS = ("eager", "cuda_graph", "compiled")
 SOFTMAX = ("guarded", "unguarded", "never_fixed", "all_redone")
+# and which of its key tiles were visited or measured
+TILES = ("skip0", "skip50", "skip75", "measuring", "measuring_all")
 REQUIRED = ("suite", "case", "provider", "metric", "unit", "median")
 
 
@@ -156,7 +158,7 @@ def is_crossover_row(row: dict[str, str]) -> bool:
 
 def is_scaling_row(row: dict[str, str]) -> bool:
     """Whether a row is of attention as it ships and is called, for one of its scalings."""
-    return row["case"].partition("/")[2] not in (*CALLS, *SOFTMAX)
+    return row["case"].partition("/")[2] not in (*CALLS, *SOFTMAX, *TILES)
 
 
 def is_without_int8(row: dict[str, str], int8_calls: str | None = None) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from .masking import Masking, make_masking
 from .recipe import DEFAULT_RECIPE, RECIPES
+from .skip_state import new_skip_state
 from .state import new_head_state
 
 
@@ -27,6 +28,7 @@ class CallKind(NamedTuple):
         dtype: of q, k and v. head_dim: channels a head.
         recipe, scaling, rotation: as of `sage_attention`; scaling "planned": with a state.
         keeps_rows: with "planned" and 8-bit P: later calls keep row maxima, and then begin from kept ones.
+        skips: later calls have lists of key tiles; with "planned" and without masks alone.
         causal: "", "top_left" or "bottom_right".
         by_key: with a mask of keys, of this type; None: without.
         tokens: numbers of queries and keys, one of each length that has kernels of its own.
@@ -38,6 +40,7 @@ class CallKind(NamedTuple):
     scaling: str = "planned"
     rotation: str = "none"
     keeps_rows: bool = False
+    skips: bool = False
     causal: str = ""
     by_key: torch.dtype | None = None
     tokens: tuple[int, ...] = (LONG, SHORT)
@@ -65,14 +68,16 @@ def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Itera
 
 def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
     """Launches of one head, for each length; then those with known row maxima, whose kernel compiles longest of all,
-    and those that keep the first ones."""
+    and those that keep the first ones; all of them again with lists of key tiles."""
     from ._triton.attention.launch import launch_attention_fwd
 
     keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].pv != "16bit"
-    for known in (None, True, False)[: 3 if keeps else 1]:
+    skips = kind.skips and kind.scaling == "planned" and not kind.causal and kind.by_key is None
+    knowns = (None, True, False)[: 3 if keeps else 1]
+    for skipping, known in [(skipping, known) for skipping in (False, True)[: 1 + skips] for known in knowns]:
         for tokens in kind.tokens:
 
-            def call(tokens=tokens, known=known):
+            def call(tokens=tokens, known=known, skipping=skipping):
                 q = torch.empty(1, tokens, 1, kind.head_dim, dtype=kind.dtype, device=device)
                 state = new_head_state(1, kind.head_dim, device) if kind.scaling == "planned" else None
                 if state is not None and known is not None:
@@ -80,6 +85,9 @@ def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
                 launch_attention_fwd(
                     q, q, q, scale=1.0, scaling=kind.scaling, smooth_k=True, state=state, return_lse=False,
                     recipe=kind.recipe, rotation=kind.rotation, masking=_masking(kind, tokens, device),
+                    skip=new_skip_state(1, 1, tokens, tokens, kind.head_dim, device, recipe=kind.recipe)
+                    if skipping
+                    else None,
                 )  # fmt: skip
 
             yield call

@@ -14,6 +14,7 @@ from sage_kernels import RECIPES
 from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import keep_out_of_dynamo, mark_static_address
 from sage_kernels.planning.rules import RULES, rule_for
+from sage_kernels.planning.skip_lists import SkipLists
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import MIXED_RECIPE
 
@@ -182,6 +183,11 @@ class Part:
                     rule.refit(self.state)
                 else:
                     self.state.begin_run(1.0)
+                if self.config.skip == "temporal":
+                    self.state.kept.skip_lists = SkipLists(
+                        len(sites), self.device, limit=self.config.skip_limit, every=self.config.skip_every,
+                        first_steps=self.config.skip_first_steps, last_steps=self.config.skip_last_steps,
+                    )  # fmt: skip
                 if self.frozen:
                     self.state.freeze()
         self._hand_out()
@@ -193,9 +199,12 @@ class Part:
                 site.state = None if index is None or self.state is None else self.state.head_state(index)
                 if site.state is not None:
                     site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
-                    if RECIPES[layer.sage._sage_config.recipe].pv != "16bit":
-                        site.keeps_rows = True
-                        keep_rows_of(site.state, self.state.row_maxima, index)
+                    kept = self.state.kept
+                    site.keeps_rows = RECIPES[layer.sage._sage_config.recipe].pv != "16bit"
+                    site.skip_lists, site.skip_site = kept.skip_lists, index
+                    if site.keeps_rows or kept.skip_lists is not None:
+                        maxima = kept.row_maxima if site.keeps_rows else None
+                        keep_rows_of(site.state, maxima, index, kept.skip_lists)
             for tensor in _tensors(layer.sage):
                 mark_static_address(tensor, guard=False)  # CUDA graphs refuse to mutate other inputs
 
@@ -306,8 +315,34 @@ class Part:
         with nullcontext() if torch.compiler.is_compiling() else self._lock:
             levels = self._reader.read(timestep, self.state.frozen)
             if not self.is_told:
-                self.state.row_maxima.stop()  # where a run begins is known on the device alone
+                self.state.kept.stop()  # where a run begins is known on the device alone
+            elif self.state.kept.skip_lists is not None:
+                # a step is one call here, where guidance makes several
+                self.state.kept.skip_lists.stop()
             self.state.advance(*levels, self._reader.begins)
+
+    def begin_run(self, u, progress=None) -> None:
+        """The scheduler's run begins at noise level u. progress: windows.Progress; None: nobody knows where it is."""
+        if self.state is not None:
+            self.state.begin_run(u)
+            self._place_lists(progress)
+
+    def advance(self, u_finished, u_next, progress) -> None:
+        """A step of the scheduler is done."""
+        if self.state is not None:
+            self.state.advance(u_finished, u_next)
+            if self.state.kept.skip_lists is not None:
+                self.state.kept.skip_lists.in_order(u_finished, u_next)
+            self._place_lists(progress)
+
+    def _place_lists(self, progress) -> None:
+        lists = self.state.kept.skip_lists
+        if lists is None:
+            return
+        if progress is None or progress.is_over or not progress.is_told:
+            lists.stop()
+        else:
+            lists.place(progress.taken, progress.total - progress.place)
 
     def uninstall(self) -> None:
         """The original processor objects, where one of ours is in place. Processors that others put there stay."""

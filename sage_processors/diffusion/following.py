@@ -89,6 +89,11 @@ class Following:
         mine = self._running.followed
         return mine if mine is not None and mine in self.followed else self._latest
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether this thread's latest forward belonged to no step."""
+        return self._running.is_lost
+
     def look(self, *, thoroughly: bool = True) -> None:
         """Follow the schedulers that pipelines with one of the handle's models have now.
 

@@ -93,6 +93,8 @@ class Handle:
             raise ValueError(f'scaling: got "{self.config.scaling}" for {without}, {expected}')
         if "auto" in (self.config.rotation, *(rotation for _, rotation in self.config.layer_rotation)):
             raise ValueError(f'rotation: got "auto" for {without}, {expected}')
+        if self.config.skip != "none":
+            raise ValueError(f'skip: got "{self.config.skip}" for {without}, {expected}')
         for option in ("keep_first_steps", "keep_last_steps", "keep_below_noise", "keep_noise", "layer_keep_noise"):
             if getattr(self.config, option):
                 raise ValueError(f"{option}: got {getattr(self.config, option)} for {without}, {expected}")
@@ -273,16 +275,17 @@ class Handle:
         """Called by `following`: denoising starts at noise level u, or goes on there after something else ran."""
         with self.lock:
             self._rotation.begin_run()
+            progress = None if self.following.is_lost else self.steps.progress
             for part in self._parts:
-                if part.state is not None and part.follows_scheduler:
-                    part.state.begin_run(u)
+                if part.follows_scheduler:
+                    part.begin_run(u, progress)
 
     def advance(self, u_finished: torch.Tensor, u_next: torch.Tensor) -> None:
         """Called by `following`: a step is done."""
         with self.lock:
             for part in self._parts:
-                if part.state is not None and part.follows_scheduler:
-                    part.state.advance(u_finished, u_next)
+                if part.follows_scheduler:
+                    part.advance(u_finished, u_next, self.steps.progress)
             self._rotation.step_done()
 
     def _before_forward(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

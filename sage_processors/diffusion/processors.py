@@ -70,7 +70,8 @@ class CallSite:
     Attributes:
         state: sage_kernels.HeadState or None (scales computed from the inputs).
         kv_heads, head_dim: layout that `state` was made for.
-        keeps_rows: whether its calls keep row maxima, where `keeping_op.keep_rows_of` was told to.
+        keeps_rows: whether its calls keep row maxima, where `row_maxima_op.keep_rows_of` was told to.
+        skip_lists: sage_kernels.planning.skip_lists.SkipLists that its calls ask there, as site `skip_site`; None.
         seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
             numel(Q) + numel(K). Written in forward and never read there: a read would make Dynamo guard on the value,
             and recompile.
@@ -81,6 +82,8 @@ class CallSite:
     def __init__(self, state: sage_kernels.HeadState | None = None, kv_heads: int = 0, head_dim: int = 0) -> None:
         self.state, self.kv_heads, self.head_dim = state, kv_heads, head_dim
         self.keeps_rows = False
+        self.skip_lists: Any = None
+        self.skip_site = 0
         self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
         self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
         self.seen_kind = None
@@ -199,8 +202,10 @@ def _attend(
         if site.state is not None and (key.shape[2] * shared_by, key.shape[3]) == (site.kv_heads, site.head_dim):
             if site.state.plan.device == query.device:
                 state = site.state if shared_by == 1 else site.state_of(first_head(parallel, key.shape[2]))
-                if site.keeps_rows and parallel is None:
+                if (site.keeps_rows or site.skip_lists is not None) and parallel is None:
                     attend = attention_keeping
+                elif site.skip_lists is not None and not torch.compiler.is_compiling():
+                    site.skip_lists.leave_out(site.skip_site, "parallel")
     if state is None:
         processor._sage_events.add(_EVENT["called"])
     if is_mixed(config):

@@ -53,6 +53,14 @@ class Report(LayerReport):
                 value of the step that its scale was planned from.
             redone_fraction: fraction of the tiles of query rows with a softmax reference from the step before that
                 were done again, because their scores had moved too far. It costs time, not accuracy.
+            skipped_fraction: fraction of the pairs of a query tile and a key tile that calls with lists left out
+                (skip="temporal").
+            lost_mean, lost_max: share of its probability that the worst row of a tile of query rows had lost by its
+                list when that was measured anew, a list of earlier steps under the scores of a later one.
+            beyond_limit: such measurements above skip_limit: their heads visited everything in that call.
+            dense: {reason: INT8 calls that had no list}: "masked" (or causal), "short" (few key tiles), "first_last"
+                (steps that skip_first_steps and skip_last_steps keep), "unfollowed" (no step of a scheduler), "memory"
+                and "calls" (more lists than are kept), "graph" (captured before there was one), "parallel".
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
                 the latest call.
             sent_bytes: what this device sent to others, under context parallelism.
@@ -74,6 +82,8 @@ class Report(LayerReport):
         rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
         columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls"))]
         columns += [Column("rotated", lambda rows: span(rows, "rotated_calls"), summed("rotated_calls"))] * rotated
+        skips = any(row["skipped_fraction"] or row["dense"] for row in self.rows)
+        columns += [Column("skipped", lambda rows: f"{max(row['skipped_fraction'] for row in rows):.2g}")] * skips
         columns += [
             Column("dynamic", lambda rows: span(rows, "dynamic_calls"), summed("dynamic_calls")),
             exact_column(),
@@ -118,6 +128,11 @@ def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any)
         "misfit_fraction": 0.0,
         "v_clipped_fraction": 0.0,
         "redone_fraction": 0.0,
+        "skipped_fraction": 0.0,
+        "lost_mean": 0.0,
+        "lost_max": 0.0,
+        "beyond_limit": 0,
+        "dense": {},
         "bytes_saved": 0,
         "sent_bytes": 0,
         "mixed": None,
@@ -125,8 +140,8 @@ def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any)
     return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
 
 
-def _counted(layer: Any, summary: Any) -> dict[str, Any]:
-    """The numbers of a swapped layer. `summary`: ScaleState.summary() rows, or []."""
+def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
+    """The numbers of a swapped layer. summary: ScaleState.summary() rows, or []; skipped: those of its SkipLists."""
     sage = layer.sage
     events = dict(zip(EVENTS, sage._sage_events.numbers(), strict=True))
     planned = [
@@ -146,9 +161,22 @@ def _counted(layer: Any, summary: Any) -> dict[str, Any]:
         "misfit_fraction": max([row["misfit"] for _, row in planned], default=0.0),
         "v_clipped_fraction": max([row["clipped"] for _, row in planned], default=0.0),
         "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
+        **_skipped(layer, skipped),
         "bytes_saved": int(calls[0] * per_call),  # one byte less per element
         "sent_bytes": sage._sage_sent[0],
     }
+
+
+def _skipped(layer: Any, summary: Any) -> dict[str, Any]:
+    """What a layer's lists left out: of its call sites the one with the largest of each number."""
+    rows = [summary[i] for i in layer.site_indices if i is not None and summary]
+    dense: dict[str, int] = {}
+    for row in rows:
+        for reason, number in row["dense"].items():
+            dense[reason] = dense.get(reason, 0) + number
+    names = ("skipped_fraction", "lost_mean", "lost_max")
+    worst = {name: max([row[name] for row in rows], default=0.0) for name in names}
+    return worst | {"beyond_limit": sum(row["beyond"] for row in rows), "dense": dense}
 
 
 def _has_attention(forward: Any) -> bool:
@@ -161,6 +189,7 @@ _PLAN_NOTES = {
     "misfit_fraction": "of K's elements in heads whose plan did not fit",
     "v_clipped_fraction": "of V's elements clipped",
     "redone_fraction": "of query tiles done again",
+    "lost_max": "of a row's probability lost with tiles not visited",
 }
 
 
@@ -192,6 +221,8 @@ def _newer(processor: Any) -> str:
 
 def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
     summary = part.state.summary() if part.state is not None else []
+    lists = part.state.kept.skip_lists if part.state is not None else None
+    skipped = [] if lists is None else lists.summary()
     layers = {id(layer.module): layer for layer in part.layers}
     rows, inside = [], set()
     for name, module in attention_modules(part.model):
@@ -199,7 +230,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
         inside.add(id(module))
         layer = layers.get(id(module))
         if layer is not None:
-            counted = _counted(layer, summary)
+            counted = _counted(layer, summary, skipped)
             if module.processor is layer.sage:
                 own = layer.sage._sage_config  # a layer may have a scaling of its own
                 scaling, note = own.call_scaling, ""

@@ -1,18 +1,22 @@
-"""Attention calls that keep row maxima: where, is found by the tensors of their call site, when they run.
+"""Attention calls that keep something for the next step: where, is found by the tensors of their call site, when they
+run.
 
 Compiled code must not hang on a tensor that comes and goes, nor on a number that changes from step to step. There the
-call is an op, which like any other runs on the host, and asks the RowMaxima that its tensors are known to belong to.
+call is an op, which like any other runs on the host, and asks what its tensors are known to belong to: the RowMaxima,
+and the SkipLists of key tiles that need not be visited.
 """
 
 from __future__ import annotations
 
 import weakref
+from typing import NamedTuple
 
 import torch
 
 import sage_kernels
 from sage_kernels import HeadState
 from sage_kernels.planning.row_maxima import RowMaxima
+from sage_kernels.planning.skip_lists import SkipLists
 
 
 _library = torch.library.Library("sage_processors", "DEF")
@@ -21,27 +25,50 @@ _library.define(
     "str scaling, str rotation, Tensor plan, Tensor plan_scale, Tensor(a!) stats, Tensor(b!) counts, Tensor row, "
     "Tensor row_max, Tensor row_max_next) -> Tensor"
 )
-_keepers: dict[int, tuple[weakref.ref, int]] = {}  # address of a site's HeadState.row → its RowMaxima, its number
 
 
-def keep_rows_of(state: HeadState, maxima: RowMaxima, site: int) -> None:
-    """From now on calls of `attention_keeping` with this state keep their rows in `maxima`, as calls of `site`."""
-    for address in [address for address, (known, _) in _keepers.items() if known() is None]:
+class _Keeper(NamedTuple):
+    """Who keeps what for the calls of one site: weak references, to None where nothing is kept."""
+
+    maxima: weakref.ref | None
+    lists: weakref.ref | None
+    site: int
+
+    @property
+    def is_gone(self) -> bool:
+        return all(reference is None or reference() is None for reference in self[:2])
+
+
+_NOBODY = _Keeper(None, None, 0)
+_keepers: dict[int, _Keeper] = {}  # address of a site's HeadState.row → who keeps
+
+
+def keep_rows_of(state: HeadState, maxima: RowMaxima | None, site: int, lists: SkipLists | None = None) -> None:
+    """From now on calls of `attention_keeping` with this state keep their rows in `maxima`, as calls of `site`, and
+    skip what `lists` say."""
+    for address in [address for address, keeper in _keepers.items() if keeper.is_gone]:
         del _keepers[address]
-    _keepers[state.row.data_ptr()] = weakref.ref(maxima), site
+    of_maxima, of_lists = (None if x is None else weakref.ref(x) for x in (maxima, lists))
+    _keepers[state.row.data_ptr()] = _Keeper(of_maxima, of_lists, site)
 
 
 def attention_keeping(q, k, v, *, attn_mask, causal, recipe, scaling, rotation, scale, state: HeadState):
-    """`sage_attention` of these arguments; a softmax reference kept from the step before is found when it runs."""
+    """`sage_attention` of these arguments; what was kept of the step before is found when it runs."""
     if torch.compiler.is_compiling():
         op = torch.ops.sage_processors.attention_keeping
         return op(q, k, v, attn_mask, causal or "", scale, recipe, scaling, rotation, *state)
-    known, site = _keepers.get(state.row.data_ptr(), (lambda: None, 0))
-    maxima = known()
-    kept = None if maxima is None else maxima.of(site, (q.shape[0], q.shape[2], q.shape[1]), q.device)
+    keeper = _keepers.get(state.row.data_ptr(), _NOBODY)
+    maxima, lists = (None if reference is None else reference() for reference in keeper[:2])
+    kept = None if maxima is None else maxima.of(keeper.site, (q.shape[0], q.shape[2], q.shape[1]), q.device)
+    skip = None
+    if lists is not None:
+        if attn_mask is None and not causal:
+            skip = lists.of(keeper.site, q, k, recipe)
+        else:
+            lists.leave_out(keeper.site, "masked")
     return sage_kernels.sage_attention(
         q, k, v, attn_mask=attn_mask, causal=causal, recipe=recipe, scaling=scaling, rotation=rotation, scale=scale,
-        state=state if kept is None else state.keeping(*kept),
+        state=state if kept is None else state.keeping(*kept), skip=skip,
     )  # fmt: skip
 
 

@@ -116,7 +116,8 @@ def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen
             for kind in _kinds_of(site, layer, shape[1], index is not None, device):
                 if kind.tokens:
                     told = all_steps or part.follows_scheduler or part.is_told
-                    kind = kind._replace(keeps_rows=site.keeps_rows and told)
+                    skips = site.skip_lists is not None and kind.by_key is None and not kind.causal
+                    kind = kind._replace(keeps_rows=site.keeps_rows and told, skips=skips)
                     found[kind] = found.get(kind, 0) + 1
     return sorted(found, key=lambda kind: found[kind], reverse=True)
 

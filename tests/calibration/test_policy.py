@@ -110,7 +110,7 @@ def edited(content, **changes):
         (lambda c: edited(c, format_version=0), "format_version 0, expected 5"),
         (lambda c: edited(c, format_version=1), "options that differ in .'drop_weights', 'exchange'"),
         (lambda c: edited(c, format_version=True), "got bool for format_version"),
-        (lambda c: edited(c, format_version=[4]), "got list for format_version"),
+        (lambda c: edited(c, format_version=[5]), "got list for format_version"),
         (lambda c: edited(c, extra=1), "unknown keys"),
         (lambda c: edited(c, models=[1]), "got int for an entry of models"),
         (lambda c: edited(c, options={}), "options that differ"),
@@ -130,12 +130,12 @@ def test_damaged_policies_are_refused(written, text, words):
 
 LINEARS = ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights")
 DEVICES = ("training", "exchange")
-MIXED = ("mixed", "keep_blocks")
+NEWEST = ("mixed", "keep_blocks", "skip", "skip_limit", "skip_every", "skip_first_steps", "skip_last_steps")
 NEWER = {
-    1: ("keep_noise", "layer_recipe", "layer_keep_noise", *LINEARS, *DEVICES, *MIXED),
-    2: (*LINEARS, *DEVICES, *MIXED),
-    3: (*DEVICES, *MIXED),
-    4: MIXED,
+    1: ("keep_noise", "layer_recipe", "layer_keep_noise", *LINEARS, *DEVICES, *NEWEST),
+    2: (*LINEARS, *DEVICES, *NEWEST),
+    3: (*DEVICES, *NEWEST),
+    4: NEWEST,
 }
 
 

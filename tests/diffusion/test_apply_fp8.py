@@ -112,15 +112,15 @@ def test_compiled_calls_find_the_row_maxima_of_their_site(near):
     def call(which):
         return attention_keeping(q, k, v, **options, scale=None, state=scales[which].head_state(0))
 
-    keep_rows_of(scales[0].head_state(0), scales[0].row_maxima, 0)
+    keep_rows_of(scales[0].head_state(0), scales[0].kept.row_maxima, 0)
     for step in range(2):
         outs = [call(which) for which in range(2)]
         torch.testing.assert_close(*outs, rtol=0, atol=0.05)
         assert [x.summary()[0]["lagged"] > 0 for x in scales] == [step > 0, False]
         for x in scales:
             x.advance(1.0, 0.9)
-    assert scales[0].row_maxima.nbytes == 4 * 2 * 40 and scales[1].row_maxima.nbytes == 0
-    before, scales[0].row_maxima = scales[0].summary()[0]["lagged"], RowMaxima()  # the old one is gone
+    assert scales[0].kept.row_maxima.nbytes == 4 * 2 * 40 and scales[1].kept.row_maxima.nbytes == 0
+    before, scales[0].kept.row_maxima = scales[0].summary()[0]["lagged"], RowMaxima()  # the old one is gone
     call(0)
     assert scales[0].summary()[0]["lagged"] == before
 

@@ -40,7 +40,8 @@ def row(name: str, calls: int = 28, fallbacks=None, **more) -> dict:
     values = {"recipe": "qk_int8_pv_bf16", "scaling": "timestep", "rotation": "none", "rotated_calls": 0}
     values |= {"dynamic_calls": 1.0, "bytes_saved": 10**8, "note": ""}
     values |= dict.fromkeys(("clipped_fraction", "below_fraction", "misfit_fraction"), 0.0)
-    values |= dict.fromkeys(("v_clipped_fraction", "redone_fraction"), 0.0)
+    values |= dict.fromkeys(("v_clipped_fraction", "redone_fraction", "skipped_fraction", "lost_max"), 0.0)
+    values |= {"dense": {}}
     return {"layer": name, "status": "active", "calls": calls, "fallbacks": fallbacks or {}} | values | more
 
 

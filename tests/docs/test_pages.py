@@ -93,6 +93,7 @@ TYPED = {  # the few numbers with a unit in prose: where they come from
     ("README.md", "1 %"): lambda: f"{gain():.0f} %",
     ("README.md", "0.05 GiB"): lambda: f"{peaks()[0]:.2f} GiB",
     ("docs/guide.md", "512 MiB"): lambda: f"{_row_maxima_limit()} MiB",
+    ("docs/skipping.md", "512 MiB"): lambda: f"{_skip_lists_limit()} MiB",
     ("kernels/README.md", "512 MiB"): lambda: f"{_row_maxima_limit()} MiB",
 }
 
@@ -101,6 +102,12 @@ def _row_maxima_limit() -> int:
     from sage_kernels.planning import row_maxima
 
     return row_maxima.LIMIT_BYTES >> 20
+
+
+def _skip_lists_limit() -> int:
+    from sage_kernels.planning import skip_lists
+
+    return skip_lists.LIMIT_BYTES >> 20
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page != "kernels/NOTES.md"])

@@ -77,7 +77,7 @@ def test_processors_use_the_ops_not_their_insides():
 GROUND = "sage_kernels, ground floor"
 GROUND_FILES = {
     f"sage_kernels.{name}"
-    for name in ("base_formats", "block_budget", "compat", "masking", "numerics", "recipe", "state")
+    for name in ("base_formats", "block_budget", "compat", "masking", "numerics", "recipe", "skipping", "state")
 }
 TRITON = "sage_kernels._triton"  # its own files: what its rooms share
 KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "heads", "linear", "mixed")}

@@ -38,9 +38,9 @@ from ..state import (
     new_head_state,
 )
 from .counts import fractions
+from .kept_of_calls import KeptOfCalls
 from .noise_bins import NoiseBins
 from .plan import V_CHANNEL_FLOOR, write_plan
-from .row_maxima import RowMaxima
 from .rules import Source, Timestep, ranges
 from .table import MOVE_LIMIT, OUTLIER_LIMIT, agreeing, full_reach, key_range, key_reach, record
 
@@ -102,7 +102,7 @@ class ScaleState:
         self.margin = margin
         self.bins = bins
         self.rule = Timestep() if rule is None else rule
-        self.row_maxima = RowMaxima()
+        self.kept = KeptOfCalls()
         self._first_rows = [sum(s.kv_heads for s in self.sites[:i]) for i in range(len(self.sites))]
         self._allocate(torch.device(device))
 
@@ -136,7 +136,7 @@ class ScaleState:
     def begin_run(self, u: float | torch.Tensor) -> None:
         """A denoising run starts at noise level u in [0, 1]: plan its first step from what the rule knows."""
         self._run.add_(1)
-        self.row_maxima.clear()  # the last step of a run says nothing of the first of the next
+        self.kept.clear()
         self.rule.refit(self)
         self._drain()  # what a run that was broken off left of its last step is no step
         self._take_frozen_keys(self._frozen > 0)
@@ -151,7 +151,7 @@ class ScaleState:
         Keeps the step's statistics under its noise level, then plans the next step from what the rule chooses.
         begins: int32 [] on the device, 1 where the next step is the first of another run; None: it is not.
         """
-        self.row_maxima.next_step()
+        self.kept.next_step()
         finished, following = self._noise_bins.of(u_finished), self._enter(u_next)
         if type(self.rule).following is Timestep.following and self.device.type == "cuda":
             self._advance_in_one_launch(finished, following, begins)
@@ -231,7 +231,7 @@ class ScaleState:
     def reset(self) -> None:
         """Forget every scale, table entry and count, in place; the table is frozen no longer."""
         shared = self._shared
-        self.row_maxima.clear()
+        self.kept.reset()
         learnt = (shared.plan, shared.plan_scale, shared.counts, self._table, self._table_run, self._run, self._totals)
         for tensor in (*learnt, self._frozen, self._frozen_keys):
             tensor.zero_()
@@ -259,7 +259,7 @@ class ScaleState:
         """Move to `device`: what was learnt moves along, the counts start anew. Syncs."""
         if torch.device(device) != self.device:
             learnt, frozen, keys = self.snapshot(), self._frozen, self._frozen_keys
-            self.row_maxima.clear()
+            self.kept.to(device)
             self._allocate(torch.device(device))
             self.restore(learnt)
             self._frozen.copy_(frozen)

@@ -27,6 +27,7 @@ from ..recipe import (
     P_EXPONENT_LIMIT,
     RECIPES,
 )
+from ..skipping import SkipState
 from ..state import (
     COUNT_REDONE,
     COUNT_TRIED,
@@ -40,6 +41,7 @@ from ..state import (
 from .memory import rows_at_a_time
 from .plan import known_heads, plan_fits, planned_vectors, record_step, record_values
 from .quantize import ref_quantize, ref_rotate
+from .skipping import ref_skip_tiles
 
 
 def ref_attention(
@@ -59,6 +61,7 @@ def ref_attention(
     round_p: bool = True,
     first_max: bool = False,
     rotated_dtype: torch.dtype | None = None,
+    skip: SkipState | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """INT8-QK attention as the kernels compute it. Arguments as `sage_attention`, unchecked.
 
@@ -70,11 +73,14 @@ def ref_attention(
             some kernels keep: the largest P is then no power of two, and rounding moves it.
         rotated_dtype: what rotated Q and K are rounded to; None: the dtype of q. They are what the scales and codes
             are made of, so the reference with round_p=False, of fp32 inputs, has to round them too.
+        skip: lists of key tiles that need not be visited, of tiles of skip.block_q and skip.block_k.
     Returns: out [B, S_q, H, D] in q.dtype, lse [B, S_q, H] fp32, natural log.
     """
     batch, seq_q, heads, head_dim = q.shape
     seq_kv, kv_heads = k.shape[1], k.shape[2]
     scale = head_dim**-0.5 if scale is None else scale
+    if skip is not None:
+        block_q, block_k = skip.block_q, skip.block_k
     if rotation == "hadamard":
         q_in, k_in = (ref_rotate(x, rotated_dtype) for x in (q, k))
     else:
@@ -119,6 +125,7 @@ def ref_attention(
     q_int, q_scale = ref_quantize(x_q, group_q)
     k_int, k_scale = ref_quantize(x_k, group_k, planned)
     row_scale = q_scale * (scale * LOG2_E)
+    skipped = None if skip is None else ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip)
 
     out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
@@ -137,6 +144,9 @@ def ref_attention(
                 # smoothing lowered every score of the row by q·c: what is not invariant to that gets it back
                 shift = (qf[b, h, part] @ center[b, kv].T) * scale
                 s = _masked_scores(s, shift, masking, b, h, places)
+                if skipped is not None:
+                    left_out = skipped[b, h, places // block_q].repeat_interleave(block_k, 1)[:, :seq_kv]
+                    s = s.masked_fill(left_out, -torch.inf)
                 round_ = None
                 if round_p:
                     round_ = round_to_e4m3 if is_fp8 else lambda p: p.to(pv_dtype(q.dtype)).float()

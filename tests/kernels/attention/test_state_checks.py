@@ -125,7 +125,7 @@ def test_Q26_a_model_called_outside_of_steps_keeps_few_row_maxima():
     pipe = Pipe(model, drawing.pipe.scheduler)
     config = sp.SageAttnProcessor(min_tokens=0, recipe="qk_int8_pv_fp8")
     with torch.no_grad(), sp.apply(pipe, config) as handle:
-        kept = handle._parts[0].state.row_maxima
+        kept = handle._parts[0].state.kept.row_maxima
         pipe.scheduler.set_timesteps(8)
         for t in pipe.scheduler.timesteps[:4]:
             inputs["timestep"] = t.expand(1) / 1000
@@ -147,8 +147,8 @@ def test_a_run_begins_without_row_maxima():
     state = ScaleState([Site("a", 2, 16)], device="cpu")
     state.begin_run(1.0)
     for _ in range(5):
-        state.row_maxima.of(0, (1, 2, 8), torch.device("cpu"))
+        state.kept.row_maxima.of(0, (1, 2, 8), torch.device("cpu"))
         state.advance(1.0, 0.9)
-    assert state.row_maxima.nbytes > 0
+    assert state.kept.row_maxima.nbytes > 0
     state.begin_run(1.0)
-    assert state.row_maxima.nbytes == 0 and state.row_maxima.of(0, (1, 2, 8), torch.device("cpu")) is None
+    assert state.kept.row_maxima.nbytes == 0 and state.kept.row_maxima.of(0, (1, 2, 8), torch.device("cpu")) is None

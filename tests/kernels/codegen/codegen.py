@@ -21,6 +21,8 @@ from triton.compiler import ASTSource
 from triton.compiler import compile as triton_compile
 
 from sage_kernels._triton.attention.kernel import _attention_fwd_kernel
+from sage_kernels._triton.attention.skip_tiles import _ROWS as MEASURED_ROWS
+from sage_kernels._triton.attention.skip_tiles import _choose_tiles_kernel, _measure_tiles_kernel
 from sage_kernels._triton.attention.tiles import Tile, choose_tile, query_slice
 from sage_kernels._triton.decode.append_kv import _append_kv_kernel
 from sage_kernels._triton.decode.combine import _combine_kernel
@@ -142,10 +144,9 @@ def attention(
     name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
     keys: int = 16384, packed: bool = False,
 ) -> dict:  # fmt: skip
-    """mask: "none", "keys", "rows" or "causal"; reference: of the softmax, "" for the tile table's choice; tile: None
-    for the tile table's. keys: how many there are. packed: of sequences, as `device_tile` has it."""
-    target = TARGETS[name]
-    capability = target.arch if target.backend == "cuda" else 0
+    """mask: "none", "keys", "rows", "tiles" or "causal"; reference: of the softmax, "" for the tile table's choice;
+    tile: None for the tile table's. keys: how many there are. packed: of sequences, as `device_tile` has it."""
+    target, capability = TARGETS[name], _capability(name)
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
@@ -176,7 +177,7 @@ def attention(
         constants |= {
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
-            "SLICE": query_slice(keys, mask == "causal", mask == "keys", reference == "lagged"),
+            "SLICE": query_slice(keys, mask == "causal", mask in ("keys", "tiles"), reference == "lagged"),
             "SPLIT": mask == "none",
         }
         options = {"num_warps": 4}
@@ -226,6 +227,34 @@ def mask_tiles(name: str, kind: str) -> dict:
     constants = {"BLOCK_N": 128} | ({} if kind == "keys" else {"BLOCK_M": 64})
     types = {"mask_ptr": "*u8", "extent_ptr": "*i32", "tiles_ptr": "*i32", "numbers_ptr": "*i32"}
     return {"kernel": "mask_tiles", **read(build(kernel, constants, types, TARGETS[name], num_warps=8))}
+
+
+def skipping(name: str, width: int = 128):
+    """(key, facts) of a call whose lists leave out key tiles: attention, and what measures tiles and chooses them."""
+    yield f"{name}/skipping/{width}/planned", attention(name, width, "planned", "tiles")
+    recipes = ("16bit", "fp8_e4m3") if name in FP8_TARGETS else ("16bit",)
+    for pv in recipes:
+        tile = choose_tile(_capability(name), width, "planned", False, pv, False)
+        if pv != "16bit":
+            for reference in ("running", "lagged"):
+                facts = attention(name, width, "planned", "tiles", reference, pv, tile)
+                yield f"{name}/skipping_fp8/{width}/planned/{reference}", facts
+        rows = min(MEASURED_ROWS, tile.block_m)
+        constants = {"ROWS": rows, "PARTS": tile.block_m // rows, "BLOCK_N": tile.block_n}
+        types = dict.fromkeys(("lists_ptr", "alarms_ptr", "clock_ptr", "now_ptr", "due_ptr"), "*i32")
+        types |= dict.fromkeys(("tiles_ptr", "numbers_ptr"), "*i32") | {"totals_ptr": "*i64", "levels_ptr": "*u8"}
+        types |= {"q_ptr": "*bf16", "codes_ptr": "*i8"}
+        measured = constants | {"HEAD_DIM": width, "WIDTH": width}
+        warps = 4 if width <= 128 else 8
+        facts = read(build(_measure_tiles_kernel, measured, types, TARGETS[name], num_warps=warps))
+        yield f"{name}/measure_tiles/{width}/{pv}", {"kernel": "measure_tiles", **facts}
+        facts = read(build(_choose_tiles_kernel, constants | {"AT_ONCE": 128}, types, TARGETS[name], num_warps=4))
+        yield f"{name}/choose_tiles/{width}/{pv}", {"kernel": "choose_tiles", **facts}
+
+
+def _capability(name: str) -> int:
+    target = TARGETS[name]
+    return target.arch if target.backend == "cuda" else 0
 
 
 def rotate(name: str, block: int, fp32: bool = False) -> dict:
@@ -507,6 +536,7 @@ def kernels(name: str):
             yield f"sm_90/attention/{width}/planned/short", attention(name, width, "planned", keys=4096)
     yield from packed(name)
     yield from selective(name)
+    yield from skipping(name)
     yield from linears(name)
     yield f"{name}/combine/128", combine(name, 128)
     yield f"{name}/plan_step/128", plan_step(name, 128)

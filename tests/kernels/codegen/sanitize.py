@@ -55,7 +55,8 @@ def maskings(device):
 
 
 class Launch(NamedTuple):
-    """tile: of the attention kernel, as the fields of a Tile; (): the tile table's choice."""
+    """tile: of the attention kernel, as the fields of a Tile; (): the tile table's choice. skips: with lists of key
+    tiles, that leave out about half."""
 
     head_dim: int
     scaling: str
@@ -63,6 +64,7 @@ class Launch(NamedTuple):
     tile: tuple = ()
     recipe: str = "qk_int8_pv_bf16"
     seq_kv: int = SEQ_KV
+    skips: bool = False
 
 
 def selection() -> list[Launch]:
@@ -87,6 +89,10 @@ def selection() -> list[Launch]:
         launches.append(Launch(64, scaling, "full", (192, 64, 4, 6, "hopper", True)))
     for recipe in ("qk_int8_pv_bf16", FP8):  # so many keys that programs share them
         launches.append(Launch(128, "planned", "full", recipe=recipe, seq_kv=2100))
+    for recipe in ("qk_int8_pv_bf16", FP8):
+        for head_dim in (64, 128):
+            launches.append(Launch(head_dim, "planned", "full", recipe=recipe, seq_kv=400, skips=True))
+    launches.append(Launch(256, "planned", "full", seq_kv=400, skips=True))
     return launches
 
 
@@ -123,7 +129,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     """folder: where the machine code of the Hopper kernel goes, printed after each launch."""
     import torch
 
-    from sage_kernels import HeadState
+    from sage_kernels import HeadState, new_skip_state
     from sage_kernels._triton.attention import launch as launch_attention
     from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel
     from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
@@ -134,6 +140,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     from sage_kernels.planning.state import ScaleState, Site
     from sage_kernels.recipe import RECIPES
     from sage_kernels.reference import ref_rotate
+    from sage_kernels.skipping import CLOCK_LAST
     from sage_kernels.state import reads_row_max
     from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
 
@@ -147,7 +154,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
         return compiled
 
     launch_attention.launch = recorded
-    for head_dim, scaling, name, chosen, recipe, seq_kv in launches:
+    for head_dim, scaling, name, chosen, recipe, seq_kv, skips in launches:
         launched.clear()
         shape = (BATCH, SEQ_Q, seq_kv, HEADS, KV_HEADS, head_dim)
         q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
@@ -156,6 +163,11 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
                 torch.testing.assert_close(rotated, ref_rotate(x))
         k, v, masking = masked_keys(k, v, SEQ_Q, **maskings(device)[name])
         scales = ScaleState([Site("a", KV_HEADS, head_dim)], device=device)
+        lists = None
+        if skips:  # keys of little else than noise: some tiles hold next to nothing
+            k = k * torch.linspace(1, 0.01, seq_kv, device=device, dtype=k.dtype)[None, :, None, None]
+            shape = (BATCH, HEADS, SEQ_Q, seq_kv, head_dim, device)
+            lists = new_skip_state(*shape, recipe=recipe, limit=0.9, every=2)
         row_max = torch.full((BATCH, HEADS, SEQ_Q), -torch.inf, device=device)
         for step in range(2 if scaling == "planned" else 1):  # without a plan, then with one
             state = scales.head_state(0) if scaling == "planned" else None
@@ -163,12 +175,19 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
                 state = state.keeping(row_max, known=step > 0)
             before = None if state is None else HeadState(*(x.clone() for x in state))
             lagged = recipe == FP8 and reads_row_max(state, masking)
-            tile = device_tile(device, head_width(head_dim), scaling, masking, RECIPES[recipe].pv, lagged)
+            tile = device_tile(device, head_width(head_dim), scaling, masking, RECIPES[recipe].pv, lagged or skips)
             tile = Tile(*chosen) if chosen else tile
             rest = {"scaling": "per_token" if state else scaling, "scale": head_dim**-0.5, "smooth_k": True}
             out, lse = launch_attention_fwd(
-                q, k, v, **rest, state=state, return_lse=True, recipe=recipe, masking=masking, tile=tile
+                q, k, v, **rest, state=state, return_lse=True, recipe=recipe, masking=masking, tile=tile,
+                skip=lists,
             )  # fmt: skip
+            if lists is not None:
+                lists.now.add_(1)
+                own = lists._replace(**{n: getattr(lists, n).cpu() for n in lists._fields[:7]})
+                own.alarms.zero_()
+                own.now.copy_(own.clock[CLOCK_LAST])  # no step since: the reference takes the lists as they are
+                rest["skip"] = own
             rest |= {"block_q": tile.scale_rows, "block_k": tile.block_n, "first_max": tile.keep_first_max}
             assert_matches_reference(out, lse, q, k, v, state=before, recipe=recipe, masking=masking, **rest)
             scales.advance(1.0, 0.9)

@@ -29,7 +29,7 @@ def compile(self, key, signature, device, *rest):
     return found
 
 JITFunction._do_compile = compile
-from sage_kernels import warm_up
+from sage_kernels import new_skip_state, skip_state, warm_up
 from sage_kernels._triton.attention import launch as launch_attention
 from sage_kernels._triton.attention.tiles import choose_tile
 from sage_kernels._triton.launch import ahead, launcher
@@ -42,6 +42,7 @@ launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: ch
     90, width, scaling, masking.by_row, pv, not lagged)
 launch_attention.processors_of = prologue.processors_of = lambda device: 132
 CPU = torch.device("cpu")
+skip_state.REFERENCE_BLOCK = (192, 64)  # Hopper's
 
 def closing(state):
     level = state._noise_bins.of(1.0)
@@ -53,43 +54,49 @@ def forget():
     for kernel in KERNELS:
         kernel.device_caches.clear()
 
-def launches(tokens, head_dim, recipe, causal, by_key, steps=6):
+def launches(tokens, head_dim, recipe, causal, by_key, steps=6, skips=False):
     state = ScaleState([Site(name, 2, head_dim) for name in "ab"], device=CPU)
     tensors = [torch.zeros(2, tokens, 4, head_dim, dtype=torch.bfloat16) for _ in range(3)]
     mask = torch.zeros(2, 1, 1, tokens, dtype=by_key) if by_key else None
     masking, _ = make_masking(mask, causal, None, 0.0, None, tokens, tokens)
     state.begin_run(1.0)
+    lists = [new_skip_state(2, 4, tokens, tokens, head_dim, CPU, recipe=recipe) if skips else None for _ in "ab"]
     for step in range(steps):
         for site in range(2):
             of_site = state.head_state(site)
             if "fp8" in recipe:
-                kept = state.row_maxima.of(site, (2, 4, tokens), CPU)
+                kept = state.kept.row_maxima.of(site, (2, 4, tokens), CPU)
                 of_site = of_site if kept is None else of_site.keeping(*kept)
             q, k, v = tensors[0], *(x[:, :, ::2] for x in tensors[1:])
             launch_attention.launch_attention_fwd(
                 q, k, v, scale=0.1, scaling="planned", smooth_k=True, state=of_site, return_lse=False, recipe=recipe,
-                masking=masking)
+                masking=masking, skip=lists[site])
         closing(state)()
-        state.row_maxima.next_step()
+        state.kept.row_maxima.next_step()
     return state
 
 from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel
 from sage_kernels._triton.prologue.plan_step import _plan_step_kernel
 from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel
+from sage_kernels._triton.attention.skip_tiles import _choose_tiles_kernel, _measure_tiles_kernel
 KERNELS = [attention_fwd_hopper_kernel, _plan_step_kernel, _key_mask_kernel, prologue._prologue_kernel]
+KERNELS += [_choose_tiles_kernel, _measure_tiles_kernel]
 numbers = {}
 for recipe in ("qk_int8_pv_bf16", "qk_int8_pv_fp8"):
-    for tokens, head_dim, causal, by_key in (
-        (300, 64, "", None), (9000, 64, "", None), (520, 128, "top_left", None), (400, 64, "", torch.bool)
+    for tokens, head_dim, causal, by_key, skips in (
+        (300, 64, "", None, False), (9000, 64, "", None, False), (520, 128, "top_left", None, False),
+        (400, 64, "", torch.bool, False), (600, 64, "", None, True),
     ):
         forget()
         state = launches(tokens, head_dim, recipe, causal, by_key)
+        if skips:
+            launches(tokens, head_dim, recipe, causal, by_key, skips=True)
         launched = set(compiled)
         assert len(launched) == len(compiled)
         forget()
         length = warm_up.LONG if tokens >= warm_up.LONG else warm_up.SHORT
         kind = warm_up.CallKind(torch.bfloat16, head_dim, recipe, keeps_rows=True, causal=causal, by_key=by_key,
-                                tokens=(length,))
+                                tokens=(length,), skips=skips)
         started = warm_up.compile_ahead([kind], CPU, [closing(state)])
         started.wait()
         predicted = set(compiled)
@@ -99,7 +106,7 @@ for recipe in ("qk_int8_pv_bf16", "qk_int8_pv_fp8"):
             before = threading.active_count()
             again = warm_up.compile_ahead([kind], CPU, [closing(state)])
             assert not again.jobs and len(again.known) == len(predicted) and threading.active_count() <= before
-            launches(tokens, head_dim, recipe, causal, by_key)
+            launches(tokens, head_dim, recipe, causal, by_key, skips=skips)
             assert len(compiled) == len(predicted), "a run compiled again"
 # a later step's kernels are the reason: in bf16 there are none
 assert numbers["qk_int8_pv_fp8"] > numbers["qk_int8_pv_bf16"], numbers

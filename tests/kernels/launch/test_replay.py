@@ -26,19 +26,28 @@ from sage_kernels._triton.prologue import prologue
 from sage_kernels._triton.attention.tiles import Tile, choose_tile
 from sage_kernels.masking import make_masking
 from sage_kernels.recipe import RECIPES
+from sage_kernels.skipping import SkipState, empty_lists
 from sage_kernels.state import new_head_state
 
 launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: choose_tile(90, width, scaling, pv=pv)
 launch_attention.processors_of = prologue.processors_of = lambda device: 132
 
-def tensors(seq_q, seq_kv, head_dim, dtype, planned, known):
+def lists(seq_q, seq_kv):
+    now, limit = torch.zeros((), dtype=torch.int32), torch.zeros(())
+    totals = torch.zeros(8, dtype=torch.int64)
+    return empty_lists(2, 4, seq_q, seq_kv, (192, 64), every=4, now=now, limit=limit, totals=totals)
+
+def tensors(seq_q, seq_kv, head_dim, dtype, planned, known, skips):
     q, k, v = (torch.randn(2, s, 4, head_dim).to(dtype) for s in (seq_q, seq_kv, seq_kv))
     state = new_head_state(4, head_dim, "cpu") if planned else ()
-    return (q, k, v, *(state if known is None else state.keeping(torch.empty(2, 4, seq_q), known)))
+    state = state if known is None else state.keeping(torch.empty(2, 4, seq_q), known)
+    return (q, k, v, *state, *(lists(seq_q, seq_kv).tensors if skips else ()))
 
 def call(given, planned, **options):
     masking, _ = make_masking(None, options.pop("causal", ""), None, 0.0, None, given[0].shape[1], given[1].shape[1])
-    state = type(new_head_state(1, 8, "cpu"))(*given[3:]) if planned else None
+    state = type(new_head_state(1, 8, "cpu"))(*given[3:10]) if planned else None
+    if len(given) > 10:
+        options["skip"] = SkipState(*given[10:], 4, 192, 64)
     options = {"scale": 0.1, "smooth_k": True, "return_lse": False, "masking": masking, **options}
     out, lse = launch_attention.launch_attention_fwd(*given[:3], state=state, **options)
     return out if lse is None else (out, lse)
@@ -48,6 +57,10 @@ KINDS = {
     "fp8, planned": dict(planned=True, scaling="planned", recipe="qk_int8_pv_fp8"),
     "fp8, maxima kept": dict(planned=True, known=False, scaling="planned", recipe="qk_int8_pv_fp8"),
     "fp8, maxima known": dict(planned=True, known=True, scaling="planned", recipe="qk_int8_pv_fp8"),
+    "lists of key tiles": dict(planned=True, scaling="planned", skips=True),
+    "lists, fp8, maxima known": dict(
+        planned=True, known=True, scaling="planned", skips=True, recipe="qk_int8_pv_fp8"
+    ),
     "per_token, rotated, lse, two lengths": dict(
         scaling="per_token", rotation="hadamard", return_lse=True, seq_q=70, seq_kv=300
     ),
@@ -55,7 +68,8 @@ KINDS = {
 for name, kind in KINDS.items():
     kind = dict(kind)
     planned, dtype = kind.pop("planned", False), torch.bfloat16
-    shape = kind.pop("seq_q", 200), kind.pop("seq_kv", 200), 64, dtype, planned, kind.pop("known", None)
+    shape = kind.pop("seq_q", 200), kind.pop("seq_kv", 200), 64, dtype, planned
+    shape += kind.pop("known", None), kind.pop("skips", False)
     first, second = tensors(*shape), tensors(*shape)
     results, again = launching.record(lambda: call(first, planned, **kind), first)
     assert again is not None, name

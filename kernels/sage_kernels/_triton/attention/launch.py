@@ -9,6 +9,7 @@ import torch
 from ...masking import NO_MASKING, UNLIMITED, Masking
 from ...numerics import LOG2_E, padded_head_dim, pv_dtype
 from ...recipe import DEFAULT_RECIPE, RECIPES
+from ...skipping import SkipState
 from ...state import HeadState, keeps_row_max, reads_row_max
 from .. import compat
 from ..launch import buffer, launch, processors_of
@@ -19,6 +20,7 @@ from ..prologue.prologue import Prepared, launch_prologue
 from ..prologue.rotate import launch_rotate
 from ..sequences import Packed, packed_arguments
 from .kernel import _attention_fwd_kernel
+from .skip_tiles import launch_skip_tiles
 from .tiles import Tile, choose_tail, choose_tile, query_slice
 
 
@@ -68,6 +70,11 @@ def device_tile(
     return tile
 
 
+def tile_of_lists(device: torch.device, head_dim: int, pv: str) -> Tile:
+    """The tile of a launch with lists of key tiles: they are of one, whether maxima of rows are known or not."""
+    return device_tile(device, head_width(padded_head_dim(head_dim)), "planned", NO_MASKING, pv, lagged=True)
+
+
 def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
     """Whether programs may share a tile of query rows: in the Hopper kernel, where all tiles are of one length."""
     return tile.kernel == "hopper" and mask.kind == "none" and not is_band(masking)
@@ -76,6 +83,7 @@ def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
 def launch_attention_fwd(
     q, k, v, *, scale, scaling, smooth_k, state: HeadState | None, return_lse, recipe: str = DEFAULT_RECIPE,
     masking: Masking = NO_MASKING, rotation: str = "none", tile: Tile | None = None, packed: tuple | None = None,
+    skip: SkipState | None = None,
 ):  # fmt: skip
     """Launch the prologue and the attention kernel on q's device and current stream. Arguments are checked already.
 
@@ -83,6 +91,7 @@ def launch_attention_fwd(
         tile: overrides the tile table (benchmarks, tests).
         packed: the sequences that q, k and v, of a batch of 1, are made of: the two tensors of a Packed. `masking`
             then has no mask, and its offset is not read: the last row of a sequence is at its last key.
+        skip: lists of key tiles that need not be visited, beside a state and without masking.
     Returns: out [B, S_q, H, D] contiguous in q.dtype, lse [B, S_q, H] fp32 or None.
     """
     batch, seq_q, heads, head_dim = q.shape
@@ -93,7 +102,7 @@ def launch_attention_fwd(
         q, k, v = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
         out, lse = launch_attention_fwd(
             q, k, v, scale=scale, scaling=scaling, smooth_k=smooth_k, state=state, return_lse=return_lse,
-            recipe=recipe, masking=masking, rotation=rotation, tile=tile, packed=packed,
+            recipe=recipe, masking=masking, rotation=rotation, tile=tile, packed=packed, skip=skip,
         )  # fmt: skip
         return out[..., :head_dim].contiguous(), lse
 
@@ -106,7 +115,13 @@ def launch_attention_fwd(
     is_fp8 = pv != "16bit"
     lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
     kind = {} if packed is None else {"packed": True}
-    tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged, **kind)
+    # the lists of a run are of one tile, whether maxima are known or not
+    tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged or skip is not None, **kind)
+    if skip is not None and (skip.block_q, skip.block_k) != (tile.block_m, tile.block_n):
+        raise ValueError(
+            f"skip: got lists of tiles of {skip.block_q} x {skip.block_k}, expected {tile.block_m} x {tile.block_n}; "
+            "make them with sage_kernels.new_skip_state"
+        )
     reference = "first" if tile.keep_first_max else "running"
     if is_fp8:
         reference = "lagged" if lagged else "running"
@@ -125,7 +140,7 @@ def launch_attention_fwd(
         # triton.cdiv takes two microseconds on the host
         tiles = -(-seq_q // tile.block_m) if packed is None else packed.slots(seq_q, tile.block_m)
         tiles *= batch * heads
-        cut = can_be_cut(tile, masking, mask)
+        cut = skip is None and can_be_cut(tile, masking, mask)
         tail = choose_tail(tiles, seq_kv, processors_of(q.device)) if cut else None
         partials = arrived = None
         if tail is not None:
@@ -144,6 +159,10 @@ def launch_attention_fwd(
             block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
             overlap=tile.kernel == "hopper", packed=packed, left=masking.left,
         )  # fmt: skip
+        if skip is not None:
+            mask = launch_skip_tiles(
+                q, prepared, skip, kv_heads=kv_heads, seq_kv=seq_kv, scale=scale, width=width
+            )  # fmt: skip
         if is_fp8:
             v = prepared.values
         elif tile.kernel != "pointers":

@@ -50,7 +50,7 @@ def load_values(values, b, token, first_key, h_kv, first_step, seq_kv, reach, st
                 tile = tl.load(pointers)
             else:
                 tile = tl.load(pointers, mask=(channels < HEAD_DIM)[None, :], other=0.0)
-        if MASKED and MASK != "none":  # keys that no row sees: a probability of 0 would not silence a NaN
+        if MASKED and (MASK == "keys" or MASK == "rows"):  # a probability of 0 would not silence a NaN
             seen = tl.load(reach + token + offs_n) > float("-inf")
             tile = tl.where(seen[:, None], tile, 0.0).to(tile.dtype)
     return tile

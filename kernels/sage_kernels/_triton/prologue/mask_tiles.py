@@ -24,11 +24,12 @@ class MaskTiles(NamedTuple):
     """What the kernels read of a mask. Without a mask every tensor is None.
 
     Attributes:
-        kind: "none", "keys" (one vector of keys a sample) or "rows" (anything else).
+        kind: "none", "keys" (one vector of keys a sample), "rows" (any other mask) or "tiles" (lists alone: nothing is
+            hidden, but not all tiles are visited).
         reach: fp32 [B or 1, H_kv or 1, tiles·block_n], largest bias that any row adds to a key, base 2; -inf: hidden
             from all, and beyond the sequence.
         extent: int32 [B or 1, H_kv or 1], one past the last key that takes part in scales.
-        tiles: int32 [lists, tiles], the list of a query tile (kind "rows") or of a sample ("keys").
+        tiles: int32 [lists, tiles], the list of a query tile (kinds "rows" and "tiles") or of a sample ("keys").
         numbers: int32 [lists, 2], how many tiles of the list are wholly visible, how many are visited.
         list_strides: lists from one sample, head and query tile to the next.
     """
@@ -50,7 +51,7 @@ class MaskTiles(NamedTuple):
 
 
 @triton.jit
-def _append(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial):
+def append_tiles(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial):
     """Add tiles [N] to their end of the list; returns the new counts."""
     is_partial = (is_any & (is_full == 0)).to(tl.int32)
     is_full = (is_any & is_full).to(tl.int32)
@@ -60,7 +61,8 @@ def _append(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial):
 
 
 @triton.jit
-def _close(tiles_ptr, numbers_ptr, n_tiles, full, partial):
+def close_list(tiles_ptr, numbers_ptr, n_tiles, full, partial):
+    """Write how long the two parts of a list are."""
     if full + partial == 0:  # a query tile that sees nothing still reads the first entry, from the back
         tl.store(tiles_ptr + n_tiles - 1, 0)
     tl.store(numbers_ptr, full)
@@ -84,9 +86,9 @@ def _key_mask_kernel(mask_ptr, reach_ptr, extent_ptr, tiles_ptr, numbers_ptr, st
         extent = tl.maximum(extent, tl.max(tl.max(tl.where(bias > _FAINT, keys + 1, 0), 1), 0))
         is_any = tl.max(bias, 1) > float("-inf")
         is_full = tl.max((bias != 0.0).to(tl.int32), 1) == 0
-        full, partial = _append(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial)
+        full, partial = append_tiles(tiles_ptr, n_tiles, tile, is_any, is_full, full, partial)
     tl.store(extent_ptr + b, extent)
-    _close(tiles_ptr, numbers_ptr + b * 2, n_tiles, full, partial)
+    close_list(tiles_ptr, numbers_ptr + b * 2, n_tiles, full, partial)
 
 
 @triton.jit(do_not_specialize=["seq_q", "seq_kv", "mask_heads", "reach_heads", "group"])
@@ -114,11 +116,11 @@ def _row_mask_kernel(mask_ptr, reach_ptr, tiles_ptr, numbers_ptr, stride_mb, str
         tl.atomic_max(reach_ptr + keys, reach, mask=reach > float("-inf"), sem=RELAXED)
         is_any = tl.max(reach, 0) > float("-inf")
         is_full = tl.max(tl.max((bias != 0.0).to(tl.int32), 1), 0) == 0
-        full, partial = _append(
+        full, partial = append_tiles(
             tiles_ptr, n_tiles, tile + tl.arange(0, 1), tl.arange(0, 1) * 0 + is_any, tl.arange(0, 1) * 0 + is_full,
             full, partial,
         )  # fmt: skip
-    _close(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
+    close_list(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
 
 
 def launch_mask_tiles(

@@ -114,6 +114,10 @@ def attention_fwd_hopper_kernel(
             first_row, seq_q, seq_kv, left, right, offset,
             BLOCK_M=GROUPS * ROWS, BLOCK_N=BLOCK_N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
         )  # fmt: skip
+    elif MASK == "tiles":  # a list for each tile of query rows
+        tiles_ptr += program.to(gl.int64) * n_tiles
+        full = gl.load(numbers_ptr + program * 2)
+        visited = gl.load(numbers_ptr + program * 2 + 1)
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + b * list_step_b * 2)

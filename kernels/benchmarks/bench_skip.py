@@ -1,0 +1,137 @@
+"""Time attention whose lists leave out key tiles: what random tiles bring that are not visited, what measuring costs.
+
+    python kernels/benchmarks/bench_skip.py
+    python kernels/benchmarks/bench_skip.py --no-save
+
+"/skip0", "/skip50" and "/skip75" have lists that leave out so many percent of the key tiles, at random, of every tile
+of query rows, and measure nothing. "/measuring" visits everything and measures one query tile of 8 in each call, as
+most steps of a run do; "/measuring_all" all of them, as the first step does. Beside them the same recipe without
+lists, and PyTorch's attention in 16 bit. FP8 takes the rows' maxima of the call before, as later steps of a run do.
+FLOPs are those of all tiles: a rate is work that was spared, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+import torch
+from bench import (
+    FP8_RECIPE,
+    GATE_ROWS,
+    gate,
+    make_sets,
+    planned_attention,
+    quintiles,
+    report,
+    take_turns,
+    torch_sdpa,
+)
+from cases import Case
+from torch.nn.attention import SDPBackend
+
+from sage_kernels import DEFAULT_RECIPE, new_skip_state, sage_attention
+from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.skipping import CLOCK_LAST, SkipState, pack, unpack
+
+
+CASES = [Case("wan21_1_3b_480p81_self", 1, 32760, 32760, 12, 12, 128, rep=600)]
+EVERY = 8
+
+
+def random_lists(case: Case, share: float, recipe: str, device) -> SkipState:
+    """Lists that leave out this share of the key tiles of every query tile, but never the first one, and stay so."""
+    shape = (case.batch, case.heads, case.seq_q, case.seq_kv, case.head_dim)
+    lists = new_skip_state(*shape, device, recipe=recipe, limit=0.5, every=EVERY)
+    tiles = -(-case.seq_kv // lists.block_k)
+    generator = torch.Generator().manual_seed(0)
+    order = torch.rand(*lists.lists.shape[:3], tiles - 1, generator=generator).argsort(-1)
+    skipped = torch.nn.functional.pad(order < round(share * tiles), (1, 0))
+    lists.lists.copy_(pack(skipped))
+    lists.clock[CLOCK_LAST] = lists.now  # no step since: nothing is measured
+    return lists
+
+
+def exact_rows(case: Case, lists: SkipState, q, k, v):
+    """Exact attention of the last GATE_ROWS query rows to the tiles that they visit, in fp64."""
+    first = max(0, case.seq_q - GATE_ROWS)
+    rows = torch.arange(first, case.seq_q, device=q.device) // lists.block_q
+    skipped = unpack(lists.lists, -(-case.seq_kv // lists.block_k))
+    out = torch.empty(q[:, first:].shape, dtype=torch.float64, device=q.device)
+    for b in range(case.batch):
+        for h in range(case.heads):
+            kv = h * case.kv_heads // case.heads
+            scores = q[b, first:, h].double() @ k[b, :, kv].double().T * case.head_dim**-0.5
+            hidden = skipped[b, h, rows].repeat_interleave(lists.block_k, -1)[:, : case.seq_kv]
+            out[b, :, h] = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[b, :, kv].double()
+    return out
+
+
+def listed_attention(case: Case, lists: SkipState, recipe: str, q, k, v, steps: int = 0):
+    """Attention with these lists and a plan, as `planned_attention`, which takes so many steps with each call."""
+    scales = ScaleState([Site("bench", case.kv_heads, case.head_dim)], device=q.device)
+    maxima: dict[int, torch.Tensor] = {}  # of each set of inputs: a step sees nearly the rows of the step before
+
+    def run(q, k, v):
+        state, known = scales.head_state(0), q.data_ptr() in maxima
+        if recipe == FP8_RECIPE:
+            if not known:
+                maxima[q.data_ptr()] = q.new_empty(case.batch, case.heads, case.seq_q, dtype=torch.float32)
+            state = state.keeping(maxima[q.data_ptr()], known)
+        out = sage_attention(q, k, v, state=state, recipe=recipe, skip=lists)
+        if steps:
+            lists.now.add_(steps)
+        return out
+
+    run(q, k, v)
+    scales.advance(1.0, 0.9)
+    run.scales = scales
+    return run
+
+
+def run_case(case: Case, save: bool) -> list[str]:
+    sets = make_sets(case)
+    recipes = [DEFAULT_RECIPE]
+    if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
+        recipes.append(FP8_RECIPE)
+    dense = [("torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION))]
+    dense += [
+        ("sage_kernels", "", recipe, planned_attention(case, *sets[0], lagged=recipe == FP8_RECIPE, recipe=recipe))
+        for recipe in recipes
+    ]
+    entrants, failures = gate(case, sets[0], dense)
+    for recipe in recipes:
+        for suffix, share, steps in (
+            ("/skip0", 0.0, 0), ("/skip50", 0.5, 0), ("/skip75", 0.75, 0), ("/measuring", 0.0, 1),
+            ("/measuring_all", 0.0, EVERY),
+        ):  # fmt: skip
+            lists = random_lists(case, share, recipe, sets[0][0].device)
+            if steps:
+                lists.limit.fill_(1e-30)  # measured, and nothing is found to be so little
+            run = listed_attention(case, lists, recipe, *sets[0], steps)
+            offered = [("sage_kernels", suffix, recipe, run)]
+            passed, failed = gate(case, sets[0], offered, exact_rows(case, lists, *sets[0]))
+            entrants, failures = entrants + passed, failures + failed
+    take_turns(case, entrants, lambda _: sets)
+    cudnn = next((quintiles(e.times)[1] for e in entrants if e.provider == "torch_sdpa_cudnn"), None)
+    best = min((quintiles(e.times)[1] for e in entrants if not e.is_int8), default=math.inf)
+    for entrant in entrants:
+        report(case, entrant, cudnn, best, sets[0], save)
+    return failures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_skip.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    failures = [failure for case in CASES for failure in run_case(case, not arguments.no_save)]
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

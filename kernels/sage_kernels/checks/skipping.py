@@ -1,0 +1,56 @@
+"""What `sage_attention` asks of lists of key tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..skipping import CLOCK_FIELDS, TOTAL_FIELDS, SkipState, list_shape
+from .tensors import check_writable
+
+
+def check_skip(skip: SkipState, q: torch.Tensor, k: torch.Tensor, state: Any, masking: tuple[Any, ...]) -> None:
+    """Raise unless the lists are of this call, q [B, S_q, H, D] and k [B, S_kv, H_kv, D], on its device.
+
+    masking: attn_mask, causal, window, softcap, sinks.
+    """
+    if not isinstance(skip, SkipState):
+        raise TypeError(f"skip: got {type(skip).__name__}, expected sage_kernels.SkipState or None")
+    if torch.compiler.is_compiling():
+        raise NotImplementedError(
+            "skip: got lists in code that torch.compile traces, expected a call outside of it or inside of an op"
+        )
+    if state is None:
+        raise ValueError("skip: got lists without a state, expected state=, which carries scales from step to step")
+    attn_mask, causal, window, softcap, sinks = masking
+    if attn_mask is not None or causal or window is not None or softcap or sinks is not None:
+        raise NotImplementedError(
+            "skip: got lists beside a mask, band, soft cap or sinks, expected none of these; leave skip out"
+        )
+    for name in ("every", "block_q", "block_k"):
+        value = getattr(skip, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"skip.{name}: got {value!r}, expected an int >= 1")
+    batch, seq_q, heads, _ = q.shape
+    shape = list_shape(batch, heads, seq_q, k.shape[1], skip.block_q, skip.block_k)
+    wanted = {
+        "lists": (torch.int32, shape),
+        "bound": (torch.float32, shape[:3]),
+        "alarms": (torch.int32, (2, batch, heads)),
+        "clock": (torch.int32, (CLOCK_FIELDS,)),
+        "now": (torch.int32, ()),
+        "limit": (torch.float32, ()),
+        "totals": (torch.int64, (TOTAL_FIELDS,)),
+    }
+    for name, (dtype, expected) in wanted.items():
+        x = getattr(skip, name)
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"skip.{name}: got {type(x).__name__}, expected a torch.Tensor")
+        if x.dtype != dtype or tuple(x.shape) != tuple(expected) or x.device != q.device or not x.is_contiguous():
+            raise ValueError(
+                f"skip.{name}: got {x.dtype} {tuple(x.shape)} on {x.device}, expected contiguous {dtype} "
+                f"{tuple(expected)} on {q.device}; make lists for each shape with sage_kernels.new_skip_state"
+            )
+    for name in ("lists", "bound", "alarms", "clock", "totals"):
+        check_writable(f"skip.{name}", getattr(skip, name))

@@ -1,0 +1,112 @@
+"""The specification of skipping: which key tiles a call leaves out, and what is measured for the next one."""
+
+from __future__ import annotations
+
+import torch
+
+from ..skipping import (
+    CLOCK_BEGAN,
+    CLOCK_CALLS,
+    CLOCK_GAP,
+    CLOCK_LAST,
+    CLOCK_RUNNING,
+    FILL,
+    LARGEST_LEVEL,
+    LEVELS,
+    LOSS_UNIT,
+    NO_SHARE,
+    SHARE_SLACK,
+    TOTAL_BEYOND,
+    TOTAL_LARGEST,
+    TOTAL_LOST,
+    TOTAL_MEASURED,
+    TOTAL_TILES,
+    TOTAL_VISITED,
+    SkipState,
+    pack,
+    unpack,
+)
+
+
+def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.Tensor:
+    """The key tiles that a call leaves out, bool [B, H, query tiles, key tiles], as its lists are renewed.
+
+    Args:
+        q_int, k_int: codes [B, H, S_q, D] and [B, H_kv, S_kv, D]; row_scale [B, H, S_q, 1] and k_scale
+            [B, H_kv, S_kv, 1] make base-2 scores of their products.
+        skip: read and written.
+    """
+    batch, heads, seq_q, _ = q_int.shape
+    repeat, seq_kv = heads // k_int.shape[1], k_int.shape[2]
+    n_tiles, m_tiles = -(-seq_kv // skip.block_k), skip.lists.shape[2]
+    now, limit = int(skip.now), float(skip.limit)
+    gap, call = now - int(skip.clock[CLOCK_LAST]), int(skip.clock[CLOCK_CALLS]) + 1
+    void = gap >= skip.every
+    turns, step = min(skip.every, m_tiles), now - int(skip.clock[CLOCK_BEGAN])
+    skipped = unpack(skip.lists, n_tiles)
+    if void:
+        skipped = torch.zeros_like(skipped)
+    for b in range(batch):
+        for h in range(heads):
+            everything, alarm = void or bool(skip.alarms[1, b, h]), False
+            measured = torch.zeros(m_tiles, dtype=torch.bool, device=q_int.device)
+            for m in range(m_tiles):
+                if not limit > 0 or not (everything or (m + step) % turns < gap):
+                    continue
+                measured[m] = True
+                rows = slice(m * skip.block_q, (m + 1) * skip.block_q)
+                scores = q_int[b, h, rows] @ k_int[b, h // repeat].T
+                scores = scores * (row_scale[b, h, rows] * k_scale[b, h // repeat].T)
+                shares = ref_shares(scores, skip.block_k)
+                if not void:
+                    alarm |= _measure(shares, skipped[b, h, m], limit, skip.totals)
+                skipped[b, h, m], skip.bound[b, h, m] = ref_list(shares, limit)
+            if alarm:
+                skip.alarms[0, b, h] = call
+                skipped[b, h] &= measured[:, None]
+            skip.alarms[1, b, h] = int(alarm)
+    skip.lists.copy_(pack(skipped))
+    skip.clock[CLOCK_GAP], skip.clock[CLOCK_CALLS], skip.clock[CLOCK_RUNNING] = gap, call, call
+    if limit > 0:
+        skip.clock[CLOCK_LAST] = now
+        if void:
+            skip.clock[CLOCK_BEGAN] = now
+    else:
+        skipped = torch.zeros_like(skipped)
+    skip.totals[TOTAL_TILES] += skipped.numel()
+    skip.totals[TOTAL_VISITED] += (~skipped).sum()
+    return skipped
+
+
+def ref_shares(scores: torch.Tensor, block_k: int) -> torch.Tensor:
+    """Share of each row's probability that each key tile has. scores [R, S_kv], base 2 -> [R, tiles], fp32."""
+    top = scores.amax(-1, keepdim=True)
+    lse = top + torch.log2(torch.exp2(scores - top).sum(-1, keepdim=True))
+    p = torch.nn.functional.pad(torch.exp2(scores - lse), (0, -scores.shape[-1] % block_k))
+    return torch.where(lse.isfinite(), p.unflatten(-1, (-1, block_k)).sum(-1), NO_SHARE)
+
+
+def ref_levels(shares: torch.Tensor) -> torch.Tensor:
+    """The largest share of any row, [R, tiles] -> int64 [tiles]: it is at most 2^(-level / LEVELS)."""
+    level = torch.floor(-LEVELS * torch.log2(shares.amax(0) * SHARE_SLACK))
+    return level.clamp(0, LARGEST_LEVEL).long()
+
+
+def ref_list(shares: torch.Tensor, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tiles that rows with these shares [R, tiles] need not visit, bool [tiles], and what a row loses at most."""
+    level = ref_levels(shares)
+    of_level = torch.exp2(torch.arange(LARGEST_LEVEL, -1, -1, device=level.device) / -LEVELS)
+    lost = (level.bincount(minlength=LARGEST_LEVEL + 1).flip(0) * of_level).cumsum(0)  # from the smallest shares on
+    fitting = int((lost <= limit * FILL).sum())  # levels that fit together
+    bound = lost[fitting - 1] if fitting else lost.new_zeros(())
+    return level > LARGEST_LEVEL - fitting, bound
+
+
+def _measure(shares, skipped, limit: float, totals) -> bool:
+    """Whether rows with these shares lost more than the limit by the list skipped [tiles]; counts what they lost."""
+    lost = torch.where(skipped, shares, 0.0).sum(-1).amax()
+    totals[TOTAL_MEASURED] += 1
+    totals[TOTAL_BEYOND] += int(lost > limit)
+    totals[TOTAL_LOST] += int(lost / LOSS_UNIT)
+    totals[TOTAL_LARGEST] = max(int(totals[TOTAL_LARGEST]), int(lost.view(torch.int32)))
+    return bool(lost > limit)

@@ -1,0 +1,136 @@
+"""Which key tiles a tile of query rows need not visit: the tensors that carry it from one denoising step to the next.
+
+A row of attention loses, with the key tiles that it does not visit, their share of its probability. The share of every
+tile is measured against the row's own log-sum-exp over all keys, so it hangs on no order of visits. Each tile of query
+rows is measured anew at least once in `every` steps, before the attention of that step, and takes its list from that
+step's own scores: tiles of the smallest shares, as many as leave the sum of what a row may lose within half of the
+limit. The other half is room for what changes until it is measured again. A tile of query rows that has meanwhile lost
+more than the limit raises an alarm for its head: the call visits everything but what was measured in it, and the next
+one measures all of the head. Maths: docs/skipping.md.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+WORD = 32  # key tiles of one int32 of a list
+# A share of 2^(-level / LEVELS) or less is kept as one byte, rounded up: 2^-63.75 stands for all that is smaller.
+LEVELS, LARGEST_LEVEL = 4, 255
+# What fp32 leaves open in a share: scores below 2^12 (base 2) are rounded to 2^-13, which moves an exponential by
+# 2^-13.5, and the sums of both loops add a few 2^-24 a term.
+SHARE_SLACK = 1 + 2.0**-10
+# Of the limit, what lists may use of it when they are made.
+FILL = 0.5
+# A row that is no number has no shares: its tiles are given this one, which fits in no list.
+NO_SHARE = 2.0
+# clock[i]: run step of the last call, steps since then of the running call, calls so far, number of the running call,
+# run step of the call that began with void lists
+CLOCK_LAST, CLOCK_GAP, CLOCK_CALLS, CLOCK_RUNNING, CLOCK_BEGAN = range(5)
+CLOCK_FIELDS = 5
+# totals[i]: pairs of a query tile and a key tile, those visited, measurements of lists that were in use, those beyond
+# the limit, sum of their losses (in LOSS_UNITs), largest one (bits of an fp32), runs of the lists' being void
+TOTAL_TILES, TOTAL_VISITED, TOTAL_MEASURED, TOTAL_BEYOND, TOTAL_LOST, TOTAL_LARGEST = range(6)
+TOTAL_FIELDS = 8  # 64 bytes: the rows of a table of them are aligned as kernels want it
+LOSS_UNIT = 2.0**-30
+NEVER = -(2**30)  # run step of a call that was never made
+
+
+class SkipState(NamedTuple):
+    """The lists of one call site, for calls of one shape; M tiles of block_q query rows.
+
+    Attributes:
+        lists: int32 [B, H, M, words], read and written: bit i of word w is set where key tile 32·w + i is skipped.
+        bound: fp32 [B, H, M], written: the largest share of its probability that a row of the query tile could lose,
+            in the step in which its list was made.
+        alarms: int32 [2, B, H], read and written: the number of the last call in which a list of the head lost more
+            than the limit; and whether that was the call before.
+        clock: int32 [5], read and written: see CLOCK_LAST and following.
+        now: int32 []: step of the run, which never goes back; a jump of `every` makes all lists void.
+        limit: fp32 []: largest share of a row's probability that may be skipped, below 1; 0: nothing is skipped.
+        totals: int64 [8], raised: see TOTAL_TILES and following.
+        every: each tile of query rows is measured at least once in so many steps, and in every step one of each head.
+        block_q, block_k: query rows and keys of a tile, of the kernel that reads the lists.
+    """
+
+    lists: torch.Tensor
+    bound: torch.Tensor
+    alarms: torch.Tensor
+    clock: torch.Tensor
+    now: torch.Tensor
+    limit: torch.Tensor
+    totals: torch.Tensor
+    every: int
+    block_q: int
+    block_k: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All but the numbers."""
+        return self[:7]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what only this call site has."""
+        return sum(x.nbytes for x in (self.lists, self.bound, self.alarms, self.clock))
+
+
+def list_shape(
+    batch: int, heads: int, seq_q: int, seq_kv: int, block_q: int, block_k: int
+) -> tuple[int, int, int, int]:
+    """Shape of `SkipState.lists`: [B, H, query tiles, words]."""
+    tiles = -(-seq_kv // block_k)
+    return batch, heads, -(-seq_q // block_q), -(-tiles // WORD)
+
+
+def list_bytes(batch: int, heads: int, seq_q: int, seq_kv: int, block_q: int, block_k: int) -> int:
+    """Bytes of a SkipState of this shape: a bit for a pair of tiles, 4 bytes for a query tile and 8 for a head."""
+    b, h, rows, words = list_shape(batch, heads, seq_q, seq_kv, block_q, block_k)
+    return 4 * (b * h * (rows * (words + 1) + 2) + CLOCK_FIELDS)
+
+
+def empty_lists(
+    batch: int, heads: int, seq_q: int, seq_kv: int, block: tuple[int, int], *, every: int, now: torch.Tensor,
+    limit: torch.Tensor, totals: torch.Tensor,
+) -> SkipState:  # fmt: skip
+    """Lists of a call site that skip nothing, on the device of `now`: its first call measures all of them."""
+    shape, device = list_shape(batch, heads, seq_q, seq_kv, *block), now.device
+    clock = torch.zeros(CLOCK_FIELDS, dtype=torch.int32, device=device)
+    clock[CLOCK_LAST] = NEVER
+    return SkipState(
+        lists=torch.zeros(shape, dtype=torch.int32, device=device),
+        bound=torch.zeros(shape[:3], device=device),
+        alarms=torch.zeros(2, *shape[:2], dtype=torch.int32, device=device),
+        clock=clock, now=now, limit=limit, totals=totals, every=every, block_q=block[0], block_k=block[1],
+    )  # fmt: skip
+
+
+def unpack(lists: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Lists int32 [..., words] as bool [..., tiles]: True where a key tile is skipped."""
+    bits = lists[..., None] >> torch.arange(WORD, dtype=torch.int32, device=lists.device)
+    return (bits & 1).flatten(-2)[..., :tiles] != 0
+
+
+def pack(skipped: torch.Tensor) -> torch.Tensor:
+    """The reverse of `unpack`."""
+    bits = torch.nn.functional.pad(skipped, (0, -skipped.shape[-1] % WORD)).unflatten(-1, (-1, WORD)).long()
+    words = (bits << torch.arange(WORD, device=skipped.device)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
+def totals_of(totals: torch.Tensor) -> dict[str, float | int]:
+    """What a report shows of totals int64 [8], on the CPU.
+
+    skipped_fraction: of pairs of tiles. lost_mean, lost_max: share of its probability that the worst row of a measured
+    tile of query rows had lost by the list it came with. measured: how many there were. beyond: those above the limit.
+    """
+    tiles, visited, measured, beyond, lost, largest = (int(x) for x in totals[:6])
+    return {
+        "skipped_fraction": 1 - visited / tiles if tiles else 0.0,
+        "lost_mean": lost * LOSS_UNIT / measured if measured else 0.0,
+        "lost_max": float(torch.tensor(largest, dtype=torch.int32).view(torch.float32)),
+        "measured": measured,
+        "beyond": beyond,
+    }
