@@ -41,6 +41,14 @@ P_EXPONENT_LIMIT = 2.0**18
 LAGGED_EXPONENT, LAGGED_LOWEST, LAGGED_HIGHEST = 4.0, 0.0, 8.75
 
 
+# P in INT8 is 0 to 127: the row's largest of a tile of keys is 127, as an exponent ...
+P_CODE_EXPONENT = 6.988684686772166
+# ... unless it is larger than this, where fp32's rounding of a score alone could lift it above 127.5: then it is 1.
+P_CODE_LIMIT = 2.0**15
+# How far the softmax's reference may lie below the highest one so far: sums of 2^31 keys then stay below 2^127.
+P_CODE_FALL = 64.0
+
+
 # Activation functions of linear layers that take pairs of columns, value · f(gate), and f
 GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 
@@ -53,7 +61,7 @@ class Recipe:
         name: the string users write, the test id, the benchmark row.
         qk: format of Q and K in the score matmul.
         pv: format of P and V in the output matmul; "16bit" is the input's own fp16 or bf16 (bf16 for fp32 inputs).
-            "fp8_e4m3" needs a GPU with FP8 matrix units: compute capability 8.9 or newer.
+            "fp8_e4m3" needs a GPU with FP8 matrix units: compute capability 8.9 or newer. "int8" runs on every GPU.
     """
 
     name: str
@@ -66,6 +74,7 @@ RECIPES = {
     for r in (
         Recipe("qk_int8_pv_bf16", qk="int8", pv="16bit"),
         Recipe("qk_int8_pv_fp8", qk="int8", pv="fp8_e4m3"),
+        Recipe("qk_int8_pv_int8", qk="int8", pv="int8"),
     )
 }
-DEFAULT_RECIPE, FP8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8"
+DEFAULT_RECIPE, FP8_RECIPE, INT8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8", "qk_int8_pv_int8"
