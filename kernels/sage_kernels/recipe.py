@@ -41,10 +41,14 @@ P_EXPONENT_LIMIT = 2.0**18
 LAGGED_EXPONENT, LAGGED_LOWEST, LAGGED_HIGHEST = 4.0, 0.0, 8.75
 
 
-# P in INT8 is 0 to 127: the row's largest of a tile of keys is 127, as an exponent ...
-P_CODE_EXPONENT = 6.988684686772166
-# ... unless it is larger than this, where fp32's rounding of a score alone could lift it above 127.5: then it is 1.
-P_CODE_LIMIT = 2.0**15
+# P in INT8 is a whole number from 0 to 255, stored less 128. It is rounded down after something between 0 and 1 was
+# added, another sixteenth for each of eight keys: many keys of one small weight, which would all be rounded alike, are
+# right together. The row's largest of a tile of keys is 254.5, as an exponent ...
+P_CODE_EXPONENT, P_CODE_OFFSET = 7.991521846075695, 128
+# ... unless it is larger than this, where fp32's rounding of a score alone could lift it above 255: then it is 1.
+P_CODE_LIMIT = 2.0**14
+# fp32 numbers from 2^15 to 2^16 have 8 bits behind the point: a sum with this has P's code in its second byte.
+P_CODE_MAGIC = 1.5 * 2.0**15 + P_CODE_OFFSET
 # How far the softmax's reference may lie below the highest one so far: sums of 2^31 keys then stay below 2^127.
 P_CODE_FALL = 64.0
 

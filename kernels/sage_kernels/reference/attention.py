@@ -27,6 +27,7 @@ from ..recipe import (
     P_CODE_EXPONENT,
     P_CODE_FALL,
     P_CODE_LIMIT,
+    P_CODE_MAGIC,
     P_EXPONENT,
     P_EXPONENT_LIMIT,
     RECIPES,
@@ -234,7 +235,7 @@ def _first_max(s, reference):
 
 
 def _tile_rounding(s, reference, block_k: int):
-    """Rounds P to INT8, tile by tile of block_k keys: the largest of a row in each is 127. s [R, K], base 2.
+    """Rounds P to 8 bits, tile by tile of block_k keys: the largest of a row in each is 254.5 before. s [R, K], base 2.
 
     reference [R, 1]: what the exponents of P, before and after, are taken against.
     """
@@ -243,7 +244,9 @@ def _tile_rounding(s, reference, block_k: int):
     own = torch.where(top.abs() < P_CODE_LIMIT, top - P_CODE_EXPONENT, top)
     own = own.maximum(own.cummax(1).values - P_CODE_FALL)
     own = torch.where(own == -torch.inf, 0.0, own)
-    codes = torch.round(torch.exp2(tiles - own[..., None]))
+    j = torch.arange(block_k, device=s.device)
+    step = P_CODE_MAGIC + 1 / 16 + (j ^ j // 8) % 2 / 2 + j // 2 % 2 / 4 + j // 4 % 2 / 8
+    codes = torch.floor(torch.exp2(tiles - own[..., None]) + step) - P_CODE_MAGIC
     rounded = codes * torch.exp2(own - torch.where(reference == -torch.inf, 0.0, reference))[..., None]
     return lambda _: rounded.flatten(1)[:, : s.shape[1]]
 

@@ -80,14 +80,18 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     codes, numbers, v = prepared.values, prepared.value_scale.cpu(), v.cpu()
     wanted, scale, center = quantize_centered_values(v.transpose(1, 2).float(), seen, seen)
     assert torch.equal(numbers[:, :, 0, :head_dim], scale[:, :, 0])
-    found = numbers[:, :, 1:, :head_dim].sum(2)
+    steps = -(-seq // codes.shape[1])
+    first_sum = 2 + -(-steps // 4)
+    found = numbers[:, :, 1:first_sum, :head_dim].sum(2)
     torch.testing.assert_close(found, center[:, :, 0], rtol=0, atol=0, equal_nan=True)
     assert center.isnan().sum() == 2 and not scale.isnan().any()
-    steps = -(-seq // codes.shape[1])
     stored = codes.cpu().view(batch, heads, steps, width, 8, 4, 2, 2).transpose(-2, -3)  # back in order
     stored = stored.reshape(batch, heads, steps, width, 128).transpose(2, 3).flatten(3)
     assert torch.equal(stored[:, :, :head_dim, :seq], wanted.mT.to(torch.int8))
     assert (stored[:, :, head_dim:] == 0).all() and (stored[..., seq:] == 0).all()
+    # what P's codes, which are 128 less than P, take from each tile of 64 keys; and 1.5·2^23, see `sums_of`
+    sums = stored.float().unflatten(3, (-1, 64)).sum(4).mT
+    assert torch.equal(numbers[:, :, first_sum:], 128 * sums - 1.5 * 2**23)
 
 
 @pytest.mark.parametrize("value", [NAN, -INF])
@@ -208,7 +212,7 @@ def tiles(request, int8, monkeypatch):
     def chosen(*args, **kwargs):
         tile = choose(*args, **kwargs)
         if request.param == "adds_bits" and not args[3].by_row:
-            tile = Tile(64, 128, 4, 2, "pointers", adds_bits=True)
+            tile = Tile(64, 128, 4, 2, "pointers", adds_bits=True, parts=1 if args[1] == 64 else 4)
             int8.blocks = {"block_q": 64, "block_k": 128}
         return tile
 

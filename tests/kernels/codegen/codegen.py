@@ -184,6 +184,8 @@ def attention(
             "HAS_SINKS": False,
             "TILE_ADDS_BITS": tile.adds_bits,
             "PACKED": packed,
+            "PARTS": tile.parts,
+            "ASM": tile.asm,
         }
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
@@ -253,7 +255,7 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
         "GROUP": 4, "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages, "MASK": mask, "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": not few,
         "SOFTCAP": False, "HAS_MEAN": True, "HAS_BALANCE": True, "HAS_LENGTHS": False, "HAS_SINKS": False,
-        "RING": False, "PARTIAL": few, "RETURN_LSE": False, "ASM": target.backend == "cuda",
+        "RING": False, "PARTIAL": few, "RETURN_LSE": False, "ASM": False,
         "EVICTION": "evict_first" if tile.read_once else "", "OVERLAP": few and name in OVERLAPPING,
         "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
     }  # fmt: skip
@@ -350,7 +352,7 @@ def linear(name: str, kind: str, fp8: bool = False, copied: bool = True) -> dict
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
         "ACTIVATION": GATED.get(activation, activation), "GATED": is_pair, "HAS_BIAS": True,
         "GATE": gate, "HAS_RESIDUAL": gate != "none", "FP8": fp8,
-        "ASM": target.backend == "cuda",
+        "ASM": False,
     }  # fmt: skip
     code = "fp8e4nv" if fp8 else "i8"
     types = {"x_ptr": f"*{code}", "w_ptr": f"*{code}"}

@@ -23,7 +23,7 @@ from ..primitives import (
     record_amax,
     round_to_int8,
 )
-from ..prologue.prepare_value_codes import value_numbers
+from ..prologue.prepare_value_codes import sums_of, value_numbers
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 from ..sequences import keys_of, rows_of, sequence_of, slot_of
 from .key_tiles import band_tiles, tile_at
@@ -112,7 +112,7 @@ def _attention_fwd_kernel(
     SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, REFERENCE: tl.constexpr, KEEPS_MAX: tl.constexpr, PV: tl.constexpr,
-    TILE_ADDS_BITS: tl.constexpr, PACKED: tl.constexpr,
+    TILE_ADDS_BITS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     if PACKED:  # seq_q and seq_kv are those of all sequences together
         slots = seq_q // BLOCK_M + sequences + 1
@@ -176,7 +176,6 @@ def _attention_fwd_kernel(
     TILE: tl.constexpr = REFERENCE == "tile"
     # P·V of a tile right after its softmax: where tiles are as large as the registers, nothing else of it stays there
     AT_ONCE: tl.constexpr = INT8_PV and TILE_ADDS_BITS
-    HALVES: tl.constexpr = AT_ONCE and WIDTH * BLOCK_N == 128 * 128 and not USE_TMA
     ADDS_BITS: tl.constexpr = TILE_ADDS_BITS and not FIXED and not SCALE_PER_KEY
 
     # quantise Q: [BLOCK_M, WIDTH]
@@ -241,6 +240,9 @@ def _attention_fwd_kernel(
         LIMIT: tl.constexpr = CODES_ADDED_BITS_LIMIT if INT8_PV else ADDED_BITS_LIMIT
         plain = tl.where(tl.max(largest_scale, 0) * tl.max(row_scale, 0) > LIMIT, 0, plain)
 
+    value_sums = v_scale_ptr
+    if INT8_PV:
+        value_sums = sums_of(v_scale_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH)
     reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
     top = reference
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -267,10 +269,10 @@ def _attention_fwd_kernel(
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     if AT_ONCE:
         v = load_values(
-            values, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, HALVES,
+            values, value_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
-        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
+        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
     for i in tl.range(1, plain, num_stages=STAGES):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
@@ -278,11 +280,11 @@ def _attention_fwd_kernel(
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         key_scale = tl.load(k_scales + tile * scale_step)
         v = load_values(
-            values, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV, PACKED, HALVES,
+            values, value_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
         if not AT_ONCE:
-            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
+            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
         if FIXED:
             if LAGGED:  # nothing waits for it: only what is decided after the loop
                 top = tl.maximum(top, tl.max(scores, 1).to(tl.float32) * (row_scale * key_scale))
@@ -297,18 +299,18 @@ def _attention_fwd_kernel(
             if not LATE:
                 acc = acc * rescale[:, None]
             if AT_ONCE:
-                acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
+                acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
     for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         v = load_values(
-            values, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, HALVES,
+            values, value_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
         if not AT_ONCE:
-            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
+            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
         p, reference, running_sum, top, factor = masked_step(
             scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
             tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum,
@@ -319,14 +321,14 @@ def _attention_fwd_kernel(
         if not LATE:
             acc = acc * factor[:, None]
         if AT_ONCE:
-            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
+            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
     if not AT_ONCE:
         tile = tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         v = load_values(
-            values, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, HALVES,
+            values, value_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
-        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
+        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
     if FIXED:
         if LAGGED:
             # exact: the largest score of each row against the range of e4m3. One of -inf has seen nothing, or only NaN
@@ -346,8 +348,8 @@ def _attention_fwd_kernel(
             for i in tl.range(0, visited, num_stages=1):
                 tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
                 v = load_values(
-                    values, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-                    stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, HALVES,
+                    values, value_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+                    reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
                 )  # fmt: skip
                 codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
                 scores = tl.dot(q_int, codes, out_dtype=tl.int32)
@@ -359,7 +361,7 @@ def _attention_fwd_kernel(
                 )  # fmt: skip
                 if not LATE:
                     acc = acc * factor[:, None]
-                acc = add_product(acc, factor, p, v, PV, BLOCK_M, BLOCK_N, TILE_ADDS_BITS, HALVES)
+                acc = add_product(acc, factor, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
             top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     elif KEEPS_MAX:
         top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
@@ -387,7 +389,7 @@ def _attention_fwd_kernel(
     sees_nothing = (running_sum == 0.0) & (reference == float("-inf"))
     out = tl.where(sees_nothing[:, None], 0.0, acc / running_sum[:, None])
     if INT8_PV:
-        v_scale, center_v = value_numbers(v_scale_ptr, kv_head_of_batch, seq_kv, channels, WIDTH)
+        v_scale, center_v = value_numbers(v_scale_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N, WIDTH)
         largest: tl.constexpr = 65504.0 if out_ptr.dtype.element_ty == tl.float16 else 3.38e38
         out = tl.fma(out, v_scale[None, :], share[:, None] * center_v[None, :])
         out = tl.clamp(out, -largest, largest, propagate_nan=tl.PropagateNan.ALL)

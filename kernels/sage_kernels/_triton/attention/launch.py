@@ -224,7 +224,8 @@ def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, maski
         *_mask_arguments(masking, mask, prepared.scale), *packed_arguments(packed, prepared.scale), *sizes,
         **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
         SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
-        TILE_ADDS_BITS=tile.adds_bits, PACKED=packed is not None, enable_fp_fusion=False,
+        TILE_ADDS_BITS=tile.adds_bits, PACKED=packed is not None, PARTS=tile.parts, ASM=tile.asm,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -20,6 +20,8 @@ class Tile(NamedTuple):
             addition: 1.5·2^23 has room for them in its mantissa. Where accumulators live in registers (mma.sync),
             products start with it and nothing is converted; chosen where fewer instructions are counted. Programs
             whose scales are too large for it convert all of theirs (ADDED_BITS_LIMIT).
+        parts: of the channels, whose P·V in INT8 is one after the other: fewer integer sums at a time.
+        asm: codes of P are packed by instructions of NVIDIA's that the compiler does not find by itself.
     """
 
     block_m: int
@@ -29,6 +31,8 @@ class Tile(NamedTuple):
     kernel: str
     keep_first_max: bool = False
     adds_bits: bool = False
+    parts: int = 1
+    asm: bool = False
 
     @property
     def scale_rows(self) -> int:
@@ -100,12 +104,13 @@ _FP8_OTHER_ROWS = Tile(32, 64, 8, 2, "pointers")
 # P and V in INT8, not timed. With as many keys in a tile, sums of integers become floats as rarely as 16-bit sums are
 # rescaled: fewer instructions a key than with P and V in 16 bit. At width 128 the largest that fits the registers.
 _INT8_WIDE = Tile(32, 64, 4, 2, "pointers")
+_INT8_64 = Tile(128, 128, 8, 2, "pointers", adds_bits=True, asm=True)
 _INT8 = {
-    80: {64: Tile(128, 128, 8, 2, "pointers", adds_bits=True), 128: Tile(128, 128, 8, 3, "pointers", adds_bits=True)},
-    86: {64: Tile(128, 128, 8, 2, "pointers", adds_bits=True), 128: Tile(128, 128, 8, 2, "pointers", adds_bits=True)},
+    80: {64: _INT8_64, 128: _INT8_64._replace(parts=4)},
+    86: {64: _INT8_64, 128: Tile(128, 128, 8, 2, "pointers", adds_bits=True, parts=2)},
     90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(128, 64, 8, 3, "tma"), 256: Tile(64, 64, 8, 2, "tma")},
     100: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
-    120: {64: Tile(128, 128, 8, 2, "pointers", adds_bits=True), 128: Tile(128, 64, 8, 2, "pointers", adds_bits=True)},
+    120: {64: _INT8_64, 128: Tile(128, 64, 8, 2, "pointers", adds_bits=True)},
     0: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
 }
 _INT8_ROWS = {90: Tile(64, 64, 8, 2, "tma"), 0: Tile(64, 64, 8, 2, "pointers")}

@@ -15,7 +15,7 @@ import triton.language as tl
 from ... import recipe
 from ...masking import FAINT
 from ..launch import buffer, launch
-from ..primitives import AMAX_FLOOR, CENTER_SAMPLES, CENTER_STEPS, INT8_MAX, round_to_int
+from ..primitives import AMAX_FLOOR, CENTER_SAMPLES, CENTER_STEPS, INT8_MAX, ROUND_MAGIC, round_to_int
 from .mask_tiles import MaskTiles
 from .prepare_values import (
     AMAX_CHUNKS,
@@ -36,14 +36,39 @@ _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 _FAINT = tl.constexpr(FAINT)
 _ROWS = tl.constexpr(32)  # of numbers, loaded at once
 
-# Of a head's numbers for the output, [ROWS, WIDTH]: the scale, the center, then what was met in LOST_STEPS steps each.
+_OFFSET = tl.constexpr(float(recipe.P_CODE_OFFSET))
+
+# A head's numbers, [rows, WIDTH]: the scale, the center, what was met in LOST_STEPS steps each, and what is added to
+# the products of each tile of BLOCK_N keys.
 LOST_STEPS = tl.constexpr(4)
 FIRST_LOST = tl.constexpr(2)
 
 
-def value_rows(n_steps: int) -> int:
-    """Rows of a head's numbers for the output."""
-    return FIRST_LOST.value + -(-n_steps // LOST_STEPS.value)
+def value_rows(n_steps: int, block_n: int) -> int:
+    """Rows of a head's numbers."""
+    return FIRST_LOST.value + -(-n_steps // LOST_STEPS.value) + n_steps * (KEYS.value // block_n)
+
+
+@triton.jit
+def _rows_before_sums(seq_kv):
+    """Rows of a head's numbers before those of tiles, and all of them but the BLOCK_N'th part of KEYS of steps."""
+    n_steps = tl.cdiv(seq_kv, KEYS)
+    return tl.cdiv(n_steps, LOST_STEPS) + FIRST_LOST, n_steps
+
+
+@triton.jit
+def _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a head's numbers begin."""
+    before, n_steps = _rows_before_sums(seq_kv)
+    return numbers_ptr + kv_head_of_batch.to(tl.int64) * (before + n_steps * (KEYS // BLOCK_N)) * WIDTH
+
+
+@triton.jit
+def sums_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the numbers of a head's tiles begin, [tiles, WIDTH]: 128 times the sum of each channel's codes, which P's
+    codes are 128 too small for, less what makes integers the bits of floats (ROUND_MAGIC). Exact."""
+    before, _ = _rows_before_sums(seq_kv)
+    return _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + before * WIDTH
 
 
 @triton.jit
@@ -161,8 +186,8 @@ def _found_reach(found_ptr, channels, chunks, WIDTH: tl.constexpr):
 @triton.jit
 def prepare_value_codes(
     program, v_ptr, codes_ptr, numbers_ptr, found_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr,
-    stride_rb, stride_rh, padded, seq_kv, kv_heads, chunks, spans, steps,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
+    stride_rb, stride_rh, padded, seq_kv, kv_heads, chunks, spans, steps, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Round `steps` steps of CHANNELS channels of one head, a multiple of LOST_STEPS of them."""
     span = program % spans
@@ -189,7 +214,10 @@ def prepare_value_codes(
     amax = tl.where(counting > 0, counting, seen)
     amax = tl.maximum(amax, _V_AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + INT8_MAX, amax)
-    numbers_ptr += head_of_batch.to(tl.int64) * (tl.cdiv(n_steps, LOST_STEPS) + FIRST_LOST) * WIDTH + channels
+    sums = sums_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels[None, :]
+    numbers_ptr = _numbers_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
+    TILES: tl.constexpr = KEYS // BLOCK_N
+    tiles = tl.arange(0, TILES)[:, None] * WIDTH
     if span == 0:
         scale = tl.div_rn(amax, amax * 0.0 + INT8_MAX)
         tl.store(numbers_ptr, tl.where(channels < HEAD_DIM, scale, 1.0))
@@ -206,16 +234,19 @@ def prepare_value_codes(
         x = tl.where(is_seen, x - center[None, :, None], 0.0)
         y = x * inverse[None, :, None]
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -INT8_MAX), INT8_MAX), 0.0)
-        _store_step(codes + step * (WIDTH * KEYS), round_to_int(y).to(tl.int8))
+        y = round_to_int(y)
+        _store_step(codes + step * (WIDTH * KEYS), y.to(tl.int8))
+        total = tl.sum(tl.reshape(tl.sum(y, 2), (TILES, QUADS // TILES, CHANNELS)), 1).to(tl.float32)
+        tl.store(sums + step * (TILES * WIDTH) + tiles, total * _OFFSET - ROUND_MAGIC)
     for step in range(first_step, end_step, LOST_STEPS):
         tl.store(numbers_ptr + (step // LOST_STEPS + FIRST_LOST) * WIDTH, tl.sum(lost, 0))
 
 
 @triton.jit
-def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, WIDTH: tl.constexpr):
+def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     """Scale and center of V's channels, the center NaN where one of the channel's values is no finite number."""
     rows = tl.cdiv(tl.cdiv(seq_kv, KEYS), LOST_STEPS)
-    numbers_ptr += kv_head_of_batch.to(tl.int64) * (rows + FIRST_LOST) * WIDTH + channels
+    numbers_ptr = _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
     scale = tl.load(numbers_ptr)
     lost = tl.zeros([_ROWS, WIDTH], tl.float32)
     for first in range(0, rows, _ROWS):

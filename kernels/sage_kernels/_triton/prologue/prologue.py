@@ -92,7 +92,7 @@ def _prologue_kernel(
         prepare_value_codes(
             number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, stride_vb, stride_vs, stride_vh, reach_ptr,
             extent_ptr, stride_rb, stride_rh, tl.cdiv(seq_kv, BLOCK_N) * BLOCK_N, seq_kv, kv_heads, value_chunks,
-            value_spans, value_steps, HEAD_DIM, WIDTH, CHANNELS, HAS_MASK,
+            value_spans, value_steps, HEAD_DIM, WIDTH, BLOCK_N, CHANNELS, HAS_MASK,
         )  # fmt: skip
     elif HAS_VALUES:
         prepare_values(
@@ -179,7 +179,7 @@ def launch_prologue(
         q_weight = divide(1.0, balance).repeat_interleave(q.shape[2] // kv_heads, 1)
         q_amax = (queries * q_weight).abs().amax((2, 3)).contiguous()
     n_steps = -(-seq_kv // KEYS.value) if packed is None else packed.slots(seq_kv, KEYS.value)
-    rows = (value_rows(n_steps),) if value_type == torch.int8 else ()
+    rows = (value_rows(n_steps, block_n),) if value_type == torch.int8 else ()
     prepared = Prepared(
         codes=buffer(heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
         scale=buffer(heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
