@@ -66,11 +66,15 @@ class Recipe:
         qk: format of Q and K in the score matmul.
         pv: format of P and V in the output matmul; "16bit" is the input's own fp16 or bf16 (bf16 for fp32 inputs).
             "fp8_e4m3" needs a GPU with FP8 matrix units: compute capability 8.9 or newer. "int8" runs on every GPU.
+        hopper: whether Hopper's own kernel has it; without, the general one runs there.
+        packed: whether packed sequences have it (`sage_attention_varlen`).
     """
 
     name: str
     qk: str
     pv: str
+    hopper: bool = True
+    packed: bool = True
 
 
 RECIPES = {
@@ -78,7 +82,7 @@ RECIPES = {
     for r in (
         Recipe("qk_int8_pv_bf16", qk="int8", pv="16bit"),
         Recipe("qk_int8_pv_fp8", qk="int8", pv="fp8_e4m3"),
-        Recipe("qk_int8_pv_int8", qk="int8", pv="int8"),
+        Recipe("qk_int8_pv_int8", qk="int8", pv="int8", hopper=False, packed=False),
     )
 }
 DEFAULT_RECIPE, FP8_RECIPE, INT8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8", "qk_int8_pv_int8"

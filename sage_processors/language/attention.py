@@ -195,7 +195,7 @@ def _attend(
         query, key, value = autocast(query, key, value)
         reason = _reason_against(implementation, call, query, key, value)
     if reason is None and call.sequences is not None:
-        packs = sage_kernels.RECIPES[implementation.recipe].pv != "int8"
+        packs = sage_kernels.RECIPES[implementation.recipe].packed
         if needed or not packs:
             reason = "no_backward" if needed else "other"
         else:

@@ -38,7 +38,7 @@ def check_varlen(
             "scaling: got 'per_head' with packed sequences, expected 'per_token' or 'per_block': a scale for each "
             "head of each sequence takes one more pass over all of them; call sage_attention for each sequence"
         )
-    if RECIPES[recipe].pv == "int8":
+    if not RECIPES[recipe].packed:
         raise NotImplementedError(
             f"recipe: got {recipe!r} with packed sequences, expected one with P and V in 16 bit or FP8; call "
             "sage_attention for each sequence"

@@ -293,3 +293,21 @@ def test_packed_sequences_are_refused_with_what_to_do_instead():
     ends = torch.tensor([0, 30, 64], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="recipe: got 'qk_int8_pv_int8' with packed sequences"):
         sage_attention_varlen(q, k, v, ends, ends, recipe=INT8)
+
+
+def test_the_hopper_kernel_is_refused_before_anything_is_launched(monkeypatch):
+    """Hopper's tile table has no such tile for it; a benchmark that asks for one is told."""
+    pytest.importorskip("triton")
+    from sage_kernels._triton.attention import launch as launch_attention
+    from sage_kernels._triton.attention.tiles import Tile, choose_tile
+
+    for width in (64, 128, 256):
+        for scaling in ("planned", "per_token"):
+            assert choose_tile(90, width, scaling, pv="int8").kernel == "tma"
+    monkeypatch.setattr(launch_attention, "launch", None)
+    q, k, v = normal(1, 64, 64, 1, 1, 64)
+    with pytest.raises(NotImplementedError, match="tile: got .*hopper.* for qk_int8_pv_int8, expected one of the gen"):
+        launch_attention.launch_attention_fwd(
+            q, k, v, scale=0.1, scaling="per_token", smooth_k=True, state=None, return_lse=False, recipe=INT8,
+            tile=Tile(192, 64, 4, 4, "hopper"),
+        )  # fmt: skip

@@ -21,7 +21,7 @@ from tests.kernels.attention.varlen_cases import (
 )
 
 
-PACKED = [name for name, recipe in RECIPES.items() if recipe.pv != "int8"]
+PACKED = [name for name, recipe in RECIPES.items() if recipe.packed]
 
 
 @pytest.fixture

@@ -357,7 +357,7 @@ def _attention_fwd_kernel(
                     scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
                     tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference,
                     running_sum, top,
-                    MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, False, False, False,
+                    MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, False, False,
                 )  # fmt: skip
                 if not LATE:
                     acc = acc * factor[:, None]

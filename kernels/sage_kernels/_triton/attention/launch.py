@@ -107,6 +107,8 @@ def launch_attention_fwd(
     lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
     kind = {} if packed is None else {"packed": True}
     tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged, **kind)
+    if tile.kernel == "hopper" and not RECIPES[recipe].hopper:
+        raise NotImplementedError(f"tile: got {tile} for {recipe}, expected one of the general kernel")
     reference = "first" if tile.keep_first_max else "running"
     if is_fp8:
         reference = "lagged" if lagged else "running"
