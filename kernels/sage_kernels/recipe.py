@@ -76,6 +76,11 @@ class Recipe:
     hopper: bool = True
     packed: bool = True
 
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows keep their largest score for the next call, as the softmax's reference."""
+        return self.pv == "fp8_e4m3"
+
 
 RECIPES = {
     r.name: r

@@ -68,7 +68,7 @@ def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
     and those that keep the first ones."""
     from ._triton.attention.launch import launch_attention_fwd
 
-    keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].pv != "16bit"
+    keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].keeps_rows
     for known in (None, True, False)[: 3 if keeps else 1]:
         for tokens in kind.tokens:
 

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, sage_attention
 from sage_kernels.numerics import pv_dtype
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import INT8_MAX
+from sage_kernels.recipe import INT8_MAX, P_CODE_EXPONENT
 from sage_kernels.testing import make_qkv, relative_l2
 
 
@@ -143,8 +143,8 @@ def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = 
     (mean s_q² · mean k² + mean s_k² · mean q²) / 12, and so is the logarithm of its weight. For values without
     structure, the output is off by the same part of itself. To this come P and the output in 16 bit, or P and V in
     e4m3: steps of 2^-3 of the power of two below, so a variance of 2^-6 / 12 of that, half of it of the number's own
-    square on average. Or P and V in INT8: P in steps of 1/127 of the largest of its tile of keys, whose square is at
-    most the sum of theirs; V in steps of 1/127 of a channel's largest, CREST times its mean size.
+    square on average. Or P and V in INT8: P in steps of 1/254.5 of the largest of its tile of keys, whose square is at
+    most the sum of theirs, and as much again for what is added before it is rounded down; V in steps of 1/127 of a channel's largest, CREST times its mean size.
     As in all our rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`). The scales are those
     of whole heads (the coarsest that a block can have), but of single tokens for "per_token".
     """
@@ -159,7 +159,7 @@ def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = 
     if RECIPES[recipe].pv == "fp8_e4m3":
         variance = variance + 2 * 0.5 * torch.finfo(torch.float8_e4m3fn).eps ** 2 / 12
     if RECIPES[recipe].pv == "int8":
-        variance = variance + (LARGEST_TILE + CREST**2) / INT8_MAX**2 / 12
+        variance = variance + (2 * LARGEST_TILE / 4**P_CODE_EXPONENT + CREST**2 / INT8_MAX**2) / 12
     return -10 * math.log10(4 * variance.max().item())
 
 

@@ -191,7 +191,7 @@ class Part:
                 site.state = None if index is None or self.state is None else self.state.head_state(index)
                 if site.state is not None:
                     site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
-                    if RECIPES[layer.sage._sage_config.recipe].pv != "16bit":
+                    if RECIPES[layer.sage._sage_config.recipe].keeps_rows:
                         site.keeps_rows = True
                         keep_rows_of(site.state, self.state.row_maxima, index)
             for tensor in _tensors(layer.sage):

@@ -204,7 +204,7 @@ class Reach:
 
 
 @pytest.mark.usefixtures("true_fp8")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PACKED)
 def test_S12_pointers_read_what_the_copy_engine_reads(recipe, kernel_device):
     """Bit for bit: tiles that end inside of the next sequence are cut off by either, each in its own way."""
     from sage_kernels._triton import compat

@@ -102,10 +102,13 @@ def test_fp8_recipe_runs_both_matmuls_in_8_bit_and_spills_next_to_nothing(kernel
         assert facts["loops"][0]["spills"] <= 4, (key, facts)
 
 
-# Instructions that put away or take back a register in a turn of 128 keys, where it is not none. At width 128 a tile
-# as large as the registers is chosen for its fewer instructions a key.
-INT8_SPILLS = {"sm_86/128/planned": 16, "sm_89/128/planned": 16, "sm_100/128/planned": 5, "sm_120/128/planned": 3}
-WIDE_SPILLS = 7
+# Instructions that put away or take back a register in a turn of 128 keys, where it is not none.
+INT8_SPILLS = {"sm_86/128/per_token": 4, "sm_89/128/per_token": 4}
+# Instructions a key and query row over those of P·V in 16 bit, where they are not fewer. At 64 channels what rounds P
+# weighs most; on 8.0 a warp of the 16-bit tile has 32 rows there, which share the loads of K and V.
+INT8_OVER_16_BIT = {"sm_80/64/planned": 1.16, "sm_86/64/planned": 1.05, "sm_89/64/planned": 1.05,
+                    "sm_86/128/per_token": 1.002, "sm_89/128/per_token": 1.002}  # fmt: skip
+WIDE_OVER_16_BIT = 1.01
 
 
 def test_int8_values_run_both_matmuls_in_8_bit(kernels):
@@ -115,7 +118,7 @@ def test_int8_values_run_both_matmuls_in_8_bit(kernels):
     for key, facts in found.items():
         name, _, width, kind = key.split("/", 3)
         if facts.get("loops") and "/" not in kind:
-            allowed = INT8_SPILLS.get(f"{name}/{width}/{kind}", WIDE_SPILLS if width == "256" else 0)
+            allowed = INT8_SPILLS.get(f"{name}/{width}/{kind}", 0)
             assert facts["loops"][0]["spills"] <= allowed, (key, facts)
 
 
@@ -137,8 +140,8 @@ def test_int8_values_take_no_more_instructions_a_key_than_16_bit_ones(kernels):
         ratio = instructions("attention_int8", width, scaling, "int8") / instructions(
             "attention", width, scaling, "16bit"
         )
-        # on 8.0 a warp of the 16-bit tile of 64 channels has 32 rows, which share the loads of K and V
-        assert ratio <= (1.03 if (name, width) == ("sm_80", 64) else 1.0), (width, scaling, ratio)
+        allowed = INT8_OVER_16_BIT.get(f"{name}/{width}/{scaling}", WIDE_OVER_16_BIT if width == 256 else 1.0)
+        assert ratio <= allowed, (width, scaling, ratio)
 
 
 @pytest.mark.parametrize("kernels", [target("sm_90")], indirect=True)

@@ -103,12 +103,12 @@ _FP8_HOPPER_ROWS = {64: Tile(64, 64, 4, 3, "tma"), 128: Tile(64, 64, 8, 2, "tma"
 _FP8_OTHER_ROWS = Tile(32, 64, 8, 2, "pointers")
 # P and V in INT8, not timed. With as many keys in a tile, sums of integers become floats as rarely as 16-bit sums are
 # rescaled: fewer instructions a key than with P and V in 16 bit. At width 128 the largest that fits the registers.
-_INT8_WIDE = Tile(32, 64, 4, 2, "pointers")
+_INT8_WIDE = Tile(32, 64, 8, 2, "pointers")
 _INT8_64 = Tile(128, 128, 8, 2, "pointers", adds_bits=True, asm=True)
 _INT8 = {
     80: {64: _INT8_64, 128: _INT8_64._replace(parts=4)},
     86: {64: _INT8_64, 128: Tile(128, 128, 8, 2, "pointers", adds_bits=True, parts=2)},
-    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(128, 64, 8, 3, "tma"), 256: Tile(64, 64, 8, 2, "tma")},
+    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 64, 8, 3, "tma"), 256: Tile(64, 64, 8, 2, "tma")},
     100: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
     120: {64: _INT8_64, 128: Tile(128, 64, 8, 2, "pointers", adds_bits=True)},
     0: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
