@@ -144,7 +144,8 @@ def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = 
     structure, the output is off by the same part of itself. To this come P and the output in 16 bit, or P and V in
     e4m3: steps of 2^-3 of the power of two below, so a variance of 2^-6 / 12 of that, half of it of the number's own
     square on average. Or P and V in INT8: P in steps of 1/254.5 of the largest of its tile of keys, whose square is at
-    most the sum of theirs, and as much again for what is added before it is rounded down; V in steps of 1/127 of a channel's largest, CREST times its mean size.
+    most the sum of theirs, and as much again for what is added before it is rounded down; V in steps of 1/127 of a
+    channel's largest, CREST times its mean size.
     As in all our rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`). The scales are those
     of whole heads (the coarsest that a block can have), but of single tokens for "per_token".
     """

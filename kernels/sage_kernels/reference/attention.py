@@ -233,7 +233,7 @@ def _first_max(s, reference):
 
 
 def _tile_rounding(s, reference, block_k: int):
-    """Rounds P to 8 bits, tile by tile of block_k keys: the largest of a row in each is 254.5 before. s [R, K], base 2.
+    """Rounds P to 8 bits, tile by tile of block_k keys: the largest of a row in each was 254.5. s [R, K], base 2.
 
     reference [R, 1]: what the exponents of P, before and after, are taken against.
     """

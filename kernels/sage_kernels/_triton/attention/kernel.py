@@ -240,9 +240,9 @@ def _attention_fwd_kernel(
         LIMIT: tl.constexpr = CODES_ADDED_BITS_LIMIT if INT8_PV else ADDED_BITS_LIMIT
         plain = tl.where(tl.max(largest_scale, 0) * tl.max(row_scale, 0) > LIMIT, 0, plain)
 
-    value_sums = v_scale_ptr
+    v_sums = v_scale_ptr
     if INT8_PV:
-        value_sums = sums_of(v_scale_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH)
+        v_sums = sums_of(v_scale_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH)
     reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
     top = reference
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -269,7 +269,7 @@ def _attention_fwd_kernel(
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     if AT_ONCE:
         v = load_values(
-            values, value_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            values, v_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
             reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
         acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
@@ -280,7 +280,7 @@ def _attention_fwd_kernel(
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         key_scale = tl.load(k_scales + tile * scale_step)
         v = load_values(
-            values, value_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            values, v_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
             reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
         if not AT_ONCE:
@@ -306,7 +306,7 @@ def _attention_fwd_kernel(
         codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         v = load_values(
-            values, value_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            values, v_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
             reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
         if not AT_ONCE:
@@ -325,7 +325,7 @@ def _attention_fwd_kernel(
     if not AT_ONCE:
         tile = tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         v = load_values(
-            values, value_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            values, v_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
             reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
         acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
@@ -348,8 +348,8 @@ def _attention_fwd_kernel(
             for i in tl.range(0, visited, num_stages=1):
                 tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
                 v = load_values(
-                    values, value_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
-                    reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
+                    values, v_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
+                    stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
                 )  # fmt: skip
                 codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
                 scores = tl.dot(q_int, codes, out_dtype=tl.int32)

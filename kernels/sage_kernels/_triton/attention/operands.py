@@ -11,8 +11,7 @@ from ..prologue.prepare_values import KEYS as _STEP_KEYS
 _P_CODE_MAGIC = tl.constexpr(recipe.P_CODE_MAGIC)
 # The second bytes of four registers in one: the compiler moves each to the first place before it packs them.
 _SECOND_BYTES = tl.constexpr(
-    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x51; prmt.b32 high, $3, $4, 0x51; "
-    "prmt.b32 $0, low, high, 0x5410; }"
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x51; prmt.b32 high, $3, $4, 0x51; prmt.b32 $0, low, high, 0x5410; }"
 )
 
 
