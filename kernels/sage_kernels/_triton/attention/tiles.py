@@ -113,7 +113,7 @@ _INT8 = {
     120: {64: _INT8_64, 128: Tile(128, 64, 8, 2, "pointers", adds_bits=True)},
     0: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
 }
-_INT8_ROWS = {90: Tile(64, 64, 8, 2, "tma"), 0: Tile(64, 64, 8, 2, "pointers")}
+_INT8_ROWS = {90: Tile(64, 64, 8, 2, "tma"), 0: Tile(32, 64, 8, 2, "pointers")}
 
 
 def _int8_tile(capability: int, width: int, by_row: bool) -> Tile:
