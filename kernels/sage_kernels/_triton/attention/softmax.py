@@ -12,7 +12,7 @@ from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS
 # where e4m3 has 2^0.8 above the largest P. Programs with larger scales take the loop that converts.
 ADDED_BITS_LIMIT = tl.constexpr(1 / 16)
 P_EXPONENT_LIMIT = tl.constexpr(recipe.P_EXPONENT_LIMIT)
-# With P in INT8 the largest is 254.5 and must stay below 255: its exponent may be 2^-8 off.
+# With P in INT8 the largest is 254.5 and must stay below 255: its exponent may be 2^-9 off.
 CODES_ADDED_BITS_LIMIT = tl.constexpr(1 / 512)
 P_CODE_EXPONENT = tl.constexpr(recipe.P_CODE_EXPONENT)
 _P_CODE_LIMIT = tl.constexpr(recipe.P_CODE_LIMIT)

@@ -51,7 +51,7 @@ def value_rows(n_steps: int, block_n: int) -> int:
 
 @triton.jit
 def _rows_before_sums(seq_kv):
-    """Rows of a head's numbers before those of tiles, and all of them but the BLOCK_N'th part of KEYS of steps."""
+    """How many rows of a head's numbers come before those of its tiles, and how many steps of KEYS keys it has."""
     n_steps = tl.cdiv(seq_kv, KEYS)
     return tl.cdiv(n_steps, LOST_STEPS) + FIRST_LOST, n_steps
 
