@@ -148,6 +148,7 @@ def sage_attention(
         sinks: [H] logits of a virtual key without value, one per head, that takes part in the softmax and in the LSE.
         recipe: a key of RECIPES. "qk_int8_pv_fp8" also rounds P and V to e4m3 (about 4 % relative L2 instead of 1.4 %
             on N(0, 1)) and runs P·V at twice the rate; on CUDA it needs compute capability 8.9 or newer.
+            "qk_int8_pv_int8" rounds P and V to INT8 (about 2 %), with integer sums of any length, on every GPU.
         scaling: tokens that share one INT8 scale of Q and of K: "per_token", "per_block" (the kernel's tile) or
             "per_head". Computed from the inputs. With `state` it is not used: Q then has a scale per token, K its
             planned scale per head, or one per tile where a head has no plan.

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .recipe import DEFAULT_RECIPE, FP8_RECIPE, MIXED_RECIPE
+from .recipe import DEFAULT_RECIPE, FP8_RECIPE, INT8_RECIPE, MIXED_RECIPE
 
 
 ANY_GPU = "any GPU"
@@ -88,7 +88,14 @@ _FP8_PV = (
     # not measured: those of the recipe with P and V in 16 bit
     *(row._replace(recipe=FP8_RECIPE, evidence=()) for row in _16_BIT_PV if row.causal or row.head_dim == 256),
 )  # fmt: skip
-CROSSOVERS = _16_BIT_PV + _FP8_PV
+_INT8_PV = (
+    # Hopper's own kernel does not have it, and the general one is slower there than 16-bit attention
+    Crossover("hopper", 256, INT8_RECIPE, False, NEVER, NEVER, CUDNN),
+    Crossover("hopper", 256, INT8_RECIPE, True, NEVER, NEVER, FLASH),
+    # not measured: those of the recipe with P and V in 16 bit
+    *(row._replace(recipe=INT8_RECIPE) for row in _16_BIT_PV if row.gpu == ANY_GPU),
+)
+CROSSOVERS = _16_BIT_PV + _FP8_PV + _INT8_PV
 
 
 def find_crossover(gpu: str, head_dim: int, recipe: str, causal: bool) -> Crossover:

@@ -13,6 +13,7 @@ from .recipe import (
     CHANNEL_FLOOR,
     E4M3_MAX,
     FIT_SAMPLES,
+    INT8_MAX,
     V_AMAX_FLOOR,
     V_CODE,
 )
@@ -173,3 +174,42 @@ def quantize_values(v, seen=None, counts=None, planned=None) -> tuple[torch.Tens
     scale = scale.clamp_min(V_AMAX_FLOOR / V_CODE)
     inverse = divide(1.0, scale)
     return round_to_e4m3(v * inverse + v * 0.0), scale, (size * inverse > E4M3_MAX) & has_plan
+
+
+def value_center(v, counts=None) -> torch.Tensor:
+    """What V in INT8 is centred on: each channel's mean of a sample of its finite values. fp32 [B, H, S, D] ->
+    [B, H, 1, D].
+
+    Softmax weights sum to 1, so any vector does. Summed as integers, as `sampled_center`; counts: as there.
+    """
+    sample, counted = sample_keys(v, counts)
+    number: int | torch.Tensor = CENTER_SAMPLES
+    if counted is not None:
+        sample = torch.where(counted, sample, 0.0)
+        number = counted.sum(2, keepdim=True).clamp_min(1)
+    sample = torch.where(torch.isfinite(sample), sample, 0.0)
+    amax = sample.abs().amax(2, keepdim=True).clamp_min(AMAX_FLOOR)
+    total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()
+    return total * (amax / (CENTER_STEPS * number))
+
+
+def quantize_centered_values(v, seen=None, counts=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """V less its center in INT8 with one scale a channel. Arguments as `quantize_values`.
+
+    Returns: codes [B, H, S, D] fp32 integers, scale and center [B, H, 1, D], the center NaN in a channel that holds
+        NaN or inf.
+    """
+    center = value_center(v, counts)
+    centred = v - center
+    lost = v * 0.0
+    if seen is not None:
+        centred, lost = (torch.where(seen[..., None], x, 0.0) for x in (centred, lost))
+    size = torch.where(torch.isfinite(centred), centred.abs(), 0.0)
+    amax = size.amax(2, keepdim=True)
+    if counts is not None:
+        counted = torch.where(counts[..., None], size, 0.0).amax(2, keepdim=True)
+        amax = torch.where(counted > 0, counted, amax)
+    amax = amax.clamp_min(V_AMAX_FLOOR)
+    codes = torch.round((centred * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
+    scale = amax / torch.full_like(amax, INT8_MAX)
+    return codes, scale, center + lost.sum(2, keepdim=True)

@@ -41,6 +41,18 @@ P_EXPONENT_LIMIT = 2.0**18
 LAGGED_EXPONENT, LAGGED_LOWEST, LAGGED_HIGHEST = 4.0, 0.0, 8.75
 
 
+# P in INT8 is a whole number from 0 to 255, stored less 128. It is rounded down after something between 0 and 1 was
+# added, another sixteenth for each of eight keys: many keys of one small weight, which would all be rounded alike, are
+# right together. The row's largest of a tile of keys is 254.5, as an exponent ...
+P_CODE_EXPONENT, P_CODE_OFFSET = 7.991521846075695, 128
+# ... unless it is larger than this, where fp32's rounding of a score alone could lift it above 255: then it is 1.
+P_CODE_LIMIT = 2.0**14
+# fp32 numbers from 2^15 to 2^16 have 8 bits behind the point: a sum with this has P's code in its second byte.
+P_CODE_MAGIC = 1.5 * 2.0**15 + P_CODE_OFFSET
+# How far the softmax's reference may lie below the highest one so far: sums of 2^31 keys then stay below 2^127.
+P_CODE_FALL = 64.0
+
+
 # Activation functions of linear layers that take pairs of columns, value · f(gate), and f
 GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
 
@@ -53,12 +65,21 @@ class Recipe:
         name: the string users write, the test id, the benchmark row.
         qk: format of Q and K in the score matmul.
         pv: format of P and V in the output matmul; "16bit" is the input's own fp16 or bf16 (bf16 for fp32 inputs).
-            "fp8_e4m3" needs a GPU with FP8 matrix units: compute capability 8.9 or newer.
+            "fp8_e4m3" needs a GPU with FP8 matrix units: compute capability 8.9 or newer. "int8" runs on every GPU.
+        hopper: whether Hopper's own kernel has it; without, the general one runs there.
+        packed: whether packed sequences have it (`sage_attention_varlen`).
     """
 
     name: str
     qk: str
     pv: str
+    hopper: bool = True
+    packed: bool = True
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows keep their largest score for the next call, as the softmax's reference."""
+        return self.pv == "fp8_e4m3"
 
 
 RECIPES = {
@@ -66,9 +87,10 @@ RECIPES = {
     for r in (
         Recipe("qk_int8_pv_bf16", qk="int8", pv="16bit"),
         Recipe("qk_int8_pv_fp8", qk="int8", pv="fp8_e4m3"),
+        Recipe("qk_int8_pv_int8", qk="int8", pv="int8", hopper=False, packed=False),
     )
 }
-DEFAULT_RECIPE, FP8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8"
+DEFAULT_RECIPE, FP8_RECIPE, INT8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8", "qk_int8_pv_int8"
 
 
 # Attention in two precisions, chosen for each block of BLOCK query rows by BLOCK keys: its options are a Mixed, its op

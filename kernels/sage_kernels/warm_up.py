@@ -71,7 +71,7 @@ def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
     and those that keep the first ones; all of them again with lists of key tiles."""
     from ._triton.attention.launch import launch_attention_fwd
 
-    keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].pv != "16bit"
+    keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].keeps_rows
     skips = kind.skips and kind.scaling == "planned" and not kind.causal and kind.by_key is None
     knowns = (None, True, False)[: 3 if keeps else 1]
     for skipping, known in [(skipping, known) for skipping in (False, True)[: 1 + skips] for known in knowns]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import sage_kernels
+from sage_kernels.crossover import NEVER, find_crossover, gpu_class
 from sage_kernels.planning.rules import RULES
 
 from ..options import SCALINGS
@@ -129,6 +130,8 @@ class CostTable:
         return sum(self._call(shape, scaling, recipe, rotation) for shape in self.shapes[layer])
 
     def _call(self, shape: CallShape, scaling: str, recipe: str, rotation: str) -> float:
+        if find_crossover(gpu_class(self._device) or "", shape.head_dim, recipe, False).tokens == NEVER:
+            scaling = EXACT  # which is what runs there
         if self._kind == "counted":
             return counted_seconds(shape, scaling, recipe, rotation)
         what = (shape, scaling, recipe, rotation)

@@ -19,8 +19,12 @@ from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, Mixed, mixed_attenti
 from sage_kernels.base_formats import base_codes
 from sage_kernels.numerics import pv_dtype
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import BASES, INT8_MAX, MIXED_RECIPE
+from sage_kernels.recipe import BASES, INT8_MAX, MIXED_RECIPE, P_CODE_EXPONENT
 from sage_kernels.testing import make_qkv, relative_l2
+
+
+LARGEST_TILE = 128  # keys of a tile, with P in INT8
+CREST = 5  # largest of some thousand normal numbers, in standard deviations
 
 
 @dataclass(frozen=True)
@@ -172,8 +176,11 @@ def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = 
     (mean s_q² · mean k² + mean s_k² · mean q²) / 12, and so is the logarithm of its weight. For values without
     structure, the output is off by the same part of itself. To this come P and the output in 16 bit, or P and V in
     e4m3: steps of 2^-3 of the power of two below, so a variance of 2^-6 / 12 of that, half of it of the number's own
-    square on average. As in all our rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`).
-    The scales are those of whole heads (the coarsest that a block can have), but of single tokens for "per_token".
+    square on average. Or P and V in INT8: P in steps of 1/254.5 of the largest of its tile of keys, whose square is at
+    most the sum of theirs, and as much again for what is added before it is rounded down; V in steps of 1/127 of a
+    channel's largest, CREST times its mean size.
+    As in all our rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`). The scales are those
+    of whole heads (the coarsest that a block can have), but of single tokens for "per_token".
     """
     repeat = q.shape[2] // k.shape[2]
     k = (k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
@@ -185,6 +192,8 @@ def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = 
     variance = variance + 2 * (torch.finfo(pv_dtype(q.dtype)).eps / 2) ** 2
     if RECIPES[recipe].pv == "fp8_e4m3":
         variance = variance + 2 * 0.5 * torch.finfo(torch.float8_e4m3fn).eps ** 2 / 12
+    if RECIPES[recipe].pv == "int8":
+        variance = variance + (2 * LARGEST_TILE / 4**P_CODE_EXPONENT + CREST**2 / INT8_MAX**2) / 12
     return -10 * math.log10(4 * variance.max().item())
 
 

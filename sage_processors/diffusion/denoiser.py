@@ -200,7 +200,7 @@ class Part:
                 if site.state is not None:
                     site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
                     kept = self.state.kept
-                    site.keeps_rows = RECIPES[layer.sage._sage_config.recipe].pv != "16bit"
+                    site.keeps_rows = RECIPES[layer.sage._sage_config.recipe].keeps_rows
                     site.skip_lists, site.skip_site = kept.skip_lists, index
                     if site.keeps_rows or kept.skip_lists is not None:
                         maxima = kept.row_maxima if site.keeps_rows else None

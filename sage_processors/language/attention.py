@@ -195,8 +195,9 @@ def _attend(
         query, key, value = autocast(query, key, value)
         reason = _reason_against(implementation, call, query, key, value)
     if reason is None and call.sequences is not None:
-        if needed:
-            reason = "no_backward"
+        packs = sage_kernels.RECIPES[implementation.recipe].packed
+        if needed or not packs:
+            reason = "no_backward" if needed else "other"
         else:
             reason = sage_kernels.unsupported(
                 *(x.transpose(1, 2) for x in (query, key, value)), dropout_p=call.dropout, enable_gqa=True

@@ -145,7 +145,7 @@ def test_doctor_speaks_json(monkeypatch):
     keys = {"environment", "device", "kernels", "self_test", "self_test_seconds", "triton_cache", "passed"}
     assert set(found) == keys and found["passed"] is True
     assert {"torch", "triton", "diffusers", "transformers", "sage_processors"} <= set(found["environment"])
-    worst = {"qk_int8_pv_bf16": 25, "qk_int8_pv_fp8": 20}
+    worst = {"qk_int8_pv_bf16": 25, "qk_int8_pv_fp8": 20, "qk_int8_pv_int8": 20}
     worst |= {"mixed": 9}
     assert all(row["sqnr_db"] > row["least_db"] > worst[row["recipe"]] for row in found["self_test"])
     monkeypatch.setattr(self_test, "sage_attention", _nan)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..recipe import RECIPES
 from .attention import check_attention_inputs, check_masking, check_options
 from .numbers import check_window
 from .tensors import check_strided
@@ -36,6 +37,11 @@ def check_varlen(
         raise NotImplementedError(
             "scaling: got 'per_head' with packed sequences, expected 'per_token' or 'per_block': a scale for each "
             "head of each sequence takes one more pass over all of them; call sage_attention for each sequence"
+        )
+    if not RECIPES[recipe].packed:
+        raise NotImplementedError(
+            f"recipe: got {recipe!r} with packed sequences, expected one with P and V in 16 bit or FP8; call "
+            "sage_attention for each sequence"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):

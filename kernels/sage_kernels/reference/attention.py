@@ -13,6 +13,7 @@ from ..numerics import (
     LOG2_E,
     divide,
     pv_dtype,
+    quantize_centered_values,
     quantize_values,
     round_to_e4m3,
     sampled_balance,
@@ -23,6 +24,10 @@ from ..recipe import (
     LAGGED_EXPONENT,
     LAGGED_HIGHEST,
     LAGGED_LOWEST,
+    P_CODE_EXPONENT,
+    P_CODE_FALL,
+    P_CODE_LIMIT,
+    P_CODE_MAGIC,
     P_EXPONENT,
     P_EXPONENT_LIMIT,
     RECIPES,
@@ -67,7 +72,7 @@ def ref_attention(
 
     Args:
         block_q, block_k: tokens per scale where the granularity is a block (the kernels' own tile sizes on a GPU).
-        round_p: False keeps P, and V as it is given (in FP8: V as it is rounded), in fp32: the difference is the
+        round_p: False keeps P, and V as it is given (in 8 bit: V as it is rounded), in fp32: the difference is the
             rounding floor of the test tolerances.
         first_max: P is rounded as with the largest score of the first block_k keys as the softmax's reference, which
             some kernels keep: the largest P is then no power of two, and rounding moves it.
@@ -86,8 +91,9 @@ def ref_attention(
     else:
         q_in, k_in = q.detach(), k.detach()
     qf, kf = q_in.transpose(1, 2).float(), k_in.transpose(1, 2).float()
-    is_fp8 = RECIPES[recipe].pv == "fp8_e4m3"
-    vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p and not is_fp8 else torch.float32).float()
+    is_fp8, is_int8 = (RECIPES[recipe].pv == name for name in ("fp8_e4m3", "int8"))
+    is_16_bit = not (is_fp8 or is_int8)
+    vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p and is_16_bit else torch.float32).float()
     counts = seen = None
     reach = key_reach(masking, batch, heads, kv_heads, seq_q)
     if reach is not None:  # what no row sees may hold anything
@@ -110,7 +116,9 @@ def ref_attention(
     x_q, x_k = qf * q_weight.repeat_interleave(heads // kv_heads, 1), (kf - center) * k_weight
     if counts is not None:
         x_k = torch.where(counts[..., None], x_k, 0.0)
-    v_scale = None
+    v_scale = v_center = None
+    if is_int8:
+        vf, v_scale, v_center = quantize_centered_values(vf, seen, counts)
     if is_fp8:
         planned_v = None
         if state is not None:
@@ -148,7 +156,7 @@ def ref_attention(
                     left_out = skipped[b, h, places // block_q].repeat_interleave(block_k, 1)[:, :seq_kv]
                     s = s.masked_fill(left_out, -torch.inf)
                 round_ = None
-                if round_p:
+                if round_p and not is_int8:
                     round_ = round_to_e4m3 if is_fp8 else lambda p: p.to(pv_dtype(q.dtype)).float()
                 reference = _reference(s, P_EXPONENT if is_fp8 else 0.0)
                 if first_max:
@@ -162,8 +170,16 @@ def ref_attention(
                         reference = _lagged(top, kept - kept_shift, reference, block_q, counts_of_head)
                     top = top + kept_shift
                     kept.copy_(torch.where(torch.isfinite(top), top, 0.0))
-                o, log_sum = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
-                if v_scale is not None:  # the rounding of P may push a mean of finite values beyond the largest number
+                if round_p and is_int8:
+                    round_ = _tile_rounding(s, reference, block_k)
+                o, log_sum, share = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
+                if v_center is not None and v_scale is not None:
+                    o = o * v_scale[b, kv] + share * v_center[b, kv]
+                    o = torch.where(log_sum == -torch.inf, 0.0, o)
+                    o = o.clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
+                elif (
+                    v_scale is not None
+                ):  # the rounding of P may push a mean of finite values beyond the largest number
                     o = (o * v_scale[b, kv]).clamp(-torch.finfo(q.dtype).max, torch.finfo(q.dtype).max)
                 out[b, part, h] = o.to(q.dtype)
                 lse[b, part, h] = log_sum[:, 0]
@@ -226,8 +242,25 @@ def _first_max(s, reference):
     return torch.where(above.isfinite(), reference - above.frac(), reference)
 
 
+def _tile_rounding(s, reference, block_k: int):
+    """Rounds P to 8 bits, tile by tile of block_k keys: the largest of a row in each was 254.5. s [R, K], base 2.
+
+    reference [R, 1]: what the exponents of P, before and after, are taken against.
+    """
+    tiles = torch.nn.functional.pad(s, (0, -s.shape[1] % block_k), value=-torch.inf).unflatten(1, (-1, block_k))
+    top = tiles.amax(-1)
+    own = torch.where(top.abs() < P_CODE_LIMIT, top - P_CODE_EXPONENT, top)
+    own = own.maximum(own.cummax(1).values - P_CODE_FALL)
+    own = torch.where(own == -torch.inf, 0.0, own)
+    j = torch.arange(block_k, device=s.device)
+    step = P_CODE_MAGIC + 1 / 16 + (j ^ j // 8) % 2 / 2 + j // 2 % 2 / 4 + j // 4 % 2 / 8
+    codes = torch.floor(torch.exp2(tiles - own[..., None]) + step) - P_CODE_MAGIC
+    rounded = codes * torch.exp2(own - torch.where(reference == -torch.inf, 0.0, reference))[..., None]
+    return lambda _: rounded.flatten(1)[:, : s.shape[1]]
+
+
 def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p):
-    """softmax(s) · v of one head's rows, and the natural log of the sum, fp32.
+    """softmax(s) · v of one head's rows, the natural log of the sum, and the keys' share of all weights, fp32.
 
     reference [R, 1]: what the exponents are taken against, -inf in a row that sees nothing. round_p: of P, or None.
     """
@@ -238,9 +271,12 @@ def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p):
     total = p.sum(-1, keepdim=True)
     # before the sink joins, which may lie far above: as in the kernels, it only rescales the sums
     o = (p if round_p is None else round_p(p)) @ v
+    keys = total
     if sink is not None:
         new = reference.maximum(sink)
         safe = torch.where(new == -torch.inf, 0.0, new)
         rescale = torch.exp2(reference - safe)
-        o, total, reference = o * rescale, total * rescale + torch.exp2(sink - safe), new
-    return torch.where(total == 0, 0.0, o / total), (reference + torch.log2(total)) / LOG2_E + shift
+        keys = total * rescale
+        o, total, reference = o * rescale, keys + torch.exp2(sink - safe), new
+    log_sum = (reference + torch.log2(total)) / LOG2_E + shift
+    return torch.where(total == 0, 0.0, o / total), log_sum, torch.where(total == 0, 0.0, keys / total)

@@ -21,6 +21,9 @@ from tests.kernels.attention.varlen_cases import (
 )
 
 
+PACKED = [name for name, recipe in RECIPES.items() if recipe.packed]
+
+
 @pytest.fixture
 def attend(tier, monkeypatch):
     return AttendPacked(tier, monkeypatch)
@@ -37,7 +40,7 @@ MASKED = {
 
 
 @pytest.mark.usefixtures("true_fp8")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PACKED)
 @pytest.mark.parametrize("masked", MASKED)
 def test_S12_each_packed_sequence_matches_the_reference_of_it_alone(attend, masked, recipe):
     if recipe == FP8 and not runs_fp8(attend.tier):
@@ -107,7 +110,7 @@ def test_S12_packed_is_bit_equal_to_the_call_alone_on_the_same_tiles(attend, opt
 
 
 @pytest.mark.usefixtures("true_fp8")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PACKED)
 @pytest.mark.parametrize("options", [{}, {"causal": True, "window": 17}, {"scaling": "per_block"}])
 @pytest.mark.parametrize("poison", [float("nan"), pytest.param(1e4, marks=pytest.mark.slow("as the other one"))])
 def test_S13_no_bit_of_a_sequence_hangs_on_its_neighbours(attend, recipe, options, poison):
@@ -201,7 +204,7 @@ class Reach:
 
 
 @pytest.mark.usefixtures("true_fp8")
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PACKED)
 def test_S12_pointers_read_what_the_copy_engine_reads(recipe, kernel_device):
     """Bit for bit: tiles that end inside of the next sequence are cut off by either, each in its own way."""
     from sage_kernels._triton import compat
@@ -233,7 +236,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("use_tma", [False, True])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", PACKED)
 @pytest.mark.parametrize("wrong", [*WRONG, "right"])
 def test_S14_whatever_cu_seqlens_holds_nothing_outside_is_touched(wrong, recipe, use_tma, monkeypatch):
     """In the interpreter, where every address is looked at; of the right ones, too."""

@@ -42,6 +42,7 @@ from sage_kernels._triton.mixed.prepare import _prepare_mixed_kernel
 from sage_kernels._triton.mixed.select import _select_blocks_kernel
 from sage_kernels._triton.prologue.mask_tiles import _key_mask_kernel, _row_mask_kernel
 from sage_kernels._triton.prologue.plan_step import _plan_step_kernel
+from sage_kernels._triton.prologue.prepare_value_codes import _value_reach_kernel
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
@@ -56,6 +57,7 @@ WIDTHS = (64, 128, 256)
 MASKS = ("keys", "rows", "causal")
 FULL_TARGETS = ("sm_80", "sm_90")  # the others compile a part: each kernel takes seconds
 OVERLAPPING = ("sm_90", "sm_100", "sm_120")  # a launch may begin before the one before ends
+VALUES = {"16bit": "bf16", "fp8_e4m3": "fp8e4nv", "int8": "i8"}  # element type of V as the kernels read it
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 # what the Hopper kernel can do besides what the tile table has it do
 HOPPER = (
@@ -150,13 +152,13 @@ def attention(
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
-    reference = reference or ("first" if tile.keep_first_max else "running")
+    reference = reference or ("tile" if pv == "int8" else "first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
     constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "REFERENCE": reference, "PV": pv}
-    constants["KEEPS_MAX"] = pv != "16bit" and scaling == "planned" and mask != "rows"
+    constants["KEEPS_MAX"] = pv == "fp8_e4m3" and scaling == "planned" and mask != "rows"
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "counts_ptr": "*i32"}
-    types["values"] = "*bf16" if pv == "16bit" else "*fp8e4nv"
+    types["values"] = f"*{VALUES[pv]}"
     types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32", "arrived_ptr": "*i32"}
     types |= SEQUENCES
     if tile.kernel == "hopper":
@@ -185,10 +187,17 @@ def attention(
         kernel = _attention_fwd_kernel
         if tile.kernel == "tma":
             types["keys"] = f"tensordesc<i8[{tile.block_n}, {width}]>"
-            fp8 = f"fp8e4nv[{width}, {tile.block_n}]"
-            types["values"] = f"tensordesc<{fp8 if pv != '16bit' else f'bf16[1, {tile.block_n}, 1, {width}]'}>"
+            block = f"[1, {tile.block_n}, 1, {width}]" if pv == "16bit" else f"[{width}, {tile.block_n}]"
+            types["values"] = f"tensordesc<{VALUES[pv]}{block}>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
-        constants |= {"SOFTCAP": False, "HAS_SINKS": False, "TILE_ADDS_BITS": tile.adds_bits, "PACKED": packed}
+        constants |= {
+            "SOFTCAP": False,
+            "HAS_SINKS": False,
+            "TILE_ADDS_BITS": tile.adds_bits,
+            "PACKED": packed,
+            "PARTS": tile.parts,
+            "ASM": tile.asm,
+        }
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 
@@ -207,7 +216,9 @@ def prepare(name: str, width: int, scaling: str, mask: str = "none", pv: str = "
     } | constants_of(num_warps, width)  # fmt: skip
     types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
     types |= (
-        SEQUENCES | {"extent_ptr": "*i32"} | ({} if pv == "16bit" else {"v_ptr": "*bf16", "v_codes_ptr": "*fp8e4nv"})
+        SEQUENCES
+        | {"extent_ptr": "*i32"}
+        | ({} if pv == "16bit" else {"v_ptr": "*bf16", "v_codes_ptr": f"*{VALUES[pv]}"})
     )
     options = {"num_warps": num_warps}
     if target.backend == "cuda":
@@ -219,6 +230,12 @@ def value_amax(name: str, width: int, packed: bool = False) -> dict:
     constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": not packed, "PACKED": packed, "HAS_LEFT": packed}
     types = SEQUENCES | {"v_ptr": "*bf16"}
     return {"kernel": "value_amax", **read(build(_value_amax_kernel, constants, types, TARGETS[name], num_warps=8))}
+
+
+def value_reach(name: str, width: int) -> dict:
+    constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": True}
+    types = {"v_ptr": "*bf16", "extent_ptr": "*i32"}
+    return {"kernel": "value_reach", **read(build(_value_reach_kernel, constants, types, TARGETS[name], num_warps=8))}
 
 
 def mask_tiles(name: str, kind: str) -> dict:
@@ -277,7 +294,7 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
         "GROUP": 4, "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages, "MASK": mask, "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": not few,
         "SOFTCAP": False, "HAS_MEAN": True, "HAS_BALANCE": True, "HAS_LENGTHS": False, "HAS_SINKS": False,
-        "RING": False, "PARTIAL": few, "RETURN_LSE": False, "ASM": target.backend == "cuda",
+        "RING": False, "PARTIAL": few, "RETURN_LSE": False, "ASM": False,
         "EVICTION": "evict_first" if tile.read_once else "", "OVERLAP": few and name in OVERLAPPING,
         "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
     }  # fmt: skip
@@ -374,7 +391,7 @@ def linear(name: str, kind: str, fp8: bool = False, copied: bool = True) -> dict
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
         "ACTIVATION": GATED.get(activation, activation), "GATED": is_pair, "HAS_BIAS": True,
         "GATE": gate, "HAS_RESIDUAL": gate != "none", "FP8": fp8,
-        "ASM": target.backend == "cuda",
+        "ASM": False,
     }  # fmt: skip
     code = "fp8e4nv" if fp8 else "i8"
     types = {"x_ptr": f"*{code}", "w_ptr": f"*{code}"}
@@ -490,6 +507,18 @@ def selective(name: str):
         yield f"{name}/mixed_select/128/quest/skip", mixed_select(name, 128, "quest", skips=True)
 
 
+def int8_values(name: str):
+    """As `kernels`, of the recipe with P and V in INT8."""
+    for width in WIDTHS:
+        yield f"{name}/attention_int8/{width}/planned", attention(name, width, "planned", pv="int8")
+    yield f"{name}/attention_int8/128/per_token", attention(name, 128, "per_token", pv="int8")
+    if name in FULL_TARGETS:
+        for mask in MASKS:
+            yield f"{name}/attention_int8/128/planned/{mask}", attention(name, 128, "planned", mask, pv="int8")
+        yield f"{name}/prepare_int8/128/planned", prepare(name, 128, "planned", pv="int8")
+        yield f"{name}/value_reach/128", value_reach(name, 128)
+
+
 def packed(name: str):
     """As `kernels`, of packed sequences: what attention and its prologue are compiled to with them."""
     for width in WIDTHS if name in FULL_TARGETS else (128,):
@@ -514,6 +543,7 @@ def kernels(name: str):
                 yield f"{name}/prepare/{width}/{scaling}", prepare(name, width, scaling)
         for rows in (8, 32) if width == 128 or name in FULL_TARGETS else ():
             yield f"{name}/decode/{width}/{rows}", decode(name, width, rows)
+    yield from int8_values(name)
     if name in FP8_TARGETS:
         for width in WIDTHS if name == "sm_90" else (128,):
             for reference in ("running", "lagged") if name == "sm_90" else ("lagged",):

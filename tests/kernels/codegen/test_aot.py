@@ -116,6 +116,48 @@ def test_fp8_recipe_runs_both_matmuls_in_8_bit_and_spills_next_to_nothing(kernel
         assert facts["loops"][0]["spills"] <= 4, (key, facts)
 
 
+# Instructions that put away or take back a register in a turn of 128 keys, where it is not none.
+INT8_SPILLS = {"sm_86/128/per_token": 4, "sm_89/128/per_token": 4}
+# Instructions a key and query row over those of P·V in 16 bit, where they are not fewer. At 64 channels what rounds P
+# weighs most; on 8.0 a warp of the 16-bit tile has 32 rows there, which share the loads of K and V.
+INT8_OVER_16_BIT = {"sm_80/64/planned": 1.16, "sm_86/64/planned": 1.05, "sm_89/64/planned": 1.05,
+                    "sm_86/128/per_token": 1.002, "sm_89/128/per_token": 1.002}  # fmt: skip
+WIDE_OVER_16_BIT = 1.01
+
+
+def test_int8_values_run_both_matmuls_in_8_bit(kernels):
+    skip_unless_pinned()
+    found = {key: facts for key, facts in kernels.items() if "/attention_int8/" in key}
+    assert len(found) >= 4 and all(facts["int8_matrix"] for facts in found.values())
+    for key, facts in found.items():
+        name, _, width, kind = key.split("/", 3)
+        if facts.get("loops") and "/" not in kind:
+            allowed = INT8_SPILLS.get(f"{name}/{width}/{kind}", 0)
+            assert facts["loops"][0]["spills"] <= allowed, (key, facts)
+
+
+@pytest.mark.parametrize("kernels", [target("sm_80"), target("sm_86"), target("sm_89")], indirect=True)
+def test_int8_values_take_no_more_instructions_a_key_than_16_bit_ones(kernels):
+    sys.path.insert(0, str(ROOT / "kernels"))
+    from sage_kernels._triton.attention.tiles import choose_tile
+
+    skip_unless_pinned()
+    name = target_of(kernels)
+
+    def instructions(suite, width, scaling, pv):
+        """A key and query row, of a warp."""
+        tile = choose_tile(int(name[3:]), width, scaling, pv=pv)
+        count = kernels[f"{name}/{suite}/{width}/{scaling}"]["loops"][0]["instructions"]
+        return count * tile.num_warps / (tile.block_m * tile.block_n)
+
+    for width, scaling in ((64, "planned"), (128, "planned"), (128, "per_token"), (256, "planned")):
+        ratio = instructions("attention_int8", width, scaling, "int8") / instructions(
+            "attention", width, scaling, "16bit"
+        )
+        allowed = INT8_OVER_16_BIT.get(f"{name}/{width}/{scaling}", WIDE_OVER_16_BIT if width == 256 else 1.0)
+        assert ratio <= allowed, (width, scaling, ratio)
+
+
 @pytest.mark.parametrize("kernels", [target("sm_90")], indirect=True)
 def test_the_reference_of_the_step_before_shortens_the_plain_loop(kernels):
     tables = f"{target_of(kernels)}/attention_fp8/128/planned"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels import RECIPES, sage_attention
+from sage_kernels import sage_attention
 from sage_kernels._triton.attention.tiles import MAX_PIECES, Tail, Tile, choose_tail
 from sage_kernels.masking import NO_MASKING
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from tests.kernels.attention.attention_cases import FP8, Attend, normal
-from tests.kernels.hopper.test_hopper_kernel import TILES, skip_what_is_the_same
+from tests.kernels.hopper.test_hopper_kernel import ITS_RECIPES, TILES, skip_what_is_the_same
 
 
 H200 = 132  # SMs
@@ -120,7 +120,7 @@ def hopper(request, monkeypatch):
 @pytest.mark.parametrize("lengths", [(113, 1100), (300, 2049)])
 @pytest.mark.parametrize("scaling", ["per_token", "per_block", "per_head"])
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ITS_RECIPES)
 def test_matches_the_reference(recipe, tail, scaling, lengths, hopper):
     skip_what_is_the_same(hopper, recipe)
     hopper.cut(tail)
@@ -154,7 +154,7 @@ def planned_steps(hopper, recipe, tail):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ITS_RECIPES)
 def test_planned_steps_match_the_reference_and_what_whole_tiles_leave(recipe, tail, hopper):
     skip_what_is_the_same(hopper, recipe)
     whole = list(planned_steps(hopper, recipe, None))
@@ -171,7 +171,7 @@ def test_planned_steps_match_the_reference_and_what_whole_tiles_leave(recipe, ta
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ITS_RECIPES)
 def test_pieces_that_outgrow_their_reference_are_done_again(recipe, tail, hopper):
     """Keys that grow towards the end, by more than any format of P holds, a row of NaN, and one that is far above."""
     skip_what_is_the_same(hopper, recipe)
@@ -205,7 +205,7 @@ def test_sums_of_pieces_that_just_fit_fit_together(hopper):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ITS_RECIPES)
 def test_results_are_bitwise_repeatable(recipe, tail, hopper):
     """Whichever piece comes last."""
     skip_what_is_the_same(hopper, recipe)

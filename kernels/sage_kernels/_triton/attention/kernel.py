@@ -5,9 +5,9 @@ tile j runs. It runs twice, over the key tiles that all rows of the program see 
 mask (band, mask tensor, ragged end), so the former pay nothing for the latter; hidden tiles are not visited.
 
 REFERENCE says what the exponents of the softmax are taken against: "running", the largest score so far; "first", that
-of the first key tile (16-bit P); "lagged", that of the row in the previous call (8-bit P, from the state). The latter
-two have neither a max to wait for nor anything to rescale, and a third loop does everything again where that went
-wrong.
+of the first key tile (16-bit P); "lagged", that of the row in the previous call (FP8 P, from the state); "tile", that
+of each key tile, so that P has all of its levels there (INT8 P). "first" and "lagged" have neither a max to wait for
+nor anything to rescale, and a third loop does everything again where that went wrong.
 """
 
 import triton
@@ -23,11 +23,22 @@ from ..primitives import (
     record_amax,
     round_to_int8,
 )
+from ..prologue.prepare_value_codes import sums_of, value_numbers
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 from ..sequences import keys_of, rows_of, sequence_of, slot_of
 from .key_tiles import band_tiles, tile_at
 from .operands import add_product, load_keys, load_values
-from .softmax import ADDED_BITS_LIMIT, P_EXPONENT_LIMIT, fixed_softmax_step, masked_step, online_softmax_step, outgrown
+from .softmax import (
+    ADDED_BITS_LIMIT,
+    CODES_ADDED_BITS_LIMIT,
+    P_CODE_EXPONENT,
+    P_EXPONENT_LIMIT,
+    fixed_softmax_step,
+    least_reference,
+    masked_step,
+    online_softmax_step,
+    outgrown,
+)
 
 
 _STATS = tl.constexpr(STAT_FIELDS)
@@ -101,7 +112,7 @@ def _attention_fwd_kernel(
     SCALING: tl.constexpr, RETURN_LSE: tl.constexpr, USE_TMA: tl.constexpr, MASK: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, REFERENCE: tl.constexpr, KEEPS_MAX: tl.constexpr, PV: tl.constexpr,
-    TILE_ADDS_BITS: tl.constexpr, PACKED: tl.constexpr,
+    TILE_ADDS_BITS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     if PACKED:  # seq_q and seq_kv are those of all sequences together
         slots = seq_q // BLOCK_M + sequences + 1
@@ -158,9 +169,13 @@ def _attention_fwd_kernel(
     SCALE_PER_KEY: tl.constexpr = SCALING == "per_token"
     SCALES_AT_ONCE: tl.constexpr = 128
     LOG2_E: tl.constexpr = 1.4426950408889634
-    EXPONENT: tl.constexpr = _P_EXPONENT if PV == "fp8_e4m3" else 0.0
-    FIXED: tl.constexpr = REFERENCE != "running"
+    INT8_PV: tl.constexpr = PV == "int8"
+    EXPONENT: tl.constexpr = P_CODE_EXPONENT if INT8_PV else _P_EXPONENT if PV == "fp8_e4m3" else 0.0
     LAGGED: tl.constexpr = REFERENCE == "lagged"
+    FIXED: tl.constexpr = REFERENCE == "first" or LAGGED
+    TILE: tl.constexpr = REFERENCE == "tile"
+    # P·V of a tile right after its softmax: where tiles are as large as the registers, nothing else of it stays there
+    AT_ONCE: tl.constexpr = INT8_PV and TILE_ADDS_BITS
     ADDS_BITS: tl.constexpr = TILE_ADDS_BITS and not FIXED and not SCALE_PER_KEY
 
     # quantise Q: [BLOCK_M, WIDTH]
@@ -222,8 +237,12 @@ def _attention_fwd_kernel(
         for start in range(0, n_tiles, SCALES_AT_ONCE):
             at = start + tl.arange(0, SCALES_AT_ONCE)
             largest_scale = tl.maximum(largest_scale, tl.load(k_scales + at, mask=at < n_tiles, other=0.0))
-        plain = tl.where(tl.max(largest_scale, 0) * tl.max(row_scale, 0) > ADDED_BITS_LIMIT, 0, plain)
+        LIMIT: tl.constexpr = CODES_ADDED_BITS_LIMIT if INT8_PV else ADDED_BITS_LIMIT
+        plain = tl.where(tl.max(largest_scale, 0) * tl.max(row_scale, 0) > LIMIT, 0, plain)
 
+    v_sums = v_scale_ptr
+    if INT8_PV:
+        v_sums = sums_of(v_scale_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH)
     reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
     top = reference
     running_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -239,15 +258,21 @@ def _attention_fwd_kernel(
     p, reference, running_sum, top, rescale = masked_step(
         scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
         tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum, top,
-        MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED,
+        MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED, TILE,
     )  # fmt: skip
     # always true, but not to the compiler: moves the row scales into the layout of the scores once, not once a tile
     # (not where the sum is NaN: neither choice may make a number of that)
     row_scale = tl.where(running_sum > -1.0, row_scale, running_sum if LAGGED else reference)
     if LAGGED:
         reference = tl.where(running_sum > -1.0, reference, top)
-    LATE: tl.constexpr = PV == "fp8_e4m3"  # acc is rescaled when the next product is added
+    LATE: tl.constexpr = PV != "16bit"  # acc is rescaled when the next product is added
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
+    if AT_ONCE:
+        v = load_values(
+            values, v_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
+        )  # fmt: skip
+        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
     for i in tl.range(1, plain, num_stages=STAGES):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
@@ -255,45 +280,55 @@ def _attention_fwd_kernel(
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         key_scale = tl.load(k_scales + tile * scale_step)
         v = load_values(
-            values, b_of_rows, before * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV, PACKED,
+            values, v_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, False, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
-        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
+        if not AT_ONCE:
+            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
         if FIXED:
             if LAGGED:  # nothing waits for it: only what is decided after the loop
                 top = tl.maximum(top, tl.max(scores, 1).to(tl.float32) * (row_scale * key_scale))
             p, running_sum = fixed_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY)
         else:
             p, reference, running_sum, rescale = online_softmax_step(
-                scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY, EXPONENT, ADDS_BITS
-            )
+                scores, row_scale, key_scale, reference, least_reference(reference, top, TILE), running_sum,
+                SCALE_PER_KEY, EXPONENT, ADDS_BITS,
+            )  # fmt: skip
+            if TILE:
+                top = tl.maximum(top, reference)
             if not LATE:
                 acc = acc * rescale[:, None]
+            if AT_ONCE:
+                acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
     for i in tl.range(tl.maximum(plain, 1), visited, num_stages=1):
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
         scores = tl.dot(q_int, codes, out_dtype=tl.int32)
         v = load_values(
-            values, b_of_rows, before * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-            stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED,
+            values, v_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
         )  # fmt: skip
-        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
+        if not AT_ONCE:
+            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
         p, reference, running_sum, top, factor = masked_step(
             scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
             tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum,
-            top, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED,
+            top, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED, TILE,
         )  # fmt: skip
         if not LAGGED:
             rescale = factor
         if not LATE:
             acc = acc * factor[:, None]
-    tile = tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-    v = load_values(
-        values, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-        stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED,
-    )  # fmt: skip
-    acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N)
+        if AT_ONCE:
+            acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
+    if not AT_ONCE:
+        tile = tile_at(tl.maximum(visited, 1) - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
+        v = load_values(
+            values, v_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv,
+            reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
+        )  # fmt: skip
+        acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
     if FIXED:
         if LAGGED:
             # exact: the largest score of each row against the range of e4m3. One of -inf has seen nothing, or only NaN
@@ -313,8 +348,8 @@ def _attention_fwd_kernel(
             for i in tl.range(0, visited, num_stages=1):
                 tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
                 v = load_values(
-                    values, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
-                    stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED,
+                    values, v_sums, b_of_rows, tile * BLOCK_N, first_key, h_kv, first_step, seq_kv, reach,
+                    stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
                 )  # fmt: skip
                 codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
                 scores = tl.dot(q_int, codes, out_dtype=tl.int32)
@@ -322,11 +357,11 @@ def _attention_fwd_kernel(
                     scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
                     tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference,
                     running_sum, top,
-                    MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, False,
+                    MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, False, False,
                 )  # fmt: skip
                 if not LATE:
                     acc = acc * factor[:, None]
-                acc = add_product(acc, factor, p, v, PV, BLOCK_M, BLOCK_N)
+                acc = add_product(acc, factor, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
             top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     elif KEEPS_MAX:
         top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
@@ -345,10 +380,20 @@ def _attention_fwd_kernel(
         finite = tl.where(new_reference == float("-inf"), 0.0, new_reference)
         rescale = tl.exp2(reference - finite)
         acc = acc * rescale[:, None]
-        running_sum = tl.fma(running_sum, rescale, tl.exp2(sink - finite))
+        sink_weight = tl.exp2(sink - finite)
+        running_sum = tl.fma(running_sum, rescale, sink_weight)
         reference = new_reference
+    share = running_sum * 0.0 + 1.0  # of all weights, that of the keys: a sink has no value
+    if INT8_PV and HAS_SINKS:
+        share = (running_sum - sink_weight) / running_sum
     sees_nothing = (running_sum == 0.0) & (reference == float("-inf"))
     out = tl.where(sees_nothing[:, None], 0.0, acc / running_sum[:, None])
+    if INT8_PV:
+        v_scale, center_v = value_numbers(v_scale_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N, WIDTH)
+        largest: tl.constexpr = 65504.0 if out_ptr.dtype.element_ty == tl.float16 else 3.38e38
+        out = tl.fma(out, v_scale[None, :], share[:, None] * center_v[None, :])
+        out = tl.clamp(out, -largest, largest, propagate_nan=tl.PropagateNan.ALL)
+        out = tl.where(sees_nothing[:, None], 0.0, out)
     if PV == "fp8_e4m3":
         v_scale = tl.load(v_scale_ptr + kv_head_of_batch * WIDTH + channels)
         # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number

@@ -66,7 +66,7 @@ def device_tile(
     if tile.kernel == "hopper" and (packed or not compat.has_gluon()):
         tile = choose_tile(capability, width, scaling, True, pv, not lagged)
     if tile.kernel == "tma" and compat.TensorDescriptor is None:  # a tile of the newest GPUs without a copy engine
-        tile = choose_tile(80 if pv == "16bit" else 89, width, scaling, by_row, pv, not lagged)
+        tile = choose_tile(89 if pv == "fp8_e4m3" else 80, width, scaling, by_row, pv, not lagged)
     return tile
 
 
@@ -112,7 +112,7 @@ def launch_attention_fwd(
     if state is not None:
         scaling = "planned"
     pv = RECIPES[recipe].pv
-    is_fp8 = pv != "16bit"
+    is_fp8, is_16_bit = pv == "fp8_e4m3", pv == "16bit"
     lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
     kind = {} if packed is None else {"packed": True}
     # the lists of a run are of one tile, whether maxima are known or not
@@ -122,14 +122,18 @@ def launch_attention_fwd(
             f"skip: got lists of tiles of {skip.block_q} x {skip.block_k}, expected {tile.block_m} x {tile.block_n}; "
             "make them with sage_kernels.new_skip_state"
         )
+    if tile.kernel == "hopper" and not RECIPES[recipe].hopper:
+        raise NotImplementedError(f"tile: got {tile} for {recipe}, expected one of the general kernel")
     reference = "first" if tile.keep_first_max else "running"
     if is_fp8:
         reference = "lagged" if lagged else "running"
+    if pv == "int8":
+        reference = "tile"
 
     # inputs as the kernels read them, outputs
     if rotation == "hadamard":
         q, k = launch_rotate(q, k)
-    if not is_fp8:
+    if is_16_bit:
         v = v.to(pv_dtype(q.dtype))
     q, k, v = (x if x.stride(3) == 1 or head_dim == 1 else x.contiguous() for x in (q, k, v))
     out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device, returned=True)
@@ -154,16 +158,17 @@ def launch_attention_fwd(
             return_lse or masking.sinks is not None or masking.softcap > 0 or (is_fp8 and state is not None)
         )
         prepared = launch_prologue(
-            q, k, v if is_fp8 else None, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
+            q, k, None if is_16_bit else v, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
             return_center=return_center,
             block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
             overlap=tile.kernel == "hopper", packed=packed, left=masking.left,
+            value_type=torch.int8 if pv == "int8" else torch.float8_e4m3fn,
         )  # fmt: skip
         if skip is not None:
             mask = launch_skip_tiles(
                 q, prepared, skip, kv_heads=kv_heads, seq_kv=seq_kv, scale=scale, width=width
             )  # fmt: skip
-        if is_fp8:
+        if not is_16_bit:
             v = prepared.values
         elif tile.kernel != "pointers":
             v = _copyable_by_engine(v)
@@ -240,7 +245,8 @@ def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, maski
         *_mask_arguments(masking, mask, prepared.scale), *packed_arguments(packed, prepared.scale), *sizes,
         **constants, BLOCK_M=tile.block_m, STAGES=tile.num_stages, USE_TMA=use_tma, num_warps=tile.num_warps,
         SOFTCAP=masking.softcap > 0, HAS_SINKS=masking.sinks is not None,
-        TILE_ADDS_BITS=tile.adds_bits, PACKED=packed is not None, enable_fp_fusion=False,
+        TILE_ADDS_BITS=tile.adds_bits, PACKED=packed is not None, PARTS=tile.parts, ASM=tile.asm,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -3,7 +3,16 @@
 import triton
 import triton.language as tl
 
+from ... import recipe
+from ..primitives import ROUND_MAGIC_BITS
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
+
+
+_P_CODE_MAGIC = tl.constexpr(recipe.P_CODE_MAGIC)
+# The second bytes of four registers in one: the compiler moves each to the first place before it packs them.
+_SECOND_BYTES = tl.constexpr(
+    "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x51; prmt.b32 high, $3, $4, 0x51; prmt.b32 $0, low, high, 0x5410; }"
+)
 
 
 @triton.jit
@@ -18,22 +27,44 @@ def load_keys(keys, row, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl
 
 
 @triton.jit
-def load_values(values, b, token, first_key, h_kv, first_step, seq_kv, reach, stride_vb, stride_vs, stride_vh,
+def load_values(values, sums, b, token, first_key, h_kv, first_step, seq_kv, reach, stride_vb, stride_vs, stride_vh,
                  BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl.constexpr,
-                 MASKED: tl.constexpr, MASK: tl.constexpr, PV: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+                 MASKED: tl.constexpr, MASK: tl.constexpr, PV: tl.constexpr, PACKED: tl.constexpr,
+                 PARTS: tl.constexpr):  # fmt: skip
     """One value tile [BLOCK_N, WIDTH]; only a masked tile may reach beyond the sequence or hold hidden keys.
 
-    first_key: row of V of the sequence's first token; first_step: the head's first step of prepared values.
+    first_key: row of V of the sequence's first token; first_step: the head's first step of prepared values. In INT8:
+    a tuple, codes of each of PARTS parts of the channels and then their `sums`, see `_add_codes`.
     """
     offs_n = tl.arange(0, BLOCK_N)
     channels = tl.arange(0, WIDTH)
-    if PV == "fp8_e4m3":  # prepared: transposed, zero wherever nothing is to be seen
+    if PV != "16bit":  # prepared: transposed, zero wherever nothing is to be seen
         row = (first_step + token // _STEP_KEYS) * WIDTH
         if USE_TMA:
             tile = values.load([row, token % _STEP_KEYS]).T
         else:
-            base = values + row.to(tl.int64) * _STEP_KEYS + token % _STEP_KEYS
-            tile = tl.load(base + channels[None, :] * _STEP_KEYS + offs_n[:, None])
+            at = token % _STEP_KEYS
+            if PV == "int8":  # what the compiler loses in the remainder, and its copies of 16 bytes with it
+                at = tl.multiple_of(at, BLOCK_N)
+            base = values + row.to(tl.int64) * _STEP_KEYS + at
+            part = base + tl.arange(0, WIDTH // PARTS)[None, :] * _STEP_KEYS + offs_n[:, None]
+            next_part = WIDTH // PARTS * _STEP_KEYS
+            if PARTS == 4:
+                tile = (tl.load(part), tl.load(part + next_part), tl.load(part + 2 * next_part),
+                        tl.load(part + 3 * next_part))  # fmt: skip
+            elif PARTS == 2:
+                tile = (tl.load(part), tl.load(part + next_part))
+            else:
+                tile = tl.load(part)
+        if PV == "int8":
+            of_part = sums + token // BLOCK_N * WIDTH + tl.arange(0, WIDTH // PARTS)
+            if PARTS == 4:
+                tile += (tl.load(of_part), tl.load(of_part + WIDTH // 4), tl.load(of_part + WIDTH // 2),
+                         tl.load(of_part + WIDTH // 4 * 3))  # fmt: skip
+            elif PARTS == 2:
+                tile += (tl.load(of_part), tl.load(of_part + WIDTH // 2))
+            else:
+                tile = (tile, tl.load(of_part))
     else:
         if USE_TMA:  # the copy engine fills what lies outside with zeros
             tile = values.load([b, first_key + token, h_kv, 0]).reshape([BLOCK_N, WIDTH])
@@ -68,7 +99,55 @@ def in_operand_order(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def add_product(acc, rescale, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _codes_of(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ASM: tl.constexpr):
+    """P in INT8, less 128, `in_operand_order`: see P_CODE_MAGIC."""
+    j = tl.arange(0, BLOCK_N)
+    # a thread has two of them: which keys of 8 are its own hangs on its number, but not which of the two a key has
+    step = _P_CODE_MAGIC + 0.0625 + 0.5 * ((j ^ j // 8) % 2).to(tl.float32)
+    step += 0.25 * (j // 2 % 2).to(tl.float32) + 0.125 * (j // 4 % 2).to(tl.float32)
+    bits = in_operand_order((p + step[None, :]).to(tl.int32, bitcast=True), BLOCK_M, BLOCK_N)
+    if ASM:
+        codes = tl.inline_asm_elementwise(_SECOND_BYTES, "=r,r,r,r,r", [bits], dtype=tl.int8, is_pure=True, pack=4)
+    else:
+        codes = (bits >> 8).to(tl.int8)
+    return codes
+
+
+@triton.jit
+def _add_codes(acc, rescale, codes, v, sums):
+    """acc, rescaled, plus the product of INT8 codes, which is exact and below 2^22 for up to 128 keys.
+
+    sums: what is added to it as a float whose bits these are, see `ROUND_MAGIC`: what P's codes are less takes from
+    it, and the number that makes them such bits.
+    """
+    product = tl.dot(codes, v, out_dtype=tl.int32) + ROUND_MAGIC_BITS
+    return tl.fma(acc, rescale[:, None], product.to(tl.float32, bitcast=True) + sums[None, :])
+
+
+@triton.jit
+def _halves(acc):
+    """The channels of acc in two."""
+    return tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, acc.shape[1] // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _whole(first, second):
+    """What `_halves` took apart."""
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (first.shape[0], 2 * first.shape[1]))
+
+
+@triton.jit
+def _add_halves(acc, rescale, codes, v_0, v_1, sums_0, sums_1):
+    """`_add_codes` of each half of the channels."""
+    first, second = _halves(acc)
+    first = _add_codes(first, rescale, codes, v_0, sums_0)
+    second = _add_codes(second, rescale, codes, v_1, sums_1)
+    return _whole(first, second)
+
+
+@triton.jit
+def add_product(acc, rescale, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+                PARTS: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """acc + P·V; with 8-bit P acc is rescaled before. P is cast here: 8-bit tensors carried around a loop are unpacked
     and packed again.
 
@@ -79,6 +158,17 @@ def add_product(acc, rescale, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLO
     if PV == "fp8_e4m3":
         product = tl.dot(in_operand_order(p.to(tl.float8e4nv), BLOCK_M, BLOCK_N), v)
         acc = tl.fma(acc, rescale[:, None], product)
+    elif PV == "int8":
+        codes = _codes_of(p, BLOCK_M, BLOCK_N, ASM)
+        if PARTS == 4:  # one after the other: with integer sums of all channels at once, registers spill
+            first, second = _halves(acc)
+            first = _add_halves(first, rescale, codes, v[0], v[1], v[4], v[5])
+            second = _add_halves(second, rescale, codes, v[2], v[3], v[6], v[7])
+            acc = _whole(first, second)
+        elif PARTS == 2:
+            acc = _add_halves(acc, rescale, codes, v[0], v[1], v[2], v[3])
+        else:
+            acc = _add_codes(acc, rescale, codes, v[0], v[1])
     else:
         acc = tl.dot(p.to(v.dtype), v, acc)
     return acc

@@ -12,6 +12,11 @@ from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS
 # where e4m3 has 2^0.8 above the largest P. Programs with larger scales take the loop that converts.
 ADDED_BITS_LIMIT = tl.constexpr(1 / 16)
 P_EXPONENT_LIMIT = tl.constexpr(recipe.P_EXPONENT_LIMIT)
+# With P in INT8 the largest is 254.5 and must stay below 255: its exponent may be 2^-9 off.
+CODES_ADDED_BITS_LIMIT = tl.constexpr(1 / 512)
+P_CODE_EXPONENT = tl.constexpr(recipe.P_CODE_EXPONENT)
+_P_CODE_LIMIT = tl.constexpr(recipe.P_CODE_LIMIT)
+_P_CODE_FALL = tl.constexpr(recipe.P_CODE_FALL)
 # From here on the rounding of a score alone may push P out of e4m3 in a step that folds the scale into the exponent.
 _SCORE_LIMIT = tl.constexpr(2.0**27)
 
@@ -19,19 +24,30 @@ _SCORE_LIMIT = tl.constexpr(2.0**27)
 @triton.jit
 def reference_below(top, EXPONENT: tl.constexpr):
     """What exponents are taken against in a row whose largest score is `top`: its P is 2^EXPONENT."""
+    LIMIT: tl.constexpr = _P_CODE_LIMIT if EXPONENT == P_CODE_EXPONENT else P_EXPONENT_LIMIT
     if EXPONENT != 0:
-        top = tl.where(tl.abs(top) < P_EXPONENT_LIMIT, top - EXPONENT, top)
+        top = tl.where(tl.abs(top) < LIMIT, top - EXPONENT, top)
     return top
 
 
 @triton.jit
-def online_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY: tl.constexpr,
+def least_reference(reference, top, TILE: tl.constexpr):
+    """What the next tile's reference may not fall below: the one so far, or, where each tile has its own (TILE), a
+    number that keeps the sums finite, `top` being the highest one so far."""
+    if TILE:
+        reference = top - _P_CODE_FALL
+    return reference
+
+
+@triton.jit
+def online_softmax_step(scores, row_scale, key_scale, reference, least, running_sum, SCALE_PER_KEY: tl.constexpr,
                         EXPONENT: tl.constexpr, ADDS_BITS: tl.constexpr):  # fmt: skip
     """One wholly visible key tile of the base-2 online softmax.
 
     scores int32 [BLOCK_M, BLOCK_N]; row_scale [BLOCK_M] holds the Q scale, softmax scale and log2(e);
     key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY; reference [BLOCK_M] is `reference_below` the largest score
-    so far. ADDS_BITS: scores become floats by an addition, see `Tile`; not with SCALE_PER_KEY. Returns P fp32, the new
+    so far (TILE: of the tile before), `least` of `least_reference`. ADDS_BITS: scores become floats by an addition,
+    see `Tile`; not with SCALE_PER_KEY. Returns P fp32, the new
     reference, the new sum and the rescale factor.
     """
     if SCALE_PER_KEY:
@@ -54,7 +70,7 @@ def online_softmax_step(scores, row_scale, key_scale, reference, running_sum, SC
         top = largest.to(tl.float32) * tile_scale
     if EXPONENT != 0:  # no number, rather than a P that saturates beside a sum that does not
         top = tl.where(tl.abs(top) < _SCORE_LIMIT, top, float("inf"))
-    new_reference = tl.maximum(reference, reference_below(top, EXPONENT))
+    new_reference = tl.maximum(least, reference_below(top, EXPONENT))
     against = new_reference
     if ADDS_BITS:
         # what was added is taken off with the reference, and what that sum rounds to is the reference
@@ -117,10 +133,10 @@ def masked_scores(scores, row_scale, key_scale, shift, bias, softcap,
 
 
 @triton.jit
-def masked_softmax_step(values, visible, reference, running_sum, EXPONENT: tl.constexpr):
+def masked_softmax_step(values, visible, reference, least, running_sum, EXPONENT: tl.constexpr):  # fmt: skip
     """As `online_softmax_step` on `masked_scores`, of which those not `visible` (broadcast) do not count."""
     top = tl.max(tl.where(visible, values, float("-inf")), 1)
-    new_reference = tl.maximum(reference, reference_below(top, EXPONENT))
+    new_reference = tl.maximum(least, reference_below(top, EXPONENT))
     # a row that has seen nothing yet has a reference of -inf: no difference may be taken from that
     finite = tl.where(new_reference == float("-inf"), 0.0, new_reference)
     # not fused: the largest score's exponent is exactly EXPONENT (0 beyond P_EXPONENT_LIMIT), however large the score
@@ -157,8 +173,10 @@ def masked_step(
     left, right, offset, seq_q, seq_kv, reference, running_sum, top,
     MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, EXPONENT: tl.constexpr, LAGGED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of one tile that may hide keys. Returns P, reference, sum, largest score (LAGGED) and rescale factor."""
+    """Softmax of one tile that may hide keys. Returns P, reference, sum, largest score (LAGGED; TILE: highest
+    reference) and rescale factor."""
     bias, visible = _load_mask(
         mask_rows, reach, offs_m, offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv,
         MASK, HAS_LEFT, HAS_RIGHT,
@@ -170,5 +188,9 @@ def masked_step(
         running_sum += tl.sum(p, 1)
         rescale = running_sum
     else:
-        p, reference, running_sum, rescale = masked_softmax_step(values, visible, reference, running_sum, EXPONENT)
+        p, reference, running_sum, rescale = masked_softmax_step(
+            values, visible, reference, least_reference(reference, top, TILE), running_sum, EXPONENT
+        )
+        if TILE:
+            top = tl.maximum(top, reference)
     return p, reference, running_sum, top, rescale

@@ -20,6 +20,8 @@ class Tile(NamedTuple):
             addition: 1.5·2^23 has room for them in its mantissa. Where accumulators live in registers (mma.sync),
             products start with it and nothing is converted; chosen where fewer instructions are counted. Programs
             whose scales are too large for it convert all of theirs (ADDED_BITS_LIMIT).
+        parts: of the channels, whose P·V in INT8 is one after the other: fewer integer sums at a time.
+        asm: codes of P are packed by instructions of NVIDIA's that the compiler does not find by itself.
     """
 
     block_m: int
@@ -29,6 +31,8 @@ class Tile(NamedTuple):
     kernel: str
     keep_first_max: bool = False
     adds_bits: bool = False
+    parts: int = 1
+    asm: bool = False
 
     @property
     def scale_rows(self) -> int:
@@ -97,6 +101,29 @@ _FP8_HOPPER_RUNNING = Tile(128, 128, 4, 3, "hopper")
 # A mask of rows, not timed: with a sum of its own for each tile's products, larger ones spill.
 _FP8_HOPPER_ROWS = {64: Tile(64, 64, 4, 3, "tma"), 128: Tile(64, 64, 8, 2, "tma")}
 _FP8_OTHER_ROWS = Tile(32, 64, 8, 2, "pointers")
+# P and V in INT8, not timed. With as many keys in a tile, sums of integers become floats as rarely as 16-bit sums are
+# rescaled: fewer instructions a key than with P and V in 16 bit. At width 128 the largest that fits the registers.
+_INT8_WIDE = Tile(32, 64, 8, 2, "pointers")
+_INT8_64 = Tile(128, 128, 8, 2, "pointers", adds_bits=True, asm=True)
+_INT8 = {
+    80: {64: _INT8_64, 128: _INT8_64._replace(parts=4)},
+    86: {64: _INT8_64, 128: Tile(128, 128, 8, 2, "pointers", adds_bits=True, parts=2)},
+    90: {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 64, 8, 3, "tma"), 256: Tile(64, 64, 8, 2, "tma")},
+    100: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
+    120: {64: _INT8_64, 128: Tile(128, 64, 8, 2, "pointers", adds_bits=True)},
+    0: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
+}
+_INT8_ROWS = {90: Tile(64, 64, 8, 2, "tma"), 0: Tile(32, 64, 8, 2, "pointers")}
+
+
+def _int8_tile(capability: int, width: int, by_row: bool) -> Tile:
+    """The tile of P and V in INT8."""
+    if by_row and width <= 128:
+        return _INT8_ROWS[90 if capability == 90 else 0]
+    family = 0
+    if capability:
+        family = max(at for at in _INT8 if at <= capability)
+    return _INT8[family].get(width, _INT8_WIDE)
 
 
 def choose_tile(
@@ -110,9 +137,11 @@ def choose_tile(
         scaling: "planned" included.
         by_row: there is a mask that differs from row to row, a soft cap or sinks. A mask of keys is not that, and runs
             on the tile of plain attention: a padded sample keeps its bits, unless the tail of one of both is cut.
-        pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on.
+        pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on, "int8" everywhere.
         running: with 8-bit P, whether no maxima of the step before are known.
     """
+    if pv == "int8":
+        return _int8_tile(capability, width, by_row)
     if by_row and capability == 90 and width <= 128:
         return (_HOPPER_ROWS if pv == "16bit" else _FP8_HOPPER_ROWS)[width]
     if by_row and width == 128:

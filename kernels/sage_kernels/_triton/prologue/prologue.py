@@ -1,6 +1,7 @@
-"""The prologue: one launch that readies K, and V where P·V is in FP8, for the attention kernel.
+"""The prologue: one launch that readies K, and V where P·V is in 8 bit, for the attention kernel.
 
-What each program does is in prepare_keys.py and prepare_values.py; the first programs take keys, the others values.
+What each program does is in prepare_keys.py, prepare_values.py and prepare_value_codes.py; the first programs take
+keys, the others values.
 """
 
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from ..launch import buffer, launch, processors_of
 from ..sequences import Packed, packed_arguments
 from .mask_tiles import MaskTiles
 from .prepare_keys import prepare_keys
+from .prepare_value_codes import launch_value_reach, prepare_value_codes, value_rows
 from .prepare_values import KEYS, launch_value_amax, prepare_values
 
 
@@ -86,6 +88,12 @@ def _prologue_kernel(
             stride_rh, cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
             HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS, PACKED, HAS_LEFT,
         )  # fmt: skip
+    elif HAS_VALUES and v_codes_ptr.dtype.element_ty == tl.int8:
+        prepare_value_codes(
+            number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, stride_vb, stride_vs, stride_vh, reach_ptr,
+            extent_ptr, stride_rb, stride_rh, tl.cdiv(seq_kv, BLOCK_N) * BLOCK_N, seq_kv, kv_heads, value_chunks,
+            value_spans, value_steps, HEAD_DIM, WIDTH, BLOCK_N, CHANNELS, HAS_MASK,
+        )  # fmt: skip
     elif HAS_VALUES:
         prepare_values(
             number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, plan_ptr, plan_scale_ptr, stats_ptr,
@@ -105,8 +113,9 @@ class Prepared(NamedTuple):
         center: fp32 [B, H_kv, width], the smoothing vector (for the LSE).
         q_weight: fp32 [B, H_kv, width], 1 / b.
         q_amax: fp32 [B, H] (per head).
-        values: float8_e4m3fn [B·H_kv·steps·width, 128], a step being 128 keys, transposed and permuted (FP8).
-        value_scale: fp32 [B, H_kv, width] (FP8).
+        values: float8_e4m3fn or int8 [B·H_kv·steps·width, 128], a step being 128 keys, transposed and permuted
+            (8-bit P·V).
+        value_scale: fp32 [B, H_kv, width] (FP8) or [B, H_kv, rows, width] (INT8: prepare_value_codes.py).
     """
 
     codes: torch.Tensor
@@ -133,8 +142,9 @@ def constants_of(num_warps: int, width: int) -> dict:
 def launch_prologue(
     q, k, v, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width, rotation,
     zeroed: torch.Tensor | None = None, overlap: bool = False, packed: Packed | None = None, left: int = UNLIMITED,
+    value_type: torch.dtype = torch.float8_e4m3fn,
 ) -> Prepared:  # fmt: skip
-    """Quantise K [B, S_kv, H_kv, D], and cast V of that shape to e4m3 where it is given, for the attention kernel.
+    """Quantise K [B, S_kv, H_kv, D], and V of that shape where it is given, for the attention kernel.
 
     Args:
         v: None where P·V is in 16 bit.
@@ -144,6 +154,7 @@ def launch_prologue(
         width: channels of a row of the buffers, a power of two >= D.
         rotation: what was done to q and k: a plan is of one rotation.
         zeroed: int32, counters of the attention kernel that start at 0.
+        value_type: torch.float8_e4m3fn or torch.int8, of V's codes.
         overlap: the next launch on the stream may begin before this one ends, and waits for it (launch_pdl).
         packed: the sequences of q, k and v, whose batch is then 1; left: how many keys before its own a row of them
             sees. Without "planned" and "per_head". B and the tiles of `Prepared` are those of the sequences.
@@ -168,19 +179,20 @@ def launch_prologue(
         q_weight = divide(1.0, balance).repeat_interleave(q.shape[2] // kv_heads, 1)
         q_amax = (queries * q_weight).abs().amax((2, 3)).contiguous()
     n_steps = -(-seq_kv // KEYS.value) if packed is None else packed.slots(seq_kv, KEYS.value)
+    rows = (value_rows(n_steps, block_n),) if value_type == torch.int8 else ()
     prepared = Prepared(
         codes=buffer(heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
         scale=buffer(heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
         center=buffer(samples, kv_heads, width, device=k.device) if return_center else None,
         q_weight=buffer(samples, kv_heads, width, device=k.device),
         q_amax=q_amax,
-        values=buffer(heads * n_steps * width, KEYS.value, dtype=torch.float8_e4m3fn, device=k.device)
-        if has_values
-        else None,
-        value_scale=buffer(samples, kv_heads, width, device=k.device) if has_values else None,
+        values=buffer(heads * n_steps * width, KEYS.value, dtype=value_type, device=k.device) if has_values else None,
+        value_scale=buffer(samples, kv_heads, *rows, width, device=k.device) if has_values else None,
     )
     v_amax, chunk_keys = None, 0
-    if has_values and not planned:
+    if has_values and value_type == torch.int8:
+        v_amax = launch_value_reach(v, mask=mask, width=width)
+    elif has_values and not planned:
         v_amax, chunk_keys = launch_value_amax(v, mask=mask, width=width, packed=packed, seq_q=q.shape[1], left=left)
     num_warps = warps_of(block_n, width)
     constants = constants_of(num_warps, width)

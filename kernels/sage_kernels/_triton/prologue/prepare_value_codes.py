@@ -1,0 +1,274 @@
+"""V's part of the prologue, for recipes with P·V in INT8: center and scale per channel, round, transpose, permute.
+
+Codes lie as in prepare_values.py. Softmax weights sum to 1, so a vector shared by all values of a head may be taken
+off and added to the output: here the mean of a sample. Scales come from the channels' largest distance to the center,
+which a launch of its own finds, beside a plan of K's scales too: INT8 has no room for values that grew, and what was
+clipped cost more than that launch (kernels/NOTES.md).
+
+INT8 has no code for NaN and inf. Each program says what it met in numbers that the attention kernel adds to its
+output: 0, or NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from ... import recipe
+from ...masking import FAINT
+from ..launch import buffer, launch
+from ..primitives import AMAX_FLOOR, CENTER_SAMPLES, CENTER_STEPS, INT8_MAX, ROUND_MAGIC, round_to_int
+from .mask_tiles import MaskTiles
+from .prepare_values import (
+    AMAX_CHUNKS,
+    AMAX_ROWS,
+    KEYS,
+    MIN_CHUNK,
+    QUADS,
+    _finite_size,
+    _load,
+    _load_step,
+    _seen_step,
+    _step_tokens,
+    _store_step,
+)
+
+
+_V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
+_FAINT = tl.constexpr(FAINT)
+_ROWS = tl.constexpr(32)  # of numbers, loaded at once
+
+_OFFSET = tl.constexpr(float(recipe.P_CODE_OFFSET))
+
+# A head's numbers, [rows, WIDTH]: the scale, the center, what was met in LOST_STEPS steps each, and what is added to
+# the products of each tile of BLOCK_N keys.
+LOST_STEPS = tl.constexpr(4)
+FIRST_LOST = tl.constexpr(2)
+
+
+def value_rows(n_steps: int, block_n: int) -> int:
+    """Rows of a head's numbers."""
+    return FIRST_LOST.value + -(-n_steps // LOST_STEPS.value) + n_steps * (KEYS.value // block_n)
+
+
+@triton.jit
+def _rows_before_sums(seq_kv):
+    """How many rows of a head's numbers come before those of its tiles, and how many steps of KEYS keys it has."""
+    n_steps = tl.cdiv(seq_kv, KEYS)
+    return tl.cdiv(n_steps, LOST_STEPS) + FIRST_LOST, n_steps
+
+
+@triton.jit
+def _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Where a head's numbers begin."""
+    before, n_steps = _rows_before_sums(seq_kv)
+    return numbers_ptr + kv_head_of_batch.to(tl.int64) * (before + n_steps * (KEYS // BLOCK_N)) * WIDTH
+
+
+@triton.jit
+def sums_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Where the numbers of a head's tiles begin, [tiles, WIDTH]: 128 times the sum of each channel's codes, which P's
+    codes are 128 too small for, less what makes integers the bits of floats (ROUND_MAGIC). Exact."""
+    before, _ = _rows_before_sums(seq_kv)
+    return _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + before * WIDTH
+
+
+@triton.jit
+def _seen_and_counted(tokens, end, reach_ptr, HAS_MASK: tl.constexpr):
+    """Which tokens some row sees, and which of them take part in center and scales."""
+    is_seen = tokens < end
+    is_counted = is_seen
+    if HAS_MASK:
+        reach = tl.load(reach_ptr + tokens, mask=is_seen, other=float("-inf"))
+        is_seen = reach > float("-inf")
+        is_counted = reach > _FAINT
+    return is_seen, is_counted
+
+
+@triton.jit
+def _seen_step_of(first, end, reach_ptr, HAS_MASK: tl.constexpr):
+    """Which values of one step some row sees, [QUADS, 1, 4]."""
+    t0, t1, t2, t3 = _step_tokens(first)
+    x0, _ = _seen_and_counted(t0, end, reach_ptr, HAS_MASK)
+    x1, _ = _seen_and_counted(t1, end, reach_ptr, HAS_MASK)
+    x2, _ = _seen_and_counted(t2, end, reach_ptr, HAS_MASK)
+    x3, _ = _seen_and_counted(t3, end, reach_ptr, HAS_MASK)
+    return tl.reshape(tl.join(tl.join(x0, x2), tl.join(x1, x3)), (QUADS, 4))[:, None, :]
+
+
+@triton.jit
+def _sampled(v_base, channels, stride_vs, extent, reach_ptr, i, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
+    """The values of a sample that have a part in the center, others 0, and which tokens do."""
+    whole = extent // CENTER_SAMPLES
+    tokens = i * whole + i * (extent % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)
+    v = _load(v_base, tokens, channels, stride_vs, tl.maximum(extent, 1), HEAD_DIM).to(tl.float32)
+    counted = tokens * 0 + 1
+    if HAS_MASK:
+        _, is_counted = _seen_and_counted(tokens, extent, reach_ptr, True)
+        v = tl.where(is_counted[:, None], v, 0.0)
+        counted = is_counted.to(tl.int32)
+    return tl.where(v * 0.0 == 0.0, v, 0.0), counted
+
+
+@triton.jit
+def _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
+    """numerics.value_center: a sum of integers, whose order does not matter."""
+    i = tl.arange(0, CENTER_SAMPLES)
+    v, counted = _sampled(v_base, channels, stride_vs, extent, reach_ptr, i, HEAD_DIM, HAS_MASK)
+    amax = tl.maximum(tl.max(tl.abs(v), 0), AMAX_FLOOR)
+    inverse = tl.div_rn(amax * 0.0 + CENTER_STEPS, amax)
+    total = tl.sum(round_to_int(v * inverse[None, :]), 0)
+    steps = CENTER_STEPS * tl.maximum(tl.sum(counted, 0), 1).to(tl.float32)
+    return total.to(tl.float32) * tl.div_rn(amax, amax * 0.0 + steps)
+
+
+@triton.jit
+def _reach_of(v_base, first, end, center, channels, stride_vs, reach_ptr, HEAD_DIM: tl.constexpr,
+              HAS_MASK: tl.constexpr):  # fmt: skip
+    """Largest |v - center| of `channels` in tokens first to end: of those that count, and of all that are seen."""
+    counting = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
+    seen = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
+    for token in range(first, end, AMAX_ROWS):
+        tokens = token + tl.arange(0, AMAX_ROWS)
+        v = _load(v_base, tokens, channels, stride_vs, end, HEAD_DIM).to(tl.float32)
+        is_seen, is_counted = _seen_and_counted(tokens, end, reach_ptr, HAS_MASK)
+        size = tl.where(is_seen[:, None], _finite_size(v - center[None, :]), 0.0)
+        if HAS_MASK:
+            counting = tl.maximum(counting, tl.where(is_counted[:, None], size, 0.0))
+        seen = tl.maximum(seen, size)
+    seen = tl.max(seen, 0)
+    if HAS_MASK:
+        counting = tl.max(counting, 0)
+    else:
+        counting = seen
+    return counting, seen
+
+
+@triton.jit(do_not_specialize=["seq_kv", "kv_heads", "chunks", "chunk_keys", "stride_rb", "stride_rh", "padded"])
+def _value_reach_kernel(
+    v_ptr, reach_of_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr, stride_rb, stride_rh, seq_kv,
+    kv_heads, chunks, chunk_keys, padded,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """`_reach_of` one chunk of keys. padded: keys of a row of `reach_ptr`."""
+    chunk = tl.program_id(0) % chunks
+    head_of_batch = tl.program_id(0) // chunks  # b * H_kv + h
+    b = (head_of_batch // kv_heads).to(tl.int64)
+    h = head_of_batch % kv_heads
+    channels = tl.arange(0, WIDTH)
+    v_base = v_ptr + b * stride_vb + h.to(tl.int64) * stride_vh
+    extent = seq_kv
+    if HAS_MASK:
+        at = b * stride_rb + h * stride_rh
+        extent = tl.load(extent_ptr + at // padded)
+        reach_ptr += at
+    center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK)
+    end = tl.minimum(chunk * chunk_keys + chunk_keys, seq_kv)
+    counting, seen = _reach_of(
+        v_base, chunk * chunk_keys, end, center, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK
+    )
+    found = reach_of_ptr + tl.program_id(0).to(tl.int64) * 2 * WIDTH + channels
+    tl.store(found, counting)
+    tl.store(found + WIDTH, seen)
+
+
+@triton.jit
+def _found_reach(found_ptr, channels, chunks, WIDTH: tl.constexpr):
+    """What `_value_reach_kernel` found in all chunks."""
+    counting = tl.zeros([channels.shape[0]], tl.float32)
+    seen = tl.zeros([channels.shape[0]], tl.float32)
+    for first in range(0, chunks, AMAX_ROWS):
+        chunk = first + tl.arange(0, AMAX_ROWS)
+        found = found_ptr + chunk[:, None] * (2 * WIDTH) + channels[None, :]
+        counting = tl.maximum(counting, tl.max(tl.load(found, mask=(chunk < chunks)[:, None], other=0.0), 0))
+        seen = tl.maximum(seen, tl.max(tl.load(found + WIDTH, mask=(chunk < chunks)[:, None], other=0.0), 0))
+    return counting, seen
+
+
+@triton.jit
+def prepare_value_codes(
+    program, v_ptr, codes_ptr, numbers_ptr, found_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr,
+    stride_rb, stride_rh, padded, seq_kv, kv_heads, chunks, spans, steps, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
+):  # fmt: skip
+    """Round `steps` steps of CHANNELS channels of one head, a multiple of LOST_STEPS of them."""
+    span = program % spans
+    part = program // spans % (WIDTH // CHANNELS)
+    head_of_batch = program // spans // (WIDTH // CHANNELS)  # b * H_kv + h
+    b = (head_of_batch // kv_heads).to(tl.int64)
+    h = head_of_batch % kv_heads
+    channels = part * CHANNELS + tl.arange(0, CHANNELS)
+    v_base = v_ptr + b * stride_vb + h.to(tl.int64) * stride_vh
+    extent = seq_kv
+    if HAS_MASK:
+        at = b * stride_rb + h * stride_rh
+        extent = tl.load(extent_ptr + at // padded)
+        reach_ptr += at
+    n_steps = tl.cdiv(seq_kv, KEYS)
+    first_step = span * steps
+    end_step = tl.minimum(first_step + steps, n_steps)
+    end = tl.minimum(end_step * KEYS, seq_kv)
+
+    center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK)
+    found_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
+    counting, seen = _found_reach(found_ptr, channels, chunks, WIDTH)
+    # where every key that counts is at the center, of all keys that are seen
+    amax = tl.where(counting > 0, counting, seen)
+    amax = tl.maximum(amax, _V_AMAX_FLOOR)
+    inverse = tl.div_rn(amax * 0.0 + INT8_MAX, amax)
+    sums = sums_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels[None, :]
+    numbers_ptr = _numbers_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
+    TILES: tl.constexpr = KEYS // BLOCK_N
+    tiles = tl.arange(0, TILES)[:, None] * WIDTH
+    if span == 0:
+        scale = tl.div_rn(amax, amax * 0.0 + INT8_MAX)
+        tl.store(numbers_ptr, tl.where(channels < HEAD_DIM, scale, 1.0))
+        tl.store(numbers_ptr + WIDTH, center)
+
+    codes = codes_ptr + head_of_batch.to(tl.int64) * n_steps * (WIDTH * KEYS)
+    codes += channels[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
+    lost = tl.zeros([QUADS, CHANNELS], tl.float32)
+    for step in range(first_step, end_step):
+        loaded = _load_step(v_base, step * KEYS, channels, stride_vs, end, HEAD_DIM)
+        x, _ = _seen_step(loaded, step * KEYS, end, reach_ptr, False)
+        is_seen = _seen_step_of(step * KEYS, end, reach_ptr, HAS_MASK)
+        lost += tl.sum(tl.where(is_seen, x * 0.0, 0.0), 2)
+        x = tl.where(is_seen, x - center[None, :, None], 0.0)
+        y = x * inverse[None, :, None]
+        y = tl.where(y == y, tl.minimum(tl.maximum(y, -INT8_MAX), INT8_MAX), 0.0)
+        y = round_to_int(y)
+        _store_step(codes + step * (WIDTH * KEYS), y.to(tl.int8))
+        total = tl.sum(tl.reshape(tl.sum(y, 2), (TILES, QUADS // TILES, CHANNELS)), 1).to(tl.float32)
+        tl.store(sums + step * (TILES * WIDTH) + tiles, total * _OFFSET - ROUND_MAGIC)
+    for step in range(first_step, end_step, LOST_STEPS):
+        tl.store(numbers_ptr + (step // LOST_STEPS + FIRST_LOST) * WIDTH, tl.sum(lost, 0))
+
+
+@triton.jit
+def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+    """Scale and center of V's channels, the center NaN where one of the channel's values is no finite number."""
+    rows = tl.cdiv(tl.cdiv(seq_kv, KEYS), LOST_STEPS)
+    numbers_ptr = _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
+    scale = tl.load(numbers_ptr)
+    lost = tl.zeros([_ROWS, WIDTH], tl.float32)
+    for first in range(0, rows, _ROWS):
+        row = first + tl.arange(0, _ROWS)
+        at = numbers_ptr[None, :] + (row + FIRST_LOST)[:, None] * WIDTH
+        lost += tl.load(at, mask=(row < rows)[:, None], other=0.0)
+    return scale, tl.load(numbers_ptr + WIDTH) + tl.sum(lost, 0)
+
+
+def launch_value_reach(v, *, mask: MaskTiles, width: int):
+    """V's largest distance to its center, of keys that count and of all: as `launch_value_amax`."""
+    batch, seq_kv, kv_heads, head_dim = v.shape
+    per_head = -(-seq_kv // AMAX_CHUNKS)
+    chunk_keys = max(MIN_CHUNK, -(-per_head // AMAX_ROWS.value) * AMAX_ROWS.value)
+    chunks = -(-seq_kv // chunk_keys)
+    found = buffer(batch * kv_heads, chunks, 2, width, device=v.device)
+    has_mask = mask.reach is not None
+    launch(
+        _value_reach_kernel, chunks * batch * kv_heads,
+        v, found, v.stride(0), v.stride(1), v.stride(2), mask.reach if has_mask else found,
+        mask.extent if mask.extent is not None else found, *mask.reach_strides, seq_kv, kv_heads, chunks, chunk_keys,
+        mask.reach.shape[-1] if has_mask else 1,
+        HEAD_DIM=head_dim, WIDTH=width, HAS_MASK=has_mask, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return found

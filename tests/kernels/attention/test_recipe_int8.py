@@ -1,0 +1,325 @@
+"""The recipe qk_int8_pv_int8: V less its center in INT8 per channel, P in INT8 against each tile's largest score."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage_kernels import new_head_state, sage_attention, sage_attention_varlen
+from sage_kernels.masking import NO_MASKING
+from sage_kernels.numerics import quantize_centered_values
+from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.reference import ref_attention
+from sage_kernels.state import COUNT_CLIPPED, STAT_V_AMAX
+from sage_kernels.testing import exact_attention, make_qkv, relative_l1, relative_l2
+from tests.kernels.attention.attention_cases import DTYPES, band_mask, key_padding, normal
+from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
+
+
+# the interpreter is numpy: it warns where a GPU returns inf
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+NAN, INF = float("nan"), float("inf")
+INT8 = "qk_int8_pv_int8"
+BAR = 0.02  # relative L1 of the recipe on N(0, 1)
+BIASED_BAR = 0.022  # the same of the output less the mean of V, on biased inputs with loud channels
+
+
+@pytest.fixture
+def int8(attend):
+    """`attend`, running this recipe. P·V of fp32 inputs is right in the interpreter too: no bf16 is involved."""
+    attend.dtypes = (*DTYPES[attend.tier], *([torch.float32] if attend.tier == "interpreter" else []))
+
+    def run(method):
+        return lambda *inputs, **options: method(*inputs, recipe=INT8, **options)
+
+    for name in ("check", "planned"):
+        setattr(attend, name, run(getattr(attend, name)))
+    return attend
+
+
+def call(attend, q, k, v, **options):
+    return attend(q, k, v, recipe=INT8, **options)
+
+
+# --- V ---
+
+
+@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("shape", [(1, 330, 2, 64), (2, 17, 1, 40), (1, 129, 1, 160)])
+def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(shape, hidden, stateful, kernel_device):
+    from sage_kernels._triton.primitives import head_width
+    from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
+    from sage_kernels._triton.prologue.prologue import launch_prologue
+    from sage_kernels.masking import make_masking
+
+    batch, seq, heads, head_dim = shape
+    v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() + 5
+    v[..., 3] *= 1000
+    v[0, 5, 0, 1], v[0, 6, 0, 2] = NAN, INF
+    seen = None
+    masking = NO_MASKING
+    if hidden:
+        seen = key_padding([seq - 9] * batch, seq)
+        v[:, -9:] = 6e4
+        v[:, -4] = NAN
+        masking, _ = make_masking(seen.to(kernel_device), False, None, 0.0, None, 70, seq)
+        seen = seen[:, :, 0]
+    width = head_width(head_dim)
+    mask = launch_mask_tiles(masking, heads, heads, 70, seq, 64, 64)
+    q = torch.zeros(batch, 70, heads, head_dim, dtype=v.dtype, device=kernel_device)
+    v = v.to(kernel_device)
+    prepared = launch_prologue(
+        q, torch.zeros_like(v), v, scaling="planned" if stateful else "per_block", smooth_k=True,
+        state=new_head_state(heads, head_dim, kernel_device) if stateful else None, mask=mask, return_center=False,
+        block_n=64, width=width, rotation="none", value_type=torch.int8,
+    )  # fmt: skip
+    codes, numbers, v = prepared.values, prepared.value_scale.cpu(), v.cpu()
+    wanted, scale, center = quantize_centered_values(v.transpose(1, 2).float(), seen, seen)
+    assert torch.equal(numbers[:, :, 0, :head_dim], scale[:, :, 0])
+    steps = -(-seq // codes.shape[1])
+    first_sum = 2 + -(-steps // 4)
+    found = numbers[:, :, 1:first_sum, :head_dim].sum(2)
+    torch.testing.assert_close(found, center[:, :, 0], rtol=0, atol=0, equal_nan=True)
+    assert center.isnan().sum() == 2 and not scale.isnan().any()
+    stored = codes.cpu().view(batch, heads, steps, width, 8, 4, 2, 2).transpose(-2, -3)  # back in order
+    stored = stored.reshape(batch, heads, steps, width, 128).transpose(2, 3).flatten(3)
+    assert torch.equal(stored[:, :, :head_dim, :seq], wanted.mT.to(torch.int8))
+    assert (stored[:, :, head_dim:] == 0).all() and (stored[..., seq:] == 0).all()
+    # what P's codes, which are 128 less than P, take from each tile of 64 keys; and 1.5·2^23, see `sums_of`
+    sums = stored.float().unflatten(3, (-1, 64)).sum(4).mT
+    assert torch.equal(numbers[:, :, first_sum:], 128 * sums - 1.5 * 2**23)
+
+
+@pytest.mark.parametrize("value", [NAN, -INF])
+def test_a_bad_element_of_v_poisons_its_channel_and_nothing_else(value, int8):
+    q, k, v = normal(1, 70, 140, 2, 2, 64)
+    clean = call(int8, q, k, v)[0]
+    v[0, 33, 1, 7] = value
+    bad = torch.zeros(1, 70, 2, 64, dtype=torch.bool)
+    bad[:, :, 1, 7] = True
+    for options in ({}, {"state": new_head_state(2, 64, int8.device)}, {"state": int8.planned(q, k, v)}):
+        out = call(int8, q, k, v, **options)[0]
+        assert torch.equal(~torch.isfinite(out), bad), options
+    assert torch.equal(call(int8, q, k, v)[0][~bad], clean[~bad])
+
+
+def test_a_bad_element_of_k_or_q_poisons_what_it_does_in_16_bit(int8):
+    """INT8 codes hold no NaN: it must not become a plausible number on its way."""
+    for which in (0, 1):
+        inputs = list(normal(1, 70, 140, 2, 2, 64))
+        inputs[which][0, 33, 1, 7] = NAN
+        out, lse = call(int8, *inputs)
+        expected, _ = int8(*inputs)
+        assert torch.equal(out.isnan(), expected.isnan()) and out.isnan().any()
+
+
+def test_values_of_every_size_are_right(int8):
+    """fp16's limit, one value for all keys (a mean that rounding must not push to inf), fp32's limits."""
+    q, k, v = normal(1, 64, 300, 1, 1, 64)
+    v = v.sign() * 6e4
+    out, _ = int8.check(q, k, v)
+    assert torch.isfinite(out).all()
+    v[...] = 65504.0
+    out, _ = call(int8, q, k, v)
+    assert torch.equal(out, torch.full_like(out, 65504.0))  # nothing is left of it but its center
+    if torch.float32 in int8.dtypes:
+        for size in (1e5, 1e38, 1e-30):
+            big = [q.float(), k.float(), normal(1, 64, 300, 1, 1, 64)[2].float().clamp(-1, 1) * size]
+            out, _ = call(int8, *big)
+            assert relative_l2(out, exact_attention(*big)[0]) <= 1.5 * BAR, size
+
+
+def test_a_loud_channel_and_a_large_mean_cost_the_others_nothing(int8):
+    q, k, v = normal(1, 64, 256, 1, 1, 64)
+    quiet, _ = int8.check(q, k, v)
+    exact, _ = exact_attention(q, k, v)
+    v[..., 5] *= 1000
+    v[..., 9] += 4
+    out, _ = int8.check(q, k, v)
+    others = [d for d in range(64) if d not in (5, 9)]
+    assert torch.equal(out[..., others], quiet[..., others])
+    error = (out.double() - exact_attention(q, k, v)[0])[..., 9].abs().mean() / exact[..., 9].abs().mean()
+    assert error <= 3 * BAR  # of what moves about the mean; fp16 has steps of 1/256 there
+
+
+# --- the whole recipe ---
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (1, 1, 1, 2, 2, 64),
+        (2, 70, 200, 2, 1, 64),
+        (1, 70, 200, 3, 1, 128),
+        (1, 33, 66, 2, 2, 59),
+        (1, 40, 70, 1, 1, 256),
+    ],
+)
+def test_every_shape_matches_the_reference(shape, int8):
+    q, k, v = normal(*shape)
+    for options in ({}, {"scaling": "per_block"}, {"state": int8.planned(q, k, v)}):
+        int8.check(q, k, v, **options)
+
+
+OPTIONS = {
+    "causal": {"causal": "bottom_right"},
+    "top_left": {"causal": "top_left"},
+    "window": {"causal": "bottom_right", "window": 40},
+    "key padding": {"attn_mask": key_padding([150, 97], 150)},
+    "rows": {"attn_mask": band_mask(70, 150, "bottom_right", 60)},
+    "bias": {"attn_mask": torch.randn(70, 150, generator=torch.Generator().manual_seed(0))},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.tensor([1.0, 9.0])},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_mask_matches_the_reference(name, int8):
+    q, k, v = normal(2, 70, 150, 2, 1, 64)
+    v = v + 2  # a sink has no value: the center is not added for its weight
+    for options in ({}, {"state": int8.planned(q, k, v, **OPTIONS[name])}):
+        out, _ = int8.check(q, k, v, **options, **OPTIONS[name])
+        if "padding" in name:
+            bad = [x.clone() for x in (k, v)]
+            for x in bad:
+                x[1, 97:] = NAN
+            if not options:
+                assert torch.equal(call(int8, q, *bad, **OPTIONS[name])[0], out)
+    mask = OPTIONS[name].get("attn_mask")
+    if "causal" in OPTIONS[name]:
+        mask = band_mask(70, 150, OPTIONS[name]["causal"], OPTIONS[name].get("window"))
+    exact, _ = exact_attention(
+        q, k, v, mask=mask, softcap=OPTIONS[name].get("softcap", 0.0), sinks=OPTIONS[name].get("sinks")
+    )
+    assert relative_l2(out, exact) <= 1.5 * BAR
+
+
+@pytest.fixture(params=["converts", "adds_bits"])
+def tiles(request, int8, monkeypatch):
+    """`int8` with the tile that there is, and with that of GPUs without wgmma: integers become floats by an addition,
+    P·V follows its softmax, and channels are multiplied in halves."""
+    if int8.tier == "reference":
+        pytest.skip("the reference has no such tiles")
+    from sage_kernels._triton.attention import launch as launch_attention
+    from sage_kernels._triton.attention.tiles import Tile
+
+    choose = launch_attention.device_tile
+
+    def chosen(*args, **kwargs):
+        tile = choose(*args, **kwargs)
+        if request.param == "adds_bits" and not args[3].by_row:
+            tile = Tile(64, 128, 4, 2, "pointers", adds_bits=True, parts=1 if args[1] == 64 else 4)
+            int8.blocks = {"block_q": 64, "block_k": 128}
+        return tile
+
+    monkeypatch.setattr(launch_attention, "device_tile", chosen)
+    return int8
+
+
+@pytest.mark.parametrize("name", ["late_sink", "falls", "grows_beyond_every_format", "large_and_mixed", "enormous"])
+def test_tiles_far_above_or_below_each_other_stay_finite_and_right(name, tiles):
+    """Each tile has its own softmax reference, up and down: what sums are rescaled by may not outgrow fp32."""
+    q, k, v = climbing(LOGITS[name])
+    for options in ({}, {"state": tiles.planned(q, k, v)}):
+        out, _ = tiles.check(q, k, v, exponent=2.0**19 if name == "enormous" else 2.0**13, **options)
+        exact, _ = exact_attention(q, k, v)
+        scores_alone = relative_l2(tiles(q, k, v, **options)[0], exact)  # P·V in 16 bit
+        assert torch.isfinite(out).all() and relative_l2(out, exact) <= 1.2 * scores_alone + 1.5 * BAR
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_every_tile_matches_the_reference(head_dim, tiles):
+    q, k, v = normal(1, 70, 300, 2, 1, head_dim)
+    for options in ({}, {"scaling": "per_block"}, {"state": tiles.planned(q, k, v)}, {"causal": "bottom_right"}):
+        tiles.check(q, k, v, **options)
+
+
+# --- accuracy ---
+
+
+def biased(seq: int, seed: int = 0):
+    """Biases of every channel of K, Q and V, and four channels of K that are loud in all tokens alike."""
+    fixed = torch.Generator().manual_seed(7)
+    q, k, v = make_qkv("normal", 1, 256, seq, 2, 2, 128, seed=seed)
+    bias = 2 * torch.randn(1, 1, 2, 128, generator=fixed)
+    bias[..., ::32] = 20 * bias[..., ::32].sign()
+    q = q + 0.5 * torch.randn(1, 1, 2, 128, generator=fixed)
+    return q, k + bias, v + 2 * torch.randn(1, 1, 2, 128, generator=fixed)
+
+
+def centred_l1(out, exact, v) -> float:
+    """Relative L1 of what moves about V's mean, which a large mean must not hide."""
+    exact = exact.double()
+    size = (exact - v.double().mean(1, keepdim=True)).abs().sum()
+    return float((out.to(exact) - exact).abs().sum() / size)
+
+
+@pytest.mark.parametrize("seq", [1024, pytest.param(16384, marks=pytest.mark.slow("16,384 keys on a CPU"))])
+def test_error_stays_below_the_bars_at_any_length(seq):
+    """The bars: 2 % on N(0, 1) at 1k and at 16k, where a P rounded against the running max grows to 4 %."""
+    q, k, v = normal(1, 256, seq, 2, 2, 128, dtype=torch.float32)
+    exact, _ = exact_attention(q, k, v)
+    assert relative_l1(sage_attention(q, k, v, recipe=INT8), exact) <= BAR
+    assert relative_l1(sage_attention(q, k, v), exact) <= 0.01  # P·V in 16 bit: the scores' share of it
+    q, k, v = biased(seq)
+    exact, _ = exact_attention(q, k, v)
+    for block_k in (64, 128):
+        out, _ = ref_attention(q, k, v, recipe=INT8, block_k=block_k)
+        assert relative_l1(out, exact) <= BIASED_BAR and centred_l1(out, exact, v) <= BIASED_BAR, block_k
+
+
+def test_many_keys_of_one_small_weight_count_together(int8):
+    """Each is a quarter of a code: rounded alike, all of them would be nothing, or four times what they are."""
+    weights = torch.full((4, 64), 2.0**-40)  # other tiles, where V is another
+    weights[0], weights[0, 17] = 2.0**-10, 1.0
+    q, k, v = (torch.zeros(1, seq, 1, 64, dtype=torch.float16) for seq in (8, 256, 256))
+    q[..., 0] = 8.0
+    k[0, :, 0, 0] = weights.flatten().log2() / 1.4426950408889634  # one channel: its codes are exact
+    v[0, :, 0] = torch.where(weights.flatten() == 2.0**-10, 1.0, -1.0)[:, None]
+    out, _ = call(int8, q, k, v)
+    exact, _ = exact_attention(q, k, v)
+    tail = 63 * 2.0**-10  # of all weights, 0.06
+    assert (out - exact).abs().max() <= 0.1 * 2 * tail
+
+
+# --- with a state ---
+
+
+def test_values_that_grow_beside_a_plan_are_not_clipped(int8):
+    """K's scales are planned, V's never: INT8 has no room for a value that grew."""
+    q, k, v = normal(1, 70, 200, 2, 2, 40)
+    state = ScaleState([Site("a", 2, 40)], device=int8.device)
+    for step, factor in enumerate((1.0, 3.0, 50.0)):
+        out, _ = int8.check(q, k, v * factor + step, state=state.head_state(0))
+        assert relative_l2(out, exact_attention(q, k, v * factor + step)[0]) <= 1.5 * BAR
+        counts, stats = state.head_state(0).counts, state.head_state(0).stats
+        assert int(counts[:, COUNT_CLIPPED].sum()) == 0 and float(stats[:, STAT_V_AMAX].abs().sum()) == 0
+        state.advance(1 - step / 3, 1 - (step + 1) / 3)
+    assert state.summary()[0]["known"]
+
+
+def test_packed_sequences_are_refused_with_what_to_do_instead():
+    q, k, v = (x[0] for x in normal(1, 64, 64, 1, 1, 64))
+    ends = torch.tensor([0, 30, 64], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="recipe: got 'qk_int8_pv_int8' with packed sequences"):
+        sage_attention_varlen(q, k, v, ends, ends, recipe=INT8)
+
+
+def test_the_hopper_kernel_is_refused_before_anything_is_launched(monkeypatch):
+    """Hopper's tile table has no such tile for it; a benchmark that asks for one is told."""
+    pytest.importorskip("triton")
+    from sage_kernels._triton.attention import launch as launch_attention
+    from sage_kernels._triton.attention.tiles import Tile, choose_tile
+
+    for width in (64, 128, 256):
+        for scaling in ("planned", "per_token"):
+            assert choose_tile(90, width, scaling, pv="int8").kernel == "tma"
+    monkeypatch.setattr(launch_attention, "launch", None)
+    q, k, v = normal(1, 64, 64, 1, 1, 64)
+    with pytest.raises(NotImplementedError, match="tile: got .*hopper.* for qk_int8_pv_int8, expected one of the gen"):
+        launch_attention.launch_attention_fwd(
+            q, k, v, scale=0.1, scaling="per_token", smooth_k=True, state=None, return_lse=False, recipe=INT8,
+            tile=Tile(192, 64, 4, 4, "hopper"),
+        )  # fmt: skip
