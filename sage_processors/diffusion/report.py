@@ -167,12 +167,12 @@ def _range_notes(span: Any) -> list[str]:
     return [f"16 bit at noise levels {span[0]:.4g} to {span[1]:.4g}"] if span else []
 
 
-def _replaced_note(processor: Any) -> str:
-    name = type(processor).__name__
+def _replaced_note(processor: Any, will_follow: bool) -> str:
+    name, who = type(processor).__name__, "the next forward" if will_follow else "handle.refresh()"
     if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
-        return f"{name} with default options was put here; handle.refresh() swaps it"
+        return f"{name} with default options was put here; {who} swaps it"
     if attention_calls(type(processor).__call__):
-        return f"{name} was put here; handle.refresh() swaps it"
+        return f"{name} was put here; {who} swaps it"
     only = "handle.refresh() can swap only what replaces it"
     return f"{name} was put here and has no SDPA call: {only}{_newer(processor)}"
 
@@ -188,7 +188,7 @@ def _newer(processor: Any) -> str:
 def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
     summary = part.state.summary() if part.state is not None else []
     layers = {id(layer.module): layer for layer in part.layers}
-    rows, inside = [], set()
+    rows, inside, will_follow = [], set(), part.will_follow
     for name, module in attention_modules(part.model):
         label, processor = part._label(name), type(module.processor).__name__
         inside.add(id(module))
@@ -220,7 +220,8 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                 note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
-                rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor), **counted))
+                note = _replaced_note(module.processor, will_follow)
+                rows.append(_row(label, processor, REPLACED, note, **counted))
         elif not is_sage(module.processor) and attention_calls(type(module.processor).__call__):
             rows.append(_row(label, processor, REPLACED, f"{processor} is new; handle.refresh() swaps it"))
         else:

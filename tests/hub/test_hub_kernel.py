@@ -207,7 +207,7 @@ model.set_attn_implementation("eager")
 stock = logits()
 model.set_attn_implementation({REPOSITORY!r}, allow_all_kernels=True)
 calls = []
-kernel = next(m for n, m in list(sys.modules.items()) if n.startswith("_sage_int8_attention_cpu") and "." not in n)
+kernel = next(m for n, m in list(sys.modules.items()) if n.startswith("_sage_int8_attention_c") and "." not in n)
 flash = sys.modules[kernel.__name__ + ".flash"]
 for name in ("sage_attention", "sage_attention_varlen"):
     whole = getattr(flash, name)
