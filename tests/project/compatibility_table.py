@@ -1,8 +1,8 @@
 """docs/compatibility.md, made from the cases of tests/cases.json that have a `state`, and the committed outcomes.
 
 A state is said of a combination only where a test found it: one that bears the case's name and asks the fixture
-`shows` (tests/support/combinations.py), or those of the cases in `shown_by`. Run as a program, this file runs these tests
-alone, which takes minutes, and writes tests/outcomes/combinations.json; then comes `make cases`.
+`shows` (tests/support/combinations.py), or those of the cases in `shown_by`. Run as a program, this file runs these
+tests alone, which takes minutes, and writes tests/outcomes/combinations.json; then comes `make cases`.
 """
 
 from __future__ import annotations
