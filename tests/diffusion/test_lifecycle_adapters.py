@@ -394,3 +394,17 @@ def test_P04_skip_layer_guidance_finds_our_processors():
         skipped = forward(model, inputs)
         assert handle.report().calls == 0 and statuses(handle) == {"active"}
     assert torch.equal(skipped, forward(model, inputs))
+
+
+def test_P03_adapters_are_not_followed_while_processors_of_guidance_are_there():
+    """A pipeline takes those of PAG out again behind its last step: swapped, they would come back."""
+    pipe, run = sd_pipe(diffusers.StableDiffusionPAGPipeline, pag_applied_layers="mid")
+    adapter, image = unet_ip_adapter(pipe.unet), torch.randn(2, 1, 24)
+    with sp.apply(pipe, EVERYTHING) as handle:
+        pipe.load_ip_adapter(adapter, subfolder="", weight_name="", image_encoder_folder=None)
+        run(ip_adapter_image_embeds=[image])
+        assert statuses(handle) == {"replaced"} and set(handle.report().fallbacks) == {"replaced"}
+        handle.refresh()
+        run(ip_adapter_image_embeds=[image])
+        assert statuses(handle) == {"active"} and handle.report().calls
+    assert not any(sage_class.is_sage(p) for p in processors_of(pipe.unet).values())

@@ -84,7 +84,6 @@ def test_it_is_what_runs_and_says_its_version(environment, tmp_path):
     assert len(places) == 2 and all(place.startswith(str(environment)) for place in places), places
     version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.M)[1]
     assert version in run(environment / "bin" / "sage-processors", "--version", cwd=tmp_path)
-    assert version in run(environment / "bin" / "python", "-m", "sage_processors", "--version", cwd=tmp_path)
 
 
 def test_the_demo_draws_in_it(environment, tmp_path):
