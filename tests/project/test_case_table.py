@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from sage_kernels.results import SOURCES, append_row, commit, kernel_sources, outcome_meta, read_rows
-from tests.project import case_table
+from tests.project import case_table, compatibility_table
 from tests.project.case_table import (
     GROUPS,
     PAGE,
@@ -150,10 +150,12 @@ def test_Q34_make_cases_says_which_outcomes_are_of_other_sources(tmp_path, monke
         outcome_file(tmp_path / "outcomes", name, kernel_sources="others")
     found = read_outcomes(tmp_path / "outcomes")
     monkeypatch.setattr(case_table, "PAGE", tmp_path / "CASES.md")
+    monkeypatch.setattr(compatibility_table, "PAGE", tmp_path / "compatibility.md")
     monkeypatch.setattr(case_table, "read_outcomes", lambda: found)
     case_table.main()
     printed = capsys.readouterr().out
     assert (tmp_path / "CASES.md").read_text(encoding="utf-8") == page(cases(), found)
+    assert (tmp_path / "compatibility.md").read_text(encoding="utf-8") == compatibility_table.page(cases(), found)
     assert "tests/outcomes/gpu.json: of other sources; renew it with `make test-gpu`" in printed
     assert "two_gpus.json: of other" in printed and "sanitizer.json: of other" in printed and "cpu.json" not in printed
 
