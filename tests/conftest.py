@@ -13,6 +13,7 @@ from torch.utils._device import _device_constructors
 
 from tests.support import interpreter
 from tests.support.alone import turn  # noqa: F401 (pytest finds fixtures and hooks here)
+from tests.support.covering import mark_repeats
 from tests.support.interpreter import true_fp8  # noqa: F401
 from tests.support.outcomes import pytest_addoption, pytest_configure  # noqa: F401
 
@@ -28,8 +29,10 @@ interpreter.mend()
 _device_constructors()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not name
 def pytest_collection_modifyitems(items):
     """A test that `make test` leaves out says why."""
+    mark_repeats(items)
     for item in items:
         for mark in item.iter_markers("slow"):
             if not mark.args:

@@ -237,9 +237,12 @@ class Entrant:
         return self.is_ours or self.provider in INT8_PEERS
 
 
-def gate(case, inputs, offered) -> tuple[list[Entrant], list[str]]:
-    """Who of `offered` (see `providers`) attends to `inputs` as exactly as it should, and the failures."""
-    exact = exact_rows(case, *inputs)
+def gate(case, inputs, offered, exact=None) -> tuple[list[Entrant], list[str]]:
+    """Who of `offered` (see `providers`) attends to `inputs` as exactly as it should, and the failures.
+
+    exact: the last rows of what it should be, if that is not attention of `inputs` as they are.
+    """
+    exact = exact_rows(case, *inputs) if exact is None else exact
     entrants, failures = [], []
     for provider, suffix, recipe, function in offered:
         try:

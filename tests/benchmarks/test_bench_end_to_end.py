@@ -53,6 +53,7 @@ def small(bench):
     return make
 
 
+@pytest.mark.slow("a process that makes them all")
 def test_models_are_the_published_ones():
     """In a process of its own: here torch.empty fills what it makes, and these models would fill the machine."""
     code = f"""

@@ -121,7 +121,7 @@ def test_no_rows_make_no_figure(plots, tmp_path, monkeypatch, capsys):
         plots.write(tmp_path / "missing.csv", tmp_path, "png")
 
 
-@pytest.mark.parametrize("suffix", ["png", "svg"])
+@pytest.mark.parametrize("suffix", ["png", pytest.param("svg", marks=pytest.mark.slow("as png"))])
 def test_the_projects_own_results_make_the_same_files_twice(plots, suffix, tmp_path):
     results = ROOT / "kernels" / "benchmarks" / "results.csv"
     contents = []

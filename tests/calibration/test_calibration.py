@@ -259,6 +259,7 @@ def test_inputs_are_a_list_of_prompts():
             sp.calibrate(pipeline("tiny_flux"), inputs, target_psnr=40, **SMALL)
 
 
+@pytest.mark.slow("two calibrations")
 def test_a_state_of_another_calibration_is_refused(tmp_path):
     state = tmp_path / "state.json"
     run(target_psnr=30.0, state_path=state, scalings=("per_block",))

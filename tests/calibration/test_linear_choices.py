@@ -79,8 +79,9 @@ def test_a_dearer_8_bit_format_comes_before_16_bit_where_it_pays():
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("tiny_sd", 2), pytest.param("tiny_flux", 4, marks=pytest.mark.slow("attention's reference"))],
+    [("tiny_sd", 2), ("tiny_flux", 4)],
 )
+@pytest.mark.slow("a search through whole pictures")
 def test_40_db_are_met_on_fresh_seeds_with_most_operations_in_8_bit(name, steps, tmp_path):
     pipe, path = pipeline(name), tmp_path / "policy.json"
     found = sp.calibrate(pipe, PROMPTS[:1], target_psnr=40, path=path, **SMALL | {"steps": steps}, **SEARCH)

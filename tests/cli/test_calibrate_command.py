@@ -138,6 +138,7 @@ def test_calibrate_searches_linear_layers(tmp_path):
     )
 
 
+@pytest.mark.slow("two calibrations")
 def test_transfer_compares_own_and_foreign_tables(tmp_path):
     csv = tmp_path / "results.csv"
     name = "FlowMatchEulerDiscreteScheduler"

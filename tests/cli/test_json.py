@@ -97,7 +97,9 @@ def test_wrong_input_leaves_stdout_empty():
     assert done.exit_code == 2 and done.stdout == "" and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("module", ["sage_processors", "sage_processors.cli"])
+@pytest.mark.parametrize(
+    "module", ["sage_processors", pytest.param("sage_processors.cli", marks=pytest.mark.slow("one more process"))]
+)
 def test_the_package_is_the_command(module):
     done = run(sys.executable, "-m", module, "--version")
     assert (done.returncode, done.stdout) == (0, f"sage-processors {sp.__version__}\n")

@@ -290,7 +290,7 @@ assert "Sage" not in type(utils.__spec__.loader).__name__ and "Patching" not in 
     "order",
     [
         "sage_processors diffusers",
-        "diffusers sage_processors",
+        pytest.param("diffusers sage_processors", marks=pytest.mark.slow("one more process")),
         pytest.param("pipeline_utils sage_processors", marks=pytest.mark.slow("imports all of diffusers")),
         pytest.param("sage_processors pipeline_utils", marks=pytest.mark.slow("imports all of diffusers")),
     ],

@@ -79,7 +79,7 @@ def test_the_context_manager_ends():
     assert "active back end" not in str(sp.diffusers_backend_report())
 
 
-@pytest.mark.parametrize("registers", [True, False])
+@pytest.mark.parametrize("registers", [True, pytest.param(False, marks=pytest.mark.slow("one more process"))])
 def test_the_environment_variable(registers):
     code = f"""
         import os

@@ -45,8 +45,11 @@ def compiled(function, call):
         config.pre_grad_custom_pass = before
 
 
-@pytest.mark.parametrize("linears", ["none", "int8"])
-@pytest.mark.parametrize("name", ["flux", "qwen_image_padded"])
+MORE = pytest.mark.slow("compiles one more model")
+
+
+@pytest.mark.parametrize("linears", ["none", pytest.param("int8", marks=MORE)])
+@pytest.mark.parametrize("name", ["flux", pytest.param("qwen_image_padded", marks=MORE)])
 def test_a_model_has_one_such_call_for_each_layer(name, linears):
     model, inputs = MODELS[name]()
     options = sp.SageAttnProcessor(min_tokens=0, linears=linears, linears_min_features=0)
@@ -194,6 +197,7 @@ def test_angles_on_another_device_are_left_to_the_models_own_code(elsewhere):
     assert any(FUSED in str(node.target) for node in graph.nodes) != elsewhere
 
 
+@pytest.mark.slow("two whole models are compiled")
 def test_exact_layers_keep_the_models_own_code():
     model, inputs = MODELS["flux"]()
     with torch.no_grad():

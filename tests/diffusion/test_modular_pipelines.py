@@ -63,6 +63,7 @@ def test_a_modular_pipeline_that_has_no_models_yet_is_refused():
         empty.set_attn_processor(sp.SageAttnProcessor())
 
 
+@pytest.mark.slow("two processes; test_apply_pipelines shows the orders of other pipelines")
 @pytest.mark.parametrize("first", ["sage_processors", "diffusers"])
 def test_the_method_is_there_in_every_import_order(first):
     second = {"sage_processors": "diffusers", "diffusers": "sage_processors"}[first]

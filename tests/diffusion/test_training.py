@@ -127,6 +127,7 @@ def test_T11_lora_gradients_of_a_model_in_training_mode(name, caplog):
     assert "model.eval()" not in caplog.text
 
 
+@pytest.mark.slow("compiles forward and backward")
 def test_T11_compiled_training_has_the_same_gradients():
     pytest.importorskip("peft")
     model, inputs = MODELS["flux"]()

@@ -72,6 +72,7 @@ def test_evaluate_measures_each_variant_against_stock():
     assert all(40 < value < quality.PSNR_CEILING for value in results["dynamic"].psnr_db)
 
 
+@pytest.mark.slow("draws pictures in several runs")
 def test_evaluate_fresh_state_forgets_the_batch_before():
     pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor(scaling="timestep")
     variants = (quality.Variant("fresh", config), quality.Variant("warm", config, warm=True))
@@ -168,6 +169,7 @@ def test_append_results_writes_the_houses_columns(tmp_path):
     assert [row["provider"] for row in rows] == ["sage_kernels"] * 6 + ["torch_sdpa"] * 6
 
 
+@pytest.mark.slow("draws pictures in several runs")
 def test_evaluate_starts_every_batch_from_a_scale_file(tmp_path):
     """A table of another scheduler and step count is used: no step is scaled by its own call."""
     import diffusers

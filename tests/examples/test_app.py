@@ -19,6 +19,7 @@ from tests.support.repository import ROOT
 
 
 pytest.importorskip("gradio", reason="gradio is not installed: pip install 'sage-processors[app]'")
+pytestmark = pytest.mark.slow("starts the page and a browser")
 PROMPT = "a yellow star on a black background"
 OPTIONS = ("qk_int8_pv_bf16", "timestep", "none")
 

@@ -14,6 +14,9 @@ from tests.examples.running import EXAMPLES, IDENTICAL_DB, int8_calls, psnr, run
 from tests.support.repository import ROOT
 
 
+pytestmark = pytest.mark.slow("two processes each; test_parallel_models shows their attention")
+
+
 def processes(name: str, *arguments) -> list[str]:
     """What each of two processes that torchrun starts says."""
     path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
@@ -40,7 +43,7 @@ def test_many_pictures_are_shared_out(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "x_1.png").read_bytes() == (tmp_path / "alone.png").read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["ulysses", pytest.param("ring", marks=pytest.mark.slow("as ulysses"))])
+@pytest.mark.parametrize("kind", ["ulysses", "ring"])
 def test_one_big_video_on_two_processes(kind, tmp_path):
     shown = processes("one_big_video", "--kind", kind, "--steps", 2, "--compare", "--output", tmp_path / "x.gif")
     assert Image.open(tmp_path / "x.gif").n_frames == 9

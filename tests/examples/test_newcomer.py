@@ -63,6 +63,7 @@ def say(tmp_path):
     return run
 
 
+@pytest.mark.slow("six processes, one after the other")
 def test_a_newcomers_path(say, tmp_path):
     command = ("-m", "sage_processors")
 

@@ -53,7 +53,11 @@ def test_checkpoints_of_the_page_are_those_of_the_example(name):
     assert all(checkpoint in source for checkpoint in re.findall(r"`([\w.-]+/[\w.-]+)`", row))
 
 
-@pytest.mark.parametrize("name", [*PICTURES, *VIDEOS])
+QUICK = ("sd15", "flux", "wan")  # a UNet, a transformer, a video
+DRAWN = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow("as its like")) for x in (*PICTURES, *VIDEOS)]
+
+
+@pytest.mark.parametrize("name", DRAWN)
 def test_P30_draws_in_int8_what_stock_attention_draws(name, tmp_path, monkeypatch, capsys):
     path = tmp_path / ("x.png" if name in PICTURES else "x.gif")
     run(name, monkeypatch, "--steps", 2, "--compare", "--output", path)
@@ -94,6 +98,7 @@ def test_a_seed_is_a_picture(tmp_path, monkeypatch):
     assert a == b != c
 
 
+@pytest.mark.slow("what the offline model is made of")
 def test_adapters_change_the_picture(tmp_path, monkeypatch):
     """The random IP-Adapter and LoRA of the offline model are not nothing."""
     pictures = []
@@ -104,6 +109,7 @@ def test_adapters_change_the_picture(tmp_path, monkeypatch):
     assert len(set(pictures)) == 3
 
 
+@pytest.mark.slow("as test_compile, by the example")
 def test_compiled_steps_do_not_recompile(tmp_path, monkeypatch, capsys):
     torch._dynamo.reset()
     run("compiled", monkeypatch, "--backend", "eager", "--steps", 2, "--compare", "--output", tmp_path / "x.png")
@@ -119,6 +125,7 @@ def test_low_memory_frees_the_16_bit_weights(tmp_path, monkeypatch, capsys):
     assert 0 < after < 0.35 * before  # fp32 on a CPU: a quarter, and scales, biases, norms
 
 
+@pytest.mark.slow("as test_calibrate_command, by the example")
 def test_calibration_is_kept_and_read(tmp_path, monkeypatch, capsys):
     policy = tmp_path / "policy.json"
     options = ("--policy", policy, "--steps", 2, "--pictures", 2, "--compare", "--output", tmp_path / "x.png")
@@ -131,6 +138,7 @@ def test_calibration_is_kept_and_read(tmp_path, monkeypatch, capsys):
     assert int8_calls(read) > 0 and psnr(read)[0] == pytest.approx(psnr(measured)[-1], abs=0.01) and psnr(read)[0] > 40
 
 
+@pytest.mark.slow("as test_same_seed, by the example")
 def test_serving_draws_every_size_as_if_it_were_the_only_one(tmp_path, monkeypatch, capsys):
     options = ("--steps", 2, "--compare", "--output", tmp_path / "x.png")
     run("serving", monkeypatch, *options, "--sizes", "128x128", "160x96", "128x128")

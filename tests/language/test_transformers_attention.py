@@ -69,6 +69,7 @@ def test_importing_the_package_first_is_enough():
     assert fresh(code).strip() == "sage_int8"
 
 
+@pytest.mark.slow("a process; the other order is quick")
 def test_our_module_may_come_first():
     code = "import sage_processors.language.attention as ours\nprint(sorted(ours.register_transformers()))"
     assert fresh(code).strip() == str(sorted(STANDARD))

@@ -55,8 +55,9 @@ def balances(model):
 # the bar: 3 dB; without a balance more than 30 are lost
 @pytest.mark.parametrize(
     ("name", "norms"),
-    [("tiny_sd", 12), pytest.param("tiny_flux", 11, marks=pytest.mark.slow("the same on more layers"))],
+    [("tiny_sd", 12), ("tiny_flux", 11)],
 )
+@pytest.mark.slow("pictures of a whole pipeline")
 def test_planted_outliers_cost_pictures_less_than_3_db(name, norms):
     pipe = pipeline(name)
     model = pipe.unet if name == "tiny_sd" else pipe.transformer
@@ -245,6 +246,7 @@ def test_compiled_code_reads_the_balance(planted):
         assert swap.report().fallbacks == {}
 
 
+@pytest.mark.slow("compiles two models")
 def test_compiled_code_makes_as_many_calls_as_without_outliers(planted):
     model, inputs, expected, plain = planted
     with sp.quantize_linears(model, min_features=0), torch.no_grad():

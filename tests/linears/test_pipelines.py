@@ -37,7 +37,9 @@ def psnr(a, b):
 
 
 # INT8 has an SQNR of 40 dB a layer, FP8 one of 29: the bar of a picture is 36 dB for the first, 10 less for the second
-@pytest.mark.parametrize(("format", "bar"), [("int8", 36.0), ("fp8", 30.0)])
+@pytest.mark.parametrize(
+    ("format", "bar"), [("int8", 36.0), pytest.param("fp8", 30.0, marks=pytest.mark.slow("as int8"))]
+)
 @pytest.mark.parametrize(
     "name",
     [

@@ -91,6 +91,7 @@ def test_a_layer_that_got_worse_is_seen(capsys):
     assert "SQNR of 8-bit linear layers" in printed and "SQNR of INT8 attention" in printed
 
 
+@pytest.mark.slow("compiles a model several times")
 def test_a_compiled_model_is_probed_too():
     pipe, model, inputs = flux_pipe()
     with sp.apply(pipe, options(**ALL, scaling="dynamic")) as handle:

@@ -56,7 +56,7 @@ def killer(mutant: Mutant, copy: Path) -> str | None:
     kept, changed = file.read_text(encoding="utf-8"), mutated(mutant, copy)
     paths = os.pathsep.join((str(copy), str(copy / "kernels")))
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu and not slow", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider"]
     file.write_text(changed, encoding="utf-8")
     try:
         done = subprocess.run(

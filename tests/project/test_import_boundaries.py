@@ -227,7 +227,7 @@ def test_import_loads_nothing_optional():
     ("missing", "code"),
     [
         ("diffusers", "sp.apply(torch.nn.Linear(1, 1))"),
-        ("diffusers", "sp.SageFluxAttnProcessor"),
+        pytest.param("diffusers", "sp.SageFluxAttnProcessor", marks=pytest.mark.slow("one more process")),
         ("torchmetrics", "sp.metrics.psnr(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))"),
         ("torchmetrics", "sp.metrics.ssim(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))"),
     ],

@@ -77,6 +77,7 @@ THREE = """
     """
 
 
+@pytest.mark.slow("starts workers")
 def test_a_test_whose_worker_died_failed_and_the_others_ran(run):
     pytest.importorskip("xdist")
     done, content = run(THREE, "-n", "2", "-p", "xdist")

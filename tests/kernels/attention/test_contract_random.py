@@ -152,8 +152,8 @@ def test_random_calls_match_the_reference(call, attend):
     check(call, attend)
 
 
-@pytest.mark.slow("ten times as many")
-@random_calls(500)
+@pytest.mark.slow("five times as many")
+@random_calls(250)
 def test_many_random_calls_match_the_reference(call, attend):
     check(call, attend)
 

@@ -166,6 +166,7 @@ print("done")
 """
 
 
+@pytest.mark.slow("compiles every kernel")
 def test_a_kernel_gets_what_its_code_and_triton_say(tmp_path):
     found = run(SCRIPT, tmp_path)
     assert found.returncode == 0 and found.stdout.strip().endswith("done"), found.stderr[-3000:]

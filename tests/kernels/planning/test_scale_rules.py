@@ -239,7 +239,10 @@ def test_planning_never_waits_for_the_device(rule):
             state.advance(levels[0], levels[1])
 
 
-@pytest.mark.parametrize("scaling", sorted(RULES))
+ONE_RULE = [x if x == "timestep" else pytest.param(x, marks=pytest.mark.slow("as timestep")) for x in sorted(RULES)]
+
+
+@pytest.mark.parametrize("scaling", ONE_RULE)
 def test_compiled_pipeline_is_one_graph_and_reports_its_scaling(scaling):
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
