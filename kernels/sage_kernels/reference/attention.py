@@ -37,11 +37,9 @@ from ..state import (
     keeps_row_max,
     reads_row_max,
 )
+from .memory import rows_at_a_time
 from .plan import known_heads, plan_fits, planned_vectors, record_step, record_values
 from .quantize import ref_quantize, ref_rotate
-
-
-_SCORES_LIMIT = 1 << 25  # fp32 elements of one score matrix held at a time
 
 
 def ref_attention(
@@ -125,7 +123,7 @@ def ref_attention(
     out = torch.empty(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
     repeat = heads // kv_heads
-    step = max(1, _SCORES_LIMIT // seq_kv)
+    step = rows_at_a_time(q.device, seq_kv)
     lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
     if lagged:  # decided for whole tiles of query rows
         step = max(1, step // block_q) * block_q

@@ -11,10 +11,10 @@ import torch
 from ..masking import NO_MASKING, Masking, log2_bias, visible
 from ..numerics import LOG2_E, divide
 from ..recipe import AMAX_FLOOR, INT8_MAX
+from .memory import rows_at_a_time
 
 
 LOW_STEPS = 254  # a query is the sum of two codes, the second in steps 254 times as fine: |remainder| <= 1/2 -> 127
-_SCORES_LIMIT = 1 << 24  # fp32 elements of one score matrix held at a time
 
 
 def ref_quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,7 +85,7 @@ def ref_decode_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     seen = [capacity] * batch if lengths is None else lengths.expand(batch).tolist()
-    step = max(1, _SCORES_LIMIT // max(capacity, 1) // group)
+    step = rows_at_a_time(q.device, capacity * group)
     for b in range(batch):
         if seen[b] > capacity and not ring:  # tokens that had no room: no number is right
             out[b], lse[b] = torch.nan, torch.nan
