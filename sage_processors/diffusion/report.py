@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sage_kernels.planning.rules import NEED_RUNS, RULES
 
 from ..layer_report import Column, LayerReport, exact_column, grouped_table, remark_of, span, summed
-from ..linears.report import LinearReport, rows_of
+from ..linears.report import LinearReport, notes_of, rows_of
 from ..options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
 from .dispatcher import without_ours
@@ -293,4 +293,5 @@ def build_report(handle: Any) -> Report:
         if not any(model is known for known in swapped):
             notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
     swaps = [part.linears for part in handle._parts if part.linears is not None]
-    return Report(rows, notes, LinearReport([row for swap in swaps for row in rows_of(swap)]) if swaps else None)
+    linears = [row for swap in swaps for row in rows_of(swap)], [line for swap in swaps for line in notes_of(swap)]
+    return Report(rows, notes, LinearReport(*linears) if swaps else None)

@@ -175,7 +175,8 @@ def coded_weights(model):
 
 def by_torchao(model):
     quantization = pytest.importorskip("torchao.quantization")
-    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    of_blocks = lambda module, name: isinstance(module, nn.Linear) and "transformer_blocks" in name  # noqa: E731
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig(), filter_fn=of_blocks)
 
 
 def by_bitsandbytes(model):
@@ -203,6 +204,8 @@ def quantized(quantize):
         out = forward(model, inputs)
         report = handle.report()
         assert not any("blocks" in row["layer"] and row["calls"] for row in report.linears.rows), "codes of codes"
+        number = sum("transformer_blocks" in name for name, x in model.named_modules() if isinstance(x, nn.Linear))
+        assert f"{number} linear layers are of another kind and left to it" in str(report)
     assert torch.equal(forward(model, inputs), stock)
     return report, out, stock
 
