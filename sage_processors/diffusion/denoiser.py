@@ -20,6 +20,7 @@ from sage_kernels.recipe import MIXED_RECIPE
 
 from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS, REMEDIES
+from .announced import signs_of
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .forwards import Forwards
 from .head_norms import HeadNorms
@@ -99,6 +100,7 @@ class Part:
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state: Any = None  # a ScaleState where scales are planned
         self.linears: LinearSwap | None = None
+        self._signs: tuple[Any, ...] = ()  # of processors that diffusers puts there
         self._head_norms = HeadNorms()
         self._parked = Parked()
         self.guests: dict[int, Any] = {}  # Sage processors that a pipeline puts there within its steps
@@ -126,6 +128,7 @@ class Part:
                 put_processor(module, layer.sage)
             layer.sage._sage_accept_backend()
             self.layers.append(layer)
+        self._signs = signs_of(self.model, self._modules())
         self._plan_sites()
         self._head_norms.put(self.layers, self._label)
         self._swap_linears()
@@ -295,17 +298,40 @@ class Part:
         """The timestep argument of a call of the model, or None."""
         return self._reader.timestep_of(args, kwargs)
 
-    def watch(self) -> None:
-        """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back."""
-        for layer in self.layers:
+    def _modules(self) -> list[nn.Module]:
+        return [layer.module for layer in self.layers]
+
+    @property
+    def will_follow(self) -> bool:
+        """Whether the next forward swaps what diffusers put there: processors of its own, or our earlier ones back.
+
+        Not while those of PAG are there, which go again by themselves.
+        """
+        there = {id(module): id(module.processor) for module in self._modules()}
+        if any(is_pag(module.processor) for module in self._modules()):
+            return False
+        earlier = {(id(layer.module), id(layer.sage)) for layer in self._made}
+        earlier -= {(id(layer.module), id(layer.sage)) for layer in self.layers}
+        return self._signs != signs_of(self.model, self._modules()) or not earlier.isdisjoint(there.items())
+
+    def watch(self) -> bool:
+        """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back.
+
+        Returns: whether diffusers put them there with an adapter or for fused projections; then all are swapped again.
+        """
+        others = [layer for layer in self.layers if layer.module.processor is not layer.sage]
+        if others and self.will_follow:
+            with self._lock:
+                self.install()
+            return True
+        for layer in others:
             processor: Any = layer.module.processor
-            if processor is layer.sage:
-                continue
             if is_sage(processor) and is_pag(processor) and processor._sage_config is not None:
                 self.guests[id(processor)] = processor
             else:
                 layer.sage._sage_bypassed(processor)
                 self.perturbed |= is_pag(processor)
+        return False
 
     def follow_timestep(self, args, kwargs) -> None:
         """Without a scheduler: the timestep that the model is called with says which step runs."""

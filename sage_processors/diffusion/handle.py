@@ -153,6 +153,10 @@ class Handle:
             part.follow_home()
             part.install()
         self._follow_schedulers()
+        self._attach()
+
+    def _attach(self) -> None:
+        """After layers were swapped: what looks at each of them."""
         if self._probe is not None:
             self._probe.attach()
         self._rotation.watch()
@@ -290,7 +294,8 @@ class Handle:
 
     def _before_forward(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Eager only: notice that processors were replaced, the model moved, or another scheduler steps."""
-        part.watch()
+        if part.watch():
+            self._attach()
         device = input_device((*args, *kwargs.values()))
         if device is not None and device != part.device:
             part.move(device)

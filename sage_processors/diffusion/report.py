@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sage_kernels.planning.rules import NEED_RUNS, RULES
 
 from ..layer_report import Column, LayerReport, exact_column, grouped_table, remark_of, span, summed
-from ..linears.report import LinearReport, rows_of
+from ..linears.report import LinearReport, notes_of, rows_of
 from ..options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from .discovery import attention_modules
 from .dispatcher import without_ours
@@ -201,12 +201,12 @@ def _range_notes(span: Any) -> list[str]:
     return [f"16 bit at noise levels {span[0]:.4g} to {span[1]:.4g}"] if span else []
 
 
-def _replaced_note(processor: Any) -> str:
-    name = type(processor).__name__
+def _replaced_note(processor: Any, will_follow: bool) -> str:
+    name, who = type(processor).__name__, "the next forward" if will_follow else "handle.refresh()"
     if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
-        return f"{name} with default options was put here; handle.refresh() swaps it"
+        return f"{name} with default options was put here; {who} swaps it"
     if attention_calls(type(processor).__call__):
-        return f"{name} was put here; handle.refresh() swaps it"
+        return f"{name} was put here; {who} swaps it"
     only = "handle.refresh() can swap only what replaces it"
     return f"{name} was put here and has no SDPA call: {only}{_newer(processor)}"
 
@@ -224,7 +224,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
     lists = part.state.kept.skip_lists if part.state is not None else None
     skipped = [] if lists is None else lists.summary()
     layers = {id(layer.module): layer for layer in part.layers}
-    rows, inside = [], set()
+    rows, inside, will_follow = [], set(), part.will_follow
     for name, module in attention_modules(part.model):
         label, processor = part._label(name), type(module.processor).__name__
         inside.add(id(module))
@@ -260,7 +260,8 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                 note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
-                rows.append(_row(label, processor, REPLACED, _replaced_note(module.processor), **counted))
+                note = _replaced_note(module.processor, will_follow)
+                rows.append(_row(label, processor, REPLACED, note, **counted))
         elif not is_sage(module.processor) and attention_calls(type(module.processor).__call__):
             rows.append(_row(label, processor, REPLACED, f"{processor} is new; handle.refresh() swaps it"))
         else:
@@ -332,4 +333,5 @@ def build_report(handle: Any) -> Report:
         if not any(model is known for known in swapped):
             notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
     swaps = [part.linears for part in handle._parts if part.linears is not None]
-    return Report(rows, notes, LinearReport([row for swap in swaps for row in rows_of(swap)]) if swaps else None)
+    linears = [row for swap in swaps for row in rows_of(swap)], [line for swap in swaps for line in notes_of(swap)]
+    return Report(rows, notes, LinearReport(*linears) if swaps else None)

@@ -48,6 +48,21 @@ def linear_layers(model: nn.Module):
             yield ".".join(part for part in parts if part != "base_layer"), module
 
 
+def layers_of_others(model: nn.Module) -> list[str]:
+    """What makes each linear layer that `linear_layers` leaves out another one: its class, or that of its weight."""
+    plain = {id(module) for _, module in linear_layers(model)}
+    found = []
+    for name, module in model.named_modules():
+        is_adapter = any(part.startswith("lora_") for part in name.split("."))
+        if isinstance(module, nn.Linear) and id(module) not in plain and not is_adapter:
+            kind: Any = type(module)
+            weight = module._parameters.get("weight")
+            if _forward_of(kind) is nn.Linear.forward and weight is not None:
+                kind = type(weight.data) if type(weight) is nn.Parameter else type(weight)
+            found.append(kind.__name__)
+    return found
+
+
 def _forward_of(cls: Any):
     return getattr(cls, "_sage_base", cls).forward
 

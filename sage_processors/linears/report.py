@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
+from .layers import layers_of_others
 from .probe import relative_error
 from .weights import CALLED, EVENTS, REMEDIES
 
@@ -57,6 +58,13 @@ def _megabytes(rows: list[dict]) -> str:
 def _worst(rows: list[dict]) -> str:
     probed = [row["rel_l2"] for row in rows if row["rel_l2"] is not None]
     return f"{max(probed):.2g}" if probed else ""
+
+
+def notes_of(swap) -> list[str]:
+    """Of layers that have no row: others quantised them."""
+    found = layers_of_others(swap.model)
+    kinds = ", ".join(dict.fromkeys(found))
+    return [f"{len(found)} linear layers are of another kind and left to it: {kinds}."] if found else []
 
 
 def rows_of(swap) -> list[dict]:

@@ -21,7 +21,7 @@ from .lazy import CAN_WAIT
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run
-from .report import LinearReport, rows_of
+from .report import LinearReport, notes_of, rows_of
 from .storage import Storage
 from .weights import LinearState, Shared
 
@@ -270,7 +270,7 @@ class LinearSwap:
 
     def report(self) -> LinearReport:
         """What really ran: per layer format, calls, exact calls with reasons, bytes saved. Syncs."""
-        return LinearReport(rows_of(self))
+        return LinearReport(rows_of(self), notes_of(self))
 
     def remove(self) -> None:
         """Put the 16-bit layers back, bit for bit. Harmless when repeated.

@@ -140,21 +140,18 @@ def test_P03_ip_adapter_load_and_unload(make):
     assert set(learnt.values()) == {(3, 1)}
     load()
     report = handle.report()
-    assert statuses(handle) == {"replaced"} and all("refresh" in row["note"] for row in report.rows)
+    assert statuses(handle) == {"replaced"} and all("the next forward swaps" in row["note"] for row in report.rows)
     with_image = {row["layer"] for row in report.rows if "IPAdapter" in row["processor"]}
     made_anew = {row["layer"] for row in report.rows if row["processor"].startswith("Sage")}
     assert with_image and made_anew and with_image | made_anew == set(learnt)
-    run_with_image()  # nobody refreshed: counted, and what was learnt stays
-    assert set(handle.report().fallbacks) == {"replaced"} and calls_of(handle) == learnt
 
-    handle.refresh()
     assert sqnr_db(run_with_image(), stock_with_image) > 25
     report = handle.report()
-    assert statuses(handle) == {"active"}, str(report)
+    assert statuses(handle) == {"active"} and report.fallbacks == {}, str(report)
     for row in report.rows:
         # the first call of every layer goes on with its plans; the image's is new, and dynamic in its first step
         calls, dynamic = (9, 2) if row["layer"] in with_image else (6, 1)
-        assert row["calls"] == calls and row["fallbacks"] == {"replaced": 3}, str(report)
+        assert row["calls"] == calls, str(report)
         assert (
             row["dynamic_calls"] == dynamic
             or row["misfit_fraction"] > 0
@@ -163,17 +160,14 @@ def test_P03_ip_adapter_load_and_unload(make):
 
     pipe.unload_ip_adapter()
     assert statuses(handle) == {"replaced"}
-    handle.refresh()
-    assert statuses(handle) == {"active"} and sqnr_db(run(), stock) > 25
+    assert sqnr_db(run(), stock) > 25 and statuses(handle) == {"active"}
     assert set(calls_of(handle).values()) == {(9, 1)}
     load()
-    handle.refresh()
     run_with_image()
     for row in handle.report().rows:  # the image's call had not been forgotten
         if row["layer"] in with_image:
             assert row["calls"] == 18 and (row["dynamic_calls"] == 2 or row["misfit_fraction"] > 0)
-    pipe.unload_ip_adapter()
-    handle.refresh()
+    pipe.unload_ip_adapter()  # with no forward in between: what is there is stock's, of which nothing tells
     handle.remove()
     assert torch.equal(run(), stock)
     assert {type(p) for p in processors_of(model).values()} == {type(p) for p in original.values()}
@@ -197,15 +191,15 @@ def test_P03_ip_adapter_scale_that_was_set_meanwhile_stays_after_remove(make):
     assert all(sage_class.is_sage(p) for p in processors_of(twin).values())
 
 
-def test_P03_strict_does_not_run_replaced_layers():
-    pipe, _, run, run_with_image, load = flux_with_adapter()
+def test_P03_strict_runs_adapters_and_no_processor_that_somebody_put_there():
+    pipe, model, run, run_with_image, load = flux_with_adapter()
     handle = pipe.set_attn_processor(STRICT)
     load()
-    with pytest.raises(sp.UnsupportedAttentionError, match=r"replaced.*handle\.refresh"):
-        run_with_image()
-    handle.refresh()
     run_with_image()
     assert statuses(handle) == {"active"}
+    model.set_attn_processor(diffusers.models.transformers.transformer_flux.FluxAttnProcessor())
+    with pytest.raises(sp.UnsupportedAttentionError, match=r"replaced.*handle\.refresh"):
+        run_with_image()
 
 
 # --- P04: LoRA, fused projections, slicing, backends, defaults ---
@@ -248,12 +242,8 @@ def test_P04_fused_projections():
         for change in (pipe.unet.fuse_qkv_projections, pipe.unet.unfuse_qkv_projections):
             change()
             assert statuses(handle) == {"replaced"}
-            run()
-            assert set(handle.report().fallbacks) == {"replaced"}
-            handle.refresh()
-            assert statuses(handle) == {"active"} and sqnr_db(run(), stock) > 25
-        # the plans lived through it; unfusing puts our earlier processors back, which run in INT8 before the refresh
-        assert set(calls_of(handle).values()) == {(12, 1)}
+            assert sqnr_db(run(), stock) > 25 and statuses(handle) == {"active"}
+        assert set(calls_of(handle).values()) == {(9, 1)} and handle.report().fallbacks == {}  # the plans lived on
     assert torch.equal(run(), stock)
     model, inputs = MODELS["flux"]()  # newer models keep their processors
     with sp.apply(model, EVERYTHING) as handle:
@@ -404,3 +394,17 @@ def test_P04_skip_layer_guidance_finds_our_processors():
         skipped = forward(model, inputs)
         assert handle.report().calls == 0 and statuses(handle) == {"active"}
     assert torch.equal(skipped, forward(model, inputs))
+
+
+def test_P03_adapters_are_not_followed_while_processors_of_guidance_are_there():
+    """A pipeline takes those of PAG out again behind its last step: swapped, they would come back."""
+    pipe, run = sd_pipe(diffusers.StableDiffusionPAGPipeline, pag_applied_layers="mid")
+    adapter, image = unet_ip_adapter(pipe.unet), torch.randn(2, 1, 24)
+    with sp.apply(pipe, EVERYTHING) as handle:
+        pipe.load_ip_adapter(adapter, subfolder="", weight_name="", image_encoder_folder=None)
+        run(ip_adapter_image_embeds=[image])
+        assert statuses(handle) == {"replaced"} and set(handle.report().fallbacks) == {"replaced"}
+        handle.refresh()
+        run(ip_adapter_image_embeds=[image])
+        assert statuses(handle) == {"active"} and handle.report().calls
+    assert not any(sage_class.is_sage(p) for p in processors_of(pipe.unet).values())

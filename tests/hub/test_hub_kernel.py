@@ -1,4 +1,4 @@
-"""The Hub kernel: made of sage_kernels' own files, loaded as `kernels` loads it, through transformers (case P64)."""
+"""The Hub kernel: made of sage_kernels' own files, loaded as `kernels` loads it, through transformers (P64, P65)."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def run(repository: Path, code: str) -> str:
     return done.stdout
 
 
-def test_P64_the_kernels_package_loads_it(repository):
+def test_P65_the_kernels_package_loads_it(repository):
     skip_without_kernels()
     code = f"""
 import torch
@@ -181,7 +181,7 @@ print(tuple(kernel.flash_attn_varlen_func(q, q, q, cu, cu, 6, 6).shape), "sage_k
 
 
 @pytest.mark.parametrize("asked", ["whole", "padded", "packed", "generate"])
-def test_P64_transformers_runs_it_by_its_name(repository, asked):
+def test_P65_transformers_runs_it_by_its_name(repository, asked):
     skip_without_kernels()
     utils = pytest.importorskip("transformers.utils")
     if not utils.is_kernels_available():
@@ -207,7 +207,7 @@ model.set_attn_implementation("eager")
 stock = logits()
 model.set_attn_implementation({REPOSITORY!r}, allow_all_kernels=True)
 calls = []
-kernel = next(m for n, m in list(sys.modules.items()) if n.startswith("_sage_int8_attention_cpu") and "." not in n)
+kernel = next(m for n, m in list(sys.modules.items()) if n.startswith("_sage_int8_attention_c") and "." not in n)
 flash = sys.modules[kernel.__name__ + ".flash"]
 for name in ("sage_attention", "sage_attention_varlen"):
     whole = getattr(flash, name)

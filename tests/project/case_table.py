@@ -1,5 +1,7 @@
 """kernels/CASES.md, made from tests/cases.json and the committed outcomes: `python tests/project/case_table.py`.
 
+docs/compatibility.md comes along (compatibility_table.py).
+
 A test names the cases that it shows: test_M03_M04_a_row_that_sees_nothing. conftest's --outcomes writes the worst
 outcome of every case's tests to tests/outcomes/*.json.
 """
@@ -17,8 +19,9 @@ PAGE = TESTS.parent / "kernels" / "CASES.md"
 TIERS = {"C": "CPU, eager", "I": "CPU, Triton's interpreter", "G": "one GPU", "2G": "two GPUs"}
 WORST_FIRST = ("failed", "skipped", "passed")
 # the column of the table, and the files that fill it, each for the cases that it has
-COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "two_gpus", "sanitizer")}
+COLUMNS = {"CPU": ("cpu", "combinations"), "GPU": ("gpu", "two_gpus", "sanitizer")}
 RENEWED_BY = {
+    "combinations": "python tests/project/compatibility_table.py",
     "cpu": 'make test-all ARGS="--outcomes tests/outcomes/cpu.json"',
     "gpu": "make test-gpu",
     "two_gpus": 'make test-gpu ARGS="-m two_gpus --outcomes tests/outcomes/two_gpus.json"',
@@ -38,6 +41,7 @@ GROUPS = {
     "P": "Pipelines and processors",
     "Q": "Scale files and timesteps",
     "C": "KV cache",
+    "X": "Combinations with other features",
 }
 
 
@@ -57,7 +61,11 @@ def worst_by_case(tests: dict[str, str]) -> dict[str, str]:
 
 
 def cases() -> list[dict]:
-    """The rows of cases.json: id, case, expected, tiers, reason (why no test can bear the id; "" if one must)."""
+    """The rows of cases.json: id, case, expected, tiers, reason (why no test can bear the id; "" if one must).
+
+    Combinations with other features have a state, too: "int8", "exact" or "error"; and, where tests of other cases
+    show it, shown_by: the IDs of those.
+    """
     return json.loads((TESTS / "cases.json").read_text(encoding="utf-8"))
 
 
@@ -84,7 +92,9 @@ def read_outcomes(folder: Path = TESTS / "outcomes", sources: str | None = None)
                     tried = {case: f"{outcome}, {OTHER}" for case, outcome in tried.items()}
                     found[column]["other"].append(path.name)
                 found[column]["where"].append(about)
-                found[column]["cases"] |= tried
+                for case, outcome in tried.items():
+                    if found[column]["cases"].get(case, OTHER).endswith(OTHER):  # the first that is of these sources
+                        found[column]["cases"][case] = outcome
     return found
 
 
@@ -123,10 +133,12 @@ def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
 def main() -> None:
     """Write the page, and say which outcomes are of other sources, and what renews them."""
     from sage_processors.whole_file import write_whole
+    from tests.project import compatibility_table
 
     outcomes = read_outcomes()
     write_whole(PAGE, page(cases(), outcomes))
     print(PAGE)
+    print(compatibility_table.write(cases(), outcomes))
     for name in (name for found in outcomes.values() for name in found["other"]):
         print(f"tests/outcomes/{name}: {OTHER}; renew it with `{RENEWED_BY[Path(name).stem]}`")
 
