@@ -124,22 +124,6 @@ def _whole(config: SageAttnProcessor, name: str, least: int) -> None:
         raise ValueError(f"{name}: got {_short(value)}, expected at least {least}, and an int64")
 
 
-def _mixed(value: Any) -> Mixed | None:
-    """Options of the recipe "mixed" as a Mixed; a mapping holds its arguments."""
-    from sage_kernels import Mixed
-
-    if value is None or isinstance(value, Mixed):
-        return value
-    if not isinstance(value, dict):
-        raise TypeError(
-            f"mixed: got {type(value).__name__}, expected a sage_kernels.Mixed, a dict of its options or None"
-        )
-    unknown = sorted(set(map(str, value)) - set(Mixed.__dataclass_fields__))
-    if unknown:
-        raise TypeError(f"mixed: got unknown options {unknown}, expected some of {sorted(Mixed.__dataclass_fields__)}")
-    return Mixed(**value)
-
-
 def _patterns(name: str, value: object) -> tuple[str, ...]:
     if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{name}: got {value!r}, expected a tuple of layer names or patterns")
@@ -312,7 +296,7 @@ class SageAttnProcessor:
     policy: str = "fallback"
 
     def __post_init__(self) -> None:
-        from sage_kernels import RECIPES
+        from sage_kernels import RECIPES, Mixed
         from sage_kernels.recipe import MIXED_RECIPE
 
         named: dict[str, Collection[str]] = {"recipe": (*RECIPES, MIXED_RECIPE), "scaling": SCALINGS}
@@ -348,7 +332,7 @@ class SageAttnProcessor:
         for name in ("drop_weights", "keep_blocks"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {type(getattr(self, name)).__name__}, expected a bool")
-        object.__setattr__(self, "mixed", _mixed(self.mixed))
+        object.__setattr__(self, "mixed", Mixed.of(self.mixed))
         for name, only in (("rotation", "none"), ("training", "exact")):
             if self.recipe == MIXED_RECIPE and getattr(self, name) != only:
                 raise ValueError(

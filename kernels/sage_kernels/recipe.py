@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 SCALINGS = ("per_block", "per_token", "per_head")
@@ -142,3 +143,19 @@ class Mixed:
             raise TypeError(f"budget: got {type(self.budget).__name__}, expected a share from 0 to 1")
         if not 0 <= self.budget <= 1:  # not so for NaN either
             raise ValueError(f"budget: got {self.budget}, expected a share from 0 to 1")
+
+    @classmethod
+    def of(cls, value: Any) -> Mixed | None:
+        """A Mixed as it is, a dict of its options as one, None as None; TypeError for anything else."""
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, dict):
+            raise TypeError(
+                f"mixed: got {type(value).__name__}, expected a sage_kernels.Mixed, a dict of its options or None"
+            )
+        unknown = sorted(set(map(str, value)) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise TypeError(
+                f"mixed: got unknown options {unknown}, expected some of {sorted(cls.__dataclass_fields__)}"
+            )
+        return cls(**value)

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from sage_kernels import RECIPES
-from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import keep_out_of_dynamo, mark_static_address
 from sage_kernels.planning.rules import RULES, rule_for
 from sage_kernels.planning.skip_lists import SkipLists
@@ -19,11 +18,12 @@ from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import MIXED_RECIPE
 
 from ..linears.swap import LinearSwap
-from ..options import LAYER_OPTIONS, REMEDIES
+from ..options import LAYER_OPTIONS
 from .announced import signs_of
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .forwards import Forwards
 from .head_norms import HeadNorms
+from .layer_reasons import reason_against
 from .noise_level import TimestepReader
 from .parked_state import Parked
 from .row_maxima_op import keep_rows_of
@@ -101,8 +101,7 @@ class Part:
         self.state: Any = None  # a ScaleState where scales are planned
         self.linears: LinearSwap | None = None
         self._signs: tuple[Any, ...] = ()  # of processors that diffusers puts there
-        self._head_norms = HeadNorms()
-        self._parked = Parked()
+        self._head_norms, self._parked = HeadNorms(), Parked()
         self.guests: dict[int, Any] = {}  # Sage processors that a pipeline puts there within its steps
         self.perturbed = False  # by others than those
         self.follows_scheduler = self.frozen = self.is_told = False
@@ -219,27 +218,12 @@ class Part:
                 self.state.set_rotation(index, _rotation_of(layer.sage))
 
     def layer_names(self) -> list[str]:
-        """Names of the swapped layers, as in the report."""
+        """Of the swapped layers, as in the report."""
         return [self._label(layer.name) for layer in self.layers]
 
     def reasons_against(self) -> dict[str, str]:
         """{layer: why none of its calls can run in INT8}, "" where nothing is known against it."""
-        return {self._label(layer.name): self._reason_against(layer) for layer in self.layers}
-
-    def _reason_against(self, layer: Layer) -> str:
-        if layer.module.training and layer.sage._sage_config.training != "int8":
-            return REMEDIES["training"]
-        if layer.sage._sage_kept:
-            return "kept in 16 bit by the options"
-        weight = next((p for p in layer.module.parameters() if p.is_floating_point()), None)
-        if weight is not None and weight.dtype == torch.float64:
-            return f"{weight.dtype}: cast the model to float16, bfloat16 or float32"
-        if weight is not None and weight.device.type not in ("cpu", "cuda", "meta"):
-            return f"no kernel for the device {weight.device.type}"
-        shapes = [shape for shape in discover_sites(layer.module, layer.sage) if shape]
-        if shapes and all(head_dim > MAX_HEAD_DIM for _, head_dim in shapes):
-            return f"heads of {shapes[0][1]} channels, at most {MAX_HEAD_DIM} are possible"
-        return ""
+        return {self._label(layer.name): reason_against(layer) for layer in self.layers}
 
     def move(self, device: torch.device) -> None:
         """Follow the model to another device. The counts of planned calls start anew."""
@@ -247,12 +231,10 @@ class Part:
         self._reader.to(device)
         self.forwards.to(device)
         with torch.inference_mode(False):
-            if self.state is not None:
-                self.state.to(device)
-            for layer in self.layers:
-                layer.sage._sage_events.to(device)
-                if layer.sage._sage_probe is not None:
-                    layer.sage._sage_probe.to(device)
+            of_layers = [x for layer in self.layers for x in (layer.sage._sage_events, layer.sage._sage_probe)]
+            for owner in (self.state, *of_layers):
+                if owner is not None:
+                    owner.to(device)
         self._hand_out()
 
     def follow_home(self) -> None:
@@ -307,12 +289,12 @@ class Part:
 
         Not while those of PAG are there, which go again by themselves.
         """
-        there = {id(module): id(module.processor) for module in self._modules()}
-        if any(is_pag(module.processor) for module in self._modules()):
+        modules = self._modules()
+        if any(is_pag(module.processor) for module in modules):
             return False
-        earlier = {(id(layer.module), id(layer.sage)) for layer in self._made}
-        earlier -= {(id(layer.module), id(layer.sage)) for layer in self.layers}
-        return self._signs != signs_of(self.model, self._modules()) or not earlier.isdisjoint(there.items())
+        there = {(id(module), id(module.processor)) for module in modules}
+        now, every = ({(id(x.module), id(x.sage)) for x in layers} for layers in (self.layers, self._made))
+        return self._signs != signs_of(self.model, modules) or not (every - now).isdisjoint(there)
 
     def watch(self) -> bool:
         """Count layers whose processor is not ours in this forward: nothing else would tell, if it is put back.

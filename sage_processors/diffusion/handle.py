@@ -124,10 +124,7 @@ class Handle:
         calls use. A processor without a scaled_dot_product_attention call stays (the report names it), until a
         refresh after something else was put there.
         """
-        if not self._active:
-            raise RuntimeError(
-                "handle: got a handle that was removed, expected a live one; call sage_processors.apply again"
-            )
+        self._check_active()
         models = self._models()
         if self._pipe and self._pipe() is None:
             raise RuntimeError(
@@ -181,8 +178,7 @@ class Handle:
         Raises: ValueError for a scaling that plans nothing from other runs, or before a first run; RuntimeError for
             a removed handle.
         """
-        if not self._active:
-            raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
+        self._check_active()
         if not self._rotation.decided and self.config.scaling not in FROM_TABLE:
             raise ValueError(
                 f"handle: got scaling={self.config.scaling!r}, which plans nothing from other runs, expected one of "
@@ -229,16 +225,18 @@ class Handle:
         Raises: what compiling raised; NotImplementedError for a GPU without such kernels; RuntimeError for a removed
             handle.
         """
+        self._check_active()
+        return warm_up(self._parts, progress=progress, device=None if device is None else torch.device(device))
+
+    def _check_active(self) -> None:
         if not self._active:
             raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
-        return warm_up(self._parts, progress=progress, device=None if device is None else torch.device(device))
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
         from .probe import Probe
 
-        if not self._active:
-            raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
+        self._check_active()
         if self._probe is not None:
             self._probe.stop()
         self._probe = Probe(self, every=every, heads=heads, rows=rows)

@@ -266,14 +266,9 @@ def _count_sent(processor: Any, sent: int) -> None:
 
 
 def _attend_training(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    is_causal: bool,
-    scale: Any,
-    processor: Any,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool,
+    scale: Any, processor: Any,
+) -> torch.Tensor:  # fmt: skip
     """A call of training: no state, since its noise levels follow no run, and a checkpoint makes it twice."""
     config = processor._sage_config
     processor._sage_events.add(_EVENT["called"])

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 
 from ... import recipe
-from ...state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED, STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
+from ...state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
 from ..primitives import (
     RELAXED,
     dynamic_scale,
     load_tokens,
     nan_unless_finite,
-    record_amax,
     round_to_int8,
 )
 from ..prologue.prepare_value_codes import sums_of, value_numbers
@@ -28,6 +27,7 @@ from ..prologue.prepare_values import KEYS as _STEP_KEYS
 from ..sequences import keys_of, rows_of, sequence_of, slot_of
 from .key_tiles import band_tiles, tile_at
 from .operands import add_product, load_keys, load_values
+from .queries import record_queries, to_midrange
 from .softmax import (
     ADDED_BITS_LIMIT,
     CODES_ADDED_BITS_LIMIT,
@@ -41,10 +41,6 @@ from .softmax import (
 )
 
 
-_STATS = tl.constexpr(STAT_FIELDS)
-_STAT_Q_AMAX = tl.constexpr(STAT_Q_AMAX)
-_STAT_K_MAX = tl.constexpr(STAT_K_MAX)
-_STAT_K_MIN = tl.constexpr(STAT_K_MIN)
 _COUNTS = tl.constexpr(COUNT_FIELDS)
 _TRIED = tl.constexpr(COUNT_TRIED)
 _REDONE = tl.constexpr(COUNT_REDONE)
@@ -53,29 +49,6 @@ _LAGGED_EXPONENT = tl.constexpr(recipe.LAGGED_EXPONENT)
 _LAGGED_LOWEST = tl.constexpr(recipe.LAGGED_LOWEST)
 _LAGGED_HIGHEST = tl.constexpr(recipe.LAGGED_HIGHEST)
 _LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
-    """Per-channel amax of this tile's queries, into the state."""
-    row = tl.load(row_ptr) + h_kv
-    stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
-    record_amax(stat, tl.max(tl.abs(q), 0), channels, HEAD_DIM)
-
-
-@triton.jit
-def _to_midrange(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
-    """The smoothing vector less the midrange of each channel of K in this call, [WIDTH].
-
-    Row maxima are kept as max scores (log2) with K centred on the midrange. The smoothing vector would not do: it is
-    the midrange of an earlier call, and moves from step to step with the outliers that it was made of, and with it
-    every score of a row by q · the move. The midrange of this call is known as soon as K is quantised.
-    """
-    is_channel = channels < HEAD_DIM
-    stat = stats_ptr + (tl.load(row_ptr) + h_kv) * (_STATS * state_width) + channels
-    high = tl.load(stat + _STAT_K_MAX * state_width, mask=is_channel, other=0.0)
-    low = tl.load(stat + _STAT_K_MIN * state_width, mask=is_channel, other=0.0)
-    return center - (high * 0.5 + low * 0.5)  # no overflow
 
 
 @triton.jit
@@ -183,7 +156,7 @@ def _attention_fwd_kernel(
     q = load_tokens(q_base, offs_m, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
     x = q * tl.load(q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
     if SCALING == "planned":
-        _record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
+        record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
     amax = tl.max(tl.abs(x), 1)
     if SCALING == "per_block":
         amax = tl.zeros_like(amax) + tl.max(amax, 0)
@@ -200,8 +173,8 @@ def _attention_fwd_kernel(
         shift = tl.sum(q * center[None, :], 1) * (softmax_scale * LOG2_E)
 
     if KEEPS_MAX:
-        to_midrange = _to_midrange(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
-        kept_shift = tl.sum(q * to_midrange[None, :], 1) * (softmax_scale * LOG2_E)
+        midrange = to_midrange(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
+        kept_shift = tl.sum(q * midrange[None, :], 1) * (softmax_scale * LOG2_E)
 
     # the key tiles to visit: from the mask's list, or from the band
     first = 0

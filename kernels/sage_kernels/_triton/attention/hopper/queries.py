@@ -32,7 +32,7 @@ def _load_queries(q_base, stride_qs, first, seq_q, HEAD_DIM: gl.constexpr, WIDTH
 
 @gluon.jit
 def _to_midrange(center, recorded, h_kv, channels, HEAD_DIM: gl.constexpr):
-    """As _to_midrange of ../kernel.py: the smoothing vector less the middle of this call's range of K, [WIDTH]."""
+    """As to_midrange of ../queries.py: the smoothing vector less the middle of this call's range of K, [WIDTH]."""
     is_channel = channels < HEAD_DIM
     stat = recorded.stats_ptr + (gl.load(recorded.row_ptr) + h_kv) * (_STATS * recorded.state_width) + channels
     high = gl.load(stat + _STAT_K_MAX * recorded.state_width, mask=is_channel, other=0.0)
