@@ -7,6 +7,8 @@ returns what `CommandLine.loading` takes.
 
 from __future__ import annotations
 
+import sys
+
 import diffusers
 import transformers
 from small_pictures import always_the_same, clip, t5, words
@@ -58,7 +60,10 @@ def _has_weights() -> bool:
     """Whether there is a trained pipeline; if not, says so."""
     if TRAINED in sp.pipelines.video_names():
         return True
-    print(f"{TRAINED} has no weights here (examples/train_tiny_wan.py trains it): random ones, which draw noise")
+    print(
+        f"{TRAINED} has no weights here (examples/train_tiny_wan.py trains it): random ones, which draw noise",
+        file=sys.stderr,
+    )
     return False
 
 

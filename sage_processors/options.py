@@ -333,7 +333,7 @@ class SageAttnProcessor:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {type(getattr(self, name)).__name__}, expected a bool")
         object.__setattr__(self, "mixed", Mixed.of(self.mixed))
-        for name, only in (("rotation", "none"), ("training", "exact")):
+        for name, only in (("rotation", "none"), ("training", "exact"), ("skip", "none")):
             if self.recipe == MIXED_RECIPE and getattr(self, name) != only:
                 raise ValueError(
                     f"{name}: got {getattr(self, name)!r} with recipe {MIXED_RECIPE!r}, expected {only!r}; by layer, "

@@ -209,7 +209,8 @@ def test_policies_of_earlier_formats_are_read(tmp_path):
     config = sp.SageAttnProcessor(scaling="per_block", layer_scaling={JOINT: "per_token"})
     policy.write_policy(path, config, [], budget={}, result={}, curve=[])
     content = json.loads(path.read_text())
-    for name in ("training", "exchange"):
+    skipping = ("skip", "skip_limit", "skip_every", "skip_first_steps", "skip_last_steps")
+    for name in ("mixed", "keep_blocks", *skipping, "training", "exchange"):
         del content["options"][name]
     path.write_text(json.dumps(content | {"format_version": 3}))
     assert sp.SageAttnProcessor.from_policy(path) == config

@@ -81,6 +81,7 @@ def test_what_does_not_go_together_is_refused_at_once():
         (ValueError, "budget: got 2", {"mixed": {"budget": 2}}),
         (ValueError, "rotation: got 'hadamard' with recipe 'mixed'", {"recipe": "mixed", "rotation": "hadamard"}),
         (ValueError, "training: got 'int8' with recipe 'mixed'", {"recipe": "mixed", "training": "int8"}),
+        (ValueError, "skip: got 'temporal' with recipe 'mixed'", {"recipe": "mixed", "skip": "temporal"}),
         (TypeError, "keep_blocks: got int", {"keep_blocks": 1}),
     ):
         with pytest.raises(error, match=match):

@@ -75,6 +75,7 @@ def test_clips_repeat_with_the_seed_and_stay_in_range():
     assert one.shape == (4, 3, 5, 32, 32) and one.dtype == torch.float32 and -1 <= one.min() < one.max() <= 1
 
 
+@pytest.mark.slow("draws many clips")
 def test_drawn_clips_are_judged_right(drawn):
     clips, scene = drawn
     found = tiny_video_check.obeyed(clips, scene)
@@ -129,7 +130,7 @@ def test_without_weights_a_sentence_says_so_and_random_ones_are_taken(monkeypatc
     with pytest.raises(FileNotFoundError, match="tiny_film has no weights here: examples/train_tiny_wan.py trains it"):
         pipelines.path("tiny_film")
     source, _ = small_videos.trained()
-    assert "tiny_wan has no weights here" in capsys.readouterr().out
+    assert "tiny_wan has no weights here" in capsys.readouterr().err
     assert not any(module.training for module in source.transformer.modules())
 
 

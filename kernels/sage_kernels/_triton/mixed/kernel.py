@@ -121,7 +121,9 @@ def _mixed_attention_kernel(
         values = _ordinary_scores(q_codes, q_groups, row_scale, codes, group_scales, k_scales, tile, zero,
                                   BASE, WIDTH, BLOCK_Q, BLOCK, PACKED_FP4)  # fmt: skip
         seen = _visible(tile, rows, seq_kv, offset, BLOCK, CAUSAL)
-        p, reference, running_sum, rescale = masked_softmax_step(values, seen, reference, running_sum, 0.0)
+        p, reference, running_sum, rescale = masked_softmax_step(
+            values, seen, reference, reference, running_sum, 0.0
+        )  # fmt: skip
         v = load_tokens(v_base, tile * BLOCK + tl.arange(0, BLOCK), stride_vs, seq_kv, HEAD_DIM, WIDTH, True)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
     if PROMOTES:
@@ -137,7 +139,9 @@ def _mixed_attention_kernel(
             scores = tl.dot(q_16, tl.trans(k))
             values = scores * (softmax_scale * LOG2_E) - shift[:, None]
             seen = _visible(tile, rows, seq_kv, offset, BLOCK, CAUSAL)
-            p, reference, running_sum, rescale = masked_softmax_step(values, seen, reference, running_sum, 0.0)
+            p, reference, running_sum, rescale = masked_softmax_step(
+                values, seen, reference, reference, running_sum, 0.0
+            )  # fmt: skip
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
     # a row that sees nothing gives 0; a sum that is no number stays none
