@@ -84,6 +84,7 @@ def test_drawn_clips_are_judged_right(drawn):
     assert all(sum(found[key]) >= CLIPS - 1 for key in ("shape", "motion", "all"))
 
 
+@pytest.mark.slow("draws many clips")
 @pytest.mark.parametrize("key", ["color", "shape", "motion", "said"])
 def test_clips_of_another_prompt_are_judged_wrong(key, drawn):
     clips, scene = drawn
