@@ -19,7 +19,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-all test-gpu mutants test-versions sanitize codegen cases notebooks docs quality types style bench
+.PHONY: demo test test-all test-every test-gpu mutants test-versions sanitize codegen cases notebooks docs quality types style bench
 .PHONY: clean
 
 demo: $(INSTALLED)
@@ -32,11 +32,15 @@ ON_CPU := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-
 # every guarantee once
 test: $(INSTALLED)
 	@echo "The quick tests: about 7 minutes on two cores. Everything that needs no GPU: make test-all"
-	$(ON_CPU) -m "not gpu and not slow" $(ARGS)
+	$(ON_CPU) -m "not gpu and not slow and not repeat" $(ARGS)
 
-# everything that needs no GPU
+# everything that needs no GPU, each value of each parameter once
 test-all: $(INSTALLED)
-	@echo "All tests that need no GPU: about 15 minutes on two cores"
+	@echo "All tests that need no GPU: about 23 minutes on two cores"
+	$(ON_CPU) -m "not gpu and not repeat" $(ARGS)
+
+# and each combination of parameters
+test-every: $(INSTALLED)
 	$(ON_CPU) -m "not gpu" $(ARGS)
 
 # make test-gpu GPU_WORKERS=8: side by side, which tests marked `alone` have to themselves. For several GPUs' worth of

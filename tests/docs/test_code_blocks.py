@@ -56,7 +56,7 @@ def count_calls(monkeypatch) -> list[str]:
 
         return call
 
-    for name in ("sage_attention", "sage_decode_attention", "differentiable_attention"):
+    for name in ("sage_attention", "sage_decode_attention", "differentiable_attention", "mixed_attention"):
         monkeypatch.setattr(sage_kernels, name, counted(name, getattr(sage_kernels, name)))
     return calls
 

@@ -49,13 +49,13 @@ def test_repeats_are_left_out_of_the_quick_tests_of_each_implementation(tmp_path
     for name, text in {
         "test_it.py": TESTS,
         "conftest.py": CONFTEST,
-        "pytest.ini": "[pytest]\nmarkers = slow\n",
+        "pytest.ini": "[pytest]\nmarkers = slow\n  repeat\n",
     }.items():
         (tmp_path / name).write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
     shown = [
         subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-        for more in ((), ("-m", "not slow"))
+        for more in ((), ("-m", "not repeat"))
     ]
     every, quick = ([line.partition("::")[2] for line in text.splitlines() if "::" in line] for text in shown)
     assert len(every) == 2 * 3 * 2 + 2 + 1 and "test_alone" in quick and sum("pairs" in name for name in quick) == 2

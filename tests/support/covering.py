@@ -1,26 +1,26 @@
-"""Which combinations of a test's parameters `make test` runs: those that show each value once. The others are slow."""
+"""Which combinations of a test's parameters run everywhere: those that show each value once. The others are repeats."""
 
 from __future__ import annotations
 
 import pytest
 
 
-REASON = "each of its parameters' values is shown by another combination"
 IMPLEMENTATIONS = ("tier", "kernel_device")  # each of them is shown each value
 
 
 def mark_repeats(items):
-    """Mark `slow` what adds no value of a parameter that a quick combination of the same test does not have."""
+    """Mark `repeat` what adds no value of a parameter to the other combinations of the same test."""
     groups: dict[tuple, list] = {}
     for item in items:
-        if hasattr(item, "callspec") and item.get_closest_marker("slow") is None:
-            implementation = tuple(item.callspec.params.get(name) for name in IMPLEMENTATIONS)
+        if hasattr(item, "callspec"):
+            kind = item.get_closest_marker("slow") is not None
+            implementation = (kind, *(item.callspec.params.get(name) for name in IMPLEMENTATIONS))
             groups.setdefault((item.nodeid.partition("[")[0], implementation), []).append(item)
     for group in groups.values():
-        quick = covering([_values(item) for item in group])
+        needed = covering([_values(item) for item in group])
         for i, item in enumerate(group):
-            if i not in quick:
-                item.add_marker(pytest.mark.slow(REASON))
+            if i not in needed:
+                item.add_marker(pytest.mark.repeat)
 
 
 def _values(item) -> set[tuple[str, int]]:

@@ -152,8 +152,8 @@ def test_random_calls_match_the_reference(call, attend):
     check(call, attend)
 
 
-@pytest.mark.slow("five times as many")
-@random_calls(250)
+@pytest.mark.slow("three times as many")
+@random_calls(150)
 def test_many_random_calls_match_the_reference(call, attend):
     check(call, attend)
 

@@ -73,6 +73,7 @@ FP8_MATRIX = re.compile(
 # block-scaled products of e2m1: of consumer Blackwell (mma.sync) and of data centre Blackwell (tcgen05)
 FP4_MATRIX = re.compile(r"mma\.sync\S*\.kind::mxf4nvf4\.block_scale|tcgen05\.mma\S*\.kind::mxf4\S*\.block_scale")
 FP4_TARGETS = ("sm_100", "sm_120")
+MIXED_TARGETS = ("sm_80", "sm_90", "gfx942", *FP4_TARGETS)
 INT8_MATRIX = re.compile(r"wgmma\.\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32|v_mfma_i32\S*_i8")
 
 
@@ -294,7 +295,7 @@ def decode(name: str, width: int, rows: int, mask: str = "none", tokens: int = 0
         "GROUP": 4, "HEAD_DIM": width, "WIDTH": width, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n,
         "STAGES": tile.num_stages, "MASK": mask, "HAS_BIAS": False, "HAS_LEFT": False, "HAS_RIGHT": not few,
         "SOFTCAP": False, "HAS_MEAN": True, "HAS_BALANCE": True, "HAS_LENGTHS": False, "HAS_SINKS": False,
-        "RING": False, "PARTIAL": few, "RETURN_LSE": False, "ASM": False,
+        "RING": False, "PARTIAL": few, "RETURN_LSE": False, "ASM": target.backend == "cuda",
         "EVICTION": "evict_first" if tile.read_once else "", "OVERLAP": few and name in OVERLAPPING,
         "stride_ksn": 1, "stride_vsn": 1, "stride_mk": 1,
     }  # fmt: skip
@@ -391,7 +392,7 @@ def linear(name: str, kind: str, fp8: bool = False, copied: bool = True) -> dict
         "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
         "ACTIVATION": GATED.get(activation, activation), "GATED": is_pair, "HAS_BIAS": True,
         "GATE": gate, "HAS_RESIDUAL": gate != "none", "FP8": fp8,
-        "ASM": False,
+        "ASM": target.backend == "cuda",
     }  # fmt: skip
     code = "fp8e4nv" if fp8 else "i8"
     types = {"x_ptr": f"*{code}", "w_ptr": f"*{code}"}
@@ -494,7 +495,9 @@ def mixed_select(name: str, width: int, selector: str = "block_mean", skips: boo
 
 
 def selective(name: str):
-    """As `kernels`, of mixed attention."""
+    """As `kernels`, of mixed attention; 8.6 and 8.9 are as 8.0, but for the memory that a program may have."""
+    if name not in MIXED_TARGETS:
+        return
     bases = ("int8", "mxfp4", "nvfp4")  # INT4 has the code of INT8
     for base in bases:
         for width in WIDTHS if base == "int8" else (128,):
