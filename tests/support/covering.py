@@ -1,4 +1,4 @@
-"""Which combinations of a test's parameters run everywhere: those that show each value once. The others are repeats."""
+"""Which combinations of a test's parameters run everywhere: those that show each value once. Others are repeats."""
 
 from __future__ import annotations
 
