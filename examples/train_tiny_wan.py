@@ -1,7 +1,7 @@
 """Train `tiny_wan`, a text-to-video pipeline, from scratch on drawn clips, and save it as a diffusers folder.
 
     python examples/train_tiny_wan.py --workdir build/tiny_wan --session-minutes 8.3     # again, until it says "done"
-    python examples/train_tiny_wan.py --workdir /tmp/probe --size probe --vae-steps 600 --steps 4000    # on a CPU
+    python examples/train_tiny_wan.py --workdir build/probe --size probe --vae-steps 600 --steps 4000    # on a CPU
     … --size probe --vae-steps 300 --steps 500 --clips 1 --batch 4                                    # learns one clip
 
 First the VAE, then the transformer together with its text encoder on latents that are encoded in advance, then saving,

@@ -274,6 +274,34 @@ def append_to_results(path: Path, rows: list[dict]) -> None:
         )  # fmt: skip
 
 
+def run_variants(measurement: Measurement, label: str, recipe: str, only: list[str] | None, deadline: float):
+    """Measure the variants of a recipe, or `only` some. Returns the names of those that are done, and how many are
+    not."""
+    done, unfinished = [], 0
+    for variant in variants(recipe).values():
+        if only and variant.name not in only:
+            continue
+        start = time.monotonic()
+        if measurement.run(variant, lambda: time.monotonic() > deadline):
+            done.append(variant.name)
+        else:
+            unfinished += 1
+        print(f"{label} {variant.name}: {time.monotonic() - start:.0f} s", flush=True)
+    return done, unfinished
+
+
+def finish(table: list[dict], unfinished: int, out: Path, results: Path | None) -> int:
+    """Write the table, if it is whole. Returns the exit status."""
+    if unfinished:
+        print(f"{unfinished} variants are not done: run the same command again", flush=True)
+        return 3
+    write_table(out, table)
+    if results:
+        append_to_results(results, table)
+    print(f"{len(table)} numbers in {out}, commit {environment()['commit']}", flush=True)
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [name + suffix for name in pipelines.names() for suffix in ("", "_hard")]
@@ -298,28 +326,13 @@ def main() -> int:
     real = true_features(TRUE_PICTURES, load_classifier())
     for name in arguments.pipeline or names:
         for recipe in arguments.recipe or sorted(RECIPES):
-            chosen = [v for v in variants(recipe).values() if not arguments.variant or v.name in arguments.variant]
-            folder = arguments.work / recipe
-            measurement = Measurement(name, size, arguments.device, folder)
-            done = []
+            measurement = Measurement(name, size, arguments.device, arguments.work / recipe)
             with measurement.planted():
-                for variant in chosen:
-                    start = time.monotonic()
-                    if measurement.run(variant, lambda: time.monotonic() > deadline):
-                        done.append(variant.name)
-                    else:
-                        unfinished += 1
-                    print(f"{name} {recipe} {variant.name}: {time.monotonic() - start:.0f} s", flush=True)
+                done, missing = run_variants(measurement, f"{name} {recipe}", recipe, arguments.variant, deadline)
+                unfinished += missing
                 if done and not unfinished:
                     table += measurement.rows(recipe, done, real)
-    if unfinished:
-        print(f"{unfinished} variants are not done: run the same command again", flush=True)
-        return 3
-    write_table(arguments.out, table)
-    if arguments.csv:
-        append_to_results(arguments.csv, table)
-    print(f"{len(table)} numbers in {arguments.out}, commit {environment()['commit']}", flush=True)
-    return 0
+    return finish(table, unfinished, arguments.out, arguments.csv)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import torch
 from tiny_video_check import obeyed
 
 from sage_kernels import RECIPES
-from sage_kernels.results import check_appendable, environment
+from sage_kernels.results import check_appendable
 from sage_processors import pipelines
 from sage_processors.evaluation import video_report, videos
 from sage_processors.evaluation.feature_distance import load_classifier
@@ -118,26 +118,13 @@ def main() -> int:
     real = true_features(pipelines.call_arguments(NAME) | SIZES[arguments.size], load_classifier())
     unfinished, table = 0, []
     for recipe in arguments.recipe or sorted(RECIPES):
-        measurement, done = ClipMeasurement(arguments.size, count, arguments.device, arguments.work / recipe), []
-        for variant in measure.variants(recipe).values():
-            if arguments.variant and variant.name not in arguments.variant:
-                continue
-            start = time.monotonic()
-            if measurement.run(variant, lambda: time.monotonic() > deadline):
-                done.append(variant.name)
-            else:
-                unfinished += 1
-            print(f"{arguments.size} {recipe} {variant.name}: {time.monotonic() - start:.0f} s", flush=True)
+        measurement = ClipMeasurement(arguments.size, count, arguments.device, arguments.work / recipe)
+        label = f"{arguments.size} {recipe}"
+        done, missing = measure.run_variants(measurement, label, recipe, arguments.variant, deadline)
+        unfinished += missing
         if done and not unfinished:
             table += measurement.rows(recipe, done, real)
-    if unfinished:
-        print(f"{unfinished} variants are not done: run the same command again", flush=True)
-        return 3
-    measure.write_table(arguments.out, table)
-    if arguments.csv:
-        measure.append_to_results(arguments.csv, table)
-    print(f"{len(table)} numbers in {arguments.out}, commit {environment()['commit']}", flush=True)
-    return 0
+    return measure.finish(table, unfinished, arguments.out, arguments.csv)
 
 
 if __name__ == "__main__":

@@ -253,7 +253,8 @@ def gate(case, inputs, offered, exact=None) -> tuple[list[Entrant], list[str]]:
                 raise
             print(f"{case.name:42} {provider:18} not here: {str(failure).splitlines()[0][:80]}", flush=True)
             continue
-        bar = INT8_PEERS.get(provider, MAX_ERROR[RECIPES[recipe].pv if recipe else "16bit"])
+        pv = RECIPES[recipe].pv if recipe in RECIPES else "16bit"  # mixed precision has P and V in 16 bit, too
+        bar = INT8_PEERS.get(provider, MAX_ERROR[pv])
         if error <= bar:
             entrants.append(Entrant(provider, suffix, recipe, function, error))
         else:
@@ -283,12 +284,30 @@ def run_case(case, save: bool) -> list[str]:
     """Gate and time every provider on `case`. Returns the failures."""
     sets = make_sets(case)
     entrants, failures = gate(case, sets[0], providers(case, sets[0]))
+    race(case, entrants, sets, save)
+    return failures
+
+
+def race(case, entrants: list[Entrant], sets: list, save: bool) -> None:
+    """Time those that passed the gate, in turns, and report all of them."""
     take_turns(case, entrants, lambda _: sets)
     cudnn = next((quintiles(e.times)[1] for e in entrants if e.provider == "torch_sdpa_cudnn"), None)
     best = min((quintiles(e.times)[1] for e in entrants if not e.is_int8), default=math.inf)
     for entrant in entrants:
         report(case, entrant, cudnn, best, sets[0], save)
-    return failures
+
+
+def run_cases(description: str, cases: list, run_one: Callable) -> int:
+    """`main` of a bench whose only option is whether it saves. run_one: (case, save) → the failures."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(f"{Path(sys.argv[0]).name} times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
+        return 2
+    torch.manual_seed(0)
+    failures = [failure for case in cases for failure in run_one(case, not arguments.no_save)]
+    return 1 if failures else 0
 
 
 def report(case, entrant: Entrant, cudnn_ms, best_ms, inputs, save: bool) -> None:

@@ -9,8 +9,6 @@ with its quantisation. FLOPs are attention's alone.
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 
 import torch
@@ -21,9 +19,8 @@ from bench import (
     gate,
     make_sets,
     planned_attention,
-    quintiles,
-    report,
-    take_turns,
+    race,
+    run_cases,
     torch_sdpa,
 )
 from cases import Case
@@ -90,25 +87,9 @@ def run_case(case: Case, save: bool) -> list[str]:
     ready = (stock_heads(x.double(), w.double(), *angles) for x, w in zip((q, k), weights, strict=True))
     exact = exact_rows(case, *ready, v)
     entrants, failures = gate(case, sets[0], providers(case, sets[0], weights, angles), exact)
-    take_turns(case, entrants, lambda _: sets)
-    cudnn = next((quintiles(e.times)[1] for e in entrants if e.provider == "torch_sdpa_cudnn"), None)
-    best = min((quintiles(e.times)[1] for e in entrants if not e.is_int8), default=math.inf)
-    for entrant in entrants:
-        report(case, entrant, cudnn, best, sets[0], save)
+    race(case, entrants, sets, save)
     return failures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench_heads.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
-        return 2
-    torch.manual_seed(0)
-    failures = [failure for case in CASES for failure in run_case(case, not arguments.no_save)]
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(__doc__, CASES, run_case))

@@ -9,19 +9,21 @@ of each family of sage_kernels.testing_blocks. Case: mixed/{family}/{base}/{sele
 format alone. "thrift" in place of a selector: block_mean with P·V of ordinary blocks in FP4, and K as it is, as
 ThriftAttention has them.
 
---time: on a GPU, times of each base at 0 and 5 % beside the plain recipe with a scale a token and 16-bit attention, of
-16 heads in bf16, quantisation and selection included. Printed, and saved nowhere.
+--time: on a GPU, the INT8 base at 0 and 5 %, beside the plain recipe with a scale a token and PyTorch's 16-bit
+attention: bench.py's gate, clock and rows, of 16 heads in bf16, quantisation and selection included.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from sage_kernels import Mixed, mixed_attention, sage_attention
+from sage_kernels import DEFAULT_RECIPE, Mixed, mixed_attention, sage_attention
 from sage_kernels.recipe import BASES, FP4_GROUPS, MIXED_RECIPE, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.results import append_row
@@ -65,29 +67,26 @@ def measure(family: str, seq: int, save: bool) -> None:
             )  # fmt: skip
 
 
-def time_bases(seq: int) -> None:
-    """Medians of calls in ms, and their ratio to the plain recipe's."""
-    import triton
+def time_calls(seq: int, save: bool) -> int:
+    """Rows of suite attention_fwd. Returns how many providers failed the gate."""
+    from bench import SDPBackend, gate, make_sets, race, torch_sdpa
+    from cases import Case
 
-    q, k, v = (torch.randn(1, seq, 16, HEAD_DIM, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    calls = {"plain recipe, per token": lambda: sage_attention(q, k, v)}
-    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
-    calls["scaled_dot_product_attention"] = lambda: torch.nn.functional.scaled_dot_product_attention(*heads_first)
-    for base in BASES:
-        for budget in (0.0, 0.05):
-            options = Mixed(base, budget=budget)
-            calls[f"mixed {base} {budget:g}"] = lambda options=options: mixed_attention(q, k, v, options=options)
-    times = {
-        name: triton.testing.do_bench(call, warmup=50, rep=300, return_mode="median") for name, call in calls.items()
-    }
-    for name, ms in times.items():
-        print(
-            f"{name:32} {ms:8.3f} ms  {ms / times['plain recipe, per token']:.3f} of the plain recipe's time",
-            flush=True,
-        )
+    case = Case(f"D{HEAD_DIM}_N{seq}_full_BH16", 1, seq, seq, 16, 16, HEAD_DIM)
+    offered = [
+        ("torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION)),
+        ("sage_kernels", "/per_token", DEFAULT_RECIPE, sage_attention),
+    ]
+    for budget in (0.0, 0.05):
+        call = partial(mixed_attention, options=Mixed("int8", budget=budget))
+        offered.append(("sage_kernels", f"/int8/{budget:g}", MIXED_RECIPE, call))
+    sets = make_sets(case)
+    entrants, failures = gate(case, sets[0], offered)
+    race(case, entrants, sets, save)
+    return len(failures)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--family", choices=BLOCK_FAMILIES, action="append", help="may be repeated; all by default")
@@ -95,11 +94,11 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="time calls on a GPU in place of all else")
     arguments = parser.parse_args()
     if arguments.time:
-        time_bases(arguments.seq)
-        return
+        return min(1, time_calls(arguments.seq, not arguments.no_save))
     for family in arguments.family or BLOCK_FAMILIES:
         measure(family, arguments.seq, not arguments.no_save)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

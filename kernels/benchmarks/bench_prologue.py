@@ -9,12 +9,11 @@ K is read in 16 bit and written in 8: three bytes an element; with FP8, V as wel
 
 from __future__ import annotations
 
-import argparse
 import sys
 
 import torch
 import triton
-from bench import FP8_RECIPE, GATE_ROWS, MAX_ERROR, RESULTS, exact_rows, make_inputs
+from bench import FP8_RECIPE, GATE_ROWS, MAX_ERROR, RESULTS, exact_rows, make_inputs, run_cases
 from cases import Case, square
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
@@ -88,17 +87,5 @@ def run_case(case: Case, save: bool) -> list[str]:
     return failures
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("bench_prologue.py times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
-        return 2
-    torch.manual_seed(0)
-    failures = [failure for case in CASES for failure in run_case(case, not arguments.no_save)]
-    return 1 if failures else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_cases(__doc__, CASES, run_case))

@@ -19,9 +19,8 @@ PAGE = TESTS.parent / "kernels" / "CASES.md"
 TIERS = {"C": "CPU, eager", "I": "CPU, Triton's interpreter", "G": "one GPU", "2G": "two GPUs"}
 WORST_FIRST = ("failed", "skipped", "passed")
 # the column of the table, and the files that fill it, each for the cases that it has
-COLUMNS = {"CPU": ("cpu", "combinations"), "GPU": ("gpu", "two_gpus", "sanitizer")}
+COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "two_gpus", "sanitizer")}
 RENEWED_BY = {
-    "combinations": "python tests/project/compatibility_table.py",
     "cpu": 'make test-all ARGS="--outcomes tests/outcomes/cpu.json"',
     "gpu": "make test-gpu",
     "two_gpus": 'make test-gpu ARGS="-m two_gpus --outcomes tests/outcomes/two_gpus.json"',

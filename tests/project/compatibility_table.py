@@ -1,20 +1,14 @@
 """docs/compatibility.md, made from the cases of tests/cases.json that have a `state`, and the committed outcomes.
 
 A state is said of a combination only where a test found it: one that bears the case's name and asks the fixture
-`shows` (tests/support/combinations.py), or those of the cases in `shown_by`. Run as a program, this file runs these
-tests alone, which takes minutes, and writes tests/outcomes/combinations.json; then comes `make cases`.
+`shows` (tests/support/combinations.py), or those of the cases in `shown_by`. `make cases` writes it.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]  # this checkout's
-
-from tests.project.case_table import COLUMNS, OTHER, TESTS, WORST_FIRST, cases  # noqa: E402
+from tests.project.case_table import COLUMNS, OTHER, TESTS, WORST_FIRST
 
 
 PAGE = TESTS.parent / "docs" / "compatibility.md"
@@ -91,15 +85,3 @@ def write(rows: list[dict], outcomes: dict[str, dict]) -> Path:
 
     write_whole(PAGE, page(rows, outcomes))
     return PAGE
-
-
-def main() -> int:
-    """Run the tests of all rows on this machine."""
-    wanted = {case for row in cases() if "state" in row for case in [row["id"], *row.get("shown_by", [])]}
-    chosen = " or ".join(f"{case}_" for case in sorted(wanted))
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not gpu", "-k", chosen]
-    return subprocess.run([*command, "--outcomes", TESTS / "outcomes" / "combinations.json"], check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

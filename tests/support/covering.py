@@ -13,9 +13,9 @@ def mark_repeats(items):
     groups: dict[tuple, list] = {}
     for item in items:
         if hasattr(item, "callspec"):
-            kind = item.get_closest_marker("slow") is not None
-            implementation = (kind, *(item.callspec.params.get(name) for name in IMPLEMENTATIONS))
-            groups.setdefault((item.nodeid.partition("[")[0], implementation), []).append(item)
+            implementation = tuple(item.callspec.params.get(name) for name in IMPLEMENTATIONS)
+            is_slow = item.get_closest_marker("slow") is not None  # the quick ones show all of theirs by themselves
+            groups.setdefault((item.nodeid.partition("[")[0], implementation, is_slow), []).append(item)
     for group in groups.values():
         needed = covering([_values(item) for item in group])
         for i, item in enumerate(group):

@@ -121,3 +121,23 @@ def band_mask(seq_q: int, seq_kv: int, causal: str | bool = False, window: int |
 def key_padding(lengths, seq_kv: int) -> torch.Tensor:
     """Bool mask [B, 1, 1, S_kv]: sample b sees its first lengths[b] keys."""
     return (torch.arange(seq_kv) < torch.tensor(lengths)[:, None])[:, None, None]
+
+
+SHAPES = [  # B, S_q, S_kv, H, H_kv, D
+    (1, 1, 1, 2, 2, 64),
+    (2, 70, 200, 2, 1, 64),
+    (1, 70, 200, 3, 1, 128),
+    (1, 33, 66, 2, 2, 59),
+    (1, 40, 70, 1, 1, 256),
+]
+# of calls with 70 rows and 150 keys, two samples
+MASKS = {
+    "causal": {"causal": "bottom_right"},
+    "top_left": {"causal": "top_left"},
+    "window": {"causal": "bottom_right", "window": 40},
+    "key padding": {"attn_mask": key_padding([150, 97], 150)},
+    "rows": {"attn_mask": band_mask(70, 150, "bottom_right", 60)},
+    "bias": {"attn_mask": torch.randn(70, 150, generator=torch.Generator().manual_seed(0))},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": torch.tensor([1.0, 9.0])},
+}

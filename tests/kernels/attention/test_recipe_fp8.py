@@ -12,7 +12,7 @@ from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import LAGGED_EXPONENT, LAGGED_LOWEST
 from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX, HeadState
 from sage_kernels.testing import exact_attention, relative_l2
-from tests.kernels.attention.attention_cases import DTYPES, FP8, band_mask, key_padding, normal, runs_fp8
+from tests.kernels.attention.attention_cases import DTYPES, FP8, MASKS, SHAPES, key_padding, normal, runs_fp8
 from tests.kernels.attention.test_softmax_reference import LOGITS, RAMP, climbing
 
 
@@ -143,46 +143,25 @@ def test_a_loud_channel_does_not_cost_the_quiet_ones_their_bits(fp8):
 # --- the whole recipe ---
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 1, 1, 2, 2, 64),
-        (2, 70, 200, 2, 1, 64),
-        (1, 70, 200, 3, 1, 128),
-        (1, 33, 66, 2, 2, 59),
-        (1, 40, 70, 1, 1, 256),
-    ],
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_matches_the_reference(shape, fp8):
     q, k, v = normal(*shape)
     for options in ({}, {"scaling": "per_block"}, {"state": fp8.planned(q, k, v)}):
         fp8.check(q, k, v, **options)
 
 
-OPTIONS = {
-    "causal": {"causal": "bottom_right"},
-    "top_left": {"causal": "top_left"},
-    "window": {"causal": "bottom_right", "window": 40},
-    "key padding": {"attn_mask": key_padding([150, 97], 150)},
-    "rows": {"attn_mask": band_mask(70, 150, "bottom_right", 60)},
-    "bias": {"attn_mask": torch.randn(70, 150, generator=torch.Generator().manual_seed(0))},
-    "softcap": {"softcap": 5.0},
-    "sinks": {"sinks": torch.tensor([1.0, 9.0])},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", MASKS)
 def test_every_mask_matches_the_reference(name, fp8):
     q, k, v = normal(2, 70, 150, 2, 1, 64)
     hidden = "padding" in name
-    for options in ({}, {"state": fp8.planned(q, k, v, **OPTIONS[name])}):
-        out, _ = fp8.check(q, k, v, **options, **OPTIONS[name])
+    for options in ({}, {"state": fp8.planned(q, k, v, **MASKS[name])}):
+        out, _ = fp8.check(q, k, v, **options, **MASKS[name])
         if hidden:
             bad = [x.clone() for x in (k, v)]
             for x in bad:
                 x[1, 97:] = NAN
             if not options:
-                assert torch.equal(call(fp8, q, *bad, **OPTIONS[name])[0], out)
+                assert torch.equal(call(fp8, q, *bad, **MASKS[name])[0], out)
 
 
 @pytest.mark.parametrize("seq", [640, 4096])

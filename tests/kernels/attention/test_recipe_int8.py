@@ -12,7 +12,7 @@ from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_attention
 from sage_kernels.state import COUNT_CLIPPED, STAT_V_AMAX
 from sage_kernels.testing import exact_attention, make_qkv, relative_l1, relative_l2
-from tests.kernels.attention.attention_cases import DTYPES, band_mask, key_padding, normal
+from tests.kernels.attention.attention_cases import DTYPES, MASKS, SHAPES, band_mask, key_padding, normal
 from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
 
 
@@ -147,51 +147,30 @@ def test_a_loud_channel_and_a_large_mean_cost_the_others_nothing(int8):
 # --- the whole recipe ---
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 1, 1, 2, 2, 64),
-        (2, 70, 200, 2, 1, 64),
-        (1, 70, 200, 3, 1, 128),
-        (1, 33, 66, 2, 2, 59),
-        (1, 40, 70, 1, 1, 256),
-    ],
-)
+@pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_matches_the_reference(shape, int8):
     q, k, v = normal(*shape)
     for options in ({}, {"scaling": "per_block"}, {"state": int8.planned(q, k, v)}):
         int8.check(q, k, v, **options)
 
 
-OPTIONS = {
-    "causal": {"causal": "bottom_right"},
-    "top_left": {"causal": "top_left"},
-    "window": {"causal": "bottom_right", "window": 40},
-    "key padding": {"attn_mask": key_padding([150, 97], 150)},
-    "rows": {"attn_mask": band_mask(70, 150, "bottom_right", 60)},
-    "bias": {"attn_mask": torch.randn(70, 150, generator=torch.Generator().manual_seed(0))},
-    "softcap": {"softcap": 5.0},
-    "sinks": {"sinks": torch.tensor([1.0, 9.0])},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", MASKS)
 def test_every_mask_matches_the_reference(name, int8):
     q, k, v = normal(2, 70, 150, 2, 1, 64)
     v = v + 2  # a sink has no value: the center is not added for its weight
-    for options in ({}, {"state": int8.planned(q, k, v, **OPTIONS[name])}):
-        out, _ = int8.check(q, k, v, **options, **OPTIONS[name])
+    for options in ({}, {"state": int8.planned(q, k, v, **MASKS[name])}):
+        out, _ = int8.check(q, k, v, **options, **MASKS[name])
         if "padding" in name:
             bad = [x.clone() for x in (k, v)]
             for x in bad:
                 x[1, 97:] = NAN
             if not options:
-                assert torch.equal(call(int8, q, *bad, **OPTIONS[name])[0], out)
-    mask = OPTIONS[name].get("attn_mask")
-    if "causal" in OPTIONS[name]:
-        mask = band_mask(70, 150, OPTIONS[name]["causal"], OPTIONS[name].get("window"))
+                assert torch.equal(call(int8, q, *bad, **MASKS[name])[0], out)
+    mask = MASKS[name].get("attn_mask")
+    if "causal" in MASKS[name]:
+        mask = band_mask(70, 150, MASKS[name]["causal"], MASKS[name].get("window"))
     exact, _ = exact_attention(
-        q, k, v, mask=mask, softcap=OPTIONS[name].get("softcap", 0.0), sinks=OPTIONS[name].get("sinks")
+        q, k, v, mask=mask, softcap=MASKS[name].get("softcap", 0.0), sinks=MASKS[name].get("sinks")
     )
     assert relative_l2(out, exact) <= 1.5 * BAR
 

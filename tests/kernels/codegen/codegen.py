@@ -73,7 +73,6 @@ FP8_MATRIX = re.compile(
 # block-scaled products of e2m1: of consumer Blackwell (mma.sync) and of data centre Blackwell (tcgen05)
 FP4_MATRIX = re.compile(r"mma\.sync\S*\.kind::mxf4nvf4\.block_scale|tcgen05\.mma\S*\.kind::mxf4\S*\.block_scale")
 FP4_TARGETS = ("sm_100", "sm_120")
-MIXED_TARGETS = ("sm_80", "sm_90", "gfx942", *FP4_TARGETS)
 INT8_MATRIX = re.compile(r"wgmma\.\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32|v_mfma_i32\S*_i8")
 
 
@@ -495,9 +494,7 @@ def mixed_select(name: str, width: int, selector: str = "block_mean", skips: boo
 
 
 def selective(name: str):
-    """As `kernels`, of mixed attention; 8.6 and 8.9 are as 8.0, but for the memory that a program may have."""
-    if name not in MIXED_TARGETS:
-        return
+    """As `kernels`, of mixed attention."""
     bases = ("int8", "mxfp4", "nvfp4")  # INT4 has the code of INT8
     for base in bases:
         for width in WIDTHS if base == "int8" else (128,):

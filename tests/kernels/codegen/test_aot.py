@@ -187,7 +187,7 @@ def test_mixed_attention_runs_on_the_matrix_units_of_its_format_without_spilling
     skip_unless_pinned()
     name = target_of(kernels)
     found = {key: facts for key, facts in kernels.items() if "/mixed/" in key}
-    assert len(found) == (0 if name in ("sm_86", "sm_89") else 6)
+    assert len(found) == 6
     for key, facts in found.items():
         is_fp4 = key.endswith("fp4")
         assert facts["int8_matrix"] == (not is_fp4), key

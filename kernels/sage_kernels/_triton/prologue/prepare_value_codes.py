@@ -18,17 +18,17 @@ from ..launch import buffer, launch
 from ..primitives import AMAX_FLOOR, CENTER_SAMPLES, CENTER_STEPS, INT8_MAX, ROUND_MAGIC, round_to_int
 from .mask_tiles import MaskTiles
 from .prepare_values import (
-    AMAX_CHUNKS,
     AMAX_ROWS,
     KEYS,
-    MIN_CHUNK,
     QUADS,
     _finite_size,
+    _found_amax,
     _load,
     _load_step,
     _seen_step,
     _step_tokens,
     _store_step,
+    chunk_of,
 )
 
 
@@ -171,19 +171,6 @@ def _value_reach_kernel(
 
 
 @triton.jit
-def _found_reach(found_ptr, channels, chunks, WIDTH: tl.constexpr):
-    """What `_value_reach_kernel` found in all chunks."""
-    counting = tl.zeros([channels.shape[0]], tl.float32)
-    seen = tl.zeros([channels.shape[0]], tl.float32)
-    for first in range(0, chunks, AMAX_ROWS):
-        chunk = first + tl.arange(0, AMAX_ROWS)
-        found = found_ptr + chunk[:, None] * (2 * WIDTH) + channels[None, :]
-        counting = tl.maximum(counting, tl.max(tl.load(found, mask=(chunk < chunks)[:, None], other=0.0), 0))
-        seen = tl.maximum(seen, tl.max(tl.load(found + WIDTH, mask=(chunk < chunks)[:, None], other=0.0), 0))
-    return counting, seen
-
-
-@triton.jit
 def prepare_value_codes(
     program, v_ptr, codes_ptr, numbers_ptr, found_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr,
     stride_rb, stride_rh, padded, seq_kv, kv_heads, chunks, spans, steps, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -209,7 +196,7 @@ def prepare_value_codes(
 
     center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK)
     found_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
-    counting, seen = _found_reach(found_ptr, channels, chunks, WIDTH)
+    counting, seen = _found_amax(found_ptr, channels, chunks, WIDTH)
     # where every key that counts is at the center, of all keys that are seen
     amax = tl.where(counting > 0, counting, seen)
     amax = tl.maximum(amax, _V_AMAX_FLOOR)
@@ -259,8 +246,7 @@ def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.c
 def launch_value_reach(v, *, mask: MaskTiles, width: int):
     """V's largest distance to its center, of keys that count and of all: as `launch_value_amax`."""
     batch, seq_kv, kv_heads, head_dim = v.shape
-    per_head = -(-seq_kv // AMAX_CHUNKS)
-    chunk_keys = max(MIN_CHUNK, -(-per_head // AMAX_ROWS.value) * AMAX_ROWS.value)
+    chunk_keys = chunk_of(seq_kv)
     chunks = -(-seq_kv // chunk_keys)
     found = buffer(batch * kv_heads, chunks, 2, width, device=v.device)
     has_mask = mask.reach is not None

@@ -149,7 +149,7 @@ def _value_amax_kernel(
 
 @triton.jit
 def _found_amax(amax_ptr, channels, chunks, WIDTH: tl.constexpr):
-    """What `_value_amax_kernel` found in all chunks."""
+    """What a kernel as `_value_amax_kernel` found in all chunks."""
     counting = tl.zeros([channels.shape[0]], tl.float32)
     seen = tl.zeros([channels.shape[0]], tl.float32)
     for first in range(0, chunks, AMAX_ROWS):
@@ -328,12 +328,17 @@ def prepare_values(
         )  # fmt: skip
 
 
+def chunk_of(seq_kv: int) -> int:
+    """Keys of a chunk, of which a program finds the largest values."""
+    per_head = -(-seq_kv // AMAX_CHUNKS)
+    return max(MIN_CHUNK, -(-per_head // AMAX_ROWS.value) * AMAX_ROWS.value)
+
+
 def launch_value_amax(v, *, mask: MaskTiles, width: int, packed: Packed | None, seq_q: int, left: int):
     """For calls without a state: V's amax, of the keys that count and of all: [B·H_kv, chunks, 2, width]; and how many
     keys a chunk has."""
     batch, seq_kv, kv_heads, head_dim = v.shape
-    per_head = -(-seq_kv // AMAX_CHUNKS)
-    chunk_keys = max(MIN_CHUNK, -(-per_head // AMAX_ROWS.value) * AMAX_ROWS.value)
+    chunk_keys = chunk_of(seq_kv)
     chunks = -(-seq_kv // chunk_keys) if packed is None else packed.slots(seq_kv, chunk_keys)
     amax = buffer(batch * kv_heads, chunks, 2, width, device=v.device)
     has_mask = mask.reach is not None
