@@ -23,6 +23,7 @@ class HeadNormState(NormState):
     """Of one norm in front of attention. waiting: as of the rotary embedding's."""
 
     waits_when_captured = True  # attention, which is captured with it, has it made in the same graph
+    copies_weights = True  # a few bytes; else offloading, which changes no number, would change how heads are rounded
 
     def __init__(self, label, kind, plus_one, shared):
         super().__init__(label, kind, plus_one, shared)

@@ -47,9 +47,10 @@ class NormState:
         is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
         waits_when_captured: also while a CUDA graph is captured.
+        copies_weights: also where hooks move the weights away before the result is used, with a copy of them.
     """
 
-    waits_when_captured = False
+    waits_when_captured = copies_weights = False
 
     def __init__(self, label: str, kind: str, plus_one: bool, shared):
         self.label, self.kind, self.plus_one, self.shared = label, kind, plus_one, shared
@@ -78,8 +79,10 @@ class NormState:
             return None
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
-        if not _HOOKS.isdisjoint(module.__dict__) and not (weight is None and bias is None):
-            return None  # weights that are offloaded leaf by leaf are elsewhere by then
+        # weights that are offloaded leaf by leaf are elsewhere by then
+        leave = not _HOOKS.isdisjoint(module.__dict__) and not (weight is None and bias is None)
+        if leave and not self.copies_weights:
+            return None
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)):
             return None
         if torch.is_autocast_enabled(x.device.type):
@@ -95,10 +98,18 @@ class NormState:
             dtype = self.dtypes[key] = forward(module, x).dtype
         if dtype not in _DTYPES:
             return None
-        return self._lazy(x, dtype, lambda: forward(module, x), vectors)
+        if not leave:
+            return self._lazy(x, dtype, lambda: forward(module, x), vectors)
+        made = forward(module, x)
+        lazy = self._lazy(x, dtype, lambda: made, {k: _copied(vector) for k, vector in vectors.items()})
+        return made if lazy is None else lazy
 
     def _lazy(self, x, dtype, forward, vectors) -> torch.Tensor | None:
         return LazyNorm(x.shape, dtype, x.device, NormCall(self, x, forward, vectors, not self.is_proven))
+
+
+def _copied(vector):
+    return vector.detach().clone() if isinstance(vector, torch.Tensor) else vector
 
 
 def norm_form(module: nn.Module) -> tuple[str, bool] | None:

@@ -379,8 +379,8 @@ def test_heads_that_nobody_finishes_are_lazy_and_print_as_numbers():
             assert type(model.attn.norm_q(other)) is torch.Tensor
 
 
-def test_norms_whose_weights_are_there_for_their_own_forward_alone_do_not_wait():
-    """As group offloading by leaves has it."""
+def test_norms_whose_weights_are_there_for_their_own_forward_alone_change_no_bit():
+    """As offloading by leaves has it: heads are made in the same pass, from a copy of the weights."""
     from diffusers.hooks.hooks import HookRegistry, ModelHook
 
     class OnlyThen(ModelHook):
@@ -393,12 +393,22 @@ def test_norms_whose_weights_are_there_for_their_own_forward_alone_do_not_wait()
             return output
 
     model, inputs = MODELS["flux"]()
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] in ("norm_q", "norm_k", "norm_added_q", "norm_added_k"):
-            hook = OnlyThen()
-            hook.weight = module.weight.data
-            HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "only_then")
-    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle:
-        for _ in range(3):
-            assert model(**inputs, return_dict=False)[0].isfinite().all()
-        assert handle.report().calls
+    model.to(torch.bfloat16)
+    inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+
+    def forwards():
+        with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle:
+            outputs = [model(**inputs, return_dict=False)[0] for _ in range(3)]
+            assert handle.report().calls
+        return outputs
+
+    names = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+    norms = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
+    for module in norms:
+        module.weight.data = 0.5 + torch.rand_like(module.weight)
+    expected = forwards()
+    for module in norms:
+        hook = OnlyThen()
+        hook.weight = module.weight.data
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "only_then")
+    assert all(torch.equal(a, b) for a, b in zip(forwards(), expected, strict=True))

@@ -13,8 +13,8 @@ from tests.support.repository import ROOT
 def two_processes(script: str, tmp_path_factory, device: str = "cpu") -> list[dict]:
     """The rows (a JSON object a line) that both print. Called as `SCRIPT.py RANK FILE [cuda]`."""
     file = tmp_path_factory.mktemp("parallel") / "meet"
-    path = os.pathsep.join((str(ROOT), str(ROOT / "kernels")))
-    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    paths = (str(ROOT), str(ROOT / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if device == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, str(ROOT / "tests" / "diffusion" / f"{script}.py")]
