@@ -170,8 +170,8 @@ def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path
     one, path, measured = small("flux_1024", reps=2), tmp_path / "rows.csv", []
     measure = one.measure
 
-    def slower_each_time(warm_up):
-        result = measure(warm_up)
+    def slower_each_time(*arguments):
+        result = measure(*arguments)
         measured.append([100.0 * len(measured) + i for i in range(2)])
         return result._replace(times=measured[-1])
 

@@ -205,7 +205,7 @@ def test_tiles_far_above_or_below_each_other_stay_finite_and_right(name, tiles):
         out, _ = tiles.check(q, k, v, exponent=2.0**19 if name == "enormous" else 2.0**13, **options)
         exact, _ = exact_attention(q, k, v)
         scores_alone = relative_l2(tiles(q, k, v, **options)[0], exact)  # P·V in 16 bit
-        # scores that are off by so much choose wrong keys, and each shape of tiles others: `check` alone is sharp there
+        # scores that are off by so much choose wrong keys, each shape of tiles others: `check` alone is sharp there
         factor = 1.2 if scores_alone < 0.3 else 2.0
         assert torch.isfinite(out).all() and relative_l2(out, exact) <= factor * scores_alone + 1.5 * BAR
 
