@@ -49,7 +49,7 @@ MAX_ERROR = 0.08
 # Forwards before the first timed one, in which kernels compile: the first has no plan, the second makes one, the
 # fourth keeps row maxima (8-bit P) and the fifth reads them.
 WARM_UP = 5
-SETTLE_S = 6.0  # after a compile, for which all of Python is slower: a model that waits for the host shows it
+SETTLE_S = 4.0  # after a compile, for which all of Python is slower: a model that waits for the host shows it
 CALLED = ("eager", "compiled", "cuda_graph")
 COMPILER = "inductor"
 OURS, REMOVED = "sage_kernels", "attention_removed"
