@@ -236,8 +236,8 @@ def launch_skip_tiles(q, prepared: Prepared, skip: SkipState, *, kv_heads: int, 
     launch(
         _measure_tiles_kernel, lists * parts,
         q, prepared.codes, prepared.scale, prepared.q_weight, skip.lists, *skip.tensors[2:6], due,
-        levels, losses, q.stride(0), q.stride(1), q.stride(2), seq_q, seq_kv, heads, heads // kv_heads, m_tiles, words, skip.every,
-        float(scale) * LOG2_E,
+        levels, losses, q.stride(0), q.stride(1), q.stride(2), seq_q, seq_kv, heads, heads // kv_heads, m_tiles, words,
+        skip.every, float(scale) * LOG2_E,
         HEAD_DIM=head_dim, WIDTH=width, ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k,
         num_warps=4 if width <= 128 else 8, enable_fp_fusion=False,
     )  # fmt: skip
