@@ -29,17 +29,17 @@ def test_random_lists_are_what_is_visited(bench, share, recipe):
     q, k, v = (
         torch.randn(1, s, h, 32, generator=generator) for s, h in ((300, 2), (1200, 1), (1200, 1))
     )  # fmt: skip
-    lists = bench.random_lists(case, share, recipe, "cpu")
+    lists = bench.random_lists(bench.Shape(1, 2, 300, 1200, 32), share, recipe, "cpu")
     before = lists.lists.clone()
-    run = bench.listed_attention(case, lists, recipe, q, k, v)
+    run = bench.calling(case, lists, recipe, q, k, v)
     out = run(q, k, v)
     assert torch.equal(lists.lists, before)  # however often it is called
     assert float(unpack(before, 10).double().mean()) == share
     first = max(0, 300 - bench.GATE_ROWS)
-    assert relative_l2(out[:, first:], bench.exact_listed_rows(case, lists, q, k, v)) < (
+    assert relative_l2(out[:, first:], bench.attend_listed(q, k, v, lists, first)) < (
         0.02 if "bf16" in recipe else 0.05
     )
-    measuring = bench.listed_attention(case, lists, recipe, q, k, v, steps=1)
+    measuring = bench.calling(case, lists, recipe, q, k, v, steps=1)
     now = int(lists.now)
     measuring(q, k, v)
     assert int(lists.now) == now + 1

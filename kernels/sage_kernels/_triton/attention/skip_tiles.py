@@ -21,6 +21,7 @@ from .operands import load_keys
 
 
 _ROWS = 64  # query rows of a program that measures; a tile of query rows has one to three such parts
+_MOST_PARTS = tl.constexpr(4)
 _WORD = tl.constexpr(skipping.WORD)
 _LEVELS = tl.constexpr(skipping.LEVELS)
 _LARGEST_LEVEL = tl.constexpr(skipping.LARGEST_LEVEL)
@@ -185,15 +186,6 @@ def _choose_tiles_kernel(
             least = tl.where(fits, middle, least)
             too_small = tl.where(fits, too_small, middle)
         tl.store(bound_ptr + which, _lost_from(least, levels_ptr, n_tiles, parts, PARTS, AT_ONCE))
-        if not is_void:  # the list that is replaced was in use: the worst row of all parts
-            worst = tl.full([], 0.0, tl.float32)
-            for part in tl.static_range(PARTS):
-                found = tl.load(losses_ptr + which * PARTS + part, mask=part < parts, other=0.0)
-                worst = tl.maximum(worst, found)
-            tl.atomic_add(totals_ptr + _MEASURED, tl.full([], 1, tl.int64), sem=RELAXED)
-            tl.atomic_add(totals_ptr + _BEYOND, (worst > limit).to(tl.int64), sem=RELAXED)
-            tl.atomic_add(totals_ptr + _LOST, (worst * _UNITS).to(tl.int64), sem=RELAXED)
-            tl.atomic_max(totals_ptr + _LARGEST, worst.to(tl.int32, bitcast=True).to(tl.int64), sem=RELAXED)
 
     bit = tl.arange(0, _WORD)
     is_used = (limit > 0.0).to(tl.int32)
@@ -214,6 +206,13 @@ def _choose_tiles_kernel(
     close_list(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
     tl.atomic_add(totals_ptr + _TILES, n_tiles.to(tl.int64), sem=RELAXED)
     tl.atomic_add(totals_ptr + _VISITED, (full + partial).to(tl.int64), sem=RELAXED)
+    if is_due & (is_void == 0):  # the list that was replaced was in use: the worst row of all parts
+        part = tl.arange(0, _MOST_PARTS)
+        worst = tl.max(tl.load(losses_ptr + which * PARTS + part, mask=part < parts, other=0.0), 0)
+        tl.atomic_add(totals_ptr + _MEASURED, tl.full([], 1, tl.int64), sem=RELAXED)
+        tl.atomic_add(totals_ptr + _BEYOND, (worst > limit).to(tl.int64), sem=RELAXED)
+        tl.atomic_add(totals_ptr + _LOST, (worst * _UNITS).to(tl.int64), sem=RELAXED)
+        tl.atomic_max(totals_ptr + _LARGEST, worst.to(tl.int32, bitcast=True).to(tl.int64), sem=RELAXED)
 
 
 def launch_skip_tiles(q, prepared: Prepared, skip: SkipState, *, kv_heads: int, seq_kv: int, scale: float, width: int):
