@@ -244,6 +244,6 @@ def launch_skip_tiles(q, prepared: Prepared, skip: SkipState, *, kv_heads: int, 
         _choose_tiles_kernel, lists,
         skip.lists, skip.bound, *skip.tensors[2:], due, levels, losses, tiles, numbers, seq_q, seq_kv, m_tiles,
         words, skip.every,
-        ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k, AT_ONCE=128, num_warps=4, enable_fp_fusion=False,
+        ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k, AT_ONCE=64, num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return MaskTiles("tiles", tiles=tiles, numbers=numbers, list_strides=(heads * m_tiles, m_tiles, 1))
