@@ -259,7 +259,7 @@ def _for_psnr(
     found = None
     planned = sorted(filter(skip_choices.can_skip, passing), key=trials.preference)
     if skip_limits and planned:
-        skips = skip_choices.choices_of(trials, planned[0], skip_limits).ladder()
+        skips = trials.skip_choices(planned[0], skip_limits).ladder()
         alike = [skip_choices.skipping(planned[0], limit) for limit in skip_limits]
         alike = [config for config in alike if trials.measure(config)["psnr_db"] >= target]
         found = good_enough(sorted([*alike, *_mildest(trials, skips, target)], key=trials.preference)[:2])

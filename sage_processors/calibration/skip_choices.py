@@ -11,16 +11,12 @@ import dataclasses
 import glob
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sage_kernels.recipe import MIXED_RECIPE
 
 from ..options import BY_CALL, SageAttnProcessor
 from .layer_choices import MAX_RUNGS
-
-
-if TYPE_CHECKING:
-    from .trials import Trials
 
 
 # Per layer and range of noise levels, a limit; 0: nothing is left out.
@@ -88,7 +84,7 @@ class SkipChoices:
         self._base, self._noise, self._levels = base, noise, levels
         self.borders = base.skip_noise or self._border()
         self.limits = sorted((limit for limit in noise if limit), reverse=True)
-        self.layers = list(noise[0.0])
+        self.layers = sorted(noise[0.0])  # in one order, whether they were measured or read
         self._errors = {
             (layer, where, limit): self._added(layer, where, limit)
             for layer in self.layers
@@ -118,7 +114,7 @@ class SkipChoices:
         shares = []
         for chosen in (limit, 0.0):
             pairs = [x for step, x in self._noise[chosen].get(layer, {}).items() if self._range(int(step)) == where]
-            signal, noise = (sum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+            signal, noise = (math.fsum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
             shares.append(noise / signal if signal > 0 else 0.0)
         return math.sqrt(max(0.0, shares[0] - shares[1]))
 
@@ -153,10 +149,3 @@ class SkipChoices:
             bars = [bars[i * (len(bars) - 1) // (MAX_RUNGS - 1)] for i in range(MAX_RUNGS)]
         plans = [plan for plan in map(self.plan, bars) if any(any(limits) for limits in plan.values())]
         return list(dict.fromkeys(map(self.options, plans)))
-
-
-def choices_of(trials: Trials, base: SageAttnProcessor, limits: Sequence[float]) -> SkipChoices:
-    """What the probes say of options with each of the limits, which are drawn here where they were not before."""
-    configs = {0.0: base} | {limit: skipping(base, limit) for limit in limits}
-    noise = {limit: trials.measure(config, probe=True)["noise"] for limit, config in configs.items()}
-    return SkipChoices(base, noise, trials.levels)
