@@ -202,6 +202,12 @@ class Trials:
         noise = {Choice.of(config): self.measure(config, probe=True)["noise"] for config in configs}
         return Demotion(base, noise, layer_choices.seconds_of(self.costs), self.levels)
 
+    def skip_choices(self, base, limits) -> skip_choices.SkipChoices:
+        """From the probes under `base`, options without lists, and with each of the limits."""
+        configs = {0.0: base} | {limit: skip_choices.skipping(base, limit) for limit in limits}
+        noise = {limit: self.measure(config, probe=True)["noise"] for limit, config in configs.items()}
+        return skip_choices.SkipChoices(base, noise, self.levels)
+
 
 def options_key(config: SageAttnProcessor) -> str:
     return json.dumps(dataclasses.asdict(config), sort_keys=True)
