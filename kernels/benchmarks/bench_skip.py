@@ -41,7 +41,7 @@ from sage_kernels.skipping import SkipState
 from sage_kernels.warm_up import LONG, CallKind, compile_ahead
 
 
-CASES = [Case("wan21_1_3b_480p81_self", 1, 32760, 32760, 12, 12, 128, rep=600)]
+CASES = [Case("wan21_1_3b_480p81_self", 1, 32760, 32760, 12, 12, 128)]
 # suffix of the case's name: share of the key tiles that is left out, steps that a call takes
 FIRST = {"/skip50": (0.5, 0), "/skip0": (0.0, 0)}
 LATER = {"/skip75": (0.75, 0), "/measuring": (0.0, 1), "/measuring_all": (0.0, EVERY)}

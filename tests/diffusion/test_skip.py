@@ -330,12 +330,15 @@ def test_E05_lists_never_wait_for_the_gpu():
 
     q, k, v = (x.cuda() for x in scores_of("clustered", 1000, 2500))
     state = ScaleState([Site("a", 1, 64)], device="cuda")
-    lists = state.kept.skip_lists = skip_lists.SkipLists(1, torch.device("cuda", 0), limit=0.2, every=3)
+    lists = state.kept.skip_lists = skip_lists.SkipLists(
+        1, torch.device("cuda", 0), limit=[(0.2, 0.1)], every=3, borders=(0.5,)
+    )
     levels = torch.linspace(1, 0, 8, device="cuda")
 
     def run():
         state.begin_run(levels[0])
         for step in range(4):
+            lists.at_level(levels[step])
             lists.place(step, 4 - step)
             sage_attention(q, k, v, state=state.head_state(0), skip=lists.of(0, q, k))
             state.advance(levels[step], levels[step + 1])
