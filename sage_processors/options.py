@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from .option_checks import borders, limits, number, pairs, patterns, short, span, whole
 
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ MAX_RANGES = 2
 # that vary by token some 8 % (22 dB); and what a launch more has to bring.
 ROTATE_BELOW_DB = 32.0
 ROTATION_GAIN_DB = 1.0
+# Ranges of noise levels with limits of their own: at each border all lists are made anew.
+MOST_BORDERS = 3
 # skip_every: beyond this nothing would be measured twice in a run.
 MOST_STEPS = 2**20
 # What a user can do about a reason for exact attention, where there is something.
@@ -98,67 +101,6 @@ class UnsupportedLinearError(NotImplementedError):
             f'supported one because of policy="strict"; {remedy + ", or: " if remedy else ""}policy="fallback" runs '
             "such calls in 16 bit"
         )
-
-
-def _number(config: SageAttnProcessor, name: str, expected: str) -> float:
-    value: object = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}")
-    if not abs(value) <= sys.float_info.max:  # an int may be beyond it
-        raise ValueError(f"{name}: got {_short(value)}, expected {expected}, finite")
-    return value
-
-
-def _short(number: int | float) -> str:
-    """A number for a message: not all the digits of an int that has thousands."""
-    if isinstance(number, int) and number.bit_length() > 100:
-        return f"an int of {number.bit_length()} bits"
-    return str(number)
-
-
-def _whole(config: SageAttnProcessor, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= {least}")
-    if not least <= value < 2**63:
-        raise ValueError(f"{name}: got {_short(value)}, expected at least {least}, and an int64")
-
-
-def _patterns(name: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
-        raise TypeError(f"{name}: got {value!r}, expected a tuple of layer names or patterns")
-    return tuple(value)
-
-
-def _span(name: str, value: Any) -> tuple[float, ...]:
-    """() or (low, high), floats with 0 <= low < high <= 1."""
-    expected = "() or (low, high), noise levels from 0 to 1"
-    if not isinstance(value, (tuple, list)) or len(value) not in (0, 2):
-        raise TypeError(f"{name}: got {value!r}, expected {expected}")
-    if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in value):
-        raise TypeError(f"{name}: got {value!r}, expected {expected}")
-    if value and not 0 <= value[0] < value[1] <= 1:  # not so for NaN either
-        got = ", ".join(_short(x) for x in value)
-        raise ValueError(f"{name}: got ({got}), expected {expected}, low < high")
-    return tuple(float(x) for x in value)
-
-
-def _pairs(name: str, value: object) -> tuple[tuple[str, object], ...]:
-    """(layer pattern, value of the option `name` without its "layer_") pairs."""
-    pairs = tuple(tuple(x) if isinstance(x, (tuple, list)) else x for x in _items(value))
-    if not all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in pairs):
-        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
-    if name == "layer_keep_noise":
-        return tuple((pattern, _span(name, span)) for pattern, span in pairs)
-    if not all(isinstance(x, str) for _, x in pairs):
-        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
-    return pairs
-
-
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.items()
-    return value if isinstance(value, (tuple, list)) else (value,)
 
 
 _policy_readers: list[Callable[..., Any]] = []
@@ -255,6 +197,11 @@ class SageAttnProcessor:
             "none": all calls do.
         skip_limit: largest share of a row's probability that a list may leave out, 0 < skip_limit < 1. What a list
             leaves out is at most half of it when the list is made; one found beyond it is dropped at once.
+        layer_skip_limit: (pattern, limit) pairs, or a dict, as layer_scaling: in place of skip_limit for these layers.
+            0: they visit everything. A limit is one number, or a tuple of one for each range of noise levels.
+        skip_noise: borders between these ranges, ascending, 0 < border < 1, at most three: the first limit is for
+            noise levels below the first border, the last for the last border and above. A run that crosses one makes
+            all lists anew.
         skip_every: every tile of query rows is measured at least once in so many steps, >= 1.
         skip_first_steps, skip_last_steps: so many steps at the ends of a run visit everything.
         policy: what happens to a call that INT8 attention can't do. "fallback": the model's own exact attention runs,
@@ -290,6 +237,8 @@ class SageAttnProcessor:
     exchange: str = "16bit"
     skip: str = "none"
     skip_limit: float = 0.01
+    layer_skip_limit: tuple[tuple[str, float | tuple[float, ...]], ...] = ()
+    skip_noise: tuple[float, ...] = ()
     skip_every: int = 8
     skip_first_steps: int = 2
     skip_last_steps: int = 1
@@ -313,22 +262,25 @@ class SageAttnProcessor:
                 f"skip: got {self.skip!r} with scaling={self.scaling!r}, expected a planned scaling such as "
                 '"timestep": lists are kept with what it plans'
             )
-        if _number(self, "margin", "a number > 0") <= 0:
+        if number(self, "margin", "a number > 0") <= 0:
             raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")
         if self.gamma != "fit":
-            _number(self, "gamma", 'a number or "fit"')
+            number(self, "gamma", 'a number or "fit"')
         for name, least in (
             ("history", 1), ("keep_first_steps", 0), ("keep_last_steps", 0),
             ("skip_every", 1), ("skip_first_steps", 0), ("skip_last_steps", 0),
         ):  # fmt: skip
-            _whole(self, name, least)
+            whole(self, name, least)
         if self.skip_every > MOST_STEPS:
-            raise ValueError(f"skip_every: got {_short(self.skip_every)}, expected at most {MOST_STEPS} steps")
-        if not 0 < _number(self, "skip_limit", "a share of probability, 0 < skip_limit < 1") < 1:
+            raise ValueError(f"skip_every: got {short(self.skip_every)}, expected at most {MOST_STEPS} steps")
+        if not 0 < number(self, "skip_limit", "a share of probability, 0 < skip_limit < 1") < 1:
             raise ValueError(f"skip_limit: got {self.skip_limit}, expected 0 < skip_limit < 1")
+        object.__setattr__(self, "skip_noise", borders("skip_noise", self.skip_noise, MOST_BORDERS))
+        found = limits("layer_skip_limit", self.layer_skip_limit, len(self.skip_noise) + 1)
+        object.__setattr__(self, "layer_skip_limit", found)
         for name in ("min_tokens", "linears_min_features"):
             if getattr(self, name) is not None:
-                _whole(self, name, 0)
+                whole(self, name, 0)
         for name in ("drop_weights", "keep_blocks"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name}: got {type(getattr(self, name)).__name__}, expected a bool")
@@ -339,13 +291,13 @@ class SageAttnProcessor:
                     f"{name}: got {getattr(self, name)!r} with recipe {MIXED_RECIPE!r}, expected {only!r}; by layer, "
                     "layer_recipe and layer_rotation keep them apart"
                 )
-        if not 0 <= _number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
+        if not 0 <= number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
             raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
         for name in ("keep_layers", "only_layers", "keep_linears"):
-            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
-        object.__setattr__(self, "keep_noise", _span("keep_noise", self.keep_noise))
+            object.__setattr__(self, name, patterns(name, getattr(self, name)))
+        object.__setattr__(self, "keep_noise", span("keep_noise", self.keep_noise))
         for name in (*LAYER_OPTIONS, "linears"):
-            object.__setattr__(self, f"layer_{name}", _pairs(f"layer_{name}", getattr(self, f"layer_{name}")))
+            object.__setattr__(self, f"layer_{name}", pairs(f"layer_{name}", getattr(self, f"layer_{name}")))
         for name in ("recipe", "rotation", "linears"):
             for _, value in getattr(self, f"layer_{name}"):
                 if value not in named[name]:

@@ -6,6 +6,7 @@
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --linears int8
+    python kernels/benchmarks/bench_end_to_end.py --case wan21_1_3b_480p81 --skip 50 --recipe qk_int8_pv_fp8
 
 Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
 the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one. Ours is what a user
@@ -16,6 +17,12 @@ queries: the floor of what attention alone can give.
 Denoisers are also timed as others call them: their repeated blocks compiled, as diffusers advises, or the whole
 forward from a CUDA graph, captured once warmed up, whose inputs are copied into place for every replay. Compiled ones
 have some more seconds of warm-up, in which the host becomes as fast again as it is without a compiler beside it.
+
+`--skip 50` leaves out so many percent of the key tiles of the largest attention, at random: what skip="temporal" would
+bring at that share, for models of random weights have none of their own. The lists stay as they are and nothing is
+measured, which bench_skip.py times by itself. Ours is then held against the same model with exact attention to the
+same tiles (metric rel_l1_same_tiles; rel_l2_error likewise): against stock it is another function. Times are compared
+with stock attention, which leaves out nothing.
 """
 
 from __future__ import annotations
@@ -33,6 +40,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional
 from model_cases import CASES, ModelCase, make_inputs, make_model
+from random_lists import Shape, check_share, give_lists, listed_attention, random_lists
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_processors as sp
@@ -129,12 +137,17 @@ class Bench:
     """One case on one model. Providers are measured in the order of `providers`."""
 
     def __init__(
-        self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none"
-    ):
+        self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
+        skip=0,
+    ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
-        self.linears = linears
+        self.linears, self.lists, self.skip = linears, None, skip
         self.forwards = 0  # of all providers
+        if skip:
+            sizes = case.attention()
+            self.shape = Shape(*(sizes[name] for name in ("batch", "heads", "seq_q", "seq_kv", "head_dim")))
+            self.lists = random_lists(self.shape, skip / 100, recipe, device)
         self.int8_calls = None  # that ran, once ours has
         self.redone = None  # most of a layer's query tiles that were done again, once ours has run
 
@@ -168,6 +181,8 @@ class Bench:
         )
         with sp.apply(self.model, options) as handle, held_to("torch_sdpa_cudnn", self.device):
             before = self.forwards
+            if self.lists is not None:
+                give_lists(handle, self.shape, self.lists)
             result = self.measure(WARM_UP, handle.new_run)
             self.check_report(handle.report(), self.forwards - before)
         return result
@@ -187,6 +202,13 @@ class Bench:
             self.model.set_attn_implementation("sdpa")
         self.check_report(sp.attention_report(self.model), 1 + self.reps, before)
         return result
+
+    def expected(self, stock: torch.Tensor) -> torch.Tensor:
+        """What ours is held against: stock's output, or that of exact attention to the tiles that lists leave."""
+        if self.lists is None:
+            return stock
+        with listed_attention(self.shape, self.lists):
+            return self._forward(make_inputs(self.case, WARM_UP + self.reps - 1, self.device, self.dtype))
 
     def measure(self, warm_up: int, new_run=lambda: None) -> Measured:
         """Timed forwards at steps WARM_UP to WARM_UP + reps - 1, after `warm_up` ones at the steps before."""
@@ -246,13 +268,15 @@ class Bench:
             f"{self.redone:.1%} of a layer's query tiles were done again at most",
             flush=True,
         )
+        if self.lists is not None:
+            check_share(report, self.lists, self.shape, self.skip / 100, wanted)
         unmeant = {reason: number for reason, number in exact.items() if number and reason != "short"}
         if calls < wanted or unmeant:
             raise Gated(f"{calls} calls ran in INT8, at least {wanted} should have; not meant to be exact: {unmeant}")
 
 
 def check_output(output, stock) -> tuple[float, float]:
-    """(relative L1, relative L2) of a model's output against stock attention's. Raises: Gated."""
+    """(relative L1, relative L2) of a model's output against what it should be, mostly stock's. Raises: Gated."""
     output, stock = output.float(), stock.float()
     l1 = float((output - stock).abs().sum() / stock.abs().sum())
     if not l1 <= MAX_ERROR:
@@ -266,7 +290,9 @@ def run_case(bench: Bench, csv: Path | None) -> list[str]:
     for provider, measure in bench.providers():
         try:
             result = measure()
-            errors = check_output(result.output, stock) if stock is not None and provider != REMOVED else None
+            errors = None
+            if stock is not None and provider != REMOVED:
+                errors = check_output(result.output, bench.expected(stock) if provider == OURS else stock)
         except (Gated, RuntimeError, NotImplementedError, ValueError) as error:
             failures.append(f"{case.name} {provider}: {str(error).strip().splitlines()[0]}")
             print(f"FAILED {failures[-1]}", flush=True)
@@ -286,7 +312,8 @@ def run_case(bench: Bench, csv: Path | None) -> list[str]:
         print(
             f"{case.name:32} {provider:18} {median:10.2f} ms  {said}"
             f"  {'' if result.peak is None else f'{result.peak:.2f} GiB'}"
-            f"  {'' if errors is None else f'relative L1 {errors[0]:.4f}'}",
+            f"  {'' if errors is None else f'relative L1 {errors[0]:.4f}'}"
+            f"{' of exact attention to the same tiles' if bench.skip and provider == OURS else ''}",
             flush=True,
         )
         if csv is not None:
@@ -312,7 +339,8 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
     if result.peak is not None:
         append_row(csv, **shared, metric="peak_memory", unit="GiB", median=f"{result.peak:.3f}")
     if provider == OURS:
-        append_row(csv, **shared, metric="rel_l1", unit="1", median=f"{errors[0]:.5f}")
+        metric = "rel_l1_same_tiles" if bench.skip else "rel_l1"
+        append_row(csv, **shared, metric=metric, unit="1", median=f"{errors[0]:.5f}")
         append_row(csv, **shared, metric="int8_calls", unit="1", median=bench.int8_calls)
         if bench.case.is_denoiser:  # of the layer that did most of them
             append_row(csv, **shared, metric="redone_share", unit="1", median=f"{bench.redone:.5f}")
@@ -327,6 +355,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
     parser.add_argument("--linears", choices=("none", "int8", "fp8"), default="none", help="of our options")
     parser.add_argument("--called", choices=CALLED, default="eager", help="denoisers only; the case's name says so")
+    parser.add_argument("--skip", type=int, default=0, help="percent of the key tiles; denoisers only; named so")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
@@ -334,6 +363,8 @@ def parse(arguments=None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.called == "cuda_graph" and not options.device.startswith("cuda"):
         parser.error("--called cuda_graph: needs --device cuda")
+    if not 0 <= options.skip < 100:
+        parser.error(f"--skip {options.skip}: expected a percentage from 0 to 99")
     return options
 
 
@@ -341,6 +372,8 @@ def chosen_cases(options) -> list[ModelCase]:
     cases = [CASES[name] for name in options.case or CASES]
     if options.called != "eager":
         cases = [case.renamed(options.called) for case in cases if case.is_denoiser]
+    if options.skip:
+        cases = [case.renamed(f"skip{options.skip}") for case in cases if case.is_denoiser]
     if options.layers is not None:
         cases = [case.thinned(options.layers) for case in cases]
     return [case.tiny() for case in cases] if options.tiny else cases
@@ -367,7 +400,7 @@ def main(arguments=None) -> int:
         bench = Bench(
             case if options.min_tokens is None else case.renamed(f"min_tokens{options.min_tokens}"), model, device,
             torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens, reps=options.reps or case.reps,
-            called=options.called, linears=options.linears,
+            called=options.called, linears=options.linears, skip=options.skip,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0

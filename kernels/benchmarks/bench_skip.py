@@ -8,17 +8,22 @@ of query rows, and measure nothing. "/measuring" visits everything and measures 
 most steps of a run do; "/measuring_all" all of them, as the first step does. Beside them the same recipe without
 lists, and PyTorch's attention in 16 bit. FP8 takes the rows' maxima of the call before, as later steps of a run do.
 FLOPs are those of all tiles: a rate is work that was spared, too.
+
+What is asked of most comes first, and each group has its rows as soon as it is timed: 50 % and 0 % of either recipe,
+beside cuDNN and the recipe without lists, then the others. All kernels compile side by side meanwhile.
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import sys
 
 import torch
 from bench import (
     FP8_RECIPE,
     GATE_ROWS,
+    Entrant,
+    exact_rows,
     gate,
     make_sets,
     planned_attention,
@@ -27,46 +32,22 @@ from bench import (
     torch_sdpa,
 )
 from cases import Case
+from random_lists import EVERY, Shape, attend_listed, random_lists
 from torch.nn.attention import SDPBackend
 
-from sage_kernels import DEFAULT_RECIPE, new_skip_state, sage_attention
+from sage_kernels import DEFAULT_RECIPE, sage_attention
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.skipping import CLOCK_LAST, SkipState, pack, unpack
+from sage_kernels.skipping import SkipState
+from sage_kernels.warm_up import LONG, CallKind, compile_ahead
 
 
-CASES = [Case("wan21_1_3b_480p81_self", 1, 32760, 32760, 12, 12, 128, rep=600)]
-EVERY = 8
+CASES = [Case("wan21_1_3b_480p81_self", 1, 32760, 32760, 12, 12, 128)]
+# suffix of the case's name: share of the key tiles that is left out, steps that a call takes
+FIRST = {"/skip50": (0.5, 0), "/skip0": (0.0, 0)}
+LATER = {"/skip75": (0.75, 0), "/measuring": (0.0, 1), "/measuring_all": (0.0, EVERY)}
 
 
-def random_lists(case: Case, share: float, recipe: str, device) -> SkipState:
-    """Lists that leave out this share of the key tiles of every query tile, but never the first one, and stay so."""
-    shape = (case.batch, case.heads, case.seq_q, case.seq_kv, case.head_dim)
-    lists = new_skip_state(*shape, device, recipe=recipe, limit=0.5, every=EVERY)
-    tiles = -(-case.seq_kv // lists.block_k)
-    generator = torch.Generator().manual_seed(0)
-    order = torch.rand(*lists.lists.shape[:3], tiles - 1, generator=generator).argsort(-1)
-    skipped = torch.nn.functional.pad(order < round(share * tiles), (1, 0))
-    lists.lists.copy_(pack(skipped))
-    lists.clock[CLOCK_LAST] = lists.now  # no step since: nothing is measured
-    return lists
-
-
-def exact_rows(case: Case, lists: SkipState, q, k, v):
-    """Exact attention of the last GATE_ROWS query rows to the tiles that they visit, in fp64."""
-    first = max(0, case.seq_q - GATE_ROWS)
-    rows = torch.arange(first, case.seq_q, device=q.device) // lists.block_q
-    skipped = unpack(lists.lists, -(-case.seq_kv // lists.block_k))
-    out = torch.empty(q[:, first:].shape, dtype=torch.float64, device=q.device)
-    for b in range(case.batch):
-        for h in range(case.heads):
-            kv = h * case.kv_heads // case.heads
-            scores = q[b, first:, h].double() @ k[b, :, kv].double().T * case.head_dim**-0.5
-            hidden = skipped[b, h, rows].repeat_interleave(lists.block_k, -1)[:, : case.seq_kv]
-            out[b, :, h] = scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[b, :, kv].double()
-    return out
-
-
-def listed_attention(case: Case, lists: SkipState, recipe: str, q, k, v, steps: int = 0):
+def calling(case: Case, lists: SkipState, recipe: str, q, k, v, steps: int = 0):
     """Attention with these lists and a plan, as `planned_attention`, which takes so many steps with each call."""
     scales = ScaleState([Site("bench", case.kv_heads, case.head_dim)], device=q.device)
     maxima: dict[int, torch.Tensor] = {}  # of each set of inputs: a step sees nearly the rows of the step before
@@ -88,31 +69,47 @@ def listed_attention(case: Case, lists: SkipState, recipe: str, q, k, v, steps: 
     return run
 
 
+def listed(case: Case, suffix: str, recipe: str, inputs) -> tuple[list[Entrant], list[str]]:
+    """The gated entrant of one of FIRST and LATER, and the failures."""
+    share, steps = (FIRST | LATER)[suffix]
+    shape = Shape(case.batch, case.heads, case.seq_q, case.seq_kv, case.head_dim)
+    lists = random_lists(shape, share, recipe, inputs[0].device)
+    first = max(0, case.seq_q - GATE_ROWS)
+    exact = attend_listed(*inputs, lists, first) if share else exact_rows(case, *inputs)
+    if steps:
+        lists.limit.fill_(1e-30)  # measured, and nothing is found to be so little
+    return gate(case, inputs, [("sage_kernels", suffix, recipe, calling(case, lists, recipe, *inputs, steps))], exact)
+
+
 def run_case(case: Case, save: bool) -> list[str]:
-    sets = make_sets(case)
     recipes = [DEFAULT_RECIPE]
     if torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9):
         recipes.append(FP8_RECIPE)
-    dense = [("torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION))]
-    dense += [
-        ("sage_kernels", "", recipe, planned_attention(case, *sets[0], lagged=recipe == FP8_RECIPE, recipe=recipe))
-        for recipe in recipes
-    ]
-    entrants, failures = gate(case, sets[0], dense)
-    for recipe in recipes:
-        for suffix, share, steps in (
-            ("/skip0", 0.0, 0), ("/skip50", 0.5, 0), ("/skip75", 0.75, 0), ("/measuring", 0.0, 1),
-            ("/measuring_all", 0.0, EVERY),
-        ):  # fmt: skip
-            lists = random_lists(case, share, recipe, sets[0][0].device)
-            if steps:
-                lists.limit.fill_(1e-30)  # measured, and nothing is found to be so little
-            run = listed_attention(case, lists, recipe, *sets[0], steps)
-            offered = [("sage_kernels", suffix, recipe, run)]
-            passed, failed = gate(case, sets[0], offered, exact_rows(case, lists, *sets[0]))
+    for recipe in recipes:  # one recipe's before the other's: a first row waits for few
+        kind = CallKind(torch.bfloat16, case.head_dim, recipe, keeps_rows=True, skips=True, tokens=(LONG,))
+        compile_ahead([kind], torch.device("cuda", torch.cuda.current_device()))
+    sets = make_sets(case)
+    cudnn, failures = gate(case, sets[0], [("torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION))])
+    rest: list[Entrant] = []
+    for turn, recipe in enumerate(recipes):
+        function = planned_attention(case, *sets[0], lagged=recipe == FP8_RECIPE, recipe=recipe)
+        entrants, failed = gate(case, sets[0], [("sage_kernels", "", recipe, function)])
+        entrants, failures = [*again(cudnn), *entrants], failures + failed
+        for suffix in FIRST:
+            passed, failed = listed(case, suffix, recipe, sets[0])
             entrants, failures = entrants + passed, failures + failed
-    race(case, entrants, sets, save)
+        race(case, entrants, sets, save, pacers=len(cudnn) if turn else 0)
+    for recipe in recipes:
+        for suffix in LATER:
+            passed, failed = listed(case, suffix, recipe, sets[0])
+            rest, failures = rest + passed, failures + failed
+    race(case, [*again(cudnn), *rest], sets, save, pacers=len(cudnn))
     return failures
+
+
+def again(entrants: list[Entrant]) -> list[Entrant]:
+    """The same, without times: those of another group were taken on a GPU of another state."""
+    return [dataclasses.replace(entrant, times=[]) for entrant in entrants]
 
 
 if __name__ == "__main__":

@@ -45,6 +45,9 @@ def label(config: SageAttnProcessor) -> str:
     for span in spans:
         number = sum(own == span for _, own in config.layer_keep_noise)
         parts.append(f"{number} layers in 16 bit at noise {span[0]:.4g} to {span[1]:.4g}")
+    if config.skip != "none":
+        parts.append(f"skips within {config.skip_limit:.4g}")
+        parts += [f"{len(config.layer_skip_limit)} layers within others"] if config.layer_skip_limit else []
     if config.linears != "none":
         parts.append(f"linear layers {config.linears}")
         formats = [format for _, format in config.layer_linears]

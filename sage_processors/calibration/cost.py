@@ -103,6 +103,17 @@ def _wait(device) -> None:
         torch.cuda.synchronize(device)
 
 
+def time_factor(recipe: str, every: int, left_out: float, listed: float) -> float:
+    """What attention takes with lists, over what it takes without.
+
+    left_out: share of all pairs of tiles. listed: share of the calls, of which each measures 1 / every of its query
+    tiles, in two passes of Q·Kᵀ.
+    """
+    scores = 1 / OPS_INT8
+    values = 1 / FLOPS_16BIT if sage_kernels.RECIPES[recipe].pv == "16bit" else scores
+    return 1 - left_out + listed / every * 2 * scores / (scores + values)
+
+
 class CostTable:
     """Seconds of every layer of a handle that ran, by scaling, recipe and rotation.
 
@@ -139,17 +150,25 @@ class CostTable:
             self._known[what] = measured_seconds(shape, scaling, recipe, self._device, self._dtype, rotation=rotation)
         return self._known[what]
 
-    def relative(self, config, steps: int, levels=()) -> float:
+    def relative(self, config, steps: int, levels=(), skipped=None) -> float:
         """`run_seconds` under these options over those of 16-bit attention; 1 is no gain."""
-        total, exact = self.run_seconds(config, steps, levels)
+        total, exact = self.run_seconds(config, steps, levels, skipped)
         return total / exact if exact else 1.0
 
-    def run_seconds(self, config, steps: int, levels=()) -> tuple[float, float]:
+    def skipped_fraction(self, config, skipped: dict) -> float:
+        """Share of the pairs of tiles that lists left out, of all layers by their time. skipped: of `run_seconds`."""
+        times = {layer: self.seconds(layer, config.scaling, config.recipe, config.rotation) for layer in self.shapes}
+        left_out = sum(time * skipped.get(layer, (0.0, 0.0))[0] for layer, time in times.items())
+        return left_out / sum(times.values()) if left_out else 0.0
+
+    def run_seconds(self, config, steps: int, levels=(), skipped=None) -> tuple[float, float]:
         """Attention time of a whole run under these options, and that of 16-bit attention.
 
         Steps in windows count as 16 bit; calls that INT8 can't do are left out on both sides.
 
-        Args: steps: of a run. levels: noise level of each of them, needed where options keep noise levels.
+        Args:
+            steps: of a run. levels: noise level of each of them, needed where options keep noise levels.
+            skipped: {layer: share of its pairs of tiles that lists left out, share of its calls with lists}.
         Raises: ValueError for such options without levels.
         """
         from ..diffusion.windows import is_kept, option_of, stays_exact
@@ -166,7 +185,8 @@ class CostTable:
                     option_of(config, option, layer) for option in ("recipe", "scaling", "rotation", "keep_noise")
                 )
                 kept = sum(stays_exact(config, span, level, i, steps - i) for i, level in enumerate(levels))
-                total += (steps - kept) * self.seconds(layer, scaling, recipe, rotation)
+                lists = time_factor(recipe, config.skip_every, *(skipped or {}).get(layer, (0.0, 0.0)))
+                total += (steps - kept) * self.seconds(layer, scaling, recipe, rotation) * lists
             total += kept * own
             exact += steps * own
         return total, exact

@@ -20,16 +20,19 @@ from ..version import __version__
 from ..whole_file import write_whole
 
 
-# 2: recipes by layer, ranges of noise levels; 3: 8-bit linear layers; 4: training, exchange; 5: mixed, skipped tiles
-FORMAT_VERSION = 5
+# 2: recipes by layer, ranges of noise levels; 3: 8-bit linear layers; 4: training, exchange; 5: mixed, skipped tiles;
+# 6: limits of skipping by layer and noise level
+FORMAT_VERSION = 6
 # Options that files of an earlier version don't hold: they were written with what is their default now.
 _NEW_IN_3 = {"linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"}
 _NEW_IN_4 = {"training", "exchange"}
 _NEW_IN_5 = {"mixed", "keep_blocks", "skip", "skip_limit", "skip_every", "skip_first_steps", "skip_last_steps"}
-_NEW_SINCE_3 = _NEW_IN_4 | _NEW_IN_5
+_NEW_IN_6 = {"layer_skip_limit", "skip_noise"}
+_NEW_SINCE_4 = _NEW_IN_5 | _NEW_IN_6
+_NEW_SINCE_3 = _NEW_IN_4 | _NEW_SINCE_4
 _NEW_SINCE_2 = _NEW_IN_3 | _NEW_SINCE_3
 _NEW_SINCE_1 = {"keep_noise", "layer_recipe", "layer_keep_noise"} | _NEW_SINCE_2
-_SINCE = {1: _NEW_SINCE_1, 2: _NEW_SINCE_2, 3: _NEW_SINCE_3, 4: _NEW_IN_5}
+_SINCE = {1: _NEW_SINCE_1, 2: _NEW_SINCE_2, 3: _NEW_SINCE_3, 4: _NEW_SINCE_4, 5: _NEW_IN_6}
 MAX_FILE_BYTES = 2**20
 _REMEDY = "write it again with sage_processors.calibrate"
 _FIELDS: dict[str, type] = {

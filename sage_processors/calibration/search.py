@@ -6,8 +6,10 @@ has the cheapest way whose measured error stays below a limit that falls from ru
 do), 16 bit at the noise levels where its error is, 16 bit throughout. The others have more and more 16 bit: layers in
 the order of their error, first steps, last steps. On each ladder the mildest rung that meets the budget is found by
 bisection. Linear layers, where they are asked for, have ladders of their own (linear_choices.py), layer by layer and
-role by role, and one beside the first, in place of the others. What meets the budget on the search's seeds is drawn
-again with fresh seeds, cheapest first and of equally dear ones the better first, and only those numbers count.
+role by role, and one beside the first, in place of the others. Limits of skip="temporal", where they are asked for,
+have one on top of the cheapest options that meet the budget without (skip_choices.py). What meets the budget on the
+search's seeds is drawn again with fresh seeds, cheapest first and of equally dear ones the better first, and only
+those numbers count.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from ..evaluation.progress_bar import progress_bar
 from ..layer_report import NOTHING_RAN
 from ..options import BY_CALL, LINEARS, SageAttnProcessor
 from ..whole_file import check_output
-from . import layer_choices, policy_files
+from . import layer_choices, policy_files, skip_choices
 from .candidates import ladders
 from .layer_choices import Choice, Way
 from .trials import Trials, numbers_of
@@ -52,7 +54,8 @@ class Calibration:
             tell little), psnr_db_worst, attention_error (of the worst layer; 0 where it was not asked for), int8_share
             (INT8 calls over those that INT8 can do), cost (attention time over that of 16 bit, counted or measured),
             looks (sets of fresh seeds used); where linear layers were searched, linear_share (their operations in
-            8 bit over all of them).
+            8 bit over all of them); where skipping was, skipped_fraction (pairs of tiles left out, all layers by their
+            time) and lost_max (the largest share of a row's probability that a list was found to leave out).
         curve: everything tried on the search's seeds, by cost: label, cost, the three of psnr_db, int8_share.
         models: what the policy is for.
     """
@@ -95,9 +98,12 @@ def calibrate(
     recipes: Sequence[str] | None = None,
     scalings: Sequence[str] = ("timestep", "per_block", "per_token"),
     linears: Sequence[str] = (),
+    skip_limits: Sequence[float] = (),
     config: SageAttnProcessor | None = None,
     steps: int = 25,
     seeds: Sequence[int] | None = None,
+    held_out: Sequence[str] = (),
+    arguments: dict[str, Any] | None = None,
     batch: int = 4,
     cost: str = "auto",
     path: str | Path | None = None,
@@ -107,8 +113,11 @@ def calibrate(
     """Find the fastest attention that meets a quality budget. Takes as long as drawing all those pictures.
 
     Args:
-        pipe: a text-to-image DiffusionPipeline. What was applied to it before is removed.
-        inputs: prompts, one picture each. seeds: one for each, 0, 1, … by default; fresh ones are made from them.
+        pipe: a text-to-image or text-to-video DiffusionPipeline. What was applied to it before is removed.
+        inputs: prompts, one picture or clip each. seeds: one for each, 0, 1, … by default; fresh ones are made from
+            them.
+        held_out: prompts for the fresh seeds, in turns; by default inputs again.
+        arguments: more for the pipeline's call, such as the size of a clip.
         target_psnr: mean PSNR, dB, against stock attention on the same seeds. max_attention_error: relative L2 error
             of every layer's attention output, on sampled heads, rows and steps. Exactly one of the two.
         recipes, scalings: what to try; recipes default to config's. "static" and "sigma_power" start from a table
@@ -117,6 +126,8 @@ def calibrate(
             P·V in 16 bit, if the recipe has it in 8; where these fail too, with the Hadamard rotation.
         linears: "int8", "fp8": formats to try for linear layers too; each is in one of them or in 16 bit. Only with
             target_psnr. Which layers: config's keep_linears, layer_linears and linears_min_features.
+        skip_limits: limits to try for skip="temporal", of all layers and then layer by layer and by noise level, upon
+            the cheapest options that meet target_psnr without. They need a planned scaling.
         config: options that are not searched.
         steps: denoising steps. batch: pictures per pipeline call.
         cost: "counted" (operations and bytes; the same everywhere, so the same calibration writes the same file),
@@ -138,24 +149,29 @@ def calibrate(
             "them; set it in the options that are found, dataclasses.replace(found.config, drop_weights=True)"
         )
     linears = _checked_formats(linears, target_psnr)
+    skip_limits = skip_choices.checked_limits(skip_limits, scalings, target_psnr)
+    if isinstance(held_out, str) or not all(isinstance(x, str) for x in held_out):
+        raise TypeError("held_out: got something else than a list of prompts, expected a list of str")
     recipes = (config.recipe,) if recipes is None else tuple(recipes)
     if MIXED_RECIPE in (*recipes, *(recipe for _, recipe in config.layer_recipe)):
         raise NotImplementedError(
             f"recipes: got {MIXED_RECIPE!r}, expected recipes of sage_kernels.RECIPES: what mixed precision costs is "
             "not known; compare it by hand, with handle.probe()"
         )
+    if skip_limits:
+        config = dataclasses.replace(config, skip="none")
     bases = [dataclasses.replace(config, recipe=r, scaling=s) for r in recipes for s in scalings]
     if not bases:
         raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")
     with progress_bar(progress) as show:
         trials = Trials(
             pipe, list(inputs), seeds, config=config, steps=steps, batch=batch, kind=kind, path=state_path, show=show,
-            linears=linears,
+            linears=linears, held_out=held_out, arguments=arguments, skips=bool(skip_limits),
         )  # fmt: skip
         if trials.linears is not None:
             bases = [dataclasses.replace(base, linears=trials.linears.base) for base in bases]
         if target_psnr is not None:
-            found = _for_psnr(trials, bases, float(target_psnr))
+            found = _for_psnr(trials, bases, float(target_psnr), skip_limits)
         elif max_attention_error is not None:  # exactly one of the two is given
             found = _for_error(trials, bases, float(max_attention_error))
     if path is not None:
@@ -221,7 +237,9 @@ def _conclude(
 # --- pictures ---
 
 
-def _for_psnr(trials: Trials, bases: list[SageAttnProcessor], target: float) -> Calibration:
+def _for_psnr(
+    trials: Trials, bases: list[SageAttnProcessor], target: float, skip_limits: Sequence[float] = ()
+) -> Calibration:
     budget = {"target_psnr": target}
     looked: list[tuple[SageAttnProcessor, dict[str, Any]]] = []
 
@@ -237,7 +255,18 @@ def _for_psnr(trials: Trials, bases: list[SageAttnProcessor], target: float) -> 
         return None
 
     tried = {base: trials.measure(base)["psnr_db"] for base in bases}
-    found = good_enough([base for base, psnr in tried.items() if psnr >= target])
+    passing = [base for base, psnr in tried.items() if psnr >= target]
+    found = None
+    planned = sorted(filter(skip_choices.can_skip, passing), key=trials.preference)
+    if skip_limits and planned:
+        skips = trials.skip_choices(planned[0], skip_limits).ladder()
+        alike = [skip_choices.skipping(planned[0], limit) for limit in skip_limits]
+        alike = [config for config in alike if trials.measure(config)["psnr_db"] >= target]
+        found = good_enough(sorted([*alike, *_mildest(trials, skips, target)], key=trials.preference)[:2])
+        if found is None and looked:  # one look is for options without lists
+            found = _further_up(trials, skips, target, looked, good_enough, MAX_LOOKS - 1)
+    if found is None:
+        found = good_enough(passing)
     if found is None and len(looked) < MAX_LOOKS:
         best = max(bases, key=lambda base: (tried[base], -trials.cost(base)))
         errors = trials.measure(best, probe=True)["errors"]
@@ -265,10 +294,12 @@ def _for_psnr(trials: Trials, bases: list[SageAttnProcessor], target: float) -> 
     return _conclude(trials, config, outcome["psnr_db"] >= target, budget, outcome, len(looked))
 
 
-def _further_up(trials: Trials, ladder: Sequence[Any], target: float, looked: list[Any], good_enough: Any) -> Any:
+def _further_up(
+    trials: Trials, ladder: Sequence[Any], target: float, looked: list[Any], good_enough: Any, looks: int = MAX_LOOKS
+) -> Any:
     """Rungs that are better on the search's seeds by as much as fresh ones missed the target, while looks are left."""
     goal = target
-    while len(looked) < MAX_LOOKS:
+    while len(looked) < looks:
         goal += target - max(outcome["psnr_db"] for _, outcome in looked)
         rung = _mildest(trials, ladder, goal)
         if not rung or any(config == rung[0] for config, _ in looked):

@@ -17,7 +17,7 @@ from ..evaluation import metrics, quality
 from ..options import SageAttnProcessor
 from ..strict_json import strict_json, strict_object
 from ..version import __version__
-from . import layer_choices, policy_files
+from . import layer_choices, policy_files, skip_choices
 from .candidates import label
 from .cost import CostTable
 from .layer_choices import Choice, Demotion
@@ -31,12 +31,22 @@ _REMEDY = "delete it, or pass another state_path"
 
 
 class Trials:
-    """Draws pictures under options, once each, and remembers the outcome, also in a file."""
+    """Draws pictures under options, once each, and remembers the outcome, also in a file.
 
-    def __init__(self, pipe, prompts, seeds, *, config, steps, batch, kind, path, show, linears=()):
+    Args:
+        held_out: prompts of fresh seeds, taken in turns; none: those of the search.
+        arguments: more for the pipeline's call.
+        skips: whether options with skip="temporal" are among what is tried.
+    """
+
+    def __init__(
+        self, pipe, prompts, seeds, *, config, steps, batch, kind, path, show, linears=(), held_out=(),
+        arguments=None, skips=False,
+    ):  # fmt: skip
         from ..diffusion.handle import apply, handle_of
 
         self._pipe, self._prompts, self._seeds = pipe, prompts, seeds
+        self._held_out, self._arguments, self._skips = list(held_out), arguments or {}, skips
         self.steps, self._batch, self._show = steps, batch, show
         earlier = handle_of(pipe)
         if earlier is not None:
@@ -44,7 +54,7 @@ class Trials:
         probing = SageAttnProcessor(scaling="dynamic", min_tokens=config.min_tokens)
         with apply(pipe, probing) as handle:  # who is there, in which shapes, at which noise levels
             on_step = show("shapes and noise levels", steps)
-            quality.generate(pipe, prompts[:batch], seeds[:batch], steps=steps, on_step=on_step)
+            self._generate(prompts[:batch], seeds[:batch], on_step)
             self.models, self.costs = policy_files.describe_models(handle), CostTable(handle, kind)
             scheduler = getattr(pipe, "scheduler", None)
             # rounded: a GPU's last digit must not decide on which side of a border a step lies
@@ -55,7 +65,7 @@ class Trials:
         if linears:
 
             def draw(on_step):
-                quality.generate(pipe, prompts[:1], seeds[:1], steps=steps, on_step=on_step)
+                self._generate(prompts[:1], seeds[:1], on_step)
 
             batch = len(prompts[:batch])
             self.linears = LinearChoices(pipe, config, linears, draw, steps, batch, kind, show)
@@ -63,7 +73,16 @@ class Trials:
         self._path = None if path is None else Path(path)
         self._fingerprint = self._identity()
         self._outcomes = self._resume()
+        self._skipped: dict[str, dict] = {}  # by options: what lists left out, of the last set of seeds
         self.curve: dict[str, dict] = {}
+
+    def _generate(self, prompts, seeds, on_step) -> torch.Tensor:
+        return quality.generate(self._pipe, prompts, seeds, steps=self.steps, on_step=on_step, **self._arguments)
+
+    def _prompts_of(self, look: int) -> list[str]:
+        """One for each seed."""
+        prompts = self._held_out if look and self._held_out else self._prompts
+        return [prompts[i % len(prompts)] for i in range(len(self._seeds))]
 
     def _identity(self) -> str:
         models = [x for x in self._pipe.components.values() if isinstance(x, torch.nn.Module)]
@@ -73,7 +92,8 @@ class Trials:
         facts = [
             __version__, torch.__version__, str(self._pipe.device), str(self._pipe.dtype), self.models, weights,
             type(scheduler).__name__, {k: str(v) for k, v in dict(scheduler.config).items()},
-            self._prompts, self._seeds, self.steps, self._batch,
+            self._prompts, self._seeds, self.steps, self._batch, self._held_out,
+            {name: str(value) for name, value in self._arguments.items()},
         ]  # fmt: skip
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -87,26 +107,36 @@ class Trials:
                 f"state_path: got {self._path.name!r} of another model, prompts, seeds or versions, expected one of "
                 f"this calibration; {_REMEDY}"
             )
-        fields = {**dict.fromkeys(("psnr_db", "psnr_db_low", "psnr_db_worst", "int8_share"), float), "noise": dict}
+        numbers = ("psnr_db", "psnr_db_low", "psnr_db_worst", "int8_share", "lost_max")
+        fields: dict[str, type] = {**dict.fromkeys(numbers, float), "noise": dict, "skipped": dict}
         outcomes = {k: strict_object(v, fields, "an outcome", _REMEDY) for k, v in content["outcomes"].items()}
         for outcome in outcomes.values():
             layer_choices.check_sums(outcome["noise"], _REMEDY)
+            skip_choices.check_shares(outcome["skipped"], _REMEDY)
         return outcomes
 
     def measure(self, config, *, look: int = 0, probe: bool = False) -> dict:
         """Outcome of drawing under `config`; look 0: the search's seeds, above: fresh ones.
 
         Keys: psnr_db, psnr_db_low, psnr_db_worst, int8_share, noise ({layer: {step as str: [signal, noise]}}, sums of
-        squares, with `probe`), linear_share (where linear layers are searched), errors ({layer: relative L2}), cost.
+        squares, with `probe`), linear_share (where linear layers are searched), errors ({layer: relative L2}), cost;
+        skipped ({layer: `skip_choices.shares_of`}) and lost_max, largest share of a row's probability that a list was
+        found to leave out; where skipping is tried skipped_fraction, of all layers' pairs of tiles by their time.
         """
-        key = json.dumps([dataclasses.asdict(config), look, probe], sort_keys=True)
+        key, probed = (json.dumps([dataclasses.asdict(config), look, x], sort_keys=True) for x in (probe, True))
+        key = probed if probed in self._outcomes else key  # the same pictures
         if key not in self._outcomes:
             self._outcomes[key] = self._draw(config, look, probe)
             self._keep()
+        self._skipped[options_key(config)] = self._outcomes[key]["skipped"]
         outcome = self._outcomes[key] | {"cost": round(self.cost(config), 6)}
         noise = outcome["noise"]
         if self.linears is not None:
             outcome["linear_share"] = round(self.linears.share(config), 6)
+        if self._skips:
+            outcome["skipped_fraction"] = round(self.costs.skipped_fraction(config, outcome["skipped"]), 6)
+        else:
+            del outcome["lost_max"]
         outcome["errors"] = {layer: layer_choices.relative_l2(sums.values()) for layer, sums in noise.items()}
         if look == 0:
             row = {"label": label(config)} | numbers_of(outcome)
@@ -124,18 +154,13 @@ class Trials:
     def _draw(self, config, look: int, probe: bool) -> dict:
         seeds = [seed + look * HELD_OUT for seed in self._seeds]
         size = {"steps": self.steps, "batch": self._batch}
-        batches = -(-len(seeds) // self._batch)
+        prompts, batches = self._prompts_of(look), -(-len(seeds) // self._batch)
         if look not in self._stock:
             on_step = self._show("stock attention", self.steps * batches)
             parts = [slice(i, i + self._batch) for i in range(0, len(seeds), self._batch)]
-            self._stock[look] = torch.cat(
-                [
-                    quality.generate(self._pipe, self._prompts[p], seeds[p], steps=self.steps, on_step=on_step)
-                    for p in parts
-                ]
-            )
+            self._stock[look] = torch.cat([self._generate(prompts[p], seeds[p], on_step) for p in parts])
         warm = config.scaling in NEED_RUNS
-        probes = []
+        probes, rows = [], []
 
         def on_handle(handle):
             if probe:
@@ -144,8 +169,8 @@ class Trials:
         on_step = self._show(label(config), self.steps * (batches + warm))
         variant = quality.Variant("tried", config, warm)
         drawn = quality.evaluate(
-            self._pipe, self._prompts, seeds, [variant], stock=self._stock[look], on_step=on_step, on_handle=on_handle,
-            **size,
+            self._pipe, prompts, seeds, [variant], stock=self._stock[look], on_step=on_step, on_handle=on_handle,
+            on_report=lambda report: rows.extend(report.rows), arguments=self._arguments, **size,
         )["tried"]  # fmt: skip
         mean = metrics.mean_interval(drawn.psnr_db)
         return {
@@ -154,14 +179,16 @@ class Trials:
             "psnr_db_worst": round(min(drawn.psnr_db), 4),
             "int8_share": round(drawn.int8_share, 6),
             "noise": layer_choices.sums_by_step(probes),
+            "skipped": skip_choices.shares_of(rows),
+            "lost_max": round(float(max((row["lost_max"] for row in rows), default=0.0)), 8),
         }
 
     def cost(self, config) -> float:
         """Attention time over that of 16 bit; with linear layers that are searched, of both together."""
-        run = len(self.levels) or self.steps
+        run, skipped = len(self.levels) or self.steps, self._skipped.get(options_key(config), {})
         if self.linears is None:
-            return self.costs.relative(config, run, self.levels)
-        attention, exact_attention = self.costs.run_seconds(config, run, self.levels)
+            return self.costs.relative(config, run, self.levels, skipped)
+        attention, exact_attention = self.costs.run_seconds(config, run, self.levels, skipped)
         linear, exact_linear = self.linears.seconds(config)
         return (attention + run * linear) / (exact_attention + run * exact_linear)
 
@@ -175,10 +202,16 @@ class Trials:
         noise = {Choice.of(config): self.measure(config, probe=True)["noise"] for config in configs}
         return Demotion(base, noise, layer_choices.seconds_of(self.costs), self.levels)
 
+    def skip_choices(self, base, limits) -> skip_choices.SkipChoices:
+        """From the probes under `base`, options without lists, and with each of the limits."""
+        configs = {0.0: base} | {limit: skip_choices.skipping(base, limit) for limit in limits}
+        noise = {limit: self.measure(config, probe=True)["noise"] for limit, config in configs.items()}
+        return skip_choices.SkipChoices(base, noise, self.levels)
+
 
 def options_key(config: SageAttnProcessor) -> str:
     return json.dumps(dataclasses.asdict(config), sort_keys=True)
 
 
 def numbers_of(outcome: dict) -> dict:
-    return {k: v for k, v in outcome.items() if k not in ("errors", "noise")}
+    return {k: v for k, v in outcome.items() if k not in ("errors", "noise", "skipped")}

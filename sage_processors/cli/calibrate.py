@@ -84,6 +84,9 @@ def calibrate_policy(
     linears: Annotated[
         list[str] | None, typer.Option(help="Formats to try for linear layers, int8 or fp8; may be repeated.")
     ] = None,
+    skip_limit: Annotated[
+        list[float] | None, typer.Option(help='Limits to try for skip="temporal", 0 to 1; may be repeated.')
+    ] = None,
     images: ImagesOption = 8,
     steps: StepsOption = 25,
     batch: BatchOption = 8,
@@ -104,12 +107,14 @@ def calibrate_policy(
     check_csv(csv)
     pipe = loading.load_pipeline(pipeline, device, dtype)
     prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
+    arguments = pipelines.call_arguments(pipeline) if pipeline in pipelines.VIDEOS else {}  # the size of a clip
     with next(iter(variants.values()))(_denoiser(pipe)), answer(as_json) as said:
         try:
             found = calibrate(
                 pipe, prompts, seeds=seeds, target_psnr=target_psnr, max_attention_error=max_attention_error,
                 scalings=scaling, recipes=recipe or None, steps=steps, batch=batch, cost=cost, state_path=state,
                 config=_options(pipeline, linears), linears=linears or (), progress=not as_json,
+                skip_limits=skip_limit or (), arguments=arguments,
             )  # fmt: skip
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
@@ -120,7 +125,7 @@ def calibrate_policy(
         console.print(f"Policy: {output.resolve()}", soft_wrap=True, markup=False, highlight=False)
         if csv is not None:
             fresh = [number + (found.result["looks"] + 1) * HELD_OUT for number in seeds]  # seeds that decided nothing
-            size: dict[str, Any] = {"steps": steps, "batch": batch}
+            size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": arguments}
             variant = quality.Variant(quality.POLICY, found.config)
             drawn = quality.evaluate(pipe, prompts, fresh, [variant], **size)[quality.POLICY]
             label = case_label(pipeline, pipe) + (f"_{hard}" if hard else "")

@@ -13,7 +13,6 @@ from torch import nn
 from sage_kernels import RECIPES
 from sage_kernels.compat import keep_out_of_dynamo, mark_static_address
 from sage_kernels.planning.rules import RULES, rule_for
-from sage_kernels.planning.skip_lists import SkipLists
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import MIXED_RECIPE
 
@@ -23,6 +22,7 @@ from .announced import signs_of
 from .discovery import attention_modules, device_of, discover_sites, put_processor
 from .forwards import Forwards
 from .head_norms import HeadNorms
+from .layer_lists import lists_of_layers, place_lists
 from .layer_reasons import reason_against
 from .noise_level import TimestepReader
 from .parked_state import Parked
@@ -146,6 +146,8 @@ class Part:
     def _swapped(self, original, label: str):
         """The Sage twin of a processor, with the options that hold for its layer."""
         own = {option: option_of(self.config, option, label) for option in LAYER_OPTIONS}
+        if own["scaling"] not in RULES or own["recipe"] == MIXED_RECIPE:
+            own["skip"] = "none"  # it has no lists, which are kept with what is planned
         config = dataclasses.replace(self.config, **own, **{f"layer_{option}": () for option in LAYER_OPTIONS})
         window = self._steps.window_of(config.keep_noise)
         kept, lock = is_kept(self.config, label), self._lock
@@ -185,11 +187,7 @@ class Part:
                     rule.refit(self.state)
                 else:
                     self.state.begin_run(1.0)
-                if self.config.skip == "temporal":
-                    self.state.kept.skip_lists = SkipLists(
-                        len(sites), self.device, limit=self.config.skip_limit, every=self.config.skip_every,
-                        first_steps=self.config.skip_first_steps, last_steps=self.config.skip_last_steps,
-                    )  # fmt: skip
+                self.state.kept.skip_lists = lists_of_layers(self.config, sites, self.device)
                 if self.frozen:
                     self.state.freeze()
         self._hand_out()
@@ -333,7 +331,7 @@ class Part:
         """The scheduler's run begins at noise level u. progress: windows.Progress; None: nobody knows where it is."""
         if self.state is not None:
             self.state.begin_run(u)
-            self._place_lists(progress)
+            self._place_lists(progress, u)
 
     def advance(self, u_finished, u_next, progress) -> None:
         """A step of the scheduler is done."""
@@ -341,16 +339,11 @@ class Part:
             self.state.advance(u_finished, u_next)
             if self.state.kept.skip_lists is not None:
                 self.state.kept.skip_lists.in_order(u_finished, u_next)
-            self._place_lists(progress)
+            self._place_lists(progress, u_next)
 
-    def _place_lists(self, progress) -> None:
-        lists = self.state.kept.skip_lists
-        if lists is None:
-            return
-        if progress is None or progress.is_over or not progress.is_told:
-            lists.stop()
-        else:
-            lists.place(progress.taken, progress.total - progress.place)
+    def _place_lists(self, progress, u) -> None:
+        if self.state.kept.skip_lists is not None:
+            place_lists(self.state.kept.skip_lists, progress, u)
 
     def uninstall(self) -> None:
         """The original processor objects, where one of ours is in place. Processors that others put there stay."""

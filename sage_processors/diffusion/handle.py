@@ -79,7 +79,7 @@ class Handle:
         names = [name for part in self._parts for name in part.layer_names()]
         check_patterns("keep_layers", self.config.keep_layers, names)
         check_patterns("only_layers", self.config.only_layers, names)
-        for option in LAYER_OPTIONS:
+        for option in (*LAYER_OPTIONS, "skip_limit"):
             check_patterns(f"layer_{option}", [p for p, _ in getattr(self.config, f"layer_{option}")], names)
         if self.config.keep_linears or self.config.layer_linears:
             names = [x.name for part in self._parts for x in choose(part.model, label=part._label, linears="none")]

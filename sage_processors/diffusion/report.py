@@ -57,10 +57,11 @@ class Report(LayerReport):
                 (skip="temporal").
             lost_mean, lost_max: share of its probability that the worst row of a tile of query rows had lost by its
                 list when that was measured anew, a list of earlier steps under the scores of a later one.
-            beyond_limit: such measurements above skip_limit: their heads visited everything in that call.
+            beyond_limit: such measurements above the limit: their heads visited everything in that call.
             dense: {reason: INT8 calls that had no list}: "masked" (or causal), "short" (few key tiles), "first_last"
                 (steps that skip_first_steps and skip_last_steps keep), "unfollowed" (no step of a scheduler), "memory"
-                and "calls" (more lists than are kept), "graph" (captured before there was one), "parallel".
+                and "calls" (more lists than are kept), "graph" (captured before there was one), "parallel",
+                "no_limit" (layer_skip_limit gives the layer 0).
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
                 the latest call.
             sent_bytes: what this device sent to others, under context parallelism.

@@ -225,6 +225,7 @@ def evaluate(
     on_step: Callable | None = None,
     stock: torch.Tensor | None = None,
     on_handle: Callable | None = None,
+    on_report: Callable | None = None,
     probe: bool = False,
     arguments: dict[str, Any] | None = None,
 ) -> dict[str, Quality]:
@@ -236,7 +237,7 @@ def evaluate(
         batch: pictures per pipeline call; the last call takes what is left.
         on_step: called without arguments after each denoising step.
         stock: pictures of stock attention for these prompts and seeds, drawn earlier; None draws them.
-        on_handle: called with the Handle of every variant before it draws.
+        on_handle: called with the Handle of every variant before it draws. on_report: with each Report that counts.
         probe: measure attention_sqnr_db too, with a Probe on every step, which replaces one of on_handle's. Pictures
             stay the same; one read from the device per batch.
         arguments: more for the pipeline's call, e.g. `pipelines.call_arguments(name)`.
@@ -281,6 +282,8 @@ def evaluate(
                     watching.reset()
                 if not variant.warm or part is batches[-1]:  # resetting forgets the counts too
                     report = handle.report()
+                    if on_report is not None:
+                        on_report(report)
                     chosen = sum(report.fallbacks.get(reason, 0) for reason in CHOSEN)
                     counted = (report.calls, sum(report.fallbacks.values()), chosen)
                     calls = [a + b for a, b in zip(calls, counted, strict=True)]

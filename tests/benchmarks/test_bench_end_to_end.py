@@ -284,3 +284,50 @@ def test_the_crossover_set_is_what_the_table_is_filled_from(bench):
     assert {case.batch * case.heads for case in cases} == {16, 64} and {case.head_dim for case in cases} == {64, 128}
     assert {(case.causal, case.heads // case.kv_heads) for case in cases} == {(False, 1), (True, 1), (True, 4)}
     assert min(case.seq_q for case in cases) == 128 and max(case.seq_q for case in cases) == 2048
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of which a tiny model has some."""
+    from sage_kernels import skip_state
+
+    monkeypatch.setattr(skip_state, "REFERENCE_BLOCK", (8, 8))
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("called", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", [sage_kernels.DEFAULT_RECIPE, "qk_int8_pv_fp8"])
+def test_rows_of_a_model_that_leaves_out_tiles(called, recipe, bench, tmp_path, monkeypatch, capsys):
+    """Its output is that of exact attention to the same tiles; the name and the metric say so."""
+    monkeypatch.setattr(bench, "COMPILER", "aot_eager")
+    path = tmp_path / "rows.csv"
+    options = ["--tiny", "--device", "cpu", "--case", "wan21_1_3b_480p81", "--case", "llama8b_prefill_512"]
+    options += ["--skip", "50", "--recipe", recipe, "--called", called, "--csv", str(path)]
+    assert bench.main(options) == 0
+    rows = read_rows(path)
+    name = "wan21_1_3b_480p81/compiled/skip50/tiny" if called == "compiled" else "wan21_1_3b_480p81/skip50/tiny"
+    assert {row["case"] for row in rows} == {name}
+    [error] = [row for row in rows if row["metric"].startswith("rel_l1")]
+    assert error["metric"] == "rel_l1_same_tiles" and 0 < float(error["median"]) <= bench.MAX_ERROR
+    assert "of exact attention to the same tiles" in capsys.readouterr().out
+    [ours] = [row for row in rows if row["provider"] == "sage_kernels" and row["metric"] == "time"]
+    assert ours["recipe"] == recipe and ours["ratio_vs_cudnn"]
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_model_that_leaves_out_tiles_is_not_gated_by_what_it_does_not_do(small, bench, tmp_path, monkeypatch):
+    """Dense attention fails where half of the tiles should be left out, and so do lists that nobody read."""
+    one, dense = small("flux_1024"), small("flux_1024")
+    listed = bench.Bench(one.case, one.model, CPU, torch.bfloat16, recipe=one.recipe, min_tokens=None, reps=1, skip=50)
+    with torch.no_grad():
+        stock = dense.stock("torch_sdpa_cudnn").output
+        expected = listed.expected(stock)
+        ours = listed.ours_denoiser().output
+        bench.check_output(ours, expected)
+        with pytest.raises(bench.Gated, match="relative L1"):
+            bench.check_output(dense.ours_denoiser().output, expected)
+        monkeypatch.setattr(bench, "give_lists", lambda *_: None)
+        [failure] = bench.run_case(listed, tmp_path / "rows.csv")
+    assert "0 layers left out tiles" in failure
+    with pytest.raises(SystemExit):
+        bench.main(["--skip", "100", "--device", "cpu", "--tiny"])

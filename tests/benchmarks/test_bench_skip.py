@@ -29,15 +29,62 @@ def test_random_lists_are_what_is_visited(bench, share, recipe):
     q, k, v = (
         torch.randn(1, s, h, 32, generator=generator) for s, h in ((300, 2), (1200, 1), (1200, 1))
     )  # fmt: skip
-    lists = bench.random_lists(case, share, recipe, "cpu")
+    lists = bench.random_lists(bench.Shape(1, 2, 300, 1200, 32), share, recipe, "cpu")
     before = lists.lists.clone()
-    run = bench.listed_attention(case, lists, recipe, q, k, v)
+    run = bench.calling(case, lists, recipe, q, k, v)
     out = run(q, k, v)
     assert torch.equal(lists.lists, before)  # however often it is called
     assert float(unpack(before, 10).double().mean()) == share
     first = max(0, 300 - bench.GATE_ROWS)
-    assert relative_l2(out[:, first:], bench.exact_rows(case, lists, q, k, v)) < (0.02 if "bf16" in recipe else 0.05)
-    measuring = bench.listed_attention(case, lists, recipe, q, k, v, steps=1)
+    assert relative_l2(out[:, first:], bench.attend_listed(q, k, v, lists, first)) < (
+        0.02 if "bf16" in recipe else 0.05
+    )
+    measuring = bench.calling(case, lists, recipe, q, k, v, steps=1)
     now = int(lists.now)
     measuring(q, k, v)
     assert int(lists.now) == now + 1
+
+
+def test_what_is_asked_of_most_has_its_rows_first_and_cudnn_has_one(bench, monkeypatch):
+    """Each group is timed beside cuDNN and reported at once; all kernels were asked for before anything ran."""
+    case = bench.Case("small", 1, 600, 1200, 2, 1, 32)
+    generator = torch.Generator().manual_seed(0)
+
+    def inputs(case, dtype=None):
+        sizes = ((case.seq_q, case.heads), (case.seq_kv, case.kv_heads), (case.seq_kv, case.kv_heads))
+        return [tuple(torch.randn(case.batch, s, h, 32, generator=generator) for s, h in sizes)]
+
+    def sdpa(case, backend):
+        def run(q, k, v):
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+
+        return run
+
+    events, timed = [], []
+
+    def take_turns(case, entrants, sets_of):
+        timed.append([entrant.suffix or entrant.provider for entrant in entrants])
+        for entrant in entrants:
+            assert entrant.times == []
+            entrant.times += [1.0, 2.0, 3.0]
+
+    def report(case, entrant, cudnn, best, inputs, save):
+        events.append((entrant.suffix or entrant.provider, entrant.recipe))
+        assert cudnn == 2.0
+
+    monkeypatch.setattr(bench, "compile_ahead", lambda kinds, device: events.extend(kind.recipe for kind in kinds))
+    monkeypatch.setattr(bench, "make_sets", inputs)
+    monkeypatch.setattr(bench, "torch_sdpa", sdpa)
+    monkeypatch.setattr("bench.take_turns", take_turns)
+    monkeypatch.setattr("bench.report", report)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert bench.run_case(case, False) == []
+    rest = [(suffix, recipe) for recipe in RECIPES for suffix in ("/skip75", "/measuring", "/measuring_all")]
+    assert events == [
+        *RECIPES, ("torch_sdpa_cudnn", ""),
+        *((name, recipe) for recipe in RECIPES for name in ("sage_kernels", "/skip50", "/skip0")), *rest,
+    ]  # fmt: skip
+    beside = ["torch_sdpa_cudnn", "sage_kernels", "/skip50", "/skip0"]
+    assert timed == [beside, beside, ["torch_sdpa_cudnn", *(suffix for suffix, _ in rest)]]

@@ -210,6 +210,7 @@ def test_policies_of_earlier_formats_are_read(tmp_path):
     policy.write_policy(path, config, [], budget={}, result={}, curve=[])
     content = json.loads(path.read_text())
     skipping = ("skip", "skip_limit", "skip_every", "skip_first_steps", "skip_last_steps")
+    skipping += ("layer_skip_limit", "skip_noise")
     for name in ("mixed", "keep_blocks", *skipping, "training", "exchange"):
         del content["options"][name]
     path.write_text(json.dumps(content | {"format_version": 3}))

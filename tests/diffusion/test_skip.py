@@ -13,6 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import sage_processors as sp
 from sage_kernels import skip_state
 from sage_kernels.planning import skip_lists
+from sage_kernels.skipping import TOTAL_TILES, TOTAL_VISITED
 from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_compile import Pipe, compiled, denoise
 from tests.diffusion.test_processors import sqnr_db
@@ -196,11 +197,79 @@ def test_options_that_make_no_sense_are_refused():
         ({"skip_limit": 1.0}, "0 < skip_limit < 1"), ({"skip_every": 0}, "at least 1"),
         ({"skip_every": 2**30}, "at most"), ({"skip_first_steps": -1}, "at least 0"),
         ({"skip": "temporal", "scaling": "per_token"}, "planned scaling"),
+        ({"layer_skip_limit": {"*": 1.0}}, "0 <= limit < 1"), ({"skip_noise": (0.5, 0.5)}, "ascending"),
+        ({"layer_skip_limit": {"*": (0.1, 0.2)}}, "got 2 limits"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             sp.SageAttnProcessor(**wrong)
     with pytest.raises(ValueError, match='skip: got "temporal" for a model without a pipeline'):
         sp.apply(MODELS["flux"]()[0], SKIP)
+
+
+LIMITED = "transformer_blocks.0.attn"
+
+
+def test_layers_have_limits_of_their_own():
+    """A limit of 0 leaves a layer as it is without lists, bit for bit; a large one is that of skip_limit."""
+    drawing = Drawing()
+    with sp.apply(drawing.pipe, dataclasses.replace(SKIP, layer_skip_limit={"*": 0.0})) as handle:
+        ours = drawing.draw(0)
+        assert all(row["dense"] == {"no_limit": STEPS - 2, "first_last": 2} for row in handle.report().rows) or all(
+            row["dense"] == {"no_limit": STEPS} for row in handle.report().rows
+        )
+    with sp.apply(drawing.pipe, DENSE):
+        assert torch.equal(ours, drawing.draw(0))
+    with sp.apply(drawing.pipe, SKIP):
+        wanted = drawing.draw(0)
+    with sp.apply(drawing.pipe, dataclasses.replace(SKIP, skip_limit=0.1, layer_skip_limit={"*": 0.9})):
+        assert torch.equal(drawing.draw(0), wanted)
+    config = dataclasses.replace(SKIP, layer_skip_limit={f"*{LIMITED}": 0.0})
+    with sp.apply(drawing.pipe, config) as handle:
+        drawing.draw(0)
+        shares = {row["layer"]: row["skipped_fraction"] for row in handle.report().rows}
+    assert all((share == 0) == name.endswith(LIMITED) for name, share in shares.items()) and len(shares) > 1
+    with pytest.raises(ValueError, match="layer_skip_limit: got 'nowhere', which matches no layer"):
+        sp.apply(drawing.pipe, dataclasses.replace(SKIP, layer_skip_limit={"nowhere": 0.1}))
+
+
+def test_limits_hang_on_the_noise_level():
+    """Below a border of 0 or above it: tiles are left out in these steps alone, and a seed draws the same again."""
+    drawing, shares = Drawing(), []
+    for limits in ((0.9, 0.0), (0.0, 0.9), (0.9, 0.9)):
+        config = dataclasses.replace(SKIP, skip_last_steps=0, skip_noise=(0.4,), layer_skip_limit={"*": limits})
+        with sp.apply(drawing.pipe, config) as handle:
+            first, left_out = drawing.draw(0), []
+            hook = drawing.model.register_forward_hook(lambda *_, h=handle, x=left_out: x.append(visited(h)))
+            assert torch.equal(drawing.draw(0), first)
+            hook.remove()
+            u = [float(t) / 1000 for t in drawing.pipe.scheduler.timesteps]
+        new = [b > a for a, b in zip(left_out, left_out[1:], strict=False)]
+        low = [level < 0.4 for level in u[1:]]
+        assert any(low) and not all(low)
+        shares.append(list(zip(new, low, strict=True)))
+    below, above, both = shares
+    assert {is_low for is_new, is_low in below if is_new} == {True}
+    assert {is_low for is_new, is_low in above if is_new} == {False}
+    assert {is_low for is_new, is_low in both if is_new} == {True, False}
+
+
+def visited(handle) -> int:
+    """Pairs of tiles that were left out so far."""
+    totals = lists_of(handle).totals.sum(0)
+    return int(totals[TOTAL_TILES] - totals[TOTAL_VISITED])
+
+
+@pytest.mark.parametrize(
+    "options", [{"layer_scaling": {"*": "per_token"}}, {"layer_recipe": {f"*{LIMITED}": "mixed"}}]
+)
+def test_layers_that_plan_nothing_have_no_lists(options):
+    drawing = Drawing()
+    with sp.apply(drawing.pipe, dataclasses.replace(SKIP, **options)) as handle:
+        drawing.draw(0)
+        rows = handle.report().rows
+    unplanned = [row for row in rows if "layer_scaling" in options or row["layer"].endswith(LIMITED)]
+    assert unplanned and all(row["skipped_fraction"] == 0 and not row["dense"] for row in unplanned)
+    assert all(row["skipped_fraction"] > 0 for row in rows if row not in unplanned)
 
 
 @pytest.mark.gpu
@@ -261,12 +330,15 @@ def test_E05_lists_never_wait_for_the_gpu():
 
     q, k, v = (x.cuda() for x in scores_of("clustered", 1000, 2500))
     state = ScaleState([Site("a", 1, 64)], device="cuda")
-    lists = state.kept.skip_lists = skip_lists.SkipLists(1, torch.device("cuda", 0), limit=0.2, every=3)
+    lists = state.kept.skip_lists = skip_lists.SkipLists(
+        1, torch.device("cuda", 0), limit=[(0.2, 0.1)], every=3, borders=(0.5,)
+    )
     levels = torch.linspace(1, 0, 8, device="cuda")
 
     def run():
         state.begin_run(levels[0])
         for step in range(4):
+            lists.at_level(levels[step])
             lists.place(step, 4 - step)
             sage_attention(q, k, v, state=state.head_state(0), skip=lists.of(0, q, k))
             state.advance(levels[step], levels[step + 1])

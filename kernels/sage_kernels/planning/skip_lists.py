@@ -3,10 +3,12 @@
 Lists are of one run: another run, prompt or shape begins with empty ones, and its first call measures everything. What
 a list says is checked on the device, in the calls themselves (../skipping.py); here it is decided which list a call
 gets, and at which steps none. That is so at the first steps of a run, which decide what the picture becomes, at the
-last ones, and where nobody says which step runs.
+last ones, and where nobody says which step runs. Sites may have limits of their own, also by noise level.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -23,7 +25,7 @@ MOST_CALLS = 16
 # Fewer key tiles than this are not worth a list: the text that a video looks at.
 LEAST_TILES = 8
 # Why a call has no list
-DENSE = ("masked", "short", "first_last", "unfollowed", "memory", "calls", "graph", "parallel")
+DENSE = ("masked", "short", "first_last", "unfollowed", "memory", "calls", "graph", "parallel", "no_limit")
 
 
 class SkipLists:
@@ -36,17 +38,24 @@ class SkipLists:
 
     Args:
         sites: how many there are. device: where they run.
-        limit: largest share of a row's probability that its list may leave out, below 1.
+        limit: largest share of a row's probability that its list may leave out, below 1, 0: nothing; of all sites, or
+            for each site one or a tuple of one for each range of noise levels.
+        borders: noise levels between these ranges, ascending. Crossing one makes all lists void: those of a larger
+            limit leave out more than a smaller one allows.
         every: each tile of query rows is measured at least once in so many steps.
         first_steps, last_steps: so many steps of a run have no lists.
         memory: bytes that may be kept in all.
     """
 
     def __init__(
-        self, sites: int, device: torch.device | str, *, limit: float, every: int, first_steps: int = 0,
-        last_steps: int = 0, memory: int = LIMIT_BYTES,
+        self, sites: int, device: torch.device | str, *, limit: float | Sequence[float | tuple[float, ...]],
+        every: int, first_steps: int = 0, last_steps: int = 0, memory: int = LIMIT_BYTES,
+        borders: Sequence[float] = (),
     ) -> None:  # fmt: skip
-        self._sites, self.limit, self.every, self.memory = sites, float(limit), every, memory
+        of_sites = [limit] * sites if isinstance(limit, (int, float)) else limit
+        ranges = len(borders) + 1
+        self.limits = [x if isinstance(x, tuple) else (float(x),) * ranges for x in of_sites]
+        self._sites, self.borders, self.every, self.memory = sites, tuple(borders), every, memory
         self.first_steps, self.last_steps = first_steps, last_steps
         self.reasons: list[dict[str, int]] = [{} for _ in range(sites)]
         self._is_followed = False
@@ -62,7 +71,11 @@ class SkipLists:
         self._is_dense = True
         with torch.inference_mode(False):  # inference tensors could not be written to outside of inference_mode
             self.now = torch.zeros((), dtype=torch.int32, device=device)
-            self.limit_of_step = torch.zeros((), device=device)
+            # of each site in this step; 16 bytes a site: rows are aligned as kernels want it
+            self.limit_of_step = torch.zeros(self._sites, 4, device=device)
+            self._limits = torch.tensor(self.limits, device=device).reshape(self._sites, -1).T.contiguous()
+            self._borders = torch.tensor(self.borders, device=device)
+            self._range = torch.zeros(1, dtype=torch.int64, device=device)
             self.totals = torch.zeros(self._sites, TOTAL_FIELDS, dtype=torch.int64, device=device)
             self.went_back = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -83,6 +96,8 @@ class SkipLists:
     def _look_up(self, site: int, q, k, recipe: str) -> tuple[str, SkipState | None]:
         if not self._is_followed or q.device != self.device:
             return "unfollowed", None
+        if not any(self.limits[site]):
+            return "no_limit", None
         batch, seq_q, heads, head_dim = q.shape
         block = self._blocks.get((head_dim, recipe))
         if block is None:
@@ -104,7 +119,12 @@ class SkipLists:
                 return "memory", None
             with torch.inference_mode(False):
                 self._kept[key] = empty_lists(
-                    *shape, block, every=self.every, now=self.now, limit=self.limit_of_step, totals=self.totals[site]
+                    *shape,
+                    block,
+                    every=self.every,
+                    now=self.now,
+                    limit=self.limit_of_step[site, 0],
+                    totals=self.totals[site],
                 )
             self.nbytes += nbytes
         self._used.add(key)
@@ -126,8 +146,25 @@ class SkipLists:
         """Where the running step is in its run: so many steps before it, and so many left, itself included."""
         dense = taken < self.first_steps or left <= self.last_steps
         if dense != self._is_dense or not self._is_followed:
-            self.limit_of_step.fill_(0.0 if dense else self.limit)
-        self._is_dense, self._is_followed = dense, True
+            self._is_dense, self._is_followed = dense, True
+            self._set_limits()
+
+    def at_level(self, u: float | torch.Tensor) -> None:
+        """The running step is at this noise level."""
+        if not self.borders:
+            return
+        level = u.to(self.device) if isinstance(u, torch.Tensor) and u.is_cuda else float(u)
+        now = (self._borders <= level).sum().reshape(1)
+        self.now.add_((now != self._range)[0] * self.every)
+        self._range.copy_(now)
+        if self._is_followed:
+            self._set_limits()
+
+    def _set_limits(self) -> None:
+        if self._is_dense:
+            self.limit_of_step.zero_()
+        else:
+            self.limit_of_step[:, 0].copy_(self._limits.index_select(0, self._range)[0])
 
     def in_order(self, u_finished: float | torch.Tensor, u_next: float | torch.Tensor) -> None:
         """Steps that go back to a higher noise level make all lists void: what follows is measured anew."""

@@ -265,7 +265,7 @@ def skipping(name: str, width: int = 128):
         warps = 4 if width <= 128 else 8
         facts = read(build(_measure_tiles_kernel, measured, types, TARGETS[name], num_warps=warps))
         yield f"{name}/measure_tiles/{width}/{pv}", {"kernel": "measure_tiles", **facts}
-        facts = read(build(_choose_tiles_kernel, constants | {"AT_ONCE": 128}, types, TARGETS[name], num_warps=4))
+        facts = read(build(_choose_tiles_kernel, constants | {"AT_ONCE": 64}, types, TARGETS[name], num_warps=2))
         yield f"{name}/choose_tiles/{width}/{pv}", {"kernel": "choose_tiles", **facts}
 
 

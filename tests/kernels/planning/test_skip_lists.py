@@ -37,7 +37,8 @@ def test_each_site_shape_and_place_in_the_step_has_lists_of_its_own():
     lists.next_step()
     again = [lists.of(site, tokens(n, b), tokens(n, b)) for site, n, b in wanted]
     assert all(a is b for a, b in zip(found, again, strict=True))
-    assert all(x.now is lists.now and x.limit is lists.limit_of_step for x in found)
+    assert all(x.now is lists.now for x in found)
+    assert [x.limit.data_ptr() for x in found] == [lists.limit_of_step[site].data_ptr() for site, *_ in wanted]
     assert [x.totals.data_ptr() for x in found[:2]] == [lists.totals[0].data_ptr()] * 2
 
 
@@ -48,11 +49,12 @@ def test_Q50_steps_at_the_ends_of_a_run_and_calls_nobody_follows_have_none():
         lists.place(taken, 5 - taken)
         found = lists.of(0, tokens(16), tokens(16))
         assert (found is not None) == (2 <= taken < 4)
-        assert float(lists.limit_of_step) == (pytest.approx(0.1) if 2 <= taken < 4 else 0.0)  # what a graph sees
+        wanted = 0.1 if 2 <= taken < 4 else 0.0
+        assert lists.limit_of_step[:, 0].tolist() == pytest.approx([wanted] * 2)  # what a graph sees
         lists.next_step()
     lists.place(3, 2)
     lists.stop()
-    assert lists.of(1, tokens(16), tokens(16)) is None and float(lists.limit_of_step) == 0
+    assert lists.of(1, tokens(16), tokens(16)) is None and not lists.limit_of_step.any()
     assert [row["dense"] for row in lists.summary()] == [{"unfollowed": 1, "first_last": 3}, {"unfollowed": 1}]
 
 
@@ -121,3 +123,35 @@ def test_lists_can_be_written_outside_of_inference_mode():
         found = lists.of(0, tokens(16), tokens(16))
     for tensor in found.tensors:
         tensor.zero_()
+
+
+def test_sites_have_limits_of_their_own_by_noise_level():
+    lists = SkipLists(3, "cpu", limit=[0.1, (0.2, 0.0), 0.0], every=3, borders=(0.5,))
+    lists.at_level(1.0)
+    lists.place(0, 4)
+    found = [lists.of(site, tokens(16), tokens(16)) for site in range(3)]
+    assert found[2] is None and lists.summary()[2]["dense"] == {"no_limit": 1}
+    seen, now = [], int(lists.now)
+    for taken, level in enumerate((torch.tensor(0.5), 0.49, torch.tensor(0.2), 0.8), start=1):
+        lists.next_step()
+        lists.at_level(level)
+        lists.place(taken, 5 - taken)
+        seen.append((*(float(x.limit) for x in found[:2]), int(lists.now) - now >= 3))
+        now = int(lists.now)
+    small, large = pytest.approx(0.1), pytest.approx(0.2)
+    # at a border all lists are void: those of 0.2 would leave out more than 0 allows
+    assert seen == [(small, 0.0, False), (small, large, True), (small, large, False), (small, 0.0, True)]
+    lists.place(4, 0)
+    assert not lists.limit_of_step.any()
+    lists.stop()
+    lists.at_level(0.1)
+    assert not lists.limit_of_step.any()  # nobody says which step runs
+
+
+@pytest.mark.parametrize("ranges", [1, 4])
+def test_limits_lie_where_kernels_want_them(ranges):
+    borders = (0.2, 0.4, 0.6)[: ranges - 1]
+    lists = SkipLists(3, "cpu", limit=[0.1] * 3, every=3, borders=borders)
+    lists.at_level(0.5)
+    lists.place(0, 4)
+    assert all(lists.of(site, tokens(16), tokens(16)).limit.data_ptr() % 16 == 0 for site in range(3))

@@ -21,6 +21,7 @@ from .operands import load_keys
 
 
 _ROWS = 64  # query rows of a program that measures; a tile of query rows has one to three such parts
+_MOST_PARTS = tl.constexpr(4)
 _WORD = tl.constexpr(skipping.WORD)
 _LEVELS = tl.constexpr(skipping.LEVELS)
 _LARGEST_LEVEL = tl.constexpr(skipping.LARGEST_LEVEL)
@@ -52,8 +53,8 @@ def _scores(q_int, row_scale, codes, k_scales, tile, k_row, seq_kv, BLOCK_N: tl.
 
 @triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "m_tiles", "words", "every"])
 def _measure_tiles_kernel(
-    q_ptr, codes_ptr, k_scale_ptr, q_weight_ptr, lists_ptr, alarms_ptr, clock_ptr, now_ptr, limit_ptr, totals_ptr,
-    due_ptr, levels_ptr, stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, m_tiles, words, every,
+    q_ptr, codes_ptr, k_scale_ptr, q_weight_ptr, lists_ptr, alarms_ptr, clock_ptr, now_ptr, limit_ptr, due_ptr,
+    levels_ptr, losses_ptr, stride_qb, stride_qs, stride_qh, seq_q, seq_kv, heads, group, m_tiles, words, every,
     softmax_scale,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -119,13 +120,9 @@ def _measure_tiles_kernel(
             lost += share * is_skipped.to(tl.float32)
         if not is_void:
             worst = tl.max(lost, 0)
-            is_beyond = worst > limit
-            if is_beyond:
+            tl.store(losses_ptr + tl.program_id(0), worst)
+            if worst > limit:
                 tl.store(alarms_ptr + head_of_batch, call)
-            tl.atomic_add(totals_ptr + _MEASURED, tl.full([], 1, tl.int64), sem=RELAXED)
-            tl.atomic_add(totals_ptr + _BEYOND, is_beyond.to(tl.int64), sem=RELAXED)
-            tl.atomic_add(totals_ptr + _LOST, (worst * _UNITS).to(tl.int64), sem=RELAXED)
-            tl.atomic_max(totals_ptr + _LARGEST, worst.to(tl.int32, bitcast=True).to(tl.int64), sem=RELAXED)
 
 
 @triton.jit
@@ -152,8 +149,8 @@ def _lost_from(least, levels_ptr, n_tiles, parts, PARTS: tl.constexpr, AT_ONCE: 
 
 @triton.jit(do_not_specialize=["seq_q", "seq_kv", "m_tiles", "words", "every"])
 def _choose_tiles_kernel(
-    lists_ptr, bound_ptr, alarms_ptr, clock_ptr, now_ptr, limit_ptr, totals_ptr, due_ptr, levels_ptr, tiles_ptr,
-    numbers_ptr, seq_q, seq_kv, m_tiles, words, every,
+    lists_ptr, bound_ptr, alarms_ptr, clock_ptr, now_ptr, limit_ptr, totals_ptr, due_ptr, levels_ptr, losses_ptr,
+    tiles_ptr, numbers_ptr, seq_q, seq_kv, m_tiles, words, every,
     ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     which = tl.program_id(0)
@@ -209,6 +206,13 @@ def _choose_tiles_kernel(
     close_list(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
     tl.atomic_add(totals_ptr + _TILES, n_tiles.to(tl.int64), sem=RELAXED)
     tl.atomic_add(totals_ptr + _VISITED, (full + partial).to(tl.int64), sem=RELAXED)
+    if is_due & (is_void == 0):  # the list that was replaced was in use: the worst row of all parts
+        part = tl.arange(0, _MOST_PARTS)
+        worst = tl.max(tl.load(losses_ptr + which * PARTS + part, mask=part < parts, other=0.0), 0)
+        tl.atomic_add(totals_ptr + _MEASURED, tl.full([], 1, tl.int64), sem=RELAXED)
+        tl.atomic_add(totals_ptr + _BEYOND, (worst > limit).to(tl.int64), sem=RELAXED)
+        tl.atomic_add(totals_ptr + _LOST, (worst * _UNITS).to(tl.int64), sem=RELAXED)
+        tl.atomic_max(totals_ptr + _LARGEST, worst.to(tl.int32, bitcast=True).to(tl.int64), sem=RELAXED)
 
 
 def launch_skip_tiles(q, prepared: Prepared, skip: SkipState, *, kv_heads: int, seq_kv: int, scale: float, width: int):
@@ -225,20 +229,21 @@ def launch_skip_tiles(q, prepared: Prepared, skip: SkipState, *, kv_heads: int, 
     parts = skip.block_q // rows
     due = buffer(lists, dtype=torch.int32, device=device)
     levels = buffer(lists * parts, n_tiles, dtype=torch.uint8, device=device)
+    losses = buffer(lists * parts, dtype=torch.float32, device=device)
     tiles = buffer(lists, n_tiles, dtype=torch.int32, device=device)
     numbers = buffer(lists, 2, dtype=torch.int32, device=device)
     launch(
         _measure_tiles_kernel, lists * parts,
-        q, prepared.codes, prepared.scale, prepared.q_weight, skip.lists, *skip.tensors[2:], due, levels,
-        q.stride(0), q.stride(1), q.stride(2), seq_q, seq_kv, heads, heads // kv_heads, m_tiles, words, skip.every,
-        float(scale) * LOG2_E,
+        q, prepared.codes, prepared.scale, prepared.q_weight, skip.lists, *skip.tensors[2:6], due,
+        levels, losses, q.stride(0), q.stride(1), q.stride(2), seq_q, seq_kv, heads, heads // kv_heads, m_tiles, words,
+        skip.every, float(scale) * LOG2_E,
         HEAD_DIM=head_dim, WIDTH=width, ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k,
         num_warps=4 if width <= 128 else 8, enable_fp_fusion=False,
     )  # fmt: skip
     launch(
         _choose_tiles_kernel, lists,
-        skip.lists, skip.bound, *skip.tensors[2:], due, levels, tiles, numbers, seq_q, seq_kv, m_tiles, words,
-        skip.every,
-        ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k, AT_ONCE=128, num_warps=4, enable_fp_fusion=False,
+        skip.lists, skip.bound, *skip.tensors[2:], due, levels, losses, tiles, numbers, seq_q, seq_kv, m_tiles,
+        words, skip.every,
+        ROWS=rows, PARTS=parts, BLOCK_N=skip.block_k, AT_ONCE=64, num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return MaskTiles("tiles", tiles=tiles, numbers=numbers, list_strides=(heads * m_tiles, m_tiles, 1))

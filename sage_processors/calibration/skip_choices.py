@@ -1,0 +1,151 @@
+"""How much of its probability each layer may leave out, by noise level: what is tried for skip="temporal".
+
+The whole model runs once without lists and once under each limit, with a probe on. That gives the error that a limit
+adds to a layer's attention, over the steps of each range of noise levels. Of a rung of the ladder every layer has, in
+each range, the largest limit whose added error stays below a bar that falls from rung to rung.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from sage_kernels.recipe import MIXED_RECIPE
+
+from ..options import BY_CALL, SageAttnProcessor
+from .layer_choices import MAX_RUNGS
+
+
+# Per layer and range of noise levels, a limit; 0: nothing is left out.
+Plan = dict[str, tuple[float, ...]]
+
+
+def checked_limits(limits: Any, scalings: Sequence[str], target_psnr: float | None) -> tuple[float, ...]:
+    """Limits to try, largest first. Raises: TypeError, ValueError."""
+    expected = "limits to try, 0 < limit < 1, as a tuple of floats"
+    if isinstance(limits, str) or not all(type(x) is float for x in limits):
+        raise TypeError(f"skip_limits: got {str(limits)[:200]}, expected {expected}")
+    if not all(0 < x < 1 for x in limits):  # not so for NaN either
+        raise ValueError(f"skip_limits: got {str(limits)[:200]}, expected {expected}")
+    if limits and target_psnr is None:
+        raise ValueError("skip_limits: got limits to try without target_psnr, expected it: pictures tell what is lost")
+    if limits and all(scaling in BY_CALL for scaling in scalings):
+        raise ValueError(
+            f"skip_limits: got limits to try with scalings {list(scalings)}, expected one that is planned, such as "
+            '"timestep": lists are kept with what it plans'
+        )
+    return tuple(sorted(set(limits), reverse=True))
+
+
+def can_skip(config: SageAttnProcessor) -> bool:
+    """Whether these options may have lists."""
+    return config.scaling not in BY_CALL and config.recipe != MIXED_RECIPE
+
+
+def skipping(base: SageAttnProcessor, limit: float) -> SageAttnProcessor:
+    """The options with one limit for all layers, but for those that the user gave one."""
+    return dataclasses.replace(base, skip="temporal", skip_limit=limit)
+
+
+def shares_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """{layer: [share of all pairs of tiles left out, share of calls with lists]}, of the rows of reports."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if row["calls"]:
+            listed = max(0.0, 1 - sum(row["dense"].values()) / row["calls"])
+            found.setdefault(row["layer"], []).append((row["skipped_fraction"] * listed, listed))
+    return {
+        layer: [round(sum(column) / len(column), 6) for column in zip(*pairs, strict=True)]
+        for layer, pairs in found.items()
+        if any(left_out for left_out, _ in pairs)
+    }
+
+
+def check_shares(shares: dict[str, Any], remedy: str) -> None:
+    """Raise ValueError unless `shares` is what `shares_of` makes."""
+    for pair in shares.values():
+        if not isinstance(pair, list) or len(pair) != 2 or not all(type(x) is float and 0 <= x <= 1 for x in pair):
+            raise ValueError(f"path: got {str(pair)[:50]} for skipped, expected two shares from 0 to 1; {remedy}")
+
+
+class SkipChoices:
+    """Finds the limits of every layer from what was measured.
+
+    Args:
+        base: options without lists.
+        noise: {limit, 0 for none: {layer: {step as str: (signal, noise)}}}, `layer_choices.sums_by_step`.
+        levels: noise level of every step of a run; () if nobody knows: then there is one range.
+    """
+
+    def __init__(self, base: SageAttnProcessor, noise: dict[float, Any], levels: Sequence[float]) -> None:
+        self._base, self._noise, self._levels = base, noise, levels
+        self.borders = base.skip_noise or self._border()
+        self.limits = sorted((limit for limit in noise if limit), reverse=True)
+        self.layers = sorted(noise[0.0])  # in one order, whether they were measured or read
+        self._errors = {
+            (layer, where, limit): self._added(layer, where, limit)
+            for layer in self.layers
+            for where in range(len(self.borders) + 1)
+            for limit in self.limits
+        }
+
+    def _border(self) -> tuple[float, ...]:
+        """Half-way between the noise levels in the middle of the steps that have lists, if both sides were probed."""
+        listed = sorted(self._levels[self._base.skip_first_steps : len(self._levels) - self._base.skip_last_steps])
+        middle = len(listed) // 2
+        if middle == 0:
+            return ()
+        border = round((listed[middle - 1] + listed[middle]) / 2, 4)
+        probed = {self._level(int(step)) for sums in self._noise[0.0].values() for step in sums}
+        is_between = listed[middle - 1] < border < listed[middle] and min(probed) < border < max(probed)
+        return (border,) if is_between and 0 < border < 1 else ()
+
+    def _level(self, step: int) -> float:
+        return self._levels[min(step, len(self._levels) - 1)]
+
+    def _range(self, step: int) -> int:
+        return sum(border <= self._level(step) for border in self.borders) if self.borders else 0
+
+    def _added(self, layer: str, where: int, limit: float) -> float:
+        """Relative L2 that a limit adds to a layer's attention, over the probed steps of a range."""
+        shares = []
+        for chosen in (limit, 0.0):
+            pairs = [x for step, x in self._noise[chosen].get(layer, {}).items() if self._range(int(step)) == where]
+            signal, noise = (math.fsum(column) for column in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+            shares.append(noise / signal if signal > 0 else 0.0)
+        return math.sqrt(max(0.0, shares[0] - shares[1]))
+
+    def plan(self, bar: float) -> Plan:
+        """Of each layer and range, the largest limit that adds at most this error."""
+        return {
+            layer: tuple(
+                next((limit for limit in self.limits if self._errors[layer, where, limit] <= bar), 0.0)
+                for where in range(len(self.borders) + 1)
+            )
+            for layer in self.layers
+        }
+
+    def options(self, plan: Plan) -> SageAttnProcessor:
+        """The base's options with a plan's limits: the most frequent one is that of all layers without their own."""
+        whole = {layer: limits[0] if len(set(limits)) == 1 else limits for layer, limits in plan.items()}
+        single = [limit for limit in whole.values() if isinstance(limit, float) and limit]
+        usual = max(sorted(set(single)), key=single.count) if single else max(max(x) for x in plan.values())
+        own = tuple((glob.escape(layer), limit) for layer, limit in whole.items() if limit != usual)
+        needs_borders = self._base.skip_noise or any(isinstance(limit, tuple) for _, limit in own)
+        return dataclasses.replace(
+            skipping(self._base, usual),
+            layer_skip_limit=(*self._base.layer_skip_limit, *own),
+            skip_noise=self.borders if needs_borders else (),
+        )
+
+    def ladder(self) -> list[SageAttnProcessor]:
+        """Options that add a smaller and smaller error to the worst layer; the last ones leave out next to nothing."""
+        errors = sorted({error for error in self._errors.values() if error > 0}, reverse=True)
+        bars = [math.inf, *(math.nextafter(error, 0.0) for error in errors)]
+        if len(bars) > MAX_RUNGS:
+            bars = [bars[i * (len(bars) - 1) // (MAX_RUNGS - 1)] for i in range(MAX_RUNGS)]
+        plans = [plan for plan in map(self.plan, bars) if any(any(limits) for limits in plan.values())]
+        return list(dict.fromkeys(map(self.options, plans)))

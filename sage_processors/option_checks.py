@@ -1,0 +1,103 @@
+"""What options are asked: their types and ranges, with messages that say what was got and what is expected."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+
+def number(config: Any, name: str, expected: str) -> float:
+    value: object = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}")
+    if not abs(value) <= sys.float_info.max:  # an int may be beyond it
+        raise ValueError(f"{name}: got {short(value)}, expected {expected}, finite")
+    return value
+
+
+def short(number: int | float) -> str:
+    """A number for a message: not all the digits of an int that has thousands."""
+    if isinstance(number, int) and number.bit_length() > 100:
+        return f"an int of {number.bit_length()} bits"
+    return str(number)
+
+
+def whole(config: Any, name: str, least: int) -> None:
+    value = getattr(config, name)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= {least}")
+    if not least <= value < 2**63:
+        raise ValueError(f"{name}: got {short(value)}, expected at least {least}, and an int64")
+
+
+def patterns(name: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
+        raise TypeError(f"{name}: got {value!r}, expected a tuple of layer names or patterns")
+    return tuple(value)
+
+
+def span(name: str, value: Any) -> tuple[float, ...]:
+    """() or (low, high), floats with 0 <= low < high <= 1."""
+    expected = "() or (low, high), noise levels from 0 to 1"
+    if not isinstance(value, (tuple, list)) or len(value) not in (0, 2):
+        raise TypeError(f"{name}: got {value!r}, expected {expected}")
+    if any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in value):
+        raise TypeError(f"{name}: got {value!r}, expected {expected}")
+    if value and not 0 <= value[0] < value[1] <= 1:  # not so for NaN either
+        got = ", ".join(short(x) for x in value)
+        raise ValueError(f"{name}: got ({got}), expected {expected}, low < high")
+    return tuple(float(x) for x in value)
+
+
+def pairs(name: str, value: object) -> tuple[tuple[str, object], ...]:
+    """(layer pattern, value of the option `name` without its "layer_") pairs."""
+    found = tuple(tuple(x) if isinstance(x, (tuple, list)) else x for x in _items(value))
+    if not all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in found):
+        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
+    if name == "layer_keep_noise":
+        return tuple((pattern, span(name, given)) for pattern, given in found)
+    if not all(isinstance(x, str) for _, x in found):
+        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
+    return found
+
+
+def limits(name: str, value: Any, ranges: int) -> tuple[tuple[str, float | tuple[float, ...]], ...]:
+    """(layer pattern, limit) pairs; a limit is a share of probability, 0 <= limit < 1, or one for each range."""
+    found: list[tuple[str, float | tuple[float, ...]]] = []
+    expected = f"a dict or pairs of (layer pattern, limit or tuple of {ranges} limits), 0 <= limit < 1"
+    for pair in _items(value):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise TypeError(f"{name}: got {str(value)[:200]}, expected {expected}")
+        pattern, given = pair
+        many = isinstance(given, (tuple, list))
+        for limit in given if many else (given,):
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+                raise TypeError(f"{name}: got {str(limit)[:200]!r}, expected {expected}")
+            if not 0 <= limit < 1:  # not so for NaN either
+                raise ValueError(f"{name}: got {short(limit)}, expected {expected}")
+        if many and len(given) != ranges:
+            raise ValueError(
+                f"{name}: got {len(given)} limits of {pattern[:200]!r}, expected one, or one for each of the {ranges} "
+                "ranges between the borders of skip_noise"
+            )
+        found.append((pattern, tuple(float(limit) for limit in given) if many else float(given)))
+    return tuple(found)
+
+
+def borders(name: str, value: Any, most: int) -> tuple[float, ...]:
+    """Noise levels, ascending, 0 < level < 1, at most so many."""
+    expected = f"up to {most} noise levels between 0 and 1, ascending"
+    if not isinstance(value, (tuple, list)) or not all(type(x) in (int, float) for x in value):
+        raise TypeError(f"{name}: got {str(value)[:200]}, expected a tuple of {expected}")
+    found = tuple(value)
+    ascends = all(a < b for a, b in zip((0.0, *found), (*found, 1.0), strict=True))
+    if len(found) > most or not ascends:  # not so for NaN either
+        raise ValueError(f"{name}: got ({', '.join(short(x) for x in found[:5])}), expected {expected}")
+    return tuple(float(x) for x in found)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.items()
+    return value if isinstance(value, (tuple, list)) else (value,)
