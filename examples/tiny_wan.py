@@ -8,6 +8,7 @@ captions' words, and flow matching. A clip of 17 frames of 64x64 pixels is 576 t
 from __future__ import annotations
 
 import torch
+import whole_clips
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from tiny_models import t5_tokenizer
 from tiny_videos import captions
@@ -78,7 +79,7 @@ def build(size: str = "full") -> WanPipeline:
     return WanPipeline(
         tokenizer=tokenizer,
         text_encoder=UMT5EncoderModel(text),
-        vae=vae,
+        vae=whole_clips.prepare(vae),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
         transformer=transformer,
     )
@@ -103,15 +104,22 @@ def start_without_noise(vae: AutoencoderKLWan) -> None:
 
 def encode(vae: AutoencoderKLWan, clips: torch.Tensor) -> torch.Tensor:
     """Latents as the transformer sees them, fp32 [B, 8, t, h, w], of clips [B, 3, 1 + 4·n, H, W] in [-1, 1]."""
-    latents = vae.encode(clips).latent_dist.mode().float()
-    mean, std = (torch.tensor(x, device=latents.device).view(1, -1, 1, 1, 1) for x in statistics(vae))
-    return (latents - mean) / std
+    latents, _ = whole_clips.moments(vae, clips)
+    mean, std = _statistics(vae, latents.device)
+    return (latents.float() - mean) / std
 
 
 def decode(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
     """Clips [B, 3, T, H, W] in [-1, 1] of what `encode` returned."""
-    mean, std = (torch.tensor(x, device=latents.device).view(1, -1, 1, 1, 1) for x in statistics(vae))
-    return vae.decode(latents * std + mean, return_dict=False)[0]
+    mean, std = _statistics(vae, latents.device)
+    return whole_clips.decode(vae, latents * std + mean).clamp(-1, 1)
+
+
+def latent_shape(clips: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the latents of clips [B, 3, T, H, W]."""
+    batch, _, frames, height, width = clips
+    latent_frames = 1 + (frames - 1) // FRAME_SCALE
+    return batch, LATENT_CHANNELS, latent_frames, height // PIXEL_SCALE, width // PIXEL_SCALE
 
 
 def statistics(vae: AutoencoderKLWan) -> tuple[list[float], list[float]]:
@@ -119,6 +127,11 @@ def statistics(vae: AutoencoderKLWan) -> tuple[list[float], list[float]]:
     return vae.config.latents_mean, vae.config.latents_std
 
 
+def _statistics(vae: AutoencoderKLWan, device: torch.device) -> list[torch.Tensor]:
+    return [torch.tensor(values, device=device).view(1, -1, 1, 1, 1) for values in statistics(vae)]
+
+
 def text_states(encoder: UMT5EncoderModel, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """What WanPipeline hands to its transformer, fp32 [B, S, 64]: zeros where there is no text."""
-    return encoder(ids, mask).last_hidden_state.float() * mask[..., None]
+    # a mask of this shape is taken as it is; of a smaller one the encoder asks the device whether it says anything
+    return encoder(ids, mask[:, None, None].bool()).last_hidden_state.float() * mask[..., None]

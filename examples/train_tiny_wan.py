@@ -21,6 +21,7 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ import tiny_videos
 import tiny_wan
 import torch
 import torch.nn.functional as F
+import whole_clips
+from graphed_step import GraphedStep, cuda_graph
+from latent_pool import LatentPool
 from tiny_checkpoint import Checkpoint, compile_blocks, copy_into, moments, put_moments
 from tiny_video_check import obeyed
 from tiny_wan_check import check_folder, pack
@@ -46,20 +50,18 @@ class Clips(NamedTuple):
     pool: int
 
 
-# the same number of tokens per step but for the largest one's attention: 73,728, 73,728 and 69,632
+# 36,864 and 26,112 tokens per step: a model this small gains more from steps than from clips in a step
 CLIPS = {
-    "full": {"small": Clips(64, 17, 128, 32768), "wide": Clips(128, 17, 32, 8192), "long": Clips(128, 33, 16, 4096)},
+    "full": {"small": Clips(64, 17, 64, 16384), "long": Clips(128, 33, 6, 2048)},
     "probe": {"small": Clips(32, 9, 16, 2048)},
 }
-PATTERN = {
-    "full": ("small", "wide", "small", "long"),
-    "probe": ("small",),
-}  # sizes of the transformer's steps, in turn
-# The VAE runs frame by frame, thousands of small kernels a step, so its clips are short; the larger ones are there for
-# its attention over the picture and for what frames carry to later ones
-VAE_CLIPS = {"full": (Clips(64, 9, 64, 0),) * 3 + (Clips(128, 17, 8, 0),), "probe": (Clips(32, 9, 8, 0),)}
+PATTERN = {"full": ("small", "small", "long"), "probe": ("small",)}  # sizes of the transformer's steps, in turn
+# Short clips say as much about edges; the larger ones are there for attention over the picture and for what frames
+# carry to later ones
+VAE_CLIPS = {"full": (Clips(64, 9, 32, 0),) * 3 + (Clips(128, 17, 4, 0),), "probe": (Clips(32, 9, 8, 0),)}
 SIMPLE = ("probe",)  # sizes that see simple scenes only
-REFRESH = 5000  # steps for which a pool of latents serves
+POOL_CHUNK = {"small": 64, "long": 8}  # clips that are encoded at once
+RENEW_EVERY = 20  # steps after which a chunk of each pool is drawn anew
 PEAK_RATE = {"vae": 1.5e-3, "denoiser": 1e-3}
 WARM_UP = 200  # steps
 TIMED_FROM, TIMED = 100, 80  # the steps of a stage that say how many fit; kernels are compiled and chosen before
@@ -94,7 +96,6 @@ class Trainer:
         self.state["seed"] = args.seed
         self.loaded: dict[str, list[torch.Tensor]] = {}
         self.generator = torch.Generator(self.device)
-        self.pools: dict[str, tuple] = {}
         self.checkpoint = Checkpoint(self.work, STAGES)
         if self.checkpoint.exists:
             self.load()
@@ -116,7 +117,8 @@ class Trainer:
         return self.generator.manual_seed(seed_of(self.args.seed, *parts))
 
     def autocast(self):
-        return torch.autocast("cuda", torch.bfloat16) if self.on_gpu else nullcontext()
+        # without its cache of weights: a captured step would find them cast once and for all
+        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if self.on_gpu else nullcontext()
 
     def save(self, groups: dict[str, list[torch.Tensor]]) -> None:
         if self.state["stage"] != "vae":
@@ -141,9 +143,19 @@ class Trainer:
         self.loaded = {part: [x.to(self.device) for x in groups[part]] for part in PARTS[1:] if part in groups}
         print(f"resumed: stage {self.state['stage']}, step {self.state['step']}, {self.state['used']:.0f} s used")
 
-    def run_stage(self, end_s: float, steps: int, loss_of_step) -> bool:
-        """Optimise `parameters()` for `steps`, or as many as fit until `end_s` of the budget; False: session over."""
+    def run_stage(
+        self,
+        end_s: float,
+        steps: int,
+        inputs: Callable[[int], dict[str, torch.Tensor]],
+        loss_of: Callable[..., torch.Tensor],
+    ) -> bool:
+        """Optimise `parameters()` for `steps`, or as many as fit until `end_s` of the budget; False: session over.
+
+        Args: inputs: of a step, whose loss is `loss_of(**inputs(step))`, on a GPU as a CUDA graph.
+        """
         stage, params = self.state["stage"], self.parameters()
+        gradients = GraphedStep(params, loss_of, cuda_graph if self.on_gpu and self.args.graph else None)
         optimizer = torch.optim.AdamW(
             params, lr=0.0, betas=(0.9, 0.99), weight_decay=0.01, foreach=not self.on_gpu, fused=self.on_gpu
         )
@@ -167,15 +179,13 @@ class Trainer:
             rate = self.rate(stage, step, planned)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = loss_of_step(step)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss = gradients(**inputs(step))
             torch.nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
             decay = min(EMA_DECAY, (1 + step) / (10 + step))
             torch._foreach_lerp_(average, [p.detach() for p in params], 1 - decay)
             self.state["step"] = step + 1
-            total, counted = total + loss.detach(), counted + 1
+            total, counted = total + loss, counted + 1
             if not planned and step + 1 == timed_from:
                 total.item()  # all work so far is done
                 timed_at = time.monotonic()
@@ -195,6 +205,8 @@ class Trainer:
                     raise RuntimeError(f"the loss is {mean}: delete {self.work} and start again with another --seed")
                 total, counted, since = torch.zeros((), device=self.device), 0, time.monotonic()
         copy_into(params, average)
+        for parameter in params:
+            parameter.grad = None  # the graphs' memory goes with them
         return True
 
     @staticmethod
@@ -237,20 +249,21 @@ class Trainer:
         self.vae.train()
         pattern = VAE_CLIPS[self.args.size]
 
-        def loss_of_step(step: int) -> torch.Tensor:
+        @torch.no_grad()
+        def inputs(step: int) -> dict[str, torch.Tensor]:
             size = pattern[step % len(pattern)]
-            batch = self.args.batch or size.batch
-            with torch.no_grad():
-                images, _ = self.clips(size, batch, "vae", step)
+            images, _ = self.clips(size, self.args.batch or size.batch, "vae", step)
+            shape = tiny_wan.latent_shape(images.shape)
+            return {"images": images, "noise": torch.randn(shape, device=self.device, generator=self.generator)}
+
+        def loss_of(images: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
             with self.autocast():
-                posterior = self.vae.encode(images).latent_dist
-                noise = torch.randn(posterior.mean.shape, device=self.device, generator=self.generator)
-                mean, logvar = posterior.mean.float(), posterior.logvar.float()
-                output = self.vae.decode(mean + (0.5 * logvar).exp() * noise, return_dict=False)[0].float()
+                mean, logvar = (part.float() for part in whole_clips.moments(self.vae, images))
+                output = whole_clips.decode(self.vae, mean + (0.5 * logvar).exp() * noise).float()
             divergence = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
             return F.mse_loss(output, images) + L1_WEIGHT * F.l1_loss(output, images) + KL_WEIGHT * divergence
 
-        if not self.run_stage(VAE_SHARE * 60 * self.args.minutes, self.args.vae_steps, loss_of_step):
+        if not self.run_stage(VAE_SHARE * 60 * self.args.minutes, self.args.vae_steps, inputs, loss_of):
             return False
         self.vae.eval()
         self.measure_latents(CLIPS[self.args.size]["small"])
@@ -275,20 +288,19 @@ class Trainer:
         self.state["vae_obeyed"] = {k: round(sum(v) / batch, 4) for k, v in obeyed(again, scene).items()}
         print(f"[vae] {self.state['vae_psnr_db']} dB PSNR, obeyed {self.state['vae_obeyed']}; std {std}", flush=True)
 
-    @torch.no_grad()
-    def pool(self, name: str, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents fp16 [pool, 8, t, h, w] of clips, and the rows of their captions; made anew for every epoch."""
-        if name not in self.pools or self.pools[name][0] != epoch:
-            self.pools.pop(name, None)
-            size, latents, rows = CLIPS[self.args.size][name], [], []
-            count = self.args.clips or size.pool
-            for start in range(0, count, size.batch):
-                drawn, scene = self.clips(size, min(size.batch, count - start), "pool", name, epoch, start)
-                with self.autocast():
-                    latents.append(tiny_wan.encode(self.vae, drawn).half())
-                rows.append(scene.caption_index())
-            self.pools[name] = (epoch, torch.cat(latents), torch.cat(rows))
-        return self.pools[name][1:]
+    def pool(self, name: str) -> LatentPool:
+        """Latents fp16 [pool, 8, t, h, w] of clips, and the rows of their captions."""
+        size = CLIPS[self.args.size][name]
+        count = self.args.clips or size.pool
+        chunk = min(count, POOL_CHUNK[name])
+
+        @torch.no_grad()
+        def make(place: int, renewal: int) -> tuple[torch.Tensor, torch.Tensor]:
+            drawn, scene = self.clips(size, chunk, "pool", name, place, renewal)
+            with self.autocast():
+                return tiny_wan.encode(self.vae, drawn).half(), scene.caption_index()
+
+        return LatentPool(make, -(-count // chunk), RENEW_EVERY)
 
     def train_denoiser(self) -> bool:
         self.vae.eval().requires_grad_(False)
@@ -300,9 +312,12 @@ class Trainer:
         tokens = self.pipe.tokenizer(words, padding="max_length", max_length=tiny_wan.TEXT_TOKENS, return_tensors="pt")
         ids, masks = tokens.input_ids.to(self.device), tokens.attention_mask.to(self.device)
 
-        def loss_of_step(step: int) -> torch.Tensor:
+        pools = {name: self.pool(name) for name in dict.fromkeys(pattern)}
+
+        @torch.no_grad()
+        def inputs(step: int) -> dict[str, torch.Tensor]:
             name = pattern[step % len(pattern)]
-            latents, rows = self.pool(name, step // REFRESH)
+            latents, rows = pools[name].at(step)
             batch, generator = self.args.batch or sizes[name].batch, self.random("denoiser", step)
 
             def uniform(*shape: int) -> torch.Tensor:
@@ -319,14 +334,16 @@ class Trainer:
             shift = sizes[name].pixels / sizes["small"].pixels
             sigma = shift * sigma / (1 + (shift - 1) * sigma)
             x = latents[pick].float()
-            noise = normal(*x.shape)
+            return {"x": x, "noise": normal(*x.shape), "sigma": sigma, "ids": ids[row], "mask": masks[row]}
+
+        def loss_of(x, noise, sigma, ids, mask) -> torch.Tensor:
             level = sigma.view(-1, 1, 1, 1, 1)
             with self.autocast():
-                text = tiny_wan.text_states(self.text, ids[row], masks[row])
+                text = tiny_wan.text_states(self.text, ids, mask)
                 output = self.denoiser((1 - level) * x + level * noise, 1000 * sigma, text, return_dict=False)[0]
             return F.mse_loss(output.float(), noise - x)
 
-        if not self.run_stage(60 * self.args.minutes - FINISH_S, self.args.steps, loss_of_step):
+        if not self.run_stage(60 * self.args.minutes - FINISH_S, self.args.steps, inputs, loss_of):
             return False
         self.next_stage()
         return True
@@ -376,6 +393,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="train without torch.compile")
+    parser.add_argument("--no-graph", dest="graph", action="store_false", help="train without CUDA graphs")
     args = parser.parse_args()
     args.workdir.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")

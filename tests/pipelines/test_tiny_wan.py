@@ -142,7 +142,7 @@ def arguments(work, **options) -> argparse.Namespace:
     chosen = {
         "workdir": work, "minutes": 1.0, "session_minutes": math.inf, "vae_steps": 10, "steps": 20, "size": "probe",
         "batch": 2, "clips": 4, "check": 2, "check_steps": 2, "out": work / "tiny_wan", "device": "cpu", "seed": 0,
-        "compile": False,
+        "compile": False, "graph": False,
     }  # fmt: skip
     return argparse.Namespace(**chosen | options)
 
