@@ -65,11 +65,13 @@ RENEW_EVERY = 20  # steps after which a chunk of each pool is drawn anew
 PEAK_RATE = {"vae": 1.5e-3, "denoiser": 1e-3}
 WARM_UP = 200  # steps
 TIMED_FROM, TIMED = 100, 80  # the steps of a stage that say how many fit; kernels are compiled and chosen before
-VAE_SHARE = 0.25  # of the budget
-FINISH_S, RESTART_S = 75.0, 75.0  # kept back for saving and checking; what a session costs before its first step
+VAE_SHARE = 0.22  # of the budget
+FINISH_S, RESTART_S = 70.0, 35.0  # kept back for saving and checking; what a session costs before its first step
+SLACK = 0.03  # of the time that a stage has left when it is planned
 EMPTY_PROMPT_SHARE = 0.1  # trained on "" for classifier-free guidance
 KL_WEIGHT, L1_WEIGHT = 1e-4, 0.2
 EMA_DECAY = 0.999
+LATE_S = 10.0  # after its end, a stage whose steps became slower ends without the rest of its plan
 SAVE_EVERY_S, LOG_EVERY = 120.0, 20
 STAGES = ("vae", "denoiser", "done")
 PARTS = ("weights", "average", "first_moment", "second_moment")  # a file each
@@ -167,6 +169,7 @@ class Trainer:
         if steps:
             self.state["planned"][stage] = steps
         planned = self.state["planned"].get(stage, 0)
+        timed = not steps
         total, counted, since = torch.zeros((), device=self.device), 0, time.monotonic()
         timed_from, timed_at = self.state["step"] + TIMED_FROM, 0.0
         while not planned or self.state["step"] < planned:
@@ -204,6 +207,9 @@ class Trainer:
                 if not math.isfinite(mean):
                     raise RuntimeError(f"the loss is {mean}: delete {self.work} and start again with another --seed")
                 total, counted, since = torch.zeros((), device=self.device), 0, time.monotonic()
+                if timed and planned and self.used() > end_s + LATE_S:
+                    print(f"[{stage}] steps became slower: {self.state['step']} of {planned}, averaged", flush=True)
+                    self.state["planned"][stage] = planned = self.state["step"]
         copy_into(params, average)
         for parameter in params:
             parameter.grad = None  # the graphs' memory goes with them
@@ -221,7 +227,7 @@ class Trainer:
         left, session = end_s - self.used(), self.args.session_minutes * 60
         later = max(0.0, left - (session - (time.monotonic() - self.began)))
         left -= RESTART_S * math.ceil(later / session) if later else 0.0
-        planned = self.state["step"] + max(1, int(left / seconds))
+        planned = self.state["step"] + max(1, int(left * (1 - SLACK) / seconds))
         self.state["planned"][self.state["stage"]] = planned
         print(f"[{self.state['stage']}] {1e3 * seconds:.1f} ms/step: {planned} steps fit", flush=True)
         return planned
