@@ -17,8 +17,9 @@ class GraphedStep:
     """Calls `loss(**inputs)`, and leaves its gradients in the parameters' `grad`; returns the loss, detached.
 
     With `record` (`cuda_graph`) each kind of inputs (their shapes) is captured when it first comes, and later calls
-    copy theirs into the captured ones and replay. What `loss` reads of anything else is frozen, but for what is changed
-    in place, as optimizers change weights. Where capturing raises, a line says so and all steps are eager from then on.
+    copy theirs into the captured ones and replay. What `loss` reads of anything else is frozen, but for what is
+    changed in place, as optimizers change weights. Where capturing raises, a line says so and all steps are eager from
+    then on.
 
     Loss and gradients are those of the newest call: the next one overwrites them.
     """

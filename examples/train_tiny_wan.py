@@ -1,14 +1,16 @@
 """Train `tiny_wan`, a text-to-video pipeline, from scratch on drawn clips, and save it as a diffusers folder.
 
-    python examples/train_tiny_wan.py --workdir build/tiny_wan --session-minutes 8.3     # again, until it says "done"
+    python examples/train_tiny_wan.py --workdir build/tiny_wan --session-minutes 4.6     # again, until it says "done"
     python examples/train_tiny_wan.py --workdir build/probe --size probe --vae-steps 600 --steps 4000    # on a CPU
     … --size probe --vae-steps 300 --steps 500 --clips 1 --batch 4                                    # learns one clip
 
 First the VAE, then the transformer together with its text encoder on latents that are encoded in advance, then saving,
 sampling and checking. `--minutes` is the budget over all sessions; how many steps fit is measured once, in the first
-steps of a stage, and then part of the checkpoint. Clips, noise and order are a function of the seed and the step. A
-session that goes on from a checkpoint does what an uninterrupted one does: to the bit where the device's kernels
-repeat (a CPU's do; a GPU's attention and convolutions may add in another order).
+steps of a stage, and then part of the checkpoint. On a GPU a step is a CUDA graph for each size (graphed_step.py).
+
+Clips, noise and order are a function of the seed and the step. A session that goes on from a checkpoint does what an
+uninterrupted one does: to the bit where the device's kernels repeat (a CPU's do; a GPU's attention and convolutions
+may add in another order).
 
 The work folder holds state.json, log.jsonl (losses), the checkpoint in files below 16 MB, and at the end tiny_wan.tar,
 check.json (how many prompts were obeyed) and sheet.png.
@@ -24,7 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tiny_videos
 import tiny_wan
@@ -35,38 +37,20 @@ from graphed_step import GraphedStep, cuda_graph
 from latent_pool import LatentPool
 from tiny_checkpoint import Checkpoint, compile_blocks, copy_into, moments, put_moments
 from tiny_video_check import obeyed
-from tiny_wan_check import check_folder, pack
+from tiny_wan_check import check_folder, pack, save_pipeline
+from tiny_wan_sizes import CLIPS, PATTERN, POOL_CHUNK, VAE_CLIPS, Clips
 
 from sage_processors import pipelines
 from sage_processors.whole_file import write_whole
 
 
-class Clips(NamedTuple):
-    """A size of clips: pixels a side, frames, clips per step, clips kept as latents."""
-
-    pixels: int
-    frames: int
-    batch: int
-    pool: int
-
-
-# 36,864 and 26,112 tokens per step: a model this small gains more from steps than from clips in a step
-CLIPS = {
-    "full": {"small": Clips(64, 17, 64, 16384), "long": Clips(128, 33, 6, 2048)},
-    "probe": {"small": Clips(32, 9, 16, 2048)},
-}
-PATTERN = {"full": ("small", "small", "long"), "probe": ("small",)}  # sizes of the transformer's steps, in turn
-# Short clips say as much about edges; the larger ones are there for attention over the picture and for what frames
-# carry to later ones
-VAE_CLIPS = {"full": (Clips(64, 9, 32, 0),) * 3 + (Clips(128, 17, 4, 0),), "probe": (Clips(32, 9, 8, 0),)}
 SIMPLE = ("probe",)  # sizes that see simple scenes only
-POOL_CHUNK = {"small": 64, "long": 8}  # clips that are encoded at once
 RENEW_EVERY = 20  # steps after which a chunk of each pool is drawn anew
 PEAK_RATE = {"vae": 1.5e-3, "denoiser": 1e-3}
 WARM_UP = 200  # steps
 TIMED_FROM, TIMED = 100, 80  # the steps of a stage that say how many fit; kernels are compiled and chosen before
 VAE_SHARE = 0.22  # of the budget
-FINISH_S, RESTART_S = 70.0, 35.0  # kept back for saving and checking; what a session costs before its first step
+FINISH_S, RESTART_S = 60.0, 35.0  # kept back for saving and checking; what a session costs before its first step
 SLACK = 0.03  # of the time that a stage has left when it is planned
 EMPTY_PROMPT_SHARE = 0.1  # trained on "" for classifier-free guidance
 KL_WEIGHT, L1_WEIGHT = 1e-4, 0.2
@@ -344,8 +328,8 @@ class Trainer:
 
         def loss_of(x, noise, sigma, ids, mask) -> torch.Tensor:
             level = sigma.view(-1, 1, 1, 1, 1)
+            text = tiny_wan.text_states(self.text, ids, mask)  # fp32: small, and what tells words apart may be, too
             with self.autocast():
-                text = tiny_wan.text_states(self.text, ids, mask)
                 output = self.denoiser((1 - level) * x + level * noise, 1000 * sigma, text, return_dict=False)[0]
             return F.mse_loss(output.float(), noise - x)
 
@@ -357,13 +341,7 @@ class Trainer:
     def finish(self) -> None:
         """Save the averaged weights in fp16, load the folder again, and look at what it draws."""
         folder = self.args.out or pipelines.folder(tiny_wan.NAME)
-        for module in (self.vae, self.text, self.denoiser):
-            module.to("cpu", torch.float16).eval().requires_grad_(False)
-        self.pipe.save_pretrained(folder)
-        path = (
-            folder / "text_encoder" / "config.json"
-        )  # transformers loads in the dtype it reads here, diffusers in fp32
-        path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "float32"}, indent=2) + "\n")
+        save_pipeline(self.pipe, folder)
         pack(folder, self.work / f"{tiny_wan.NAME}.tar")
         sizes = {name: (size.pixels, size.frames) for name, size in CLIPS[self.args.size].items()}
         result = {key: self.state[key] for key in ("vae_psnr_db", "vae_obeyed", "planned")}
@@ -384,7 +362,7 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True, help="checkpoint, log, and what comes out at the end")
-    parser.add_argument("--minutes", type=float, default=16.5, help="budget over all sessions")
+    parser.add_argument("--minutes", type=float, default=9.2, help="budget over all sessions")
     parser.add_argument("--session-minutes", type=float, default=math.inf, help="stop here and leave a checkpoint")
     parser.add_argument("--vae-steps", type=int, default=0, help="train the VAE for so many steps; 0: what fits")
     parser.add_argument("--steps", type=int, default=0, help="train the transformer for so many steps; 0: what fits")
