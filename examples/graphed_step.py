@@ -82,7 +82,10 @@ def cuda_graph(run: Run, parameters: Sequence[torch.nn.Parameter]) -> Recorded:
     for parameter in parameters:
         parameter.grad = None
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        loss = run()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            loss = run()
+    finally:
+        torch.cuda.set_stream(current)  # a capture that fails leaves its own
     torch.cuda.synchronize()
     return loss, [parameter.grad for parameter in parameters], graph.replay

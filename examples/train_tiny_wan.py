@@ -46,7 +46,7 @@ from sage_processors.whole_file import write_whole
 
 SIMPLE = ("probe",)  # sizes that see simple scenes only
 RENEW_EVERY = 20  # steps after which a chunk of each pool is drawn anew
-PEAK_RATE = {"vae": 1.5e-3, "denoiser": 1e-3}
+PEAK_RATE = {"vae": 3e-3, "denoiser": 1e-3}
 WARM_UP = 200  # steps
 TIMED_FROM, TIMED = 100, 80  # the steps of a stage that say how many fit; kernels are compiled and chosen before
 VAE_SHARE = 0.22  # of the budget
@@ -295,6 +295,7 @@ class Trainer:
     def train_denoiser(self) -> bool:
         self.vae.eval().requires_grad_(False)
         self.denoiser.train(), self.text.train()
+        self.text.set_attn_implementation("eager")  # whose bias for relative places certainly has a gradient
         if self.args.compile and self.on_gpu:
             compile_blocks(self.denoiser.blocks)
         sizes, pattern = CLIPS[self.args.size], PATTERN[self.args.size]
