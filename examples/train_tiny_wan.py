@@ -268,7 +268,7 @@ class Trainer:
         """
         batch = min(64, size.batch)
         drawn = [self.clips(size, batch, "statistics", part) for part in range(16 if self.on_gpu else 2)]
-        latents = torch.cat([self.vae.encode(clips).latent_dist.mode().float() for clips, _ in drawn])
+        latents = torch.cat([whole_clips.moments(self.vae, clips)[0].float() for clips, _ in drawn])
         channels = latents.transpose(0, 1).flatten(1)
         mean, std = ([round(x, 6) for x in values.tolist()] for values in (channels.mean(1), channels.std(1)))
         self.vae.register_to_config(latents_mean=mean, latents_std=std)

@@ -50,6 +50,31 @@ def test_a_whole_clip_is_what_diffusers_makes_of_its_frames(pipe, frames):
     torch.testing.assert_close(drawn, pipe.vae.decode(latents).sample, rtol=1e-4, atol=1e-5)
 
 
+def test_a_whole_clip_has_the_gradients_of_its_frames(pipe):
+    vae, clips = pipe.vae, torch.rand(1, 3, 5, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    weight = torch.randn(clips.shape, generator=torch.Generator().manual_seed(1))
+
+    def gradients(drawn):
+        vae.zero_grad()
+        (drawn * weight).sum().backward()
+        return torch.cat([p.grad.flatten().clone() for p in vae.parameters()])
+
+    drawn = whole_clips.decode(vae, whole_clips.moments(vae, clips)[0])
+    weight *= drawn.abs() < 1  # theirs ends there
+    ours = gradients(drawn)
+    theirs = gradients(vae.decode(vae.encode(clips).latent_dist.mode()).sample)
+    assert (ours - theirs).norm() < 1e-4 * theirs.norm()
+
+
+def test_the_text_encoder_starts_with_whose_colour_a_colour_is(pipe):
+    words = ["a red star bouncing on a blue background", "a blue star bouncing on a red background"]
+    tokens = pipe.tokenizer(words, padding="max_length", max_length=tiny_wan.TEXT_TOKENS, return_tensors="pt")
+    with torch.no_grad():
+        states = tiny_wan.text_states(pipe.text_encoder, tokens.input_ids, tokens.attention_mask)
+    assert tokens.input_ids[0, 1] == tokens.input_ids[1, 6]  # red: of the star, of the background
+    assert torch.cosine_similarity(states[0, 1], states[1, 6], dim=0) < 0.9
+
+
 def test_text_states_are_those_of_the_pipeline(pipe):
     words = ["a red square moving left behind a blue bar on a white background", "a cyan ring bouncing", ""]
     theirs, _ = pipe.encode_prompt(
