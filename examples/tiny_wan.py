@@ -7,8 +7,8 @@ captions' words, and flow matching. A clip of 17 frames of 64x64 pixels is 576 t
 
 from __future__ import annotations
 
+import tiny_whole_clips as whole_clips
 import torch
-import whole_clips
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanAttentionBlock, WanResidualBlock
 from tiny_models import t5_tokenizer

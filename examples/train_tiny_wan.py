@@ -6,7 +6,7 @@
 
 First the VAE, then the transformer together with its text encoder on latents that are encoded in advance, then saving,
 sampling and checking. `--minutes` is the budget over all sessions; how many steps fit is measured once, in the first
-steps of a stage, and then part of the checkpoint. On a GPU a step is a CUDA graph for each size (graphed_step.py).
+steps of a stage, and then part of the checkpoint. On a GPU a step is a CUDA graph, one for each size of clips.
 
 Clips, noise and order are a function of the seed and the step. A session that goes on from a checkpoint does what an
 uninterrupted one does: to the bit where the device's kernels repeat (a CPU's do; a GPU's attention and convolutions
@@ -30,12 +30,12 @@ from typing import Any
 
 import tiny_videos
 import tiny_wan
+import tiny_whole_clips as whole_clips
 import torch
 import torch.nn.functional as F
-import whole_clips
-from graphed_step import GraphedStep, cuda_graph
-from latent_pool import LatentPool
 from tiny_checkpoint import Checkpoint, compile_blocks, copy_into, moments, put_moments
+from tiny_graphed_step import GraphedStep, cuda_graph
+from tiny_latent_pool import LatentPool
 from tiny_video_check import obeyed
 from tiny_wan_check import check_folder, pack, save_pipeline
 from tiny_wan_sizes import CLIPS, PATTERN, POOL_CHUNK, VAE_CLIPS, Clips

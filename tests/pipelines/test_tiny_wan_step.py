@@ -21,10 +21,10 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import tiny_videos
 import tiny_wan
+import tiny_whole_clips as whole_clips
 import train_tiny_wan
-import whole_clips
-from graphed_step import GraphedStep
-from latent_pool import LatentPool
+from tiny_graphed_step import GraphedStep
+from tiny_latent_pool import LatentPool
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +191,17 @@ def test_steps_can_be_captured(tmp_path, monkeypatch):
     assert len(kinds) == 2  # neither fell back
     with pytest.raises(AssertionError, match="captured"), Capturable():
         torch.ones(1).item()
+
+
+def test_a_stage_that_becomes_slower_than_planned_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train_tiny_wan, "LOG_EVERY", 2)
+    trainer = trainer_of(tmp_path)
+    trainer.args.vae_steps = 0
+    trainer.state["planned"] = {"vae": 500}
+    trainer.began -= 60  # of the minute's share that the VAE has
+    assert trainer.train_vae()
+    assert trainer.state["planned"] == {"vae": 2} and trainer.state["stage"] == "denoiser"
+    assert "steps became slower: 2 of 500" in capsys.readouterr().out
 
 
 # --- the pool ---
