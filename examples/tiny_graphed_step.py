@@ -18,8 +18,8 @@ class GraphedStep:
 
     With `record` (`cuda_graph`) each kind of inputs (their shapes) is captured when it first comes, and later calls
     copy theirs into the captured ones and replay. What `loss` reads of anything else is frozen, but for what is
-    changed in place, as optimizers change weights. Where capturing raises, a line says so and all steps are eager from
-    then on.
+    changed in place, as optimizers change weights. Where capturing raises, a line says so; `simpler`, if given, is
+    called once, to undo what may stand in the way, and it is tried again. After that all steps are eager.
 
     Loss and gradients are those of the newest call: the next one overwrites them.
     """
@@ -29,28 +29,17 @@ class GraphedStep:
         parameters: Iterable[torch.nn.Parameter],
         loss: Callable[..., torch.Tensor],
         record: Callable[[Run, Sequence[torch.nn.Parameter]], Recorded] | None = None,
+        simpler: Callable[[], None] | None = None,
     ):
-        self.parameters, self.loss, self.record = list(parameters), loss, record
+        self.parameters, self.loss, self.record, self.simpler = list(parameters), loss, record, simpler
         self._captured: dict[tuple, tuple[dict[str, torch.Tensor], Recorded]] = {}
 
     def __call__(self, **inputs: torch.Tensor) -> torch.Tensor:
+        kind = tuple((name, tuple(value.shape), value.dtype) for name, value in inputs.items())
+        while self.record is not None and kind not in self._captured:
+            self._capture(kind, inputs)
         if self.record is None:
             return self._run(inputs)
-        kind = tuple((name, tuple(value.shape), value.dtype) for name, value in inputs.items())
-        if kind not in self._captured:
-            began = time.monotonic()
-            static = {name: value.clone() for name, value in inputs.items()}
-            try:
-                self._captured[kind] = static, self.record(lambda: self._run(static), self.parameters)
-            except Exception as error:
-                print(
-                    f"no CUDA graph, eager steps from here on: {type(error).__name__}: {str(error)[:300]}", flush=True
-                )
-                self.record = None
-                self._captured.clear()
-                return self._run(inputs)
-            shapes = ", ".join("x".join(map(str, shape)) for _, shape, _ in kind[:1])
-            print(f"captured a step of {shapes} in {time.monotonic() - began:.1f} s", flush=True)
         static, (loss, gradients, replay) = self._captured[kind]
         for name, value in inputs.items():
             static[name].copy_(value)
@@ -58,6 +47,23 @@ class GraphedStep:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient
         return loss
+
+    def _capture(self, kind: tuple, inputs: dict[str, torch.Tensor]) -> None:
+        began = time.monotonic()
+        static = {name: value.clone() for name, value in inputs.items()}
+        try:
+            self._captured[kind] = static, self.record(lambda: self._run(static), self.parameters)
+            shape = "x".join(map(str, next(iter(static.values())).shape))
+            print(f"captured a step of {shape} in {time.monotonic() - began:.1f} s", flush=True)
+        except Exception as error:
+            then = "a simpler step" if self.simpler else "eager steps from here on"
+            print(f"no CUDA graph, {then}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            self._captured.clear()
+            if self.simpler:
+                self.simpler()
+                self.simpler = None
+            else:
+                self.record = None
 
     def _run(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         for parameter in self.parameters:

@@ -33,7 +33,7 @@ import tiny_wan
 import tiny_whole_clips as whole_clips
 import torch
 import torch.nn.functional as F
-from tiny_checkpoint import Checkpoint, compile_blocks, copy_into, moments, put_moments
+from tiny_checkpoint import Checkpoint, compile_blocks, copy_into, moments, plain_blocks, put_moments
 from tiny_graphed_step import GraphedStep, cuda_graph
 from tiny_latent_pool import LatentPool
 from tiny_video_check import obeyed
@@ -141,7 +141,8 @@ class Trainer:
         Args: inputs: of a step, whose loss is `loss_of(**inputs(step))`, on a GPU as a CUDA graph.
         """
         stage, params = self.state["stage"], self.parameters()
-        gradients = GraphedStep(params, loss_of, cuda_graph if self.on_gpu and self.args.graph else None)
+        record = cuda_graph if self.on_gpu and self.args.graph else None
+        gradients = GraphedStep(params, loss_of, record, lambda: plain_blocks(self.denoiser.blocks))
         optimizer = torch.optim.AdamW(
             params, lr=0.0, betas=(0.9, 0.99), weight_decay=0.01, foreach=not self.on_gpu, fused=self.on_gpu
         )

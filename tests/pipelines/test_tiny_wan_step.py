@@ -23,6 +23,7 @@ import tiny_videos
 import tiny_wan
 import tiny_whole_clips as whole_clips
 import train_tiny_wan
+from tiny_checkpoint import compile_blocks, plain_blocks
 from tiny_graphed_step import GraphedStep
 from tiny_latent_pool import LatentPool
 
@@ -125,7 +126,7 @@ def test_replayed_steps_train_the_same_weights_to_the_bit(tmp_path, monkeypatch)
         return record(run, parameters)
 
     step = GraphedStep
-    monkeypatch.setattr(train_tiny_wan, "GraphedStep", lambda parameters, loss, _: step(parameters, loss, counting))
+    monkeypatch.setattr(train_tiny_wan, "GraphedStep", lambda parameters, loss, *_: step(parameters, loss, counting))
     replayed = trained("replayed")
     assert len(calls) == 2  # a stage each: the probe has one size
     assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
@@ -160,6 +161,29 @@ def test_a_capture_that_fails_says_so_and_goes_on_without(capsys):
     assert capsys.readouterr().out.count("eager steps from here on: RuntimeError: operation not permitted") == 1
 
 
+def test_a_capture_that_fails_is_tried_again_without_what_may_stand_in_the_way(capsys):
+    weight, compiled = torch.nn.Parameter(torch.tensor(2.0)), [True]
+
+    def fails_if_compiled(run, parameters):
+        if compiled[0]:
+            raise RuntimeError("not in a graph")
+        return record(run, parameters)
+
+    step = GraphedStep([weight], lambda x: weight * x, fails_if_compiled, lambda: compiled.__setitem__(0, False))
+    for value in (3.0, 4.0):
+        assert step(x=torch.tensor(value)).item() == 2 * value and weight.grad.item() == value
+    assert step.record is not None and "a simpler step: RuntimeError: not in a graph" in capsys.readouterr().out
+
+
+def test_blocks_are_compiled_and_plain_again(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda x: function(x) + 1)
+    blocks = torch.nn.ModuleList([torch.nn.Identity()])
+    compile_blocks(blocks)
+    assert blocks[0](torch.zeros(())).item() == 1
+    plain_blocks(blocks)
+    assert blocks[0](torch.zeros(())).item() == 0
+
+
 class Capturable(TorchDispatchMode):
     """Raises where a CUDA graph could not be captured: values asked for, tensors from the host, random numbers."""
 
@@ -185,7 +209,7 @@ def test_steps_can_be_captured(tmp_path, monkeypatch):
         return record(run, parameters)
 
     step = GraphedStep
-    monkeypatch.setattr(train_tiny_wan, "GraphedStep", lambda parameters, loss, _: step(parameters, loss, watched))
+    monkeypatch.setattr(train_tiny_wan, "GraphedStep", lambda parameters, loss, *_: step(parameters, loss, watched))
     trainer = trainer_of(tmp_path)
     assert trainer.train_vae() and trainer.train_denoiser()
     assert len(kinds) == 2  # neither fell back
