@@ -93,6 +93,12 @@ def compile_blocks(blocks: torch.nn.ModuleList) -> None:
         block.forward = _compiled(block)
 
 
+def plain_blocks(blocks: torch.nn.ModuleList) -> None:
+    """Undo `compile_blocks`."""
+    for block in blocks:
+        vars(block).pop("forward", None)
+
+
 def _compiled(block: torch.nn.Module):
     plain, proved = block.forward, False
     fast = torch.compile(plain, dynamic=False)

@@ -6,6 +6,7 @@ the shape for a while, an optional mention of the background. Shapes and colours
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields
 
@@ -119,7 +120,8 @@ def draw(scene: Scene, pixels: int, frames: int, generator: torch.Generator | No
     place = torch.stack([uniform(-1, 1) * room, uniform(-1, 1) * room])  # x and y where nothing moves, [2, B, 1]
     tilt = uniform(-tiny_data.MAX_TILT, tiny_data.MAX_TILT)
 
-    way = torch.tensor(DIRECTIONS, device=device, dtype=torch.float32)[motion[:, 0] % STRAIGHT].T[:, :, None]
+    palette, directions = _tables(device)
+    way = directions[motion[:, 0] % STRAIGHT].T[:, :, None]
     length = uniform(1.3, 2) * room  # of the way, at most all that there is
     start = uniform(-1, 1) * (room - length / 2) - way * length / 2
     straight = torch.where(way != 0, start + way * length * time, place)
@@ -150,7 +152,6 @@ def draw(scene: Scene, pixels: int, frames: int, generator: torch.Generator | No
     depth = uniform(0.13, 0.18)[..., None] - across.abs()
     hidden = _coverage(torch.where(scene.bar[:, None, None] > 0, depth, -torch.ones_like(depth)), pixels)
 
-    palette = PALETTE.to(device)
     jitter = 10 * (torch.rand(3, batch, 3, device=device, generator=generator) - 0.5)
     front, back, bar = (
         (palette[index] + shift)[:, :, None, None, None]
@@ -159,6 +160,12 @@ def draw(scene: Scene, pixels: int, frames: int, generator: torch.Generator | No
     image = torch.lerp(back, front, _coverage(-distance, pixels)[:, None])
     image = torch.lerp(image, bar, hidden[:, None, None])
     return image.clamp_(0, 255) / 127.5 - 1
+
+
+@functools.lru_cache
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """PALETTE and DIRECTIONS where they are needed; a copy for every batch would wait for the device."""
+    return PALETTE.to(device), torch.tensor(DIRECTIONS, dtype=torch.float32, device=device)
 
 
 def _coverage(depth: torch.Tensor, pixels: int) -> torch.Tensor:

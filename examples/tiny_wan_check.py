@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 from pathlib import Path
 
@@ -87,6 +88,15 @@ def save_sheet(clips: torch.Tensor, path: Path) -> None:
     rows = clips[:, :, ::2].permute(0, 3, 2, 4, 1)
     pixels = rows.reshape(rows.shape[0] * rows.shape[1], -1, 3)
     Image.fromarray(((pixels.clamp(-1, 1) + 1) * 127.5).round().byte().numpy()).save(path)
+
+
+def save_pipeline(pipe: WanPipeline, folder: Path) -> None:
+    """Save weights in fp16; the pipeline stays on the CPU, in fp16."""
+    for module in (pipe.vae, pipe.text_encoder, pipe.transformer):
+        module.to("cpu", torch.float16).eval().requires_grad_(False)
+    pipe.save_pretrained(folder)
+    path = folder / "text_encoder" / "config.json"  # transformers loads in the dtype it reads here, diffusers in fp32
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "float32"}, indent=2) + "\n")
 
 
 def pack(folder: Path, path: Path) -> None:

@@ -1,14 +1,16 @@
 """Train `tiny_wan`, a text-to-video pipeline, from scratch on drawn clips, and save it as a diffusers folder.
 
-    python examples/train_tiny_wan.py --workdir build/tiny_wan --session-minutes 8.3     # again, until it says "done"
+    python examples/train_tiny_wan.py --workdir build/tiny_wan --session-minutes 4.6     # again, until it says "done"
     python examples/train_tiny_wan.py --workdir build/probe --size probe --vae-steps 600 --steps 4000    # on a CPU
     … --size probe --vae-steps 300 --steps 500 --clips 1 --batch 4                                    # learns one clip
 
 First the VAE, then the transformer together with its text encoder on latents that are encoded in advance, then saving,
 sampling and checking. `--minutes` is the budget over all sessions; how many steps fit is measured once, in the first
-steps of a stage, and then part of the checkpoint. Clips, noise and order are a function of the seed and the step. A
-session that goes on from a checkpoint does what an uninterrupted one does: to the bit where the device's kernels
-repeat (a CPU's do; a GPU's attention and convolutions may add in another order).
+steps of a stage, and then part of the checkpoint. On a GPU a step is a CUDA graph, one for each size of clips.
+
+Clips, noise and order are a function of the seed and the step. A session that goes on from a checkpoint does what an
+uninterrupted one does: to the bit where the device's kernels repeat (a CPU's do; a GPU's attention and convolutions
+may add in another order).
 
 The work folder holds state.json, log.jsonl (losses), the checkpoint in files below 16 MB, and at the end tiny_wan.tar,
 check.json (how many prompts were obeyed) and sheet.png.
@@ -21,53 +23,39 @@ import hashlib
 import json
 import math
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tiny_videos
 import tiny_wan
+import tiny_whole_clips as whole_clips
 import torch
 import torch.nn.functional as F
-from tiny_checkpoint import Checkpoint, compile_blocks, copy_into, moments, put_moments
+from tiny_checkpoint import Checkpoint, compile_blocks, copy_into, moments, plain_blocks, put_moments
+from tiny_graphed_step import GraphedStep, cuda_graph
+from tiny_latent_pool import LatentPool
 from tiny_video_check import obeyed
-from tiny_wan_check import check_folder, pack
+from tiny_wan_check import check_folder, pack, save_pipeline
+from tiny_wan_sizes import CLIPS, PATTERN, POOL_CHUNK, VAE_CLIPS, Clips
 
 from sage_processors import pipelines
 from sage_processors.whole_file import write_whole
 
 
-class Clips(NamedTuple):
-    """A size of clips: pixels a side, frames, clips per step, clips kept as latents."""
-
-    pixels: int
-    frames: int
-    batch: int
-    pool: int
-
-
-# the same number of tokens per step but for the largest one's attention: 73,728, 73,728 and 69,632
-CLIPS = {
-    "full": {"small": Clips(64, 17, 128, 32768), "wide": Clips(128, 17, 32, 8192), "long": Clips(128, 33, 16, 4096)},
-    "probe": {"small": Clips(32, 9, 16, 2048)},
-}
-PATTERN = {
-    "full": ("small", "wide", "small", "long"),
-    "probe": ("small",),
-}  # sizes of the transformer's steps, in turn
-# The VAE runs frame by frame, thousands of small kernels a step, so its clips are short; the larger ones are there for
-# its attention over the picture and for what frames carry to later ones
-VAE_CLIPS = {"full": (Clips(64, 9, 64, 0),) * 3 + (Clips(128, 17, 8, 0),), "probe": (Clips(32, 9, 8, 0),)}
 SIMPLE = ("probe",)  # sizes that see simple scenes only
-REFRESH = 5000  # steps for which a pool of latents serves
-PEAK_RATE = {"vae": 1.5e-3, "denoiser": 1e-3}
+RENEW_EVERY = 20  # steps after which a chunk of each pool is drawn anew
+PEAK_RATE = {"vae": 3e-3, "denoiser": 1e-3}
 WARM_UP = 200  # steps
 TIMED_FROM, TIMED = 100, 80  # the steps of a stage that say how many fit; kernels are compiled and chosen before
-VAE_SHARE = 0.25  # of the budget
-FINISH_S, RESTART_S = 75.0, 75.0  # kept back for saving and checking; what a session costs before its first step
+VAE_SHARE = 0.22  # of the budget
+FINISH_S, RESTART_S = 60.0, 35.0  # kept back for saving and checking; what a session costs before its first step
+SLACK = 0.03  # of the time that a stage has left when it is planned
 EMPTY_PROMPT_SHARE = 0.1  # trained on "" for classifier-free guidance
 KL_WEIGHT, L1_WEIGHT = 1e-4, 0.2
 EMA_DECAY = 0.999
+LATE_S = 10.0  # after its end, a stage whose steps became slower ends without the rest of its plan
 SAVE_EVERY_S, LOG_EVERY = 120.0, 20
 STAGES = ("vae", "denoiser", "done")
 PARTS = ("weights", "average", "first_moment", "second_moment")  # a file each
@@ -94,7 +82,6 @@ class Trainer:
         self.state["seed"] = args.seed
         self.loaded: dict[str, list[torch.Tensor]] = {}
         self.generator = torch.Generator(self.device)
-        self.pools: dict[str, tuple] = {}
         self.checkpoint = Checkpoint(self.work, STAGES)
         if self.checkpoint.exists:
             self.load()
@@ -116,7 +103,8 @@ class Trainer:
         return self.generator.manual_seed(seed_of(self.args.seed, *parts))
 
     def autocast(self):
-        return torch.autocast("cuda", torch.bfloat16) if self.on_gpu else nullcontext()
+        # without its cache of weights: a captured step would find them cast once and for all
+        return torch.autocast("cuda", torch.bfloat16, cache_enabled=False) if self.on_gpu else nullcontext()
 
     def save(self, groups: dict[str, list[torch.Tensor]]) -> None:
         if self.state["stage"] != "vae":
@@ -141,9 +129,20 @@ class Trainer:
         self.loaded = {part: [x.to(self.device) for x in groups[part]] for part in PARTS[1:] if part in groups}
         print(f"resumed: stage {self.state['stage']}, step {self.state['step']}, {self.state['used']:.0f} s used")
 
-    def run_stage(self, end_s: float, steps: int, loss_of_step) -> bool:
-        """Optimise `parameters()` for `steps`, or as many as fit until `end_s` of the budget; False: session over."""
+    def run_stage(
+        self,
+        end_s: float,
+        steps: int,
+        inputs: Callable[[int], dict[str, torch.Tensor]],
+        loss_of: Callable[..., torch.Tensor],
+    ) -> bool:
+        """Optimise `parameters()` for `steps`, or as many as fit until `end_s` of the budget; False: session over.
+
+        Args: inputs: of a step, whose loss is `loss_of(**inputs(step))`, on a GPU as a CUDA graph.
+        """
         stage, params = self.state["stage"], self.parameters()
+        record = cuda_graph if self.on_gpu and self.args.graph else None
+        gradients = GraphedStep(params, loss_of, record, lambda: plain_blocks(self.denoiser.blocks))
         optimizer = torch.optim.AdamW(
             params, lr=0.0, betas=(0.9, 0.99), weight_decay=0.01, foreach=not self.on_gpu, fused=self.on_gpu
         )
@@ -155,6 +154,7 @@ class Trainer:
         if steps:
             self.state["planned"][stage] = steps
         planned = self.state["planned"].get(stage, 0)
+        timed = not steps
         total, counted, since = torch.zeros((), device=self.device), 0, time.monotonic()
         timed_from, timed_at = self.state["step"] + TIMED_FROM, 0.0
         while not planned or self.state["step"] < planned:
@@ -167,15 +167,13 @@ class Trainer:
             rate = self.rate(stage, step, planned)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            loss = loss_of_step(step)
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss = gradients(**inputs(step))
             torch.nn.utils.clip_grad_norm_(params, 1.0)
             optimizer.step()
             decay = min(EMA_DECAY, (1 + step) / (10 + step))
             torch._foreach_lerp_(average, [p.detach() for p in params], 1 - decay)
             self.state["step"] = step + 1
-            total, counted = total + loss.detach(), counted + 1
+            total, counted = total + loss, counted + 1
             if not planned and step + 1 == timed_from:
                 total.item()  # all work so far is done
                 timed_at = time.monotonic()
@@ -194,7 +192,12 @@ class Trainer:
                 if not math.isfinite(mean):
                     raise RuntimeError(f"the loss is {mean}: delete {self.work} and start again with another --seed")
                 total, counted, since = torch.zeros((), device=self.device), 0, time.monotonic()
+                if timed and planned and self.used() > end_s + LATE_S:
+                    print(f"[{stage}] steps became slower: {self.state['step']} of {planned}, averaged", flush=True)
+                    self.state["planned"][stage] = planned = self.state["step"]
         copy_into(params, average)
+        for parameter in params:
+            parameter.grad = None  # the graphs' memory goes with them
         return True
 
     @staticmethod
@@ -209,7 +212,7 @@ class Trainer:
         left, session = end_s - self.used(), self.args.session_minutes * 60
         later = max(0.0, left - (session - (time.monotonic() - self.began)))
         left -= RESTART_S * math.ceil(later / session) if later else 0.0
-        planned = self.state["step"] + max(1, int(left / seconds))
+        planned = self.state["step"] + max(1, int(left * (1 - SLACK) / seconds))
         self.state["planned"][self.state["stage"]] = planned
         print(f"[{self.state['stage']}] {1e3 * seconds:.1f} ms/step: {planned} steps fit", flush=True)
         return planned
@@ -237,20 +240,21 @@ class Trainer:
         self.vae.train()
         pattern = VAE_CLIPS[self.args.size]
 
-        def loss_of_step(step: int) -> torch.Tensor:
+        @torch.no_grad()
+        def inputs(step: int) -> dict[str, torch.Tensor]:
             size = pattern[step % len(pattern)]
-            batch = self.args.batch or size.batch
-            with torch.no_grad():
-                images, _ = self.clips(size, batch, "vae", step)
+            images, _ = self.clips(size, self.args.batch or size.batch, "vae", step)
+            shape = tiny_wan.latent_shape(images.shape)
+            return {"images": images, "noise": torch.randn(shape, device=self.device, generator=self.generator)}
+
+        def loss_of(images: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
             with self.autocast():
-                posterior = self.vae.encode(images).latent_dist
-                noise = torch.randn(posterior.mean.shape, device=self.device, generator=self.generator)
-                mean, logvar = posterior.mean.float(), posterior.logvar.float()
-                output = self.vae.decode(mean + (0.5 * logvar).exp() * noise, return_dict=False)[0].float()
+                mean, logvar = (part.float() for part in whole_clips.moments(self.vae, images))
+                output = whole_clips.decode(self.vae, mean + (0.5 * logvar).exp() * noise).float()
             divergence = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
             return F.mse_loss(output, images) + L1_WEIGHT * F.l1_loss(output, images) + KL_WEIGHT * divergence
 
-        if not self.run_stage(VAE_SHARE * 60 * self.args.minutes, self.args.vae_steps, loss_of_step):
+        if not self.run_stage(VAE_SHARE * 60 * self.args.minutes, self.args.vae_steps, inputs, loss_of):
             return False
         self.vae.eval()
         self.measure_latents(CLIPS[self.args.size]["small"])
@@ -265,7 +269,7 @@ class Trainer:
         """
         batch = min(64, size.batch)
         drawn = [self.clips(size, batch, "statistics", part) for part in range(16 if self.on_gpu else 2)]
-        latents = torch.cat([self.vae.encode(clips).latent_dist.mode().float() for clips, _ in drawn])
+        latents = torch.cat([whole_clips.moments(self.vae, clips)[0].float() for clips, _ in drawn])
         channels = latents.transpose(0, 1).flatten(1)
         mean, std = ([round(x, 6) for x in values.tolist()] for values in (channels.mean(1), channels.std(1)))
         self.vae.register_to_config(latents_mean=mean, latents_std=std)
@@ -275,24 +279,24 @@ class Trainer:
         self.state["vae_obeyed"] = {k: round(sum(v) / batch, 4) for k, v in obeyed(again, scene).items()}
         print(f"[vae] {self.state['vae_psnr_db']} dB PSNR, obeyed {self.state['vae_obeyed']}; std {std}", flush=True)
 
-    @torch.no_grad()
-    def pool(self, name: str, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents fp16 [pool, 8, t, h, w] of clips, and the rows of their captions; made anew for every epoch."""
-        if name not in self.pools or self.pools[name][0] != epoch:
-            self.pools.pop(name, None)
-            size, latents, rows = CLIPS[self.args.size][name], [], []
-            count = self.args.clips or size.pool
-            for start in range(0, count, size.batch):
-                drawn, scene = self.clips(size, min(size.batch, count - start), "pool", name, epoch, start)
-                with self.autocast():
-                    latents.append(tiny_wan.encode(self.vae, drawn).half())
-                rows.append(scene.caption_index())
-            self.pools[name] = (epoch, torch.cat(latents), torch.cat(rows))
-        return self.pools[name][1:]
+    def pool(self, name: str) -> LatentPool:
+        """Latents fp16 [pool, 8, t, h, w] of clips, and the rows of their captions."""
+        size = CLIPS[self.args.size][name]
+        count = self.args.clips or size.pool
+        chunk = min(count, POOL_CHUNK[name])
+
+        @torch.no_grad()
+        def make(place: int, renewal: int) -> tuple[torch.Tensor, torch.Tensor]:
+            drawn, scene = self.clips(size, chunk, "pool", name, place, renewal)
+            with self.autocast():
+                return tiny_wan.encode(self.vae, drawn).half(), scene.caption_index()
+
+        return LatentPool(make, -(-count // chunk), RENEW_EVERY)
 
     def train_denoiser(self) -> bool:
         self.vae.eval().requires_grad_(False)
         self.denoiser.train(), self.text.train()
+        self.text.set_attn_implementation("eager")  # whose bias for relative places certainly has a gradient
         if self.args.compile and self.on_gpu:
             compile_blocks(self.denoiser.blocks)
         sizes, pattern = CLIPS[self.args.size], PATTERN[self.args.size]
@@ -300,9 +304,12 @@ class Trainer:
         tokens = self.pipe.tokenizer(words, padding="max_length", max_length=tiny_wan.TEXT_TOKENS, return_tensors="pt")
         ids, masks = tokens.input_ids.to(self.device), tokens.attention_mask.to(self.device)
 
-        def loss_of_step(step: int) -> torch.Tensor:
+        pools = {name: self.pool(name) for name in dict.fromkeys(pattern)}
+
+        @torch.no_grad()
+        def inputs(step: int) -> dict[str, torch.Tensor]:
             name = pattern[step % len(pattern)]
-            latents, rows = self.pool(name, step // REFRESH)
+            latents, rows = pools[name].at(step)
             batch, generator = self.args.batch or sizes[name].batch, self.random("denoiser", step)
 
             def uniform(*shape: int) -> torch.Tensor:
@@ -319,14 +326,16 @@ class Trainer:
             shift = sizes[name].pixels / sizes["small"].pixels
             sigma = shift * sigma / (1 + (shift - 1) * sigma)
             x = latents[pick].float()
-            noise = normal(*x.shape)
+            return {"x": x, "noise": normal(*x.shape), "sigma": sigma, "ids": ids[row], "mask": masks[row]}
+
+        def loss_of(x, noise, sigma, ids, mask) -> torch.Tensor:
             level = sigma.view(-1, 1, 1, 1, 1)
+            text = tiny_wan.text_states(self.text, ids, mask)  # fp32: small, and what tells words apart may be, too
             with self.autocast():
-                text = tiny_wan.text_states(self.text, ids[row], masks[row])
                 output = self.denoiser((1 - level) * x + level * noise, 1000 * sigma, text, return_dict=False)[0]
             return F.mse_loss(output.float(), noise - x)
 
-        if not self.run_stage(60 * self.args.minutes - FINISH_S, self.args.steps, loss_of_step):
+        if not self.run_stage(60 * self.args.minutes - FINISH_S, self.args.steps, inputs, loss_of):
             return False
         self.next_stage()
         return True
@@ -334,13 +343,7 @@ class Trainer:
     def finish(self) -> None:
         """Save the averaged weights in fp16, load the folder again, and look at what it draws."""
         folder = self.args.out or pipelines.folder(tiny_wan.NAME)
-        for module in (self.vae, self.text, self.denoiser):
-            module.to("cpu", torch.float16).eval().requires_grad_(False)
-        self.pipe.save_pretrained(folder)
-        path = (
-            folder / "text_encoder" / "config.json"
-        )  # transformers loads in the dtype it reads here, diffusers in fp32
-        path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "float32"}, indent=2) + "\n")
+        save_pipeline(self.pipe, folder)
         pack(folder, self.work / f"{tiny_wan.NAME}.tar")
         sizes = {name: (size.pixels, size.frames) for name, size in CLIPS[self.args.size].items()}
         result = {key: self.state[key] for key in ("vae_psnr_db", "vae_obeyed", "planned")}
@@ -361,7 +364,7 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True, help="checkpoint, log, and what comes out at the end")
-    parser.add_argument("--minutes", type=float, default=16.5, help="budget over all sessions")
+    parser.add_argument("--minutes", type=float, default=9.2, help="budget over all sessions")
     parser.add_argument("--session-minutes", type=float, default=math.inf, help="stop here and leave a checkpoint")
     parser.add_argument("--vae-steps", type=int, default=0, help="train the VAE for so many steps; 0: what fits")
     parser.add_argument("--steps", type=int, default=0, help="train the transformer for so many steps; 0: what fits")
@@ -376,6 +379,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="train without torch.compile")
+    parser.add_argument("--no-graph", dest="graph", action="store_false", help="train without CUDA graphs")
     args = parser.parse_args()
     args.workdir.mkdir(parents=True, exist_ok=True)
     torch.set_float32_matmul_precision("high")
