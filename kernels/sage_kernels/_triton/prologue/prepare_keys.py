@@ -94,15 +94,28 @@ def _to_fp32_again(k):
 
 
 @triton.jit
+def _load_tile(
+    tile, k_base, stride_ks, end, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys in slices of ROWS, in their own dtype, zero from key `end` on."""
+    slices = ()
+    for step in tl.static_range(BLOCK_N // ROWS):
+        tokens = tile * BLOCK_N + step * ROWS + tl.arange(0, ROWS)
+        slices = slices + (load_tokens(k_base, tokens, stride_ks, end, HEAD_DIM, WIDTH, True),)
+    return slices
+
+
+@triton.jit
 def _prepare_tile(
-    tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
+    slices, tile, seq_kv, reach_ptr, center, weight, planned, head_amax, codes_ptr, scale_ptr,
     k_max, k_min, outside, below, counts,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SCALING: tl.constexpr,
     MASKED: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
     """Quantise one tile of BLOCK_N keys. codes_ptr and scale_ptr point at the tile's first code and scale.
 
-    The tile stays in registers, in its own dtype, until its scale is known: read once, its codes written once.
+    slices: what `_load_tile` read. They stay in registers until their scale is known: read once, codes written once.
     """
     SOME_HIDDEN: tl.constexpr = MASKED or HAS_MASK
     STEPS: tl.constexpr = BLOCK_N // ROWS
@@ -111,14 +124,11 @@ def _prepare_tile(
     channels = tl.arange(0, WIDTH)[None, :]
     top = tl.full([ROWS, WIDTH], float("-inf"), tl.float32)  # by element of a slice; a NaN stays
     low = tl.full([ROWS, WIDTH], float("inf"), tl.float32)
-    slices = ()
     keys = tl.zeros([ROWS], tl.int32)  # that count
-    for step in tl.static_range(STEPS):
-        tokens = first + step * ROWS + slice_rows
-        k = load_tokens(k_base, tokens, stride_ks, seq_kv, HEAD_DIM, WIDTH, MASKED)
-        slices = slices + (k,)
-        if SCALING != "per_token":
-            highest = k.to(tl.float32)
+    if SCALING != "per_token":
+        for step in tl.static_range(STEPS):
+            tokens = first + step * ROWS + slice_rows
+            highest = slices[step].to(tl.float32)
             lowest = highest
             if SOME_HIDDEN:
                 counted = _counted(tokens, seq_kv, reach_ptr, HAS_MASK)
@@ -127,7 +137,6 @@ def _prepare_tile(
                 keys += counted.to(tl.int32)
             top = tl.maximum(top, highest, propagate_nan=tl.PropagateNan.ALL)
             low = tl.minimum(low, lowest)
-    if SCALING != "per_token":
         # smoothing, rounded as it is, keeps the order of a channel's keys: the largest |x| is that of one of these two
         seen = (top >= low) | (top != top)
         reach = tl.maximum(
@@ -200,7 +209,10 @@ def _prepare_span(
     planned = tl.zeros([], tl.float32)
     misfit = False
     row = 0
+    last = tl.minimum(end * BLOCK_N, seq_kv)
     if SCALING == "planned":
+        # the first tile is on its way while the plan is read and tried
+        slices = _load_tile(first, k_base, stride_ks, last, HEAD_DIM, WIDTH, BLOCK_N, ROWS)
         row = tl.load(row_ptr) + h
         count = counts_ptr + row * _COUNTS
         planned = tl.load(plan_scale_ptr + row)
@@ -249,17 +261,20 @@ def _prepare_span(
     below = tl.zeros([], tl.int32)
     counts = tl.zeros([], tl.int32)
     SCALES: tl.constexpr = BLOCK_N if SCALING == "per_token" else 1
+    if SCALING != "planned":  # a sample takes the registers
+        slices = _load_tile(first, k_base, stride_ks, last, HEAD_DIM, WIDTH, BLOCK_N, ROWS)
     whole = tl.minimum(end, seq_kv // BLOCK_N)
     # no pipeline: it takes the registers that other programs' loads are in flight in
     for tile in tl.range(first, whole, num_stages=1):
         k_max, k_min, outside, below, counts = _prepare_tile(
-            tile, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
+            slices, tile, seq_kv, reach_ptr, center, weight, planned, head_amax,
             k_int_ptr + (first_tile + tile) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + tile) * SCALES,
             k_max, k_min, outside, below, counts, HEAD_DIM, WIDTH, BLOCK_N, ROWS, SCALING, False, HAS_MASK,
         )  # fmt: skip
+        slices = _load_tile(tile + 1, k_base, stride_ks, last, HEAD_DIM, WIDTH, BLOCK_N, ROWS)
     if whole < end:
         k_max, k_min, outside, below, counts = _prepare_tile(
-            whole, k_base, stride_ks, seq_kv, reach_ptr, center, weight, planned, head_amax,
+            slices, whole, seq_kv, reach_ptr, center, weight, planned, head_amax,
             k_int_ptr + (first_tile + whole) * (BLOCK_N * WIDTH), k_scale_ptr + (first_tile + whole) * SCALES,
             k_max, k_min, outside, below, counts, HEAD_DIM, WIDTH, BLOCK_N, ROWS, SCALING, True, HAS_MASK,
         )  # fmt: skip
