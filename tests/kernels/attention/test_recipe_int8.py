@@ -73,7 +73,7 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     prepared = launch_prologue(
         q, torch.zeros_like(v), v, scaling="planned" if stateful else "per_block", smooth_k=True,
         state=new_head_state(heads, head_dim, kernel_device) if stateful else None, mask=mask, return_center=False,
-        block_n=64, width=width, rotation="none", value_type=torch.int8,
+        block_n=64, width=width, rotation="none", pv="int8",
     )  # fmt: skip
     codes, numbers, v = prepared.values, prepared.value_scale.cpu(), v.cpu()
     wanted, scale, center = quantize_centered_values(v.transpose(1, 2).float(), seen, seen)
