@@ -64,6 +64,19 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
     return tuple(x.to(device, dtype) for x in (q, k, v))
 
 
+def make_biased(seq_kv: int, *, seq_q: int = 256, heads: int = 2, head_dim: int = 128, seed: int = 0):
+    """Random q [1, S_q, H, D], k, v [1, S_kv, H, D], fp32, with biases of every channel and four of K that are loud.
+
+    They are loud in all tokens alike: ±20, which nothing that is not centred on them gets along with.
+    """
+    fixed = torch.Generator().manual_seed(7)
+    q, k, v = make_qkv("normal", 1, seq_q, seq_kv, heads, heads, head_dim, seed=seed)
+    bias = 2 * torch.randn(1, 1, heads, head_dim, generator=fixed)
+    bias[..., :: head_dim // 4] = 20 * bias[..., :: head_dim // 4].sign()
+    q = q + 0.5 * torch.randn(1, 1, heads, head_dim, generator=fixed)
+    return q, k + bias, v + 2 * torch.randn(1, 1, heads, head_dim, generator=fixed)
+
+
 def exact_attention(q, k, v, scale=None, *, mask=None, softcap=0.0, sinks=None):
     """Attention in fp64, and its LSE (natural log): out [B, S_q, H, D], lse [B, S_q, H].
 
