@@ -6,7 +6,7 @@
 On a CPU, in the reference, which rounds where the kernels do: no time is measured. Two heads in fp16, so many keys and
 512 rows of queries (256 of "biased"), against exact attention in fp64. Case: int_flash/{inputs}/{scale}: "normal" is
 N(0, 1), "uniform" U(-0.5, 0.5), as the paper has them; "positive" U(0, 1), as its code has them; "biased"
-`sage_kernels.testing.make_biased`. Scale: "sqrt" is 1/√D, "one" is 1, as in its code. "/per_tensor" behind it: FP8 as
+`sage_kernels.testing.make_biased`, "biased_fp32" in fp32. Scale: "sqrt" is 1/√D, "one" is 1, as in its code. "/per_tensor" behind it: FP8 as
 the paper means it, a scale a head and K as it is.
 
 Provider "emulated" is what no recipe does: P cut off in place of rounded, and Q, K, V and P cast to e5m2 with no
@@ -49,13 +49,15 @@ def cases(lengths: tuple[int, ...]) -> Iterator[tuple[str, str, int, int]]:
         if seq in (1024, 16384):
             yield "normal", "sqrt", 128, seq
             yield "positive", "one", 128, seq
+            yield "biased_fp32", "sqrt", 128, seq
+        if seq == 1024:  # with more keys, fp16's own rounding of an output that has V's mean is what is left
             yield "biased", "sqrt", 128, seq
 
 
 def make_inputs(inputs: str, seq: int, head_dim: int) -> tuple[torch.Tensor, ...]:
-    """q [1, ROWS, HEADS, D], k, v [1, S_kv, HEADS, D] in fp16."""
-    if inputs == "biased":
-        return tuple(x.half() for x in make_biased(seq))
+    """q [1, ROWS, HEADS, D], k, v [1, S_kv, HEADS, D], in fp16 but where the inputs' name says fp32."""
+    if inputs.startswith("biased"):
+        return tuple(x.to(torch.float32 if inputs == "biased_fp32" else torch.float16) for x in make_biased(seq))
     generator = torch.Generator().manual_seed(0)
     draw = torch.randn if inputs == "normal" else torch.rand
     shift = 0.5 if inputs == "uniform" else 0.0
@@ -122,7 +124,7 @@ def measure(inputs: str, scale: str, head_dim: int, seq: int, save: bool) -> Non
     exact, _ = exact_attention(q, k, v, scale=factor)
     for provider, recipe, behind, out in outputs(q, k, v, factor):
         case = f"int_flash/{inputs}/{scale}{behind}"
-        found = errors(out, exact, v.double().mean(1, keepdim=True) if inputs == "biased" else None)
+        found = errors(out, exact, v.double().mean(1, keepdim=True) if "biased" in inputs else None)
         print(f"{case:36} {seq:6} D{head_dim:<4} {recipe:26}", *(f"{x['metric']} {x['median']}" for x in found))
         for columns in found if save else ():
             append_row(
