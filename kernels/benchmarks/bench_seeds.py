@@ -6,8 +6,8 @@
 On a CPU, in the reference, which rounds where the kernels do: no time is measured. Two heads in fp16, so many keys and
 512 rows of queries (256 of "biased"), against exact attention in fp64. Case: int_flash/{inputs}/{scale}: "normal" is
 N(0, 1), "uniform" U(-0.5, 0.5), as the paper has them; "positive" U(0, 1), as its code has them; "biased"
-`sage_kernels.testing.make_biased`, "biased_fp32" in fp32. Scale: "sqrt" is 1/√D, "one" is 1, as in its code. "/per_tensor" behind it: FP8 as
-the paper means it, a scale a head and K as it is.
+`sage_kernels.testing.make_biased`, "biased_fp32" in fp32. Scale: "sqrt" is 1/√D, "one" is 1, as in its code.
+"/per_tensor" behind it: FP8 as the paper means it, a scale a head and K as it is.
 
 Provider "emulated" is what no recipe does: P cut off in place of rounded, and Q, K, V and P cast to e5m2 with no
 scale, as its benchmark does. Metrics: relative L1 (with relative L2), 1 - cosine, and "mre": mean |error| / (|exact| +

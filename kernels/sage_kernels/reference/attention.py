@@ -142,7 +142,7 @@ def ref_attention(
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
     repeat = heads // kv_heads
     step = rows_at_a_time(q.device, seq_kv)
-    lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
+    lagged, keeps_max = (own.keeps_rows and f(state, masking) for f in (reads_row_max, keeps_row_max))
     if lagged:  # decided for whole tiles of query rows
         step = max(1, step // block_q) * block_q
     for b in range(batch):

@@ -114,7 +114,7 @@ def launch_attention_fwd(
     own = RECIPES[recipe]
     pv = own.pv
     is_fp8, is_16_bit = pv == "fp8_e4m3", pv == "16bit"
-    lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
+    lagged, keeps_max = (own.keeps_rows and f(state, masking) for f in (reads_row_max, keeps_row_max))
     kind = {} if packed is None else {"packed": True}
     kind |= {} if own.hopper else {"hopper": False}
     # the lists of a run are of one tile, whether maxima are known or not
@@ -157,7 +157,7 @@ def launch_attention_fwd(
         # codes and scales
         # with a state, not only where maxima are kept: calls before that share the kernel, which compiles for seconds
         return_center = (
-            return_lse or masking.sinks is not None or masking.softcap > 0 or (is_fp8 and state is not None)
+            return_lse or masking.sinks is not None or masking.softcap > 0 or (own.keeps_rows and state is not None)
         )
         prepared = launch_prologue(
             q, k, None if is_16_bit else v, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
