@@ -249,7 +249,7 @@ def measured_here() -> list[Claim]:
     return [
         Claim(QUICK, "S = Q̂·K̂ / (s_Q s_K √D)", "q ≈ s_Q q̂, so scales multiply", dividing_by_scales()),
         Claim(QUICK, "INT8 rounding is off by 2.4 %", "(3/127)² / 12 is 4.65e-5, so 0.68 % at 3σ", rounding_error()),
-        Claim(QUICK, "|sums| ≤ D · 2¹⁴, 1.05e8 at D = 64", "1.05e6 at D = 64", largest_sum()),
+        Claim(QUICK, "sums within ± D · 2¹⁴, 1.05e8 at D = 64", "1.05e6 at D = 64", largest_sum()),
         Claim(QUICK, "the error of a score falls as 1/√D", "noise and signal both grow as √D", error_by_channels()),
         Claim(QUICK, "a relative error of scores is what counts", "the absolute one does", error_of_weights()),
         Claim(QUICK, "scores reach e^16384", "16384 = 128² is no logit; fp32 ends at 88.7", exponentials()),
