@@ -84,7 +84,7 @@ def recipe_errors(rows: list[dict[str, str]]) -> str:
     errors = {(row["recipe"], row["case"], row["metric"], row["seq_k"]): row["median"] for row in rows}
     lines = []
     for recipe in RECIPES:
-        found = [float(errors[(recipe, *column)]) for column in ERROR_COLUMNS]
+        found = [float(errors[recipe, case, metric, keys]) for case, metric, keys in ERROR_COLUMNS]
         lines.append([f"`{recipe}`", *(f"{100 * error:.2f}" for error in found)])
     header = ["recipe", "N(0, 1), 1,024 keys", "16,384", "biased, 1,024 keys"]
     said = (
