@@ -38,7 +38,7 @@ model, tokenizer = language.load("tiny_lm")
 windows = language.heldout_windows(tokenizer, LENGTH, count=WINDOWS)
 prompts = language.heldout_windows(tokenizer, 64, count=PROMPTS)
 results = {}
-for recipe in sorted(RECIPES):
+for recipe in sorted(name for name, recipe in RECIPES.items() if not recipe.study):
     found = language.evaluate(model, windows, prompts, new_tokens=NEW_TOKENS, recipe=recipe, chunk=CHUNK)
     results |= {(result.recipe or "stock", name): result for name, result in found.items()}
 

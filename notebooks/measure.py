@@ -60,7 +60,10 @@ class Size(NamedTuple):
 
 
 def variants(recipe: str) -> dict[str, quality.Variant]:
-    """Every way of scaling that this version knows, by name."""
+    """Every way of scaling that this version knows, by name. INT-FlashAttention's recipes have but one."""
+    if RECIPES[recipe].plain:
+        config = sp.SageAttnProcessor(recipe=recipe, scaling="dynamic", min_tokens=quality.MIN_TOKENS)
+        return {"dynamic": quality.Variant("dynamic", config)}
     both = (*quality.default_variants(recipe), *quality.study_variants(recipe))
     known = {variant.name: variant for variant in both}
     covered = {variant.config.scaling for variant in known.values()} | {"per_token"}  # another name of "dynamic"
@@ -325,7 +328,7 @@ def main() -> int:
     unfinished, table = 0, []
     real = true_features(TRUE_PICTURES, load_classifier())
     for name in arguments.pipeline or names:
-        for recipe in arguments.recipe or sorted(RECIPES):
+        for recipe in arguments.recipe or sorted(name for name, recipe in RECIPES.items() if not recipe.study):
             measurement = Measurement(name, size, arguments.device, arguments.work / recipe)
             with measurement.planted():
                 done, missing = run_variants(measurement, f"{name} {recipe}", recipe, arguments.variant, deadline)

@@ -117,7 +117,7 @@ def main() -> int:
     count = measure.Size(arguments.clips, arguments.steps, arguments.batch)
     real = true_features(pipelines.call_arguments(NAME) | SIZES[arguments.size], load_classifier())
     unfinished, table = 0, []
-    for recipe in arguments.recipe or sorted(RECIPES):
+    for recipe in arguments.recipe or sorted(name for name, recipe in RECIPES.items() if not recipe.study):
         measurement = ClipMeasurement(arguments.size, count, arguments.device, arguments.work / recipe)
         label = f"{arguments.size} {recipe}"
         done, missing = measure.run_variants(measurement, label, recipe, arguments.variant, deadline)

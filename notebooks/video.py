@@ -46,7 +46,8 @@ TABLE = "data/videos.csv"
 # %%
 FIGURES = Path(FIGURES)
 LIVE = {"full": measure.Size(images=2, steps=8, batch=2), "small": measure.Size(images=2, steps=2, batch=1)}[SIZE]
-LIVE_RECIPES = {"full": sorted(RECIPES), "small": [DEFAULT_RECIPE]}[SIZE]
+USED = sorted(name for name, recipe in RECIPES.items() if not recipe.study)
+LIVE_RECIPES = {"full": USED, "small": [DEFAULT_RECIPE]}[SIZE]
 torch.set_num_threads(1)
 
 # %% [markdown]

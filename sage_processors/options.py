@@ -291,6 +291,16 @@ class SageAttnProcessor:
                     f"{name}: got {getattr(self, name)!r} with recipe {MIXED_RECIPE!r}, expected {only!r}; by layer, "
                     "layer_recipe and layer_rotation keep them apart"
                 )
+        own = RECIPES.get(self.recipe)
+        if own is not None and own.plain and (self.scaling not in BY_CALL or self.call_scaling not in own.scalings):
+            raise ValueError(
+                f"scaling: got {self.scaling!r} with recipe {self.recipe!r}, expected 'per_token': INT-FlashAttention "
+                "has a scale a token and no plans; by layer, layer_recipe and layer_scaling go together"
+            )
+        if own is not None and own.qk != "int8" and self.skip != "none":
+            raise ValueError(
+                f"skip: got {self.skip!r} with recipe {self.recipe!r}, expected 'none': INT8 codes are measured"
+            )
         if not 0 <= number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
             raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
         for name in ("keep_layers", "only_layers", "keep_linears"):

@@ -19,7 +19,7 @@ from .checks.skipping import check_skip
 from .checks.tensors import check_called_below, without_tangents
 from .compat import differentiates_forward
 from .masking import make_masking
-from .recipe import DEFAULT_RECIPE
+from .recipe import DEFAULT_RECIPE, RECIPES
 from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
 from .skipping import SkipState
 from .state import HeadState
@@ -55,7 +55,7 @@ def sage_attention(
     recipe: str = ...,
     scaling: str = ...,
     scale: float | None = ...,
-    smooth_k: bool = ...,
+    smooth_k: bool | None = ...,
     rotation: str = ...,
     return_lse: Literal[False] = ...,
     state: HeadState | None = ...,
@@ -78,7 +78,7 @@ def sage_attention(
     recipe: str = ...,
     scaling: str = ...,
     scale: float | None = ...,
-    smooth_k: bool = ...,
+    smooth_k: bool | None = ...,
     rotation: str = ...,
     return_lse: Literal[True],
     state: HeadState | None = ...,
@@ -101,7 +101,7 @@ def sage_attention(
     recipe: str = ...,
     scaling: str = ...,
     scale: float | None = ...,
-    smooth_k: bool = ...,
+    smooth_k: bool | None = ...,
     rotation: str = ...,
     return_lse: bool,
     state: HeadState | None = ...,
@@ -123,7 +123,7 @@ def sage_attention(
     recipe: str = DEFAULT_RECIPE,
     scaling: str = "per_token",
     scale: float | None = None,
-    smooth_k: bool = True,
+    smooth_k: bool | None = None,
     rotation: str = "none",
     return_lse: bool = False,
     state: HeadState | None = None,
@@ -149,13 +149,15 @@ def sage_attention(
         recipe: a key of RECIPES. "qk_int8_pv_fp8" also rounds P and V to e4m3 (about 4 % relative L2 instead of 1.4 %
             on N(0, 1)) and runs P·V at twice the rate; on CUDA it needs compute capability 8.9 or newer.
             "qk_int8_pv_int8" rounds P and V to INT8 (about 2 %), with integer sums of any length, on every GPU.
+            "qk_fp8_pv_fp8" rounds all four to e4m3 (about 6 %). "int_flash_half" and "int_flash_full" are those of
+            INT-FlashAttention as printed, with scaling="per_token" and neither a state nor smooth_k=True.
         scaling: tokens that share one INT8 scale of Q and of K: "per_token", "per_block" (the kernel's tile) or
             "per_head". Computed from the inputs. With `state` it is not used: Q then has a scale per token, K its
             planned scale per head, or one per tile where a head has no plan.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         smooth_k: subtract from K a vector shared by all keys of a head, and balance its channels against Q's where
             some stand out; exact for softmax, and the LSE is corrected. Both come from a sample of all rows, later
-            ones too.
+            ones too. None: as the recipe has it, True but for those of INT-FlashAttention.
         rotation: "hadamard" multiplies Q and K by one orthogonal matrix along the channels before everything else, in
             a launch of its own: outliers that sit in a few channels of some tokens spread over all channels. Q·Kᵀ
             stays as it is but for the rounding of the rotated Q and K to their dtype; in fp16, elements beyond
@@ -171,8 +173,8 @@ def sage_attention(
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log.
         S_kv = 0 gives zeros and -inf.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/.
-    Source: SageAttention (arXiv:2410.02367) for INT8 scores and smoothed K; the planned scales are ours. Maths:
-        kernels/README.md.
+    Source: SageAttention (arXiv:2410.02367) for INT8 scores and smoothed K; INT-FlashAttention (arXiv:2409.16997);
+        the planned scales are ours. Maths: kernels/README.md, docs/recipes.md.
     """
     key = None
     if attn_mask is None and sinks is None and cu_seqlens is None and not torch.compiler.is_compiling():
@@ -180,7 +182,8 @@ def sage_attention(
         key, result = _make_again(q, k, v, state, options, skip)
         if result is not None:
             return result
-    check_options(recipe, scaling, scale, state, softcap, cu_seqlens, rotation)
+    check_options(recipe, scaling, scale, state, softcap, cu_seqlens, rotation, smooth_k)
+    smooth_k = not RECIPES[recipe].plain if smooth_k is None else smooth_k
     check_attention_inputs(q, k, v)
     check_masking(q, k, attn_mask, causal, window, sinks)
     causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal
@@ -190,7 +193,7 @@ def sage_attention(
     if state is not None:
         check_state(state, q.shape, k.shape[2], q.device)
     if skip is not None:
-        check_skip(skip, q, k, state, (attn_mask, causal, window, softcap, sinks))
+        check_skip(skip, q, k, state, (attn_mask, causal, window, softcap, sinks), recipe)
         return _run(*arguments, state=state, return_lse=return_lse, key=key, skip=skip)
     if key is not None or is_plain_call(q, k, v, attn_mask, sinks, *(state or ())):
         return _run(*arguments, state=state, return_lse=return_lse, key=key)

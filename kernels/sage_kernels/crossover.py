@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .recipe import DEFAULT_RECIPE, FP8_RECIPE, INT8_RECIPE, MIXED_RECIPE
+from .recipe import DEFAULT_RECIPE, FP8_RECIPE, INT8_RECIPE, MIXED_RECIPE, RECIPES
 
 
 ANY_GPU = "any GPU"
@@ -95,7 +95,14 @@ _INT8_PV = (
     # not measured: those of the recipe with P and V in 16 bit
     *(row._replace(recipe=INT8_RECIPE) for row in _16_BIT_PV if row.gpu == ANY_GPU),
 )
-CROSSOVERS = _16_BIT_PV + _FP8_PV + _INT8_PV
+# for comparing: nobody has timed them, and Hopper's own kernel has no FP8 scores
+_STUDIED = tuple(
+    Crossover(ANY_GPU, 256, name, causal, NEVER, NEVER, FLASH if causal else CUDNN)
+    for name, recipe in RECIPES.items()
+    for causal in (False, True)
+    if recipe.study
+)
+CROSSOVERS = _16_BIT_PV + _FP8_PV + _INT8_PV + _STUDIED
 
 
 def find_crossover(gpu: str, head_dim: int, recipe: str, causal: bool) -> Crossover:

@@ -213,3 +213,19 @@ def quantize_centered_values(v, seen=None, counts=None) -> tuple[torch.Tensor, t
     codes = torch.round((centred * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
     scale = amax / torch.full_like(amax, INT8_MAX)
     return codes, scale, center + lost.sum(2, keepdim=True)
+
+
+def quantize_tensor_values(v, seen=None, counts=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """V in INT8 with one scale a head, as INT-FlashAttention's code has it. Arguments and results as
+    `quantize_centered_values`: the scale is the same in all channels, the center 0 or NaN."""
+    lost = v * 0.0
+    if seen is not None:
+        v, lost = (torch.where(seen[..., None], x, 0.0) for x in (v, lost))
+    size = torch.where(torch.isfinite(v), v.abs(), 0.0)
+    amax = size.amax((2, 3), keepdim=True)
+    if counts is not None:
+        counted = torch.where(counts[..., None], size, 0.0).amax((2, 3), keepdim=True)
+        amax = torch.where(counted > 0, counted, amax)
+    amax = amax.clamp_min(V_AMAX_FLOOR).expand(-1, -1, -1, v.shape[3])
+    codes = torch.round((v * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
+    return codes, amax / torch.full_like(amax, INT8_MAX), lost.sum(2, keepdim=True)

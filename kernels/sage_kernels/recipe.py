@@ -28,6 +28,9 @@ FIT_SAMPLES, FIT_LIMIT = 16, 2.6
 
 # e4m3: 4 significant bits from 2^-6 on, steps of 2^-9 below, nothing above 448 but NaN.
 E4M3_MAX = 448.0
+# What is 127 in INT8 is 128 with Q and K in e4m3: a floating-point format is as precise here as at 448, and the
+# largest element of those that share a scale, which weighs most, is a power of two and not rounded at all.
+E4M3_OF_INT8 = 128.0 / INT8_MAX
 # The largest value known of a channel of V becomes this code. A floating-point format is as precise here as at 448,
 # and a step whose V grew by less than 7 times is not clipped.
 V_CODE = 64.0
@@ -52,6 +55,8 @@ P_CODE_LIMIT = 2.0**14
 P_CODE_MAGIC = 1.5 * 2.0**15 + P_CODE_OFFSET
 # How far the softmax's reference may lie below the highest one so far: sums of 2^31 keys then stay below 2^127.
 P_CODE_FALL = 64.0
+# INT-FlashAttention: P is a whole number from 0 to 127, the row's largest so far is 127: as an exponent.
+P_SIGNED_EXPONENT = 6.988684686772166
 
 
 # Activation functions of linear layers that take pairs of columns, value · f(gate), and f
@@ -64,11 +69,16 @@ class Recipe:
 
     Attributes:
         name: the string users write, the test id, the benchmark row.
-        qk: format of Q and K in the score matmul.
+        qk: format of Q and K in the score matmul: "int8" or "fp8_e4m3", whose scales and plans are those of INT8.
         pv: format of P and V in the output matmul; "16bit" is the input's own fp16 or bf16 (bf16 for fp32 inputs).
             "fp8_e4m3" needs a GPU with FP8 matrix units: compute capability 8.9 or newer. "int8" runs on every GPU.
+            "int8_tensor" is INT8 as INT-FlashAttention has it: one scale for a head's V, P against the largest score
+            so far.
         hopper: whether Hopper's own kernel has it; without, the general one runs there.
         packed: whether packed sequences have it (`sage_attention_varlen`).
+        plain: Q and K are rounded as they are, with a scale a token: no center, balance or plan.
+        sums_codes: weights are divided by the sum of P as it was rounded, not as it was.
+        study: for comparing; nobody has timed it, so no call is found long enough for it by itself.
     """
 
     name: str
@@ -76,11 +86,22 @@ class Recipe:
     pv: str
     hopper: bool = True
     packed: bool = True
+    plain: bool = False
+    sums_codes: bool = False
+    study: bool = False
+
+    @property
+    def scalings(self) -> tuple[str, ...]:
+        """Those of SCALINGS that it has."""
+        return ("per_token",) if self.plain else SCALINGS
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether rows keep their largest score for the next call, as the softmax's reference."""
-        return self.pv == "fp8_e4m3"
+        """Whether rows keep their largest score for the next call, as the softmax's reference.
+
+        Not with scores in FP8: Triton 3.7 can't compile that loop for compute capability 10.
+        """
+        return (self.qk, self.pv) == ("int8", "fp8_e4m3")
 
 
 RECIPES = {
@@ -89,6 +110,21 @@ RECIPES = {
         Recipe("qk_int8_pv_bf16", qk="int8", pv="16bit"),
         Recipe("qk_int8_pv_fp8", qk="int8", pv="fp8_e4m3"),
         Recipe("qk_int8_pv_int8", qk="int8", pv="int8", hopper=False, packed=False),
+        Recipe("qk_fp8_pv_fp8", qk="fp8_e4m3", pv="fp8_e4m3", hopper=False, packed=False, study=True),
+        Recipe("int_flash_half", qk="int8", pv="16bit", packed=False, plain=True, study=True),
+        Recipe(
+            "int_flash_full",
+            qk="int8",
+            pv="int8_tensor",
+            hopper=False,
+            packed=False,
+            plain=True,
+            sums_codes=True,
+            study=True,
+        ),
+        Recipe(
+            "int_flash_full_fp32_sum", qk="int8", pv="int8_tensor", hopper=False, packed=False, plain=True, study=True
+        ),
     )
 }
 DEFAULT_RECIPE, FP8_RECIPE, INT8_RECIPE = "qk_int8_pv_bf16", "qk_int8_pv_fp8", "qk_int8_pv_int8"

@@ -10,7 +10,7 @@ from .attention import sage_attention
 from .backward import attention_backward
 from .checks.attention import check_attention_inputs, check_masking, check_options
 from .checks.tensors import check_called_below, check_no_tangent
-from .recipe import DEFAULT_RECIPE
+from .recipe import DEFAULT_RECIPE, RECIPES
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -34,7 +34,7 @@ def differentiable_attention(
     recipe: str = DEFAULT_RECIPE,
     scaling: str = "per_token",
     scale: float | None = None,
-    smooth_k: bool = True,
+    smooth_k: bool | None = None,
     rotation: str = "none",
 ) -> torch.Tensor:
     """`sage_attention` with gradients for q, k and v: forward in INT8, backward in 16 bit.
@@ -49,7 +49,8 @@ def differentiable_attention(
     Raises: TypeError, ValueError, NotImplementedError before any launch; NotImplementedError in the backward of a
         backward (torch.autograd.grad(create_graph=True), differentiated again).
     """
-    check_options(recipe, scaling, scale, None, 0.0, None, rotation)
+    check_options(recipe, scaling, scale, None, 0.0, None, rotation, smooth_k)
+    smooth_k = not RECIPES[recipe].plain if smooth_k is None else smooth_k
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, torch.Tensor):
             check_no_tangent(name, x)

@@ -72,6 +72,7 @@ def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
     from ._triton.attention.launch import launch_attention_fwd
 
     keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].keeps_rows
+    smooth_k = not RECIPES[kind.recipe].plain
     skips = kind.skips and kind.scaling == "planned" and not kind.causal and kind.by_key is None
     knowns = (None, True, False)[: 3 if keeps else 1]
     for skipping, known in [(skipping, known) for skipping in (False, True)[: 1 + skips] for known in knowns]:
@@ -83,7 +84,7 @@ def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
                 if state is not None and known is not None:
                     state = state.keeping(torch.empty(1, 1, tokens, device=device), known)
                 launch_attention_fwd(
-                    q, q, q, scale=1.0, scaling=kind.scaling, smooth_k=True, state=state, return_lse=False,
+                    q, q, q, scale=1.0, scaling=kind.scaling, smooth_k=smooth_k, state=state, return_lse=False,
                     recipe=kind.recipe, rotation=kind.rotation, masking=_masking(kind, tokens, device),
                     skip=new_skip_state(1, 1, tokens, tokens, kind.head_dim, device, recipe=kind.recipe)
                     if skipping

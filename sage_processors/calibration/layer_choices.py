@@ -83,9 +83,12 @@ def relative_l2(pairs) -> float:
 
 
 def milder_recipe(recipe: str) -> str:
-    """The recipe of the same scores with P·V in 16 bit: itself where that is what it does."""
+    """The recipe of the same scores with P·V in 16 bit: itself where that is what it does, the default if none has
+    them."""
     given = sage_kernels.RECIPES[recipe]
-    return next(name for name, other in sage_kernels.RECIPES.items() if (other.qk, other.pv) == (given.qk, "16bit"))
+    wanted = (given.qk, given.plain, "16bit")
+    same = (name for name, other in sage_kernels.RECIPES.items() if (other.qk, other.plain, other.pv) == wanted)
+    return next(same, sage_kernels.DEFAULT_RECIPE)
 
 
 def demotions(base: SageAttnProcessor) -> list[SageAttnProcessor]:

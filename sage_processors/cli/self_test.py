@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, Mixed, mixed_attention, sage_attention
+from sage_kernels import DEFAULT_RECIPE, RECIPES, Mixed, mixed_attention, sage_attention
 from sage_kernels.base_formats import base_codes
 from sage_kernels.numerics import pv_dtype
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import BASES, INT8_MAX, MIXED_RECIPE, P_CODE_EXPONENT
+from sage_kernels.recipe import BASES, INT8_MAX, MIXED_RECIPE, P_CODE_EXPONENT, P_SIGNED_EXPONENT
 from sage_kernels.testing import make_qkv, relative_l2
 
 
@@ -99,7 +99,7 @@ def self_test(device: torch.device) -> list[Outcome]:
         exact = _exact(q, k, v, mask if mask is not None else _causal_mask(case, device))
         for recipe in RECIPES:
             skipped = recipe_problem(recipe, device)
-            for scaling in (*SCALINGS, "timestep"):
+            for scaling in (*RECIPES[recipe].scalings, *(() if RECIPES[recipe].plain else ("timestep",))):
                 named: dict[str, Any] = {"recipe": recipe, "scaling": scaling, "case": case.name}
                 if skipped:
                     outcomes.append(Outcome(**named, skipped=skipped))
@@ -178,22 +178,30 @@ def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = 
     e4m3: steps of 2^-3 of the power of two below, so a variance of 2^-6 / 12 of that, half of it of the number's own
     square on average. Or P and V in INT8: P in steps of 1/254.5 of the largest of its tile of keys, whose square is at
     most the sum of theirs, and as much again for what is added before it is rounded down; V in steps of 1/127 of a
-    channel's largest, CREST times its mean size.
+    channel's largest, CREST times its mean size. As INT-FlashAttention has them, P is in steps of 1/127 of the largest
+    of all keys, and V's of the head's largest. Q and K in e4m3 are off as P and V are, whatever shares their scale.
     As in all our rules, a kernel may be twice as far off as the theory (`sage_kernels.testing`). The scales are those
     of whole heads (the coarsest that a block can have), but of single tokens for "per_token".
     """
     repeat = q.shape[2] // k.shape[2]
-    k = (k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
+    own = RECIPES[recipe]
+    k = (k.double() if own.plain else k - k.double().mean(1, keepdim=True)).repeat_interleave(repeat, 2)
     group = 3 if scaling == "per_token" else (1, 3)
+    of_e4m3 = 0.5 * torch.finfo(torch.float8_e4m3fn).eps ** 2 / 12
     variance = torch.zeros((), dtype=torch.float64, device=q.device)
     for rounded, other in ((q.double(), k), (k, q.double())):
         step = rounded.abs().amax(group, keepdim=True) / INT8_MAX
-        variance = variance + step.square().mean((1, 3)) * other.square().mean((1, 3)) / 12
+        noise = step.square().mean((1, 3)) / 12
+        if own.qk == "fp8_e4m3":
+            noise = of_e4m3 * rounded.square().mean((1, 3))
+        variance = variance + noise * other.square().mean((1, 3))
     variance = variance + 2 * (torch.finfo(pv_dtype(q.dtype)).eps / 2) ** 2
-    if RECIPES[recipe].pv == "fp8_e4m3":
-        variance = variance + 2 * 0.5 * torch.finfo(torch.float8_e4m3fn).eps ** 2 / 12
-    if RECIPES[recipe].pv == "int8":
+    if own.pv == "fp8_e4m3":
+        variance = variance + 2 * of_e4m3
+    if own.pv == "int8":
         variance = variance + (2 * LARGEST_TILE / 4**P_CODE_EXPONENT + CREST**2 / INT8_MAX**2) / 12
+    if own.pv == "int8_tensor":
+        variance = variance + (k.shape[1] / 4**P_SIGNED_EXPONENT + CREST**2 / INT8_MAX**2) / 12
     return -10 * math.log10(4 * variance.max().item())
 
 

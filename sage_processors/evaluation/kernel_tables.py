@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from sage_kernels import RECIPES
+from sage_kernels.recipe import MIXED_RECIPE
+
 from .tables import markdown_table
 
 
 MIXED_COLUMNS = (
     *((base, "block_mean") for base in ("int8", "int4", "mxfp4", "nvfp4")), ("nvfp4", "thrift"),
 )  # fmt: skip
+MIXED_TOKENS = "4096"  # of bench_mixed.py, where nothing else is asked for
 THRIFT = "P·V too, K as it is"
+ERROR_COLUMNS = (
+    ("int_flash/normal/sqrt", "rel_l1", "1024"), ("int_flash/normal/sqrt", "rel_l1", "16384"),
+    ("int_flash/biased/sqrt", "centred_l1", "1024"),
+)  # fmt: skip
 FORMATS = ("linears_int8", "linears_fp8", "linears_int8_weights")
 
 
@@ -33,9 +41,10 @@ def linears(rows: list[dict[str, str]]) -> str:
 
 
 def mixed(rows: list[dict[str, str]]) -> str:
-    """A line for each family and format of the newest run of bench_mixed.py: relative L1 without and with 5 % of the
-    blocks promoted, and what that takes away."""
-    rows = [row for row in rows if row["suite"] == "attention_error"]
+    """A line for each family and format of the newest run of bench_mixed.py at its own length: relative L1 without and
+    with 5 % of the blocks promoted, and what that takes away."""
+    rows = [row for row in rows if row["suite"] == "attention_error" and row["recipe"] == MIXED_RECIPE]
+    rows = [row for row in rows if row["seq_k"] == MIXED_TOKENS]
     if not rows:
         return "No rows yet: `kernels/benchmarks/bench_mixed.py`."
     rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
@@ -64,6 +73,25 @@ def mixed(rows: list[dict[str, str]]) -> str:
             markdown_table([*shares, *kinds], [[*recovered, *chosen]]),
         ]
     )
+
+
+def recipe_errors(rows: list[dict[str, str]]) -> str:
+    """A line for each recipe of the newest run of bench_seeds.py: its error on normal and on biased inputs."""
+    rows = [row for row in rows if row["case"].startswith("int_flash/")]
+    if not rows:
+        return "No rows yet: `kernels/benchmarks/bench_seeds.py`."
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"] and row["head_dim"] == "128"]
+    errors = {(row["recipe"], row["case"], row["metric"], row["seq_k"]): row["median"] for row in rows}
+    lines = []
+    for recipe in RECIPES:
+        found = [float(errors[recipe, case, metric, keys]) for case, metric, keys in ERROR_COLUMNS]
+        lines.append([f"`{recipe}`", *(f"{100 * error:.2f}" for error in found)])
+    header = ["recipe", "N(0, 1), 1,024 keys", "16,384", "biased, 1,024 keys"]
+    said = (
+        f"{rows[-1]['gpu']}, commit {rows[-1]['commit']}; fp16, 128 channels, a scale a token. Relative L1 in %; of "
+    )
+    said += "biased inputs, relative to what moves about V's mean."
+    return f"{said}\n\n{markdown_table(header, lines)}"
 
 
 def cold_start(rows: list[dict[str, str]]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..whole_file import write_whole
 from .headline import figures_markdown
-from .kernel_tables import cold_start, linears, mixed
+from .kernel_tables import cold_start, linears, mixed, recipe_errors
 from .tables import launch_layers, peers, results_markdown
 
 
@@ -31,6 +31,7 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
         "linears": linears(rows),
         "cold_start": cold_start(rows),
         "mixed": mixed(rows),
+        "recipe_errors": recipe_errors(rows),
         "layers": launch_layers([row for row in rows if row["suite"] == "end_to_end"]),
     }
 

@@ -35,8 +35,9 @@ def test_doctor_tests_every_recipe_scaling_and_case():
     outcomes = self_test.self_test(CPU)
     assert all(outcome.passed for outcome in outcomes), outcomes
     done = {(outcome.recipe, outcome.scaling, outcome.case) for outcome in outcomes}
-    scalings = (*sage_kernels.SCALINGS, "timestep")
-    plain = {(r, s, c.name) for r in sage_kernels.RECIPES for s in scalings for c in self_test.CASES}
+    scalings = {r.name: r.scalings if r.plain else (*r.scalings, "timestep") for r in sage_kernels.RECIPES.values()}
+    assert {len(x) for x in scalings.values()} == {1, 4}
+    plain = {(r, s, c.name) for r in scalings for s in scalings[r] for c in self_test.CASES}
     mixed = {("mixed", base, c.name) for base in BASES for c in self_test.CASES if not c.mask and not c.same_values}
     assert done == plain | mixed
     assert any(case.mask == "bool" for case in self_test.CASES) and any(case.causal for case in self_test.CASES)
@@ -134,7 +135,7 @@ def test_doctor_prints_what_it_found_and_exits_with_1_if_a_check_fails(monkeypat
     monkeypatch.setattr(self_test, "sage_attention", _crash)
     output = invoke(code=1)
     assert "Error: RuntimeError: illegal instruction" in output
-    number = 4 * len(sage_kernels.RECIPES)
+    number = sum(1 if r.plain else 4 for r in sage_kernels.RECIPES.values())
     assert f"{number} of {number + len(BASES)} checks failed" in output
     assert "and more" not in output and "Traceback" not in output
 
@@ -146,7 +147,8 @@ def test_doctor_speaks_json(monkeypatch):
     assert set(found) == keys and found["passed"] is True
     assert {"torch", "triton", "diffusers", "transformers", "sage_processors"} <= set(found["environment"])
     worst = {"qk_int8_pv_bf16": 25, "qk_int8_pv_fp8": 20, "qk_int8_pv_int8": 20}
-    worst |= {"mixed": 9}
+    worst |= {"mixed": 9, "qk_fp8_pv_fp8": 15, "int_flash_half": 20}
+    worst |= dict.fromkeys(("int_flash_full", "int_flash_full_fp32_sum"), 18)
     assert all(row["sqnr_db"] > row["least_db"] > worst[row["recipe"]] for row in found["self_test"])
     monkeypatch.setattr(self_test, "sage_attention", _nan)
     found = json.loads(invoke("--json", code=1))

@@ -27,6 +27,7 @@ CENTER_STEPS = tl.constexpr(2.0**22)
 # all of the program's stores and drops the SM's L1 cache.
 RELAXED = tl.constexpr("relaxed")
 E4M3_MAX = tl.constexpr(recipe.E4M3_MAX)
+E4M3_OF_INT8 = tl.constexpr(recipe.E4M3_OF_INT8)
 
 
 def head_width(head_dim: int) -> int:
@@ -55,6 +56,17 @@ def round_to_int(x):
 def round_to_int8(x):
     """Round to nearest even; |x| <= 127 is the caller's duty."""
     return round_to_int(x).to(tl.int8)
+
+
+@triton.jit
+def round_to_codes(x, FP8: tl.constexpr):
+    """Codes of Q or K in the score matmul: INT8, which loses NaN, or e4m3 in steps of 1/E4M3_OF_INT8; |x| <= 127 is
+    the caller's duty."""
+    if FP8:
+        codes = (x * E4M3_OF_INT8).to(tl.float8e4nv)
+    else:
+        codes = round_to_int8(x)
+    return codes
 
 
 @triton.jit

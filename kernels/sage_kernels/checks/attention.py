@@ -11,7 +11,7 @@ import torch
 
 from ..compat import differentiates_forward, has_tangent
 from ..numerics import padded_head_dim
-from ..recipe import MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS
+from ..recipe import DEFAULT_RECIPE, MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS
 from ..state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 from .numbers import check_size, check_softcap, check_window
 from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable, is_strided
@@ -238,8 +238,9 @@ def check_options(
     softcap: float = 0.0,
     cu_seqlens: Any = None,
     rotation: str = "none",
+    smooth_k: bool | None = None,
 ) -> None:
-    """Raise unless the options of `sage_attention` are ones it knows."""
+    """Raise unless the options of `sage_attention` are ones it knows, and its recipe has."""
     if recipe == MIXED_RECIPE:
         raise ValueError(
             f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}; mixed precision has options of its own: call "
@@ -267,6 +268,19 @@ def check_options(
         )
     if state is not None and not isinstance(state, HeadState):
         raise TypeError(f"state: got {type(state).__name__}, expected sage_kernels.HeadState or None")
+    if RECIPES[recipe].plain:
+        _check_plain(recipe, scaling, state, smooth_k)
+
+
+def _check_plain(recipe: str, scaling: str, state: Any, smooth_k: bool | None) -> None:
+    """Raise unless the options are those of a recipe whose Q and K are rounded as they are."""
+    has = f"a scale a token of Q and K as they are; {DEFAULT_RECIPE!r} has all of it"
+    if scaling not in RECIPES[recipe].scalings:
+        raise ValueError(f"scaling: got {scaling!r} with recipe {recipe!r}, expected 'per_token': it has {has}")
+    if state is not None:
+        raise NotImplementedError(f"state: got one with recipe {recipe!r}, expected None: it has {has}")
+    if smooth_k:
+        raise ValueError(f"smooth_k: got True with recipe {recipe!r}, expected None or False: it has {has}")
 
 
 def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: torch.device) -> None:

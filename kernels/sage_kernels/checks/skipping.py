@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
+from ..recipe import RECIPES
 from ..skipping import CLOCK_FIELDS, TOTAL_FIELDS, SkipState, list_shape
 from .tensors import check_writable
 
 
-def check_skip(skip: SkipState, q: torch.Tensor, k: torch.Tensor, state: Any, masking: tuple[Any, ...]) -> None:
+def check_skip(
+    skip: SkipState, q: torch.Tensor, k: torch.Tensor, state: Any, masking: tuple[Any, ...], recipe: str
+) -> None:
     """Raise unless the lists are of this call, q [B, S_q, H, D] and k [B, S_kv, H_kv, D], on its device.
 
     masking: attn_mask, causal, window, softcap, sinks.
@@ -23,6 +26,11 @@ def check_skip(skip: SkipState, q: torch.Tensor, k: torch.Tensor, state: Any, ma
         )
     if state is None:
         raise ValueError("skip: got lists without a state, expected state=, which carries scales from step to step")
+    if RECIPES[recipe].qk != "int8":
+        raise NotImplementedError(
+            f"skip: got lists with recipe {recipe!r}, expected one with Q and K in INT8: tiles are measured by those "
+            "codes; leave skip out"
+        )
     attn_mask, causal, window, softcap, sinks = masking
     if attn_mask is not None or causal or window is not None or softcap or sinks is not None:
         raise NotImplementedError(

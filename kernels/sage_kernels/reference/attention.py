@@ -14,6 +14,7 @@ from ..numerics import (
     divide,
     pv_dtype,
     quantize_centered_values,
+    quantize_tensor_values,
     quantize_values,
     round_to_e4m3,
     sampled_balance,
@@ -30,6 +31,7 @@ from ..recipe import (
     P_CODE_MAGIC,
     P_EXPONENT,
     P_EXPONENT_LIMIT,
+    P_SIGNED_EXPONENT,
     RECIPES,
 )
 from ..skipping import SkipState
@@ -91,8 +93,8 @@ def ref_attention(
     else:
         q_in, k_in = q.detach(), k.detach()
     qf, kf = q_in.transpose(1, 2).float(), k_in.transpose(1, 2).float()
-    is_fp8, is_int8 = (RECIPES[recipe].pv == name for name in ("fp8_e4m3", "int8"))
-    is_16_bit = not (is_fp8 or is_int8)
+    own = RECIPES[recipe]
+    is_fp8, is_int8, is_16_bit = own.pv == "fp8_e4m3", own.pv.startswith("int8"), own.pv == "16bit"
     vf = v.detach().transpose(1, 2).to(pv_dtype(q.dtype) if round_p and is_16_bit else torch.float32).float()
     counts = seen = None
     reach = key_reach(masking, batch, heads, kv_heads, seq_q)
@@ -118,7 +120,8 @@ def ref_attention(
         x_k = torch.where(counts[..., None], x_k, 0.0)
     v_scale = v_center = None
     if is_int8:
-        vf, v_scale, v_center = quantize_centered_values(vf, seen, counts)
+        quantize = quantize_centered_values if own.pv == "int8" else quantize_tensor_values
+        vf, v_scale, v_center = quantize(vf, seen, counts)
     if is_fp8:
         planned_v = None
         if state is not None:
@@ -130,8 +133,8 @@ def ref_attention(
         vf = values
     if state is not None:
         record_step(state, qf, kf, x_k, planned, known & ~fits, counts, rotation, block_k)
-    q_int, q_scale = ref_quantize(x_q, group_q)
-    k_int, k_scale = ref_quantize(x_k, group_k, planned)
+    q_int, q_scale = ref_quantize(x_q, group_q, qk=own.qk)
+    k_int, k_scale = ref_quantize(x_k, group_k, planned, own.qk)
     row_scale = q_scale * (scale * LOG2_E)
     skipped = None if skip is None else ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip)
 
@@ -139,7 +142,7 @@ def ref_attention(
     lse = torch.empty(batch, seq_q, heads, dtype=torch.float32, device=q.device)
     repeat = heads // kv_heads
     step = rows_at_a_time(q.device, seq_kv)
-    lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
+    lagged, keeps_max = (own.keeps_rows and f(state, masking) for f in (reads_row_max, keeps_row_max))
     if lagged:  # decided for whole tiles of query rows
         step = max(1, step // block_q) * block_q
     for b in range(batch):
@@ -171,8 +174,10 @@ def ref_attention(
                     top = top + kept_shift
                     kept.copy_(torch.where(torch.isfinite(top), top, 0.0))
                 if round_p and is_int8:
-                    round_ = _tile_rounding(s, reference, block_k)
-                o, log_sum, share = _softmax_values(s, vf[b, kv], shift, masking, h, reference, round_)
+                    round_ = (_tile_rounding if own.pv == "int8" else _running_rounding)(s, reference, block_k)
+                o, log_sum, share = _softmax_values(
+                    s, vf[b, kv], shift, masking, h, reference, round_, own.sums_codes
+                )  # fmt: skip
                 if v_center is not None and v_scale is not None:
                     o = o * v_scale[b, kv] + share * v_center[b, kv]
                     o = torch.where(log_sum == -torch.inf, 0.0, o)
@@ -259,18 +264,32 @@ def _tile_rounding(s, reference, block_k: int):
     return lambda _: rounded.flatten(1)[:, : s.shape[1]]
 
 
-def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p):
+def _running_rounding(s, reference, block_k: int):
+    """Rounds P as INT-FlashAttention does: 127 is the row's largest up to its tile of block_k keys. Arguments as
+    `_tile_rounding`."""
+    tiles = torch.nn.functional.pad(s, (0, -s.shape[1] % block_k), value=-torch.inf).unflatten(1, (-1, block_k))
+    own = tiles.amax(-1).cummax(1).values
+    own = torch.where(own.abs() < P_CODE_LIMIT, own - P_SIGNED_EXPONENT, own)
+    own = torch.where(own == -torch.inf, 0.0, own)
+    codes = torch.round(torch.exp2(tiles - own[..., None]))
+    rounded = codes * torch.exp2(own - torch.where(reference == -torch.inf, 0.0, reference))[..., None]
+    return lambda _: rounded.flatten(1)[:, : s.shape[1]]
+
+
+def _softmax_values(s, v, shift, masking: Masking, h: int, reference, round_p, sums_codes: bool = False):
     """softmax(s) · v of one head's rows, the natural log of the sum, and the keys' share of all weights, fp32.
 
-    reference [R, 1]: what the exponents are taken against, -inf in a row that sees nothing. round_p: of P, or None.
+    reference [R, 1]: what the exponents are taken against, -inf in a row that sees nothing. round_p: of P, or None;
+    sums_codes: the sum is of what it gives.
     """
     shift = torch.zeros_like(shift) if masking.softcap else shift  # the capped scores are the true ones
     sink = None if masking.sinks is None else (masking.sinks[h] - shift) * LOG2_E
     safe = torch.where(reference == -torch.inf, 0.0, reference)  # a row that sees nothing
     p = torch.exp2(s - safe)
-    total = p.sum(-1, keepdim=True)
+    rounded = p if round_p is None else round_p(p)
+    total = (rounded if sums_codes else p).sum(-1, keepdim=True)
     # before the sink joins, which may lie far above: as in the kernels, it only rescales the sums
-    o = (p if round_p is None else round_p(p)) @ v
+    o = rounded @ v
     keys = total
     if sink is not None:
         new = reference.maximum(sink)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..numerics import divide, padded_head_dim, rotation_block
-from ..recipe import AMAX_FLOOR, INT8_MAX, SHRINK_LIMIT
+from ..numerics import divide, padded_head_dim, rotation_block, round_to_e4m3
+from ..recipe import AMAX_FLOOR, E4M3_OF_INT8, INT8_MAX, SHRINK_LIMIT
 
 
 def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -24,14 +24,16 @@ def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
     return (y * block**-0.5).flatten(3).to(dtype or x.dtype)
 
 
-def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | None = None):
-    """Symmetric INT8 codes of x [B, H, S, D] (fp32) with one scale per `group` tokens (None: per head).
+def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | None = None, qk: str = "int8"):
+    """Symmetric codes of x [B, H, S, D] (fp32) with one scale per `group` tokens (None: per head).
 
     planned [B or 1, H, 1, 1]: dequantisation scale folded into x already, 0 for a head without a plan. A group of a
     planned head keeps that scale while its largest code is between SHRINK_LIMIT · 127 and 127. Any other group takes
     its own: nothing is clipped, and nothing loses its resolution.
 
-    Returns: codes [B, H, S, D] fp32 integers in [-127, 127], scale [B, H, S, 1] fp32.
+    qk: "int8", or "fp8_e4m3": codes are numbers of e4m3, of which the largest is 128.
+
+    Returns: codes [B, H, S, D] fp32, scale [B, H, S, 1] fp32.
     """
     batch, heads, seq, _ = x.shape
     amax = x.abs().amax(-1)
@@ -46,4 +48,6 @@ def ref_quantize(x: torch.Tensor, group: int | None, planned: torch.Tensor | Non
         as_planned = (planned > 0) & (amax <= INT8_MAX) & (amax >= SHRINK_LIMIT * INT8_MAX)
         scale = torch.where(planned > 0, planned * torch.where(as_planned, 1.0, scale), scale)
         inverse = torch.where(as_planned, 1.0, inverse)
+    if qk == "fp8_e4m3":
+        return round_to_e4m3(x * inverse * E4M3_OF_INT8), scale * (1 / E4M3_OF_INT8)
     return torch.round(x * inverse), scale

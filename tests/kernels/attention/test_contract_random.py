@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sage_kernels import SCALINGS, new_head_state
+from sage_kernels import DEFAULT_RECIPE, RECIPES, SCALINGS, new_head_state
 from sage_kernels.testing import FAMILIES, FP32_ROUNDING, exact_attention, make_qkv
 from tests.kernels.attention.attention_cases import band_mask
 
@@ -158,6 +158,17 @@ def test_many_random_calls_match_the_reference(call, attend):
     check(call, attend)
 
 
+@pytest.mark.usefixtures("true_fp8")
+@pytest.mark.parametrize("recipe", [recipe.name for recipe in RECIPES.values() if recipe.study])
+@random_calls(20)
+def test_random_calls_of_the_recipes_to_compare_with_match_the_reference(call, recipe, attend):
+    inputs, options, planned, exponent = call
+    options = options | {"recipe": recipe}
+    if RECIPES[recipe].plain:
+        options |= {"scaling": "per_token", "smooth_k": False}
+    check((inputs, options, planned and not RECIPES[recipe].plain, exponent), attend)
+
+
 def check(call, attend):
     (q, k, v), options, planned, exponent = call
     kept = [x.clone() for x in (q, k, v)]
@@ -165,5 +176,7 @@ def check(call, attend):
     out, lse = attend.check(q, k, v, state=state, exponent=exponent, **options)
     assert torch.isfinite(out).all() and not lse.isnan().any()
     assert all(torch.equal(a, b) for a, b in zip(kept, (q, k, v), strict=True))
-    if options["scaling"] == "per_token" and not options["smooth_k"] and not planned:
+    own = RECIPES[options.get("recipe", DEFAULT_RECIPE)]
+    sums_exactly = own.qk == "int8" and not own.sums_codes
+    if options["scaling"] == "per_token" and not options["smooth_k"] and not planned and sums_exactly:
         check_against_exact(lse, q, k, v, **options)

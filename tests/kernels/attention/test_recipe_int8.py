@@ -11,7 +11,7 @@ from sage_kernels.numerics import quantize_centered_values
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_attention
 from sage_kernels.state import COUNT_CLIPPED, STAT_V_AMAX
-from sage_kernels.testing import exact_attention, make_qkv, relative_l1, relative_l2
+from sage_kernels.testing import exact_attention, make_biased, relative_l1, relative_l2
 from tests.kernels.attention.attention_cases import DTYPES, MASKS, SHAPES, band_mask, key_padding, normal
 from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
 
@@ -73,7 +73,7 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     prepared = launch_prologue(
         q, torch.zeros_like(v), v, scaling="planned" if stateful else "per_block", smooth_k=True,
         state=new_head_state(heads, head_dim, kernel_device) if stateful else None, mask=mask, return_center=False,
-        block_n=64, width=width, rotation="none", value_type=torch.int8,
+        block_n=64, width=width, rotation="none", pv="int8",
     )  # fmt: skip
     codes, numbers, v = prepared.values, prepared.value_scale.cpu(), v.cpu()
     wanted, scale, center = quantize_centered_values(v.transpose(1, 2).float(), seen, seen)
@@ -220,16 +220,6 @@ def test_every_tile_matches_the_reference(head_dim, tiles):
 # --- accuracy ---
 
 
-def biased(seq: int, seed: int = 0):
-    """Biases of every channel of K, Q and V, and four channels of K that are loud in all tokens alike."""
-    fixed = torch.Generator().manual_seed(7)
-    q, k, v = make_qkv("normal", 1, 256, seq, 2, 2, 128, seed=seed)
-    bias = 2 * torch.randn(1, 1, 2, 128, generator=fixed)
-    bias[..., ::32] = 20 * bias[..., ::32].sign()
-    q = q + 0.5 * torch.randn(1, 1, 2, 128, generator=fixed)
-    return q, k + bias, v + 2 * torch.randn(1, 1, 2, 128, generator=fixed)
-
-
 def centred_l1(out, exact, v) -> float:
     """Relative L1 of what moves about V's mean, which a large mean must not hide."""
     exact = exact.double()
@@ -244,7 +234,7 @@ def test_error_stays_below_the_bars_at_any_length(seq):
     exact, _ = exact_attention(q, k, v)
     assert relative_l1(sage_attention(q, k, v, recipe=INT8), exact) <= BAR
     assert relative_l1(sage_attention(q, k, v), exact) <= 0.01  # P·V in 16 bit: the scores' share of it
-    q, k, v = biased(seq)
+    q, k, v = make_biased(seq)
     exact, _ = exact_attention(q, k, v)
     for block_k in (64, 128):
         out, _ = ref_attention(q, k, v, recipe=INT8, block_k=block_k)

@@ -57,7 +57,9 @@ WIDTHS = (64, 128, 256)
 MASKS = ("keys", "rows", "causal")
 FULL_TARGETS = ("sm_80", "sm_90")  # the others compile a part: each kernel takes seconds
 OVERLAPPING = ("sm_90", "sm_100", "sm_120")  # a launch may begin before the one before ends
-VALUES = {"16bit": "bf16", "fp8_e4m3": "fp8e4nv", "int8": "i8"}  # element type of V as the kernels read it
+# element type of V as the kernels read it, and of codes of K
+VALUES = {"16bit": "bf16", "fp8_e4m3": "fp8e4nv", "int8": "i8", "int8_tensor": "i8"}
+KEYS = {"int8": "i8", "fp8_e4m3": "fp8e4nv"}
 FP8_TARGETS = ("sm_89", "sm_90", "sm_100", "sm_120")
 # what the Hopper kernel can do besides what the tile table has it do
 HOPPER = (
@@ -144,20 +146,21 @@ def read(compiled) -> dict:
 
 def attention(
     name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
-    keys: int = 16384, packed: bool = False,
+    keys: int = 16384, packed: bool = False, qk: str = "int8",
 ) -> dict:  # fmt: skip
     """mask: "none", "keys", "rows", "tiles" or "causal"; reference: of the softmax, "" for the tile table's choice;
     tile: None for the tile table's. keys: how many there are. packed: of sequences, as `device_tile` has it."""
     target, capability = TARGETS[name], _capability(name)
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
-    if packed and tile.kernel == "hopper":
+    if (packed or qk != "int8") and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
     reference = reference or ("tile" if pv == "int8" else "first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
     constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "REFERENCE": reference, "PV": pv}
-    constants["KEEPS_MAX"] = pv == "fp8_e4m3" and scaling == "planned" and mask != "rows"
-    types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "keys": "*i8", "counts_ptr": "*i32"}
+    constants["KEEPS_MAX"] = (qk, pv) == ("int8", "fp8_e4m3") and scaling == "planned" and mask != "rows"
+    types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "counts_ptr": "*i32"}
+    types["keys"] = f"*{KEYS[qk]}"
     types["values"] = f"*{VALUES[pv]}"
     types |= {"mask_ptr": "*bf16", "tiles_ptr": "*i32", "numbers_ptr": "*i32", "arrived_ptr": "*i32"}
     types |= SEQUENCES
@@ -186,7 +189,7 @@ def attention(
     else:
         kernel = _attention_fwd_kernel
         if tile.kernel == "tma":
-            types["keys"] = f"tensordesc<i8[{tile.block_n}, {width}]>"
+            types["keys"] = f"tensordesc<{KEYS[qk]}[{tile.block_n}, {width}]>"
             block = f"[1, {tile.block_n}, 1, {width}]" if pv == "16bit" else f"[{width}, {tile.block_n}]"
             types["values"] = f"tensordesc<{VALUES[pv]}{block}>"
         constants |= {"BLOCK_M": tile.block_m, "STAGES": tile.num_stages, "USE_TMA": tile.kernel == "tma"}
@@ -197,24 +200,28 @@ def attention(
             "PACKED": packed,
             "PARTS": tile.parts,
             "ASM": tile.asm,
+            "QK": qk,
+            "SUMS_CODES": pv == "int8_tensor",
         }
         options = {"num_warps": tile.num_warps}
     return {"kernel": tile.kernel, **read(build(kernel, constants, types, target, **options))}
 
 
-def prepare(name: str, width: int, scaling: str, mask: str = "none", pv: str = "16bit", packed: bool = False) -> dict:
+def prepare(
+    name: str, width: int, scaling: str, mask: str = "none", pv: str = "16bit", packed: bool = False, qk: str = "int8"
+) -> dict:
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
     tile = choose_tile(capability, width, scaling, pv=pv, running=scaling != "planned")
-    if packed and tile.kernel == "hopper":
+    if (packed or qk != "int8") and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
     num_warps = warps_of(tile.block_n, width)
     constants = {
         "HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "PACKED": packed, "HAS_LEFT": False,
-        "SCALING": scaling, "SMOOTH": True, "STORE_CENTER": False, "HAS_MASK": mask != "none",
+        "SCALING": scaling, "SMOOTH": pv != "int8_tensor", "PV": pv, "STORE_CENTER": False, "HAS_MASK": mask != "none",
         "HAS_VALUES": pv != "16bit", "OVERLAP": tile.kernel == "hopper",
     } | constants_of(num_warps, width)  # fmt: skip
-    types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": "*i8", "counts_ptr": "*i32", "row_ptr": "*i32"}
+    types = {"q_ptr": "*bf16", "k_ptr": "*bf16", "k_int_ptr": f"*{KEYS[qk]}", "counts_ptr": "*i32", "row_ptr": "*i32"}
     types |= (
         SEQUENCES
         | {"extent_ptr": "*i32"}
@@ -232,8 +239,8 @@ def value_amax(name: str, width: int, packed: bool = False) -> dict:
     return {"kernel": "value_amax", **read(build(_value_amax_kernel, constants, types, TARGETS[name], num_warps=8))}
 
 
-def value_reach(name: str, width: int) -> dict:
-    constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": True}
+def value_reach(name: str, width: int, pv: str = "int8") -> dict:
+    constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": True, "PV": pv}
     types = {"v_ptr": "*bf16", "extent_ptr": "*i32"}
     return {"kernel": "value_reach", **read(build(_value_reach_kernel, constants, types, TARGETS[name], num_warps=8))}
 
@@ -519,6 +526,25 @@ def int8_values(name: str):
         yield f"{name}/value_reach/128", value_reach(name, 128)
 
 
+def compared(name: str):
+    """As `kernels`, of the recipes to compare with: INT-FlashAttention's full one, and scores in FP8."""
+    for width in WIDTHS if name in FULL_TARGETS else WIDTHS[:2]:
+        yield f"{name}/int_flash_full/{width}", attention(name, width, "per_token", pv="int8_tensor")
+    if name in FULL_TARGETS:
+        for mask in MASKS:
+            yield f"{name}/int_flash_full/128/{mask}", attention(name, 128, "per_token", mask, pv="int8_tensor")
+        yield f"{name}/int_flash_prepare/128", prepare(name, 128, "per_token", pv="int8_tensor")
+        yield f"{name}/int_flash_value_reach/128", value_reach(name, 128, "int8_tensor")
+    if name not in FP8_TARGETS:
+        return
+    fp8 = {"pv": "fp8_e4m3", "qk": "fp8_e4m3"}
+    for width in WIDTHS if name == "sm_90" else WIDTHS[:2]:
+        yield f"{name}/fp8_scores/{width}/per_token", attention(name, width, "per_token", **fp8)
+    yield f"{name}/fp8_scores/128/planned", attention(name, 128, "planned", **fp8)
+    if name == "sm_90":
+        yield "sm_90/fp8_scores_prepare/128", prepare(name, 128, "planned", **fp8)
+
+
 def packed(name: str):
     """As `kernels`, of packed sequences: what attention and its prologue are compiled to with them."""
     for width in WIDTHS if name in FULL_TARGETS else (128,):
@@ -564,6 +590,7 @@ def kernels(name: str):
         yield "sm_90/value_amax/128", value_amax(name, 128)
         for width in (64, 128):
             yield f"sm_90/attention/{width}/planned/short", attention(name, width, "planned", keys=4096)
+    yield from compared(name)
     yield from packed(name)
     yield from selective(name)
     yield from skipping(name)

@@ -159,6 +159,15 @@ def test_int8_values_take_no_more_instructions_a_key_than_16_bit_ones(kernels):
 
 
 @pytest.mark.parametrize("kernels", [target("sm_90")], indirect=True)
+def test_recipes_to_compare_with_run_both_matmuls_in_8_bit(kernels):
+    skip_unless_pinned()
+    full = {key: facts for key, facts in kernels.items() if "/int_flash_full/" in key}
+    assert len(full) >= 2 and all(facts["int8_matrix"] for facts in full.values())
+    fp8 = {key: facts for key, facts in kernels.items() if "/fp8_scores/" in key}
+    assert all(facts["fp8_matrix"] and not facts["int8_matrix"] for facts in fp8.values())
+    assert len(fp8) == {"sm_89": 3, "sm_90": 4, "sm_100": 3, "sm_120": 3}.get(target_of(kernels), 0)
+
+
 def test_the_reference_of_the_step_before_shortens_the_plain_loop(kernels):
     tables = f"{target_of(kernels)}/attention_fp8/128/planned"
     lagged, running = (kernels[f"{tables}/{name}"]["loops"][0]["instructions"] for name in ("lagged", "running"))

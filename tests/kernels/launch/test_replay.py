@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import sage_kernels
-from sage_kernels import append_kv, decode, replay, sage_attention, sage_decode_attention
+from sage_kernels import RECIPES, append_kv, decode, replay, sage_attention, sage_decode_attention
 from sage_kernels.state import new_head_state
 
 
@@ -281,8 +280,9 @@ def as_tuple(results):
 @pytest.mark.parametrize(
     "options", [{}, {"causal": True, "return_lse": True}, {"rotation": "hadamard"}, {"softcap": 5.0}]
 )
-@pytest.mark.parametrize("recipe", sorted(sage_kernels.RECIPES))
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize(
+    ("recipe", "planned"), [(r.name, p) for r in RECIPES.values() for p in (False, True) if not (p and r.plain)]
+)
 def test_calls_made_again_give_the_same_bits(options, recipe, planned, monkeypatch):
     replay.forget()
     from sage_kernels._triton.launch.replay import Replay

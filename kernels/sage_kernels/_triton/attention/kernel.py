@@ -16,23 +16,25 @@ import triton.language as tl
 from ... import recipe
 from ...state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
 from ..primitives import (
+    E4M3_OF_INT8,
     RELAXED,
     dynamic_scale,
     load_tokens,
     nan_unless_finite,
-    round_to_int8,
+    round_to_codes,
 )
 from ..prologue.prepare_value_codes import sums_of, value_numbers
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 from ..sequences import keys_of, rows_of, sequence_of, slot_of
 from .key_tiles import band_tiles, tile_at
-from .operands import add_product, load_keys, load_values
+from .operands import add_product, load_keys, load_values, score_product
 from .queries import record_queries, to_midrange
 from .softmax import (
     ADDED_BITS_LIMIT,
     CODES_ADDED_BITS_LIMIT,
     P_CODE_EXPONENT,
     P_EXPONENT_LIMIT,
+    P_SIGNED_EXPONENT,
     fixed_softmax_step,
     least_reference,
     masked_step,
@@ -86,6 +88,7 @@ def _attention_fwd_kernel(
     HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, REFERENCE: tl.constexpr, KEEPS_MAX: tl.constexpr, PV: tl.constexpr,
     TILE_ADDS_BITS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
+    QK: tl.constexpr, SUMS_CODES: tl.constexpr,
 ):  # fmt: skip
     if PACKED:  # seq_q and seq_kv are those of all sequences together
         slots = seq_q // BLOCK_M + sequences + 1
@@ -142,14 +145,15 @@ def _attention_fwd_kernel(
     SCALE_PER_KEY: tl.constexpr = SCALING == "per_token"
     SCALES_AT_ONCE: tl.constexpr = 128
     LOG2_E: tl.constexpr = 1.4426950408889634
-    INT8_PV: tl.constexpr = PV == "int8"
-    EXPONENT: tl.constexpr = P_CODE_EXPONENT if INT8_PV else _P_EXPONENT if PV == "fp8_e4m3" else 0.0
+    INT8_PV: tl.constexpr = PV == "int8" or PV == "int8_tensor"
+    CODE_EXPONENT: tl.constexpr = P_CODE_EXPONENT if PV == "int8" else P_SIGNED_EXPONENT
+    EXPONENT: tl.constexpr = CODE_EXPONENT if INT8_PV else _P_EXPONENT if PV == "fp8_e4m3" else 0.0
     LAGGED: tl.constexpr = REFERENCE == "lagged"
     FIXED: tl.constexpr = REFERENCE == "first" or LAGGED
     TILE: tl.constexpr = REFERENCE == "tile"
     # P·V of a tile right after its softmax: where tiles are as large as the registers, nothing else of it stays there
     AT_ONCE: tl.constexpr = INT8_PV and TILE_ADDS_BITS
-    ADDS_BITS: tl.constexpr = TILE_ADDS_BITS and not FIXED and not SCALE_PER_KEY
+    ADDS_BITS: tl.constexpr = TILE_ADDS_BITS and not FIXED and not SCALE_PER_KEY and QK == "int8"
 
     # quantise Q: [BLOCK_M, WIDTH]
     q_base = q_ptr + q_first + h.to(tl.int64) * stride_qh
@@ -163,8 +167,10 @@ def _attention_fwd_kernel(
     if SCALING == "per_head":
         amax = tl.zeros_like(amax) + tl.load(q_amax_ptr + head_of_batch)
     q_scale, inverse = dynamic_scale(amax)
-    q_int = round_to_int8(x * inverse[:, None])
+    q_codes = round_to_codes(x * inverse[:, None], QK == "fp8_e4m3")
     row_scale = (q_scale + nan_unless_finite(q, 1)) * (softmax_scale * LOG2_E)
+    if QK == "fp8_e4m3":
+        row_scale = row_scale * (1.0 / (E4M3_OF_INT8 * E4M3_OF_INT8))
     # smoothing lowered every score of a row by q·c: whatever is not invariant to that gets it back. Base 2.
     shift = tl.zeros([BLOCK_M], tl.float32)
     if RETURN_LSE or SOFTCAP or HAS_SINKS or KEEPS_MAX:
@@ -227,11 +233,11 @@ def _attention_fwd_kernel(
         # of a NaN or -inf nothing is known, and 0 is as good a guess as any
         reference = tl.where(tl.abs(earlier) < P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
-    scores = tl.dot(q_int, load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), out_dtype=tl.int32)
+    scores = score_product(q_codes, load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), QK)
     p, reference, running_sum, top, rescale = masked_step(
         scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
         tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum, top,
-        MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED, TILE,
+        MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED, TILE, SUMS_CODES,
     )  # fmt: skip
     # always true, but not to the compiler: moves the row scales into the layout of the scores once, not once a tile
     # (not where the sum is NaN: neither choice may make a number of that)
@@ -250,7 +256,7 @@ def _attention_fwd_kernel(
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
-        scores = tl.dot(q_int, codes, out_dtype=tl.int32)
+        scores = score_product(q_codes, codes, QK)
         key_scale = tl.load(k_scales + tile * scale_step)
         v = load_values(
             values, v_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
@@ -265,7 +271,7 @@ def _attention_fwd_kernel(
         else:
             p, reference, running_sum, rescale = online_softmax_step(
                 scores, row_scale, key_scale, reference, least_reference(reference, top, TILE), running_sum,
-                SCALE_PER_KEY, EXPONENT, ADDS_BITS,
+                SCALE_PER_KEY, EXPONENT, ADDS_BITS, SUMS_CODES,
             )  # fmt: skip
             if TILE:
                 top = tl.maximum(top, reference)
@@ -277,7 +283,7 @@ def _attention_fwd_kernel(
         before = tile_at(i - 1, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         tile = tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
         codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
-        scores = tl.dot(q_int, codes, out_dtype=tl.int32)
+        scores = score_product(q_codes, codes, QK)
         v = load_values(
             values, v_sums, b_of_rows, (tile if AT_ONCE else before) * BLOCK_N, first_key, h_kv, first_step, seq_kv,
             reach, stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
@@ -287,7 +293,7 @@ def _attention_fwd_kernel(
         p, reference, running_sum, top, factor = masked_step(
             scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
             tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum,
-            top, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED, TILE,
+            top, MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED, TILE, SUMS_CODES,
         )  # fmt: skip
         if not LAGGED:
             rescale = factor
@@ -325,12 +331,12 @@ def _attention_fwd_kernel(
                     stride_vb, stride_vs, stride_vh, BLOCK_N, HEAD_DIM, WIDTH, USE_TMA, True, MASK, PV, PACKED, PARTS,
                 )  # fmt: skip
                 codes = load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA)
-                scores = tl.dot(q_int, codes, out_dtype=tl.int32)
+                scores = score_product(q_codes, codes, QK)
                 p, reference, running_sum, top, factor = masked_step(
                     scores, row_scale, tl.load(k_scales + tile * scale_step), shift, softcap, mask_rows, reach, offs_m,
                     tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference,
                     running_sum, top,
-                    MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, False, False,
+                    MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, False, False, False,
                 )  # fmt: skip
                 if not LATE:
                     acc = acc * factor[:, None]

@@ -40,12 +40,12 @@ def is_band(masking: Masking) -> bool:
 
 def device_tile(
     device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING, pv: str = "16bit",
-    lagged: bool = False, packed: bool = False,
+    lagged: bool = False, packed: bool = False, hopper: bool = True,
 ) -> Tile:  # fmt: skip
     """The tile of a launch on `device`; NotImplementedError where the device can't run it at all.
 
     Args: as `tiles.choose_tile`; pv: of the recipe; lagged: rows keep their maxima for the next call;
-        packed: of sequences, which the Hopper kernel does not know.
+        packed: of sequences, which the Hopper kernel does not know; hopper: that kernel has the recipe.
     """
     if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
         return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma" if compat.TensorDescriptor else "pointers")
@@ -63,7 +63,7 @@ def device_tile(
         )
     by_row = masking.by_row
     tile = choose_tile(capability, width, scaling, by_row, pv, not lagged)
-    if tile.kernel == "hopper" and (packed or not compat.has_gluon()):
+    if tile.kernel == "hopper" and (packed or not hopper or not compat.has_gluon()):
         tile = choose_tile(capability, width, scaling, True, pv, not lagged)
     if tile.kernel == "tma" and compat.TensorDescriptor is None:  # a tile of the newest GPUs without a copy engine
         tile = choose_tile(89 if pv == "fp8_e4m3" else 80, width, scaling, by_row, pv, not lagged)
@@ -111,10 +111,12 @@ def launch_attention_fwd(
     width = head_width(head_dim)
     if state is not None:
         scaling = "planned"
-    pv = RECIPES[recipe].pv
+    own = RECIPES[recipe]
+    pv = own.pv
     is_fp8, is_16_bit = pv == "fp8_e4m3", pv == "16bit"
-    lagged, keeps_max = (is_fp8 and f(state, masking) for f in (reads_row_max, keeps_row_max))
+    lagged, keeps_max = (own.keeps_rows and f(state, masking) for f in (reads_row_max, keeps_row_max))
     kind = {} if packed is None else {"packed": True}
+    kind |= {} if own.hopper else {"hopper": False}
     # the lists of a run are of one tile, whether maxima are known or not
     tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged or skip is not None, **kind)
     if skip is not None and (skip.block_q, skip.block_k) != (tile.block_m, tile.block_n):
@@ -122,7 +124,7 @@ def launch_attention_fwd(
             f"skip: got lists of tiles of {skip.block_q} x {skip.block_k}, expected {tile.block_m} x {tile.block_n}; "
             "make them with sage_kernels.new_skip_state"
         )
-    if tile.kernel == "hopper" and not RECIPES[recipe].hopper:
+    if tile.kernel == "hopper" and not own.hopper:
         raise NotImplementedError(f"tile: got {tile} for {recipe}, expected one of the general kernel")
     reference = "first" if tile.keep_first_max else "running"
     if is_fp8:
@@ -155,14 +157,14 @@ def launch_attention_fwd(
         # codes and scales
         # with a state, not only where maxima are kept: calls before that share the kernel, which compiles for seconds
         return_center = (
-            return_lse or masking.sinks is not None or masking.softcap > 0 or (is_fp8 and state is not None)
+            return_lse or masking.sinks is not None or masking.softcap > 0 or (own.keeps_rows and state is not None)
         )
         prepared = launch_prologue(
             q, k, None if is_16_bit else v, scaling=scaling, smooth_k=smooth_k, state=state, mask=mask,
             return_center=return_center,
             block_n=tile.block_n, width=width, rotation=rotation, zeroed=arrived,
             overlap=tile.kernel == "hopper", packed=packed, left=masking.left,
-            value_type=torch.int8 if pv == "int8" else torch.float8_e4m3fn,
+            qk=own.qk, pv=pv,
         )  # fmt: skip
         if skip is not None:
             mask = launch_skip_tiles(
@@ -204,6 +206,7 @@ def launch_attention_fwd(
             parts += tail or (tiles, 1)
             _launch_hopper(tile, tiles, q, prepared, v, first, masking, mask, parts, sizes, constants)
         else:
+            constants |= {"QK": own.qk, "SUMS_CODES": own.sums_codes}
             _launch_plain(tile, tiles, q, prepared, v, first, masking, mask, packed, sizes, constants)
     return out, lse
 

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from ... import recipe
-from ..primitives import ROUND_MAGIC_BITS
+from ..primitives import ROUND_MAGIC_BITS, round_to_int8
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 
 
@@ -27,6 +27,16 @@ def load_keys(keys, row, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl
 
 
 @triton.jit
+def score_product(q_codes, k_codes, QK: tl.constexpr):
+    """Q·K of codes, [BLOCK_M, BLOCK_N]: int32, exact, or of e4m3 with sums in fp32."""
+    if QK == "int8":
+        scores = tl.dot(q_codes, k_codes, out_dtype=tl.int32)
+    else:
+        scores = tl.dot(q_codes, k_codes)
+    return scores
+
+
+@triton.jit
 def load_values(values, sums, b, token, first_key, h_kv, first_step, seq_kv, reach, stride_vb, stride_vs, stride_vh,
                  BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, USE_TMA: tl.constexpr,
                  MASKED: tl.constexpr, MASK: tl.constexpr, PV: tl.constexpr, PACKED: tl.constexpr,
@@ -44,7 +54,7 @@ def load_values(values, sums, b, token, first_key, h_kv, first_step, seq_kv, rea
             tile = values.load([row, token % _STEP_KEYS]).T
         else:
             at = token % _STEP_KEYS
-            if PV == "int8":  # what the compiler loses in the remainder, and its copies of 16 bytes with it
+            if PV != "fp8_e4m3":  # what the compiler loses in the remainder, and its copies of 16 bytes with it
                 at = tl.multiple_of(at, BLOCK_N)
             base = values + row.to(tl.int64) * _STEP_KEYS + at
             part = base + tl.arange(0, WIDTH // PARTS)[None, :] * _STEP_KEYS + offs_n[:, None]
@@ -56,7 +66,7 @@ def load_values(values, sums, b, token, first_key, h_kv, first_step, seq_kv, rea
                 tile = (tl.load(part), tl.load(part + next_part))
             else:
                 tile = tl.load(part)
-        if PV == "int8":
+        if PV != "fp8_e4m3":
             of_part = sums + token // BLOCK_N * WIDTH + tl.arange(0, WIDTH // PARTS)
             if PARTS == 4:
                 tile += (tl.load(of_part), tl.load(of_part + WIDTH // 4), tl.load(of_part + WIDTH // 2),
@@ -158,8 +168,11 @@ def add_product(acc, rescale, p, v, PV: tl.constexpr, BLOCK_M: tl.constexpr, BLO
     if PV == "fp8_e4m3":
         product = tl.dot(in_operand_order(p.to(tl.float8e4nv), BLOCK_M, BLOCK_N), v)
         acc = tl.fma(acc, rescale[:, None], product)
-    elif PV == "int8":
-        codes = _codes_of(p, BLOCK_M, BLOCK_N, ASM)
+    elif PV == "int8" or PV == "int8_tensor":
+        if PV == "int8":
+            codes = _codes_of(p, BLOCK_M, BLOCK_N, ASM)
+        else:
+            codes = in_operand_order(round_to_int8(p), BLOCK_M, BLOCK_N)
         if PARTS == 4:  # one after the other: with integer sums of all channels at once, registers spill
             first, second = _halves(acc)
             first = _add_halves(first, rescale, codes, v[0], v[1], v[4], v[5])

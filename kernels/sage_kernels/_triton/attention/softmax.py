@@ -15,6 +15,7 @@ P_EXPONENT_LIMIT = tl.constexpr(recipe.P_EXPONENT_LIMIT)
 # With P in INT8 the largest is 254.5 and must stay below 255: its exponent may be 2^-9 off.
 CODES_ADDED_BITS_LIMIT = tl.constexpr(1 / 512)
 P_CODE_EXPONENT = tl.constexpr(recipe.P_CODE_EXPONENT)
+P_SIGNED_EXPONENT = tl.constexpr(recipe.P_SIGNED_EXPONENT)
 _P_CODE_LIMIT = tl.constexpr(recipe.P_CODE_LIMIT)
 _P_CODE_FALL = tl.constexpr(recipe.P_CODE_FALL)
 # From here on the rounding of a score alone may push P out of e4m3 in a step that folds the scale into the exponent.
@@ -24,7 +25,8 @@ _SCORE_LIMIT = tl.constexpr(2.0**27)
 @triton.jit
 def reference_below(top, EXPONENT: tl.constexpr):
     """What exponents are taken against in a row whose largest score is `top`: its P is 2^EXPONENT."""
-    LIMIT: tl.constexpr = _P_CODE_LIMIT if EXPONENT == P_CODE_EXPONENT else P_EXPONENT_LIMIT
+    IS_CODE: tl.constexpr = EXPONENT == P_CODE_EXPONENT or EXPONENT == P_SIGNED_EXPONENT
+    LIMIT: tl.constexpr = _P_CODE_LIMIT if IS_CODE else P_EXPONENT_LIMIT
     if EXPONENT != 0:
         top = tl.where(tl.abs(top) < LIMIT, top - EXPONENT, top)
     return top
@@ -41,13 +43,13 @@ def least_reference(reference, top, TILE: tl.constexpr):
 
 @triton.jit
 def online_softmax_step(scores, row_scale, key_scale, reference, least, running_sum, SCALE_PER_KEY: tl.constexpr,
-                        EXPONENT: tl.constexpr, ADDS_BITS: tl.constexpr):  # fmt: skip
+                        EXPONENT: tl.constexpr, ADDS_BITS: tl.constexpr, SUMS_CODES: tl.constexpr):  # fmt: skip
     """One wholly visible key tile of the base-2 online softmax.
 
     scores int32 [BLOCK_M, BLOCK_N]; row_scale [BLOCK_M] holds the Q scale, softmax scale and log2(e);
     key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY; reference [BLOCK_M] is `reference_below` the largest score
     so far (TILE: of the tile before), `least` of `least_reference`. ADDS_BITS: scores become floats by an addition,
-    see `Tile`; not with SCALE_PER_KEY. Returns P fp32, the new
+    see `Tile`; not with SCALE_PER_KEY. SUMS_CODES: P is rounded before it is summed. Returns P fp32, the new
     reference, the new sum and the rescale factor.
     """
     if SCALE_PER_KEY:
@@ -78,6 +80,8 @@ def online_softmax_step(scores, row_scale, key_scale, reference, least, running_
         new_reference = tl.fma(tile_scale, -ROUND_MAGIC, against)
     # dequantisation folds into the exponent's FMA
     p = tl.exp2(tl.fma(values, tile_scale[:, None], -against[:, None]))
+    if SUMS_CODES:
+        p = (p + ROUND_MAGIC) - ROUND_MAGIC
     rescale = tl.exp2(reference - new_reference)
     return p, new_reference, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale
 
@@ -133,7 +137,8 @@ def masked_scores(scores, row_scale, key_scale, shift, bias, softcap,
 
 
 @triton.jit
-def masked_softmax_step(values, visible, reference, least, running_sum, EXPONENT: tl.constexpr):  # fmt: skip
+def masked_softmax_step(values, visible, reference, least, running_sum, EXPONENT: tl.constexpr,
+                        SUMS_CODES: tl.constexpr = False):  # fmt: skip
     """As `online_softmax_step` on `masked_scores`, of which those not `visible` (broadcast) do not count."""
     top = tl.max(tl.where(visible, values, float("-inf")), 1)
     new_reference = tl.maximum(least, reference_below(top, EXPONENT))
@@ -141,6 +146,8 @@ def masked_softmax_step(values, visible, reference, least, running_sum, EXPONENT
     finite = tl.where(new_reference == float("-inf"), 0.0, new_reference)
     # not fused: the largest score's exponent is exactly EXPONENT (0 beyond P_EXPONENT_LIMIT), however large the score
     p = tl.where(visible, tl.exp2(values - finite[:, None]), 0.0)
+    if SUMS_CODES:
+        p = (p + ROUND_MAGIC) - ROUND_MAGIC
     rescale = tl.exp2(reference - finite)
     return p, new_reference, tl.fma(running_sum, rescale, tl.sum(p, 1)), rescale
 
@@ -173,7 +180,7 @@ def masked_step(
     left, right, offset, seq_q, seq_kv, reference, running_sum, top,
     MASK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr,
     SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, EXPONENT: tl.constexpr, LAGGED: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, SUMS_CODES: tl.constexpr,
 ):  # fmt: skip
     """Softmax of one tile that may hide keys. Returns P, reference, sum, largest score (LAGGED; TILE: highest
     reference) and rescale factor."""
@@ -189,7 +196,7 @@ def masked_step(
         rescale = running_sum
     else:
         p, reference, running_sum, rescale = masked_softmax_step(
-            values, visible, reference, least_reference(reference, top, TILE), running_sum, EXPONENT
+            values, visible, reference, least_reference(reference, top, TILE), running_sum, EXPONENT, SUMS_CODES
         )
         if TILE:
             top = tl.maximum(top, reference)

@@ -137,10 +137,10 @@ def choose_tile(
         scaling: "planned" included.
         by_row: there is a mask that differs from row to row, a soft cap or sinks. A mask of keys is not that, and runs
             on the tile of plain attention: a padded sample keeps its bits, unless the tail of one of both is cut.
-        pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on, "int8" everywhere.
+        pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on, "int8" and "int8_tensor" everywhere.
         running: with 8-bit P, whether no maxima of the step before are known.
     """
-    if pv == "int8":
+    if pv in ("int8", "int8_tensor"):
         return _int8_tile(capability, width, by_row)
     if by_row and capability == 90 and width <= 128:
         return (_HOPPER_ROWS if pv == "16bit" else _FP8_HOPPER_ROWS)[width]

@@ -36,7 +36,7 @@ from ..primitives import (
     load_tokens,
     nan_unless_finite,
     planned_scale,
-    round_to_int8,
+    round_to_codes,
 )
 from ..sequences import keys_of, rows_of, sequence_of, slot_of
 from .sample_heads import plan_fits, sampled_balance, sampled_center
@@ -159,6 +159,7 @@ def _prepare_tile(
                 number = tl.sum(keys, 0)
             counts += number
             below += tl.where((planned > 0) & (amax < SHRINK_LIMIT * INT8_MAX), number, 0)
+    FP8: tl.constexpr = codes_ptr.dtype.element_ty == tl.float8e4nv
     for step in tl.static_range(STEPS):
         rows = step * ROWS + slice_rows
         counted = _counted(first + rows, seq_kv, reach_ptr, HAS_MASK)[:, None]
@@ -167,7 +168,7 @@ def _prepare_tile(
             scale, inverse = dynamic_scale(tl.max(tl.abs(x), 1))
             tl.store(scale_ptr + rows, scale + nan_unless_finite(x, 1))
             inverse = inverse[:, None]
-        tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_int8(x * inverse))
+        tl.store(codes_ptr + rows[:, None] * WIDTH + channels, round_to_codes(x * inverse, FP8))
     if SCALING == "planned":
         if (planned > 0) & (amax > INT8_MAX):
             beyond = tl.zeros([ROWS, WIDTH], tl.int32)

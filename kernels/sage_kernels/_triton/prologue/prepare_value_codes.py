@@ -109,8 +109,11 @@ def _sampled(v_base, channels, stride_vs, extent, reach_ptr, i, HEAD_DIM: tl.con
 
 
 @triton.jit
-def _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
-    """numerics.value_center: a sum of integers, whose order does not matter."""
+def _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr,
+                  PV: tl.constexpr):  # fmt: skip
+    """numerics.value_center: a sum of integers, whose order does not matter. 0 where V is rounded as it is."""
+    if PV == "int8_tensor":
+        return tl.zeros([channels.shape[0]], tl.float32)
     i = tl.arange(0, CENTER_SAMPLES)
     v, counted = _sampled(v_base, channels, stride_vs, extent, reach_ptr, i, HEAD_DIM, HAS_MASK)
     amax = tl.maximum(tl.max(tl.abs(v), 0), AMAX_FLOOR)
@@ -146,7 +149,7 @@ def _reach_of(v_base, first, end, center, channels, stride_vs, reach_ptr, HEAD_D
 def _value_reach_kernel(
     v_ptr, reach_of_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr, stride_rb, stride_rh, seq_kv,
     kv_heads, chunks, chunk_keys, padded,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, PV: tl.constexpr,
 ):  # fmt: skip
     """`_reach_of` one chunk of keys. padded: keys of a row of `reach_ptr`."""
     chunk = tl.program_id(0) % chunks
@@ -160,7 +163,7 @@ def _value_reach_kernel(
         at = b * stride_rb + h * stride_rh
         extent = tl.load(extent_ptr + at // padded)
         reach_ptr += at
-    center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK)
+    center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK, PV)
     end = tl.minimum(chunk * chunk_keys + chunk_keys, seq_kv)
     counting, seen = _reach_of(
         v_base, chunk * chunk_keys, end, center, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK
@@ -174,7 +177,7 @@ def _value_reach_kernel(
 def prepare_value_codes(
     program, v_ptr, codes_ptr, numbers_ptr, found_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr,
     stride_rb, stride_rh, padded, seq_kv, kv_heads, chunks, spans, steps, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHANNELS: tl.constexpr, HAS_MASK: tl.constexpr, PV: tl.constexpr,
 ):  # fmt: skip
     """Round `steps` steps of CHANNELS channels of one head, a multiple of LOST_STEPS of them."""
     span = program % spans
@@ -194,9 +197,15 @@ def prepare_value_codes(
     end_step = tl.minimum(first_step + steps, n_steps)
     end = tl.minimum(end_step * KEYS, seq_kv)
 
-    center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK)
+    center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK, PV)
     found_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
-    counting, seen = _found_amax(found_ptr, channels, chunks, WIDTH)
+    OFFSET: tl.constexpr = _OFFSET if PV == "int8" else 0.0
+    if PV == "int8":
+        counting, seen = _found_amax(found_ptr, channels, chunks, WIDTH)
+    else:  # of the head
+        counting, seen = _found_amax(found_ptr, tl.arange(0, WIDTH), chunks, WIDTH)
+        counting = tl.zeros([CHANNELS], tl.float32) + tl.max(counting, 0)
+        seen = tl.zeros([CHANNELS], tl.float32) + tl.max(seen, 0)
     # where every key that counts is at the center, of all keys that are seen
     amax = tl.where(counting > 0, counting, seen)
     amax = tl.maximum(amax, _V_AMAX_FLOOR)
@@ -224,7 +233,7 @@ def prepare_value_codes(
         y = round_to_int(y)
         _store_step(codes + step * (WIDTH * KEYS), y.to(tl.int8))
         total = tl.sum(tl.reshape(tl.sum(y, 2), (TILES, QUADS // TILES, CHANNELS)), 1).to(tl.float32)
-        tl.store(sums + step * (TILES * WIDTH) + tiles, total * _OFFSET - ROUND_MAGIC)
+        tl.store(sums + step * (TILES * WIDTH) + tiles, total * OFFSET - ROUND_MAGIC)
     for step in range(first_step, end_step, LOST_STEPS):
         tl.store(numbers_ptr + (step // LOST_STEPS + FIRST_LOST) * WIDTH, tl.sum(lost, 0))
 
@@ -243,8 +252,8 @@ def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.c
     return scale, tl.load(numbers_ptr + WIDTH) + tl.sum(lost, 0)
 
 
-def launch_value_reach(v, *, mask: MaskTiles, width: int):
-    """V's largest distance to its center, of keys that count and of all: as `launch_value_amax`."""
+def launch_value_reach(v, *, mask: MaskTiles, width: int, pv: str = "int8"):
+    """V's largest distance to its center, of keys that count and of all: as `launch_value_amax`. pv: of the recipe."""
     batch, seq_kv, kv_heads, head_dim = v.shape
     chunk_keys = chunk_of(seq_kv)
     chunks = -(-seq_kv // chunk_keys)
@@ -255,6 +264,6 @@ def launch_value_reach(v, *, mask: MaskTiles, width: int):
         v, found, v.stride(0), v.stride(1), v.stride(2), mask.reach if has_mask else found,
         mask.extent if mask.extent is not None else found, *mask.reach_strides, seq_kv, kv_heads, chunks, chunk_keys,
         mask.reach.shape[-1] if has_mask else 1,
-        HEAD_DIM=head_dim, WIDTH=width, HAS_MASK=has_mask, num_warps=8, enable_fp_fusion=False,
+        HEAD_DIM=head_dim, WIDTH=width, HAS_MASK=has_mask, PV=pv, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return found

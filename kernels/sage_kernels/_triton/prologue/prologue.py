@@ -28,6 +28,7 @@ from .prepare_values import KEYS, launch_value_amax, prepare_values
 _REGISTERS = 128  # of a thread at most
 _WARPS_OF_PROCESSOR = 16  # which then fit on an SM of 65,536 registers
 _ZEROS = tl.constexpr(128)  # numbers that are zeroed at a time
+CODE_TYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "16bit": None}
 # of KEYS values, of one program, in calls of few and of many tokens of all heads
 _VALUE_STEPS, _LONG_VALUE_STEPS, _LONG = 4, 8, 2**20
 
@@ -65,7 +66,7 @@ def _prologue_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, SCALING: tl.constexpr,
     SMOOTH: tl.constexpr, STORE_CENTER: tl.constexpr, HAS_MASK: tl.constexpr, ROWS: tl.constexpr,
     HAS_VALUES: tl.constexpr, CHANNELS: tl.constexpr, OVERLAP: tl.constexpr, PACKED: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
+    HAS_LEFT: tl.constexpr, PV: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:  # attention may begin where programs have ended; it waits until all have before it reads
         gdc_launch_dependents()
@@ -88,11 +89,11 @@ def _prologue_kernel(
             stride_rh, cu_q_ptr, cu_k_ptr, sequences, left, seq_q, seq_kv, kv_heads, group, programs_per_head, tiles,
             HEAD_DIM, WIDTH, BLOCK_N, SCALING, SMOOTH, STORE_CENTER, HAS_MASK, ROWS, PACKED, HAS_LEFT,
         )  # fmt: skip
-    elif HAS_VALUES and v_codes_ptr.dtype.element_ty == tl.int8:
+    elif HAS_VALUES and (PV == "int8" or PV == "int8_tensor"):
         prepare_value_codes(
             number, v_ptr, v_codes_ptr, v_scale_ptr, v_amax_ptr, stride_vb, stride_vs, stride_vh, reach_ptr,
             extent_ptr, stride_rb, stride_rh, tl.cdiv(seq_kv, BLOCK_N) * BLOCK_N, seq_kv, kv_heads, value_chunks,
-            value_spans, value_steps, HEAD_DIM, WIDTH, BLOCK_N, CHANNELS, HAS_MASK,
+            value_spans, value_steps, HEAD_DIM, WIDTH, BLOCK_N, CHANNELS, HAS_MASK, PV,
         )  # fmt: skip
     elif HAS_VALUES:
         prepare_values(
@@ -108,7 +109,7 @@ class Prepared(NamedTuple):
     """What the prologue hands to the attention kernel; None where it does not apply.
 
     Attributes:
-        codes: int8 [B·H_kv, tiles·block_n, width], zero beyond the sequence and the head.
+        codes: int8 or float8_e4m3fn [B·H_kv, tiles·block_n, width], zero beyond the sequence and the head.
         scale: fp32 [B·H_kv, tiles] or, per token, [B·H_kv, tiles·block_n].
         center: fp32 [B, H_kv, width], the smoothing vector (for the LSE).
         q_weight: fp32 [B, H_kv, width], 1 / b.
@@ -142,7 +143,7 @@ def constants_of(num_warps: int, width: int) -> dict:
 def launch_prologue(
     q, k, v, *, scaling, smooth_k, state: HeadState | None, mask: MaskTiles, return_center, block_n, width, rotation,
     zeroed: torch.Tensor | None = None, overlap: bool = False, packed: Packed | None = None, left: int = UNLIMITED,
-    value_type: torch.dtype = torch.float8_e4m3fn,
+    qk: str = "int8", pv: str = "fp8_e4m3",
 ) -> Prepared:  # fmt: skip
     """Quantise K [B, S_kv, H_kv, D], and V of that shape where it is given, for the attention kernel.
 
@@ -154,7 +155,7 @@ def launch_prologue(
         width: channels of a row of the buffers, a power of two >= D.
         rotation: what was done to q and k: a plan is of one rotation.
         zeroed: int32, counters of the attention kernel that start at 0.
-        value_type: torch.float8_e4m3fn or torch.int8, of V's codes.
+        qk, pv: of the recipe; the latter matters where v is given.
         overlap: the next launch on the stream may begin before this one ends, and waits for it (launch_pdl).
         packed: the sequences of q, k and v, whose batch is then 1; left: how many keys before its own a row of them
             sees. Without "planned" and "per_head". B and the tiles of `Prepared` are those of the sequences.
@@ -179,9 +180,11 @@ def launch_prologue(
         q_weight = divide(1.0, balance).repeat_interleave(q.shape[2] // kv_heads, 1)
         q_amax = (queries * q_weight).abs().amax((2, 3)).contiguous()
     n_steps = -(-seq_kv // KEYS.value) if packed is None else packed.slots(seq_kv, KEYS.value)
-    rows = (value_rows(n_steps, block_n),) if value_type == torch.int8 else ()
+    is_int8 = pv.startswith("int8")
+    rows = (value_rows(n_steps, block_n),) if is_int8 else ()
+    value_type, code_type = CODE_TYPES["int8" if is_int8 else pv], CODE_TYPES[qk]
     prepared = Prepared(
-        codes=buffer(heads, n_tiles * block_n, width, dtype=torch.int8, device=k.device),
+        codes=buffer(heads, n_tiles * block_n, width, dtype=code_type, device=k.device),
         scale=buffer(heads, n_tiles * (block_n if scaling == "per_token" else 1), device=k.device),
         center=buffer(samples, kv_heads, width, device=k.device) if return_center else None,
         q_weight=buffer(samples, kv_heads, width, device=k.device),
@@ -190,8 +193,8 @@ def launch_prologue(
         value_scale=buffer(samples, kv_heads, *rows, width, device=k.device) if has_values else None,
     )
     v_amax, chunk_keys = None, 0
-    if has_values and value_type == torch.int8:
-        v_amax = launch_value_reach(v, mask=mask, width=width)
+    if has_values and is_int8:
+        v_amax = launch_value_reach(v, mask=mask, width=width, pv=pv)
     elif has_values and not planned:
         v_amax, chunk_keys = launch_value_amax(v, mask=mask, width=width, packed=packed, seq_q=q.shape[1], left=left)
     num_warps = warps_of(block_n, width)
@@ -219,7 +222,7 @@ def launch_prologue(
         none.view(torch.int32) if zeroed is None else zeroed, 0 if zeroed is None else zeroed.numel(),
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
         STORE_CENTER=return_center, HAS_MASK=has_mask, HAS_VALUES=has_values, **constants, OVERLAP=overlap,
-        PACKED=packed is not None, HAS_LEFT=packed is not None and left != UNLIMITED,
+        PACKED=packed is not None, HAS_LEFT=packed is not None and left != UNLIMITED, PV=pv if has_values else "16bit",
         num_warps=num_warps, maxnreg=_REGISTERS if k.is_cuda else None, enable_fp_fusion=False,
     )  # fmt: skip
     return prepared

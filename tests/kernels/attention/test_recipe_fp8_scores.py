@@ -1,0 +1,136 @@
+"""The recipe qk_fp8_pv_fp8: all four of Q, K, P and V in e4m3, sums in fp32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage_kernels import SCALINGS, new_skip_state, sage_attention, sage_attention_varlen
+from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.reference import ref_quantize
+from sage_kernels.testing import exact_attention, relative_l2
+from tests.kernels.attention.attention_cases import DTYPES, MASKS, SHAPES, band_mask, normal, runs_fp8
+from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
+
+
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.usefixtures("true_fp8")]
+
+NAN = float("nan")
+FP8 = "qk_fp8_pv_fp8"
+BAR = 0.07  # relative L2 on N(0, 1): one rounding to e4m3 is off by 2.6 %, of Q, K, P and V
+
+
+@pytest.fixture
+def fp8(attend):
+    """`attend`, running this recipe."""
+    if not runs_fp8(attend.tier):
+        pytest.skip("needs a GPU of compute capability 8.9 or newer")
+    attend.dtypes = (*DTYPES[attend.tier], *([torch.float32] if attend.tier == "interpreter" else []))
+
+    def run(method):
+        return lambda *inputs, **options: method(*inputs, recipe=FP8, **options)
+
+    for name in ("check", "planned"):
+        setattr(attend, name, run(getattr(attend, name)))
+    return attend
+
+
+def test_codes_are_e4m3_of_the_int8_scale():
+    x = torch.randn(1, 2, 50, 64, generator=torch.Generator().manual_seed(0))
+    codes, scale = ref_quantize(x, 1, qk="fp8_e4m3")
+    assert torch.equal(codes, codes.to(torch.float8_e4m3fn).float()) and codes.abs().max() == 128
+    torch.testing.assert_close(128 * scale, 127 * ref_quantize(x, 1)[1])
+    largest = x.abs() == x.abs().amax(-1, keepdim=True)
+    torch.testing.assert_close((codes * scale)[largest], x[largest], rtol=1e-6, atol=0)  # it is not rounded
+    error = (codes * scale - x).abs()
+    # half a step of 2^-3 of the power of two below, or of the smallest number's
+    assert (error <= x.abs() * 2.0**-4 + scale * 2.0**-10).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_matches_the_reference(shape, fp8):
+    q, k, v = normal(*shape)
+    for options in ({"scaling": "per_token"}, {"scaling": "per_block"}, {"scaling": "per_head", "smooth_k": False}):
+        fp8.check(q, k, v, **options)
+    fp8.check(q, k, v, state=fp8.planned(q, k, v))
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_every_mask_matches_the_reference(name, fp8):
+    q, k, v = normal(2, 70, 150, 2, 1, 64)
+    for options in ({}, {"state": fp8.planned(q, k, v, **MASKS[name])}):
+        out, _ = fp8.check(q, k, v, **options, **MASKS[name])
+        if "padding" in name and not options:
+            bad = [x.clone() for x in (k, v)]
+            for x in bad:
+                x[1, 97:] = NAN
+            assert torch.equal(fp8(q, *bad, recipe=FP8, **MASKS[name])[0], out)
+    mask = MASKS[name].get("attn_mask")
+    if "causal" in MASKS[name]:
+        mask = band_mask(70, 150, MASKS[name]["causal"], MASKS[name].get("window"))
+    exact, _ = exact_attention(
+        q, k, v, mask=mask, softcap=MASKS[name].get("softcap", 0.0), sinks=MASKS[name].get("sinks")
+    )
+    assert relative_l2(out, exact) <= BAR
+
+
+def test_a_bad_element_of_k_or_q_poisons_what_it_does_in_int8(fp8):
+    for which in (0, 1):
+        for value in (NAN, float("inf")):
+            inputs = list(normal(1, 70, 140, 2, 2, 64))
+            inputs[which][0, 33, 1, 7] = value
+            out, _ = fp8(*inputs, recipe=FP8)
+            expected, _ = fp8(*inputs)
+            assert torch.equal(out.isnan(), expected.isnan()) and out.isnan().any(), (which, value)
+
+
+@pytest.mark.parametrize("name", ["late_sink", "falls", "grows_beyond_every_format", "large_and_mixed"])
+def test_scores_far_from_the_first_ones_stay_finite_and_right(name, fp8):
+    q, k, v = climbing(LOGITS[name])
+    out, _ = fp8(q, k, v, recipe=FP8)
+    again, _ = sage_attention(q, k, v, recipe=FP8, return_lse=True)
+    assert torch.isfinite(out).all() and relative_l2(out, again) <= BAR
+
+
+def test_plans_follow_values_that_grow_and_count_them(fp8):
+    q, k, v = normal(1, 70, 200, 2, 2, 40)
+    state = ScaleState([Site("a", 2, 40)], device=fp8.device)
+    for step, factor in enumerate((1.0, 0.5, 2.0)):
+        out, _ = fp8.check(q, k * factor, v, state=state.head_state(0))
+        assert relative_l2(out, exact_attention(q, k * factor, v)[0]) <= 1.5 * BAR
+        state.advance(1 - step / 3, 1 - (step + 1) / 3)
+    assert state.summary()[0]["known"]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_error_is_what_it_is_said_to_be(scaling):
+    """A format with a floating point hardly minds a coarse scale; what it costs is its 4 bits."""
+    q, k, v = normal(1, 256, 1024, 2, 2, 128, dtype=torch.float32)
+    exact, _ = exact_attention(q, k, v)
+    error = relative_l2(sage_attention(q, k, v, recipe=FP8, scaling=scaling), exact)
+    assert 0.04 <= error <= BAR
+
+
+def test_what_it_has_not_is_refused():
+    q, k, v = normal(1, 64, 64, 1, 1, 64)
+    ends = torch.tensor([0, 30, 64], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=f"recipe: got '{FP8}' with packed sequences"):
+        sage_attention_varlen(q[0], k[0], v[0], ends, ends, recipe=FP8)
+    state = ScaleState([Site("a", 1, 64)], device=torch.device("cpu")).head_state(0)
+    with pytest.raises(
+        NotImplementedError, match=f"skip: got lists with recipe '{FP8}', expected one with Q and K in"
+    ):
+        sage_attention(q, k, v, recipe=FP8, state=state, skip=new_skip_state(1, 1, 64, 64, 64, "cpu", recipe=FP8))
+
+
+@pytest.mark.parametrize("width", [64, 128, 256])
+def test_hopper_runs_it_in_the_general_kernel(width, monkeypatch):
+    pytest.importorskip("triton")
+    from sage_kernels._triton.attention import launch as launch_attention
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    device = torch.device("cuda")
+    for lagged in (False, True):
+        for scaling in ("planned", "per_token"):
+            tile = launch_attention.device_tile(device, width, scaling, pv="fp8_e4m3", lagged=lagged, hopper=False)
+            assert tile.kernel == "tma"
