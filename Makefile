@@ -62,7 +62,8 @@ test-versions:
 sanitize: $(INSTALLED)
 	$(RUN) tests/kernels/codegen/sanitize.py --tools
 
-# registers, shared memory and loop counts of every kernel for every target; test_aot.py holds the machine code to it
+# registers, shared memory and loop counts of every kernel for every target; test_aot.py holds the machine code to it.
+# After a change of the kernels: it compiles all targets where the table is of other sources, else sm_80 and sm_90
 codegen: $(INSTALLED)
 	PYTHONPATH=kernels $(RUN) tests/kernels/codegen/codegen.py --write tests/codegen.json
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import triton
 import triton.backends.nvidia
+from compiled_from import compiled_from
 from sass import MATRIX_OPS, main_loops, undefined_uniforms
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -624,7 +625,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--write"]:
         rows = {key: facts for name in TARGETS for key, facts in kernels(name)}
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(facts)}" for key, facts in rows.items())
-        meta = json.dumps({"triton": triton.__version__})
+        meta = json.dumps(compiled_from())
         Path(sys.argv[2]).write_text(f'{{\n "meta": {meta},\n "kernels": {{\n{lines}\n }}\n}}\n')
         return
     for name in sys.argv[1:] or TARGETS:
