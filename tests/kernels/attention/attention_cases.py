@@ -100,6 +100,24 @@ def runs_fp8(tier: str) -> bool:
     return tier != "cuda" or (torch.version.hip is None and torch.cuda.get_device_capability() >= (8, 9))
 
 
+def running(attend, recipe: str):
+    """`attend`, whose checks and plans run this recipe; skipped on a GPU that has no FP8 where it needs that.
+
+    For recipes with 8-bit P: those of fp32 inputs are right in the interpreter, too, as no bf16 is involved.
+    """
+    own = sage_kernels.RECIPES[recipe]
+    if "fp8_e4m3" in (own.qk, own.pv) and not runs_fp8(attend.tier):
+        pytest.skip("needs a GPU of compute capability 8.9 or newer")
+    attend.dtypes = (*DTYPES[attend.tier], *([torch.float32] if attend.tier == "interpreter" else []))
+
+    def run(method):
+        return lambda *inputs, **options: method(*inputs, recipe=recipe, **options)
+
+    for name in ("check", "planned"):
+        setattr(attend, name, run(getattr(attend, name)))
+    return attend
+
+
 def normal(batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=torch.float16, seed=0):
     """q, k, v of N(0, 1)."""
     return make_qkv("normal", batch, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=dtype, seed=seed)

@@ -12,7 +12,7 @@ from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import LAGGED_EXPONENT, LAGGED_LOWEST
 from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX, HeadState
 from sage_kernels.testing import exact_attention, relative_l2
-from tests.kernels.attention.attention_cases import DTYPES, FP8, MASKS, SHAPES, key_padding, normal, runs_fp8
+from tests.kernels.attention.attention_cases import FP8, MASKS, SHAPES, key_padding, normal, running, runs_fp8
 from tests.kernels.attention.test_softmax_reference import LOGITS, RAMP, climbing
 
 
@@ -26,17 +26,8 @@ ROUNDING = 2.0**-4  # largest relative error of one rounding to e4m3
 
 @pytest.fixture
 def fp8(attend):
-    """`attend`, running this recipe. P·V of fp32 inputs is right in the interpreter too: no bf16 is involved."""
-    if not runs_fp8(attend.tier):
-        pytest.skip("needs a GPU of compute capability 8.9 or newer")
-    attend.dtypes = (*DTYPES[attend.tier], *([torch.float32] if attend.tier == "interpreter" else []))
-
-    def run(method):
-        return lambda *inputs, **options: method(*inputs, recipe=FP8, **options)
-
-    for name in ("check", "planned"):
-        setattr(attend, name, run(getattr(attend, name)))
-    return attend
+    """`attend`, running this recipe."""
+    return running(attend, FP8)
 
 
 def call(attend, q, k, v, **options):

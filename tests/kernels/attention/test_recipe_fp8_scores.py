@@ -9,7 +9,7 @@ from sage_kernels import SCALINGS, new_skip_state, sage_attention, sage_attentio
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_quantize
 from sage_kernels.testing import exact_attention, relative_l2
-from tests.kernels.attention.attention_cases import DTYPES, MASKS, SHAPES, band_mask, normal, runs_fp8
+from tests.kernels.attention.attention_cases import MASKS, SHAPES, band_mask, normal, running
 from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
 
 
@@ -23,16 +23,7 @@ BAR = 0.07  # relative L2 on N(0, 1): one rounding to e4m3 is off by 2.6 %, of Q
 @pytest.fixture
 def fp8(attend):
     """`attend`, running this recipe."""
-    if not runs_fp8(attend.tier):
-        pytest.skip("needs a GPU of compute capability 8.9 or newer")
-    attend.dtypes = (*DTYPES[attend.tier], *([torch.float32] if attend.tier == "interpreter" else []))
-
-    def run(method):
-        return lambda *inputs, **options: method(*inputs, recipe=FP8, **options)
-
-    for name in ("check", "planned"):
-        setattr(attend, name, run(getattr(attend, name)))
-    return attend
+    return running(attend, FP8)
 
 
 def test_codes_are_e4m3_of_the_int8_scale():

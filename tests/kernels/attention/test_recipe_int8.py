@@ -12,7 +12,7 @@ from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_attention
 from sage_kernels.state import COUNT_CLIPPED, STAT_V_AMAX
 from sage_kernels.testing import exact_attention, make_biased, relative_l1, relative_l2
-from tests.kernels.attention.attention_cases import DTYPES, MASKS, SHAPES, band_mask, key_padding, normal
+from tests.kernels.attention.attention_cases import MASKS, SHAPES, band_mask, key_padding, normal, running
 from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
 
 
@@ -27,15 +27,8 @@ BIASED_BAR = 0.022  # the same of the output less the mean of V, on biased input
 
 @pytest.fixture
 def int8(attend):
-    """`attend`, running this recipe. P·V of fp32 inputs is right in the interpreter too: no bf16 is involved."""
-    attend.dtypes = (*DTYPES[attend.tier], *([torch.float32] if attend.tier == "interpreter" else []))
-
-    def run(method):
-        return lambda *inputs, **options: method(*inputs, recipe=INT8, **options)
-
-    for name in ("check", "planned"):
-        setattr(attend, name, run(getattr(attend, name)))
-    return attend
+    """`attend`, running this recipe."""
+    return running(attend, INT8)
 
 
 def call(attend, q, k, v, **options):
