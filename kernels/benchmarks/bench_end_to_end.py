@@ -38,9 +38,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional
 from model_cases import CASES, ModelCase, make_inputs, make_model
 from random_lists import Shape, check_share, give_lists, listed_attention, random_lists
+from replaced_attention import attention_removed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_processors as sp
@@ -74,29 +74,6 @@ class Measured(NamedTuple):
     times: list[float]
     peak: float | None
     output: torch.Tensor
-
-
-@torch.library.custom_op("sage_benchmarks::need", mutates_args=("query",))
-def _need(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-    """Nothing, but a compiler takes it that all three are read: else it leaves out what makes K and V."""
-
-
-def _removed(query, key, value, *_, **__):
-    if torch.compiler.is_compiling():
-        _need(query, key, value)
-    return query
-
-
-@contextmanager
-def attention_removed():
-    """Every scaled_dot_product_attention of the process returns its queries."""
-    functional = torch.nn.functional
-    original = functional.scaled_dot_product_attention
-    functional.scaled_dot_product_attention = _removed
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = original
 
 
 @contextmanager

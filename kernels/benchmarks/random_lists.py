@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional
+from replaced_attention import attention_as
 
 from sage_kernels import new_skip_state
 from sage_kernels.planning.skip_lists import SkipLists
@@ -60,11 +60,9 @@ def attend_listed(q, k, v, lists: SkipState, first: int = 0, dtype: torch.dtype 
     return out
 
 
-@contextmanager
 def listed_attention(shape: Shape, lists: SkipState):
     """Every scaled_dot_product_attention of this shape is exact attention to what the lists leave, in fp32."""
-    functional = torch.nn.functional
-    original = functional.scaled_dot_product_attention
+    original = torch.nn.functional.scaled_dot_product_attention
 
     def attend(query, key, value, *arguments, **options):
         batch, heads, seq_q, head_dim = query.shape
@@ -73,11 +71,7 @@ def listed_attention(shape: Shape, lists: SkipState):
         tokens = (x.transpose(1, 2) for x in (query, key, value))
         return attend_listed(*tokens, lists, dtype=torch.float32).to(query.dtype).transpose(1, 2)
 
-    functional.scaled_dot_product_attention = attend
-    try:
-        yield
-    finally:
-        functional.scaled_dot_product_attention = original
+    return attention_as(attend)
 
 
 class RandomLists(SkipLists):

@@ -9,7 +9,7 @@ import sage_kernels
 import sage_kernels.reference
 from sage_kernels import HeadState, sage_attention
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
+from sage_kernels.testing import assert_matches_reference, exact_attention, make_qkv, masked_keys
 
 
 # the interpreter's bf16 dot is broken, and fp32 inputs run P·V in bf16
@@ -134,6 +134,14 @@ def band_mask(seq_q: int, seq_kv: int, causal: str | bool = False, window: int |
         if not causal:
             seen = seen.tril(diagonal + window - 1)
     return seen
+
+
+def exact_under(masking: dict, q, k, v) -> torch.Tensor:
+    """Exact attention [B, S_q, H, D] under one of MASKS."""
+    mask = masking.get("attn_mask")
+    if "causal" in masking:
+        mask = band_mask(q.shape[1], k.shape[1], masking["causal"], masking.get("window"))
+    return exact_attention(q, k, v, mask=mask, softcap=masking.get("softcap", 0.0), sinks=masking.get("sinks"))[0]
 
 
 def key_padding(lengths, seq_kv: int) -> torch.Tensor:

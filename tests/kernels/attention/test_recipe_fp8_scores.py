@@ -9,7 +9,7 @@ from sage_kernels import SCALINGS, new_skip_state, sage_attention, sage_attentio
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_quantize
 from sage_kernels.testing import exact_attention, relative_l2
-from tests.kernels.attention.attention_cases import MASKS, SHAPES, band_mask, normal, running
+from tests.kernels.attention.attention_cases import MASKS, SHAPES, exact_under, normal, running
 from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
 
 
@@ -56,12 +56,7 @@ def test_every_mask_matches_the_reference(name, fp8):
             for x in bad:
                 x[1, 97:] = NAN
             assert torch.equal(fp8(q, *bad, recipe=FP8, **MASKS[name])[0], out)
-    mask = MASKS[name].get("attn_mask")
-    if "causal" in MASKS[name]:
-        mask = band_mask(70, 150, MASKS[name]["causal"], MASKS[name].get("window"))
-    exact, _ = exact_attention(
-        q, k, v, mask=mask, softcap=MASKS[name].get("softcap", 0.0), sinks=MASKS[name].get("sinks")
-    )
+    exact = exact_under(MASKS[name], q, k, v)
     assert relative_l2(out, exact) <= BAR
 
 

@@ -10,7 +10,7 @@ from sage_kernels import new_head_state, sage_attention, sage_attention_varlen
 from sage_kernels.numerics import quantize_tensor_values
 from sage_kernels.reference import ref_attention
 from sage_kernels.testing import exact_attention, relative_l1, relative_l2
-from tests.kernels.attention.attention_cases import DTYPES, MASKS, SHAPES, band_mask, normal
+from tests.kernels.attention.attention_cases import DTYPES, MASKS, SHAPES, exact_under, normal
 from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
 
 
@@ -120,12 +120,7 @@ def test_every_mask_matches_the_reference(name, recipe, flash):
         for x in bad:
             x[1, 97:] = NAN
         assert torch.equal(flash(q, *bad, recipe=recipe, **MASKS[name])[0], out)
-    mask = MASKS[name].get("attn_mask")
-    if "causal" in MASKS[name]:
-        mask = band_mask(70, 150, MASKS[name]["causal"], MASKS[name].get("window"))
-    exact, _ = exact_attention(
-        q, k, v, mask=mask, softcap=MASKS[name].get("softcap", 0.0), sinks=MASKS[name].get("sinks")
-    )
+    exact = exact_under(MASKS[name], q, k, v)
     assert relative_l2(out, exact) <= (1.5 * HALF_BAR if recipe == HALF else FULL_BAR)
 
 

@@ -625,7 +625,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--write"]:
         rows = {key: facts for name in TARGETS for key, facts in kernels(name)}
         lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(facts)}" for key, facts in rows.items())
-        meta = json.dumps(compiled_from())
+        meta = json.dumps(compiled_from(rows))
         Path(sys.argv[2]).write_text(f'{{\n "meta": {meta},\n "kernels": {{\n{lines}\n }}\n}}\n')
         return
     for name in sys.argv[1:] or TARGETS:

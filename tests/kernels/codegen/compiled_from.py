@@ -1,9 +1,11 @@
-"""What the table of machine code is made of: Triton's version, and a hash of the kernels and of what compiles them."""
+"""What the table of machine code is made of: Triton's version, the kernels, what compiles them, and its own rows."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -13,9 +15,11 @@ from sage_kernels.results import kernel_sources
 HERE = Path(__file__).resolve().parent
 
 
-def compiled_from() -> dict[str, str]:
-    """The `meta` of a table that is made now."""
-    digest = hashlib.sha256(kernel_sources().encode())
+def compiled_from(rows: dict[str, Any]) -> dict[str, str]:
+    """The `meta` of a table of these rows that is made now. With the rows' hash a table that was put together of two,
+    or edited, is not taken for one that was compiled."""
+    sources = hashlib.sha256(kernel_sources().encode())
     for name in ("codegen.py", "sass.py"):
-        digest.update((HERE / name).read_bytes())
-    return {"triton": triton.__version__, "sources": digest.hexdigest()}
+        sources.update((HERE / name).read_bytes())
+    own = hashlib.sha256(json.dumps(rows, sort_keys=True).encode())
+    return {"triton": triton.__version__, "sources": sources.hexdigest(), "rows": own.hexdigest()}
