@@ -101,7 +101,7 @@ def plain_blocks(blocks: torch.nn.ModuleList) -> None:
 
 def _compiled(block: torch.nn.Module):
     plain, proved = block.forward, False
-    fast = torch.compile(plain, dynamic=False)
+    fast = torch.compile(plain)  # of the second shape on, one for all
 
     def forward(*inputs):
         nonlocal fast, proved

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import math
 
-import tiny_data
 import tiny_videos
 import torch
 import torch.nn.functional as F
@@ -105,13 +104,13 @@ def _outlines() -> torch.Tensor:
     one = torch.ones_like(tilt)
     axis = torch.linspace(-1.1, 1.1, 111)
     y, x = axis[None, :, None], axis[None, None, :]
-    inside = (tiny_data.signed_distance(which, x, y, 0.0, 0.0, one, tilt) < 0).float()
+    inside = (tiny_videos.signed_distance(which, x, y, 0.0, 0.0, one, tilt) < 0).float()
     weight = inside.sum((1, 2), keepdim=True)
     radius = 1 / (weight.sqrt() * (axis[1] - axis[0]))
     center_x, center_y = ((inside * z).sum((1, 2), keepdim=True) / weight * radius for z in (x, y))
     axis = torch.linspace(-REACH, REACH, GRID)
     y, x = axis[None, :, None], axis[None, None, :]
-    return (tiny_data.signed_distance(which, x, y, -center_x, -center_y, radius, tilt) < 0).flatten(1)
+    return (tiny_videos.signed_distance(which, x, y, -center_x, -center_y, radius, tilt) < 0).flatten(1)
 
 
 def _fits(masks: torch.Tensor) -> torch.Tensor:

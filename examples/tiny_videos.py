@@ -14,7 +14,7 @@ import tiny_data
 import torch
 
 
-SHAPES = tiny_data.SHAPES[:6]  # circle, square, triangle, star, ring, cross
+SHAPES = ("circle", "square", "triangle", "cross")
 COLORS = ("red", "yellow", "green", "cyan", "blue", "purple", "white")
 GROUNDS = (*COLORS, "black")  # of backgrounds and bars
 MOTIONS = (
@@ -28,9 +28,9 @@ MOTIONS = (
 )
 STRAIGHT, BOUNCING, ROTATING, STILL = 4, 4, 5, 6  # the first four are straight
 DIRECTIONS = ((-1, 0), (1, 0), (0, -1), (0, 1))  # of the straight ones, (x, y) with y downwards
-ROUND = (0, 4)  # circle and ring: nobody sees them rotate
+ROUND = SHAPES.index("circle")  # which nobody sees rotate
 BAR_SHARE, GROUND_SHARE = 0.25, 0.75  # of straight clips with a bar; of captions that mention the background
-RADIUS = (0.3, 0.42)  # where the picture spans [-1, 1]
+RADIUS = (0.36, 0.48)  # where the picture spans [-1, 1]
 PALETTE = torch.tensor([tiny_data.PALETTE[name][0] for name in GROUNDS], dtype=torch.float32)
 
 
@@ -86,7 +86,7 @@ def sample_scene(batch: int, device: torch.device, generator: torch.Generator | 
         return torch.rand(batch, device=device, generator=generator) < p
 
     color, shape, motion = pick(len(COLORS)), pick(len(SHAPES)), pick(len(MOTIONS))
-    is_round = (shape == ROUND[0]) | (shape == ROUND[1])
+    is_round = shape == ROUND
     motion = torch.where((motion == ROTATING) & is_round, pick(STRAIGHT), motion)
     # the two others: of the colours that are left, counted from the one after the shape's
     first, step = pick(len(GROUNDS) - 1), pick(len(GROUNDS) - 2)
@@ -120,7 +120,7 @@ def draw(scene: Scene, pixels: int, frames: int, generator: torch.Generator | No
     place = torch.stack([uniform(-1, 1) * room, uniform(-1, 1) * room])  # x and y where nothing moves, [2, B, 1]
     tilt = uniform(-tiny_data.MAX_TILT, tiny_data.MAX_TILT)
 
-    palette, directions = _tables(device)
+    palette, directions, _ = _tables(device)
     way = directions[motion[:, 0] % STRAIGHT].T[:, :, None]
     length = uniform(1.3, 2) * room  # of the way, at most all that there is
     start = uniform(-1, 1) * (room - length / 2) - way * length / 2
@@ -142,7 +142,7 @@ def draw(scene: Scene, pixels: int, frames: int, generator: torch.Generator | No
     def each_pixel(values: torch.Tensor) -> torch.Tensor:
         return values[..., None, None]
 
-    distance = tiny_data.signed_distance(
+    distance = signed_distance(
         each_pixel(scene.shape[:, None]), x, y, each_pixel(center[0]), each_pixel(center[1]), each_pixel(radius),
         each_pixel(tilt),
     )  # fmt: skip
@@ -162,10 +162,18 @@ def draw(scene: Scene, pixels: int, frames: int, generator: torch.Generator | No
     return image.clamp_(0, 255) / 127.5 - 1
 
 
+def signed_distance(shape: torch.Tensor, *place) -> torch.Tensor:
+    """tiny_data's of SHAPES[shape]."""
+    return tiny_data.signed_distance(_tables(shape.device)[2][shape], *place)
+
+
 @functools.lru_cache
-def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """PALETTE and DIRECTIONS where they are needed; a copy for every batch would wait for the device."""
-    return PALETTE.to(device), torch.tensor(DIRECTIONS, dtype=torch.float32, device=device)
+def _tables(device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """PALETTE, DIRECTIONS and tiny_data's numbers of SHAPES where they are needed; a copy for every batch would wait
+    for the device."""
+    numbers = [tiny_data.SHAPES.index(name) for name in SHAPES]
+    directions = torch.tensor(DIRECTIONS, dtype=torch.float32, device=device)
+    return PALETTE.to(device), directions, torch.tensor(numbers, device=device)
 
 
 def _coverage(depth: torch.Tensor, pixels: int) -> torch.Tensor:

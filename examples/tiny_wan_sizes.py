@@ -14,13 +14,22 @@ class Clips(NamedTuple):
     pool: int
 
 
-# 36,864 and 26,112 tokens per step: a model this small gains more from steps than from clips in a step
+# 16,384 to 36,864 tokens per step: a model this small gains more from steps than from clips in a step
 CLIPS = {
-    "full": {"small": Clips(64, 17, 64, 16384), "long": Clips(128, 33, 6, 2048)},
-    "probe": {"small": Clips(32, 9, 16, 2048)},
+    "full": {
+        "picture": Clips(64, 1, 256, 65536),
+        "large_picture": Clips(128, 1, 64, 16384),
+        "small": Clips(64, 17, 64, 16384),
+        "long": Clips(128, 33, 6, 2048),
+    },
+    "probe": {"picture": Clips(32, 1, 16, 2048), "small": Clips(32, 9, 16, 2048)},
 }
-PATTERN = {"full": ("small", "small", "long"), "probe": ("small",)}  # sizes of the transformer's steps, in turn
+# sizes of the transformer's steps, in turn
+PATTERN = {
+    "full": {"pictures": ("picture", "picture", "large_picture"), "clips": ("small", "picture", "small", "long")},
+    "probe": {"pictures": ("picture",), "clips": ("small",)},
+}
 # A VAE learns from steps, too: what it sees in a clip is the same everywhere. The larger clips are there for its
 # attention over the picture and for what frames carry to later ones
 VAE_CLIPS = {"full": (Clips(64, 9, 16, 0),) * 3 + (Clips(128, 17, 2, 0),), "probe": (Clips(32, 9, 8, 0),)}
-POOL_CHUNK = {"small": 64, "long": 8}  # clips that are encoded at once
+POOL_CHUNK = {"picture": 512, "large_picture": 128, "small": 64, "long": 8}  # clips that are encoded at once

@@ -1,12 +1,14 @@
 """Train `tiny_wan`, a text-to-video pipeline, from scratch on drawn clips, and save it as a diffusers folder.
 
     python examples/train_tiny_wan.py --workdir build/tiny_wan --session-minutes 4.6     # again, until it says "done"
-    python examples/train_tiny_wan.py --workdir build/probe --size probe --vae-steps 600 --steps 4000    # on a CPU
-    … --size probe --vae-steps 300 --steps 500 --clips 1 --batch 4                                    # learns one clip
+    … --workdir build/probe --size probe --vae-steps 600 --picture-steps 2000 --steps 2000                   # on a CPU
+    … --size probe --vae-steps 300 --picture-steps 100 --steps 500 --clips 1 --batch 4                # learns one clip
 
-First the VAE, then the transformer together with its text encoder on latents that are encoded in advance, then saving,
-sampling and checking. `--minutes` is the budget over all sessions; how many steps fit is measured once, in the first
-steps of a stage, and then part of the checkpoint. On a GPU a step is a CUDA graph, one for each size of clips.
+First the VAE, then the transformer together with its text encoder on latents that are encoded in advance: pictures,
+which are clips of one frame, then clips; at last saving, sampling and checking. A step over pictures shows nine times
+as many shapes as one over clips: on clips alone this model learnt colours and ways, and only blobs for shapes.
+`--minutes` is the budget over all sessions; how many steps fit is measured once, in the first steps of a stage, and
+then part of the checkpoint. On a GPU a step is a CUDA graph, one for each size of clips.
 
 Clips, noise and order are a function of the seed and the step. A session that goes on from a checkpoint does what an
 uninterrupted one does: to the bit where the device's kernels repeat (a CPU's do; a GPU's attention and convolutions
@@ -46,18 +48,19 @@ from sage_processors.whole_file import write_whole
 
 SIMPLE = ("probe",)  # sizes that see simple scenes only
 RENEW_EVERY = 20  # steps after which a chunk of each pool is drawn anew
-PEAK_RATE = {"vae": 3e-3, "denoiser": 1e-3}
+PEAK_RATE = {"vae": 3e-3, "pictures": 1e-3, "clips": 1e-3}
 WARM_UP = 200  # steps
 TIMED_FROM, TIMED = 100, 80  # the steps of a stage that say how many fit; kernels are compiled and chosen before
-VAE_SHARE = 0.22  # of the budget
+ENDS = {"vae": 0.18, "pictures": 0.45}  # of the budget; clips end FINISH_S before it
 FINISH_S, RESTART_S = 60.0, 35.0  # kept back for saving and checking; what a session costs before its first step
 SLACK = 0.03  # of the time that a stage has left when it is planned
+FRAMES_SHIFT = 2.0  # of a clip's noise levels against a picture's
 EMPTY_PROMPT_SHARE = 0.1  # trained on "" for classifier-free guidance
 KL_WEIGHT, L1_WEIGHT = 1e-4, 0.2
 EMA_DECAY = 0.999
 LATE_S = 10.0  # after its end, a stage whose steps became slower ends without the rest of its plan
 SAVE_EVERY_S, LOG_EVERY = 120.0, 20
-STAGES = ("vae", "denoiser", "done")
+STAGES = ("vae", "pictures", "clips", "done")
 PARTS = ("weights", "average", "first_moment", "second_moment")  # a file each
 
 
@@ -131,16 +134,16 @@ class Trainer:
 
     def run_stage(
         self,
-        end_s: float,
         steps: int,
         inputs: Callable[[int], dict[str, torch.Tensor]],
         loss_of: Callable[..., torch.Tensor],
     ) -> bool:
-        """Optimise `parameters()` for `steps`, or as many as fit until `end_s` of the budget; False: session over.
+        """Optimise `parameters()` for `steps`, or as many as fit until the stage's end; False: session over.
 
         Args: inputs: of a step, whose loss is `loss_of(**inputs(step))`, on a GPU as a CUDA graph.
         """
-        stage, params = self.state["stage"], self.parameters()
+        stage, params, budget_s = self.state["stage"], self.parameters(), 60 * self.args.minutes
+        end_s = ENDS[stage] * budget_s if stage in ENDS else budget_s - FINISH_S
         record = cuda_graph if self.on_gpu and self.args.graph else None
         gradients = GraphedStep(params, loss_of, record, lambda: plain_blocks(self.denoiser.blocks))
         optimizer = torch.optim.AdamW(
@@ -254,7 +257,7 @@ class Trainer:
             divergence = 0.5 * (mean.square() + logvar.exp() - 1 - logvar).mean()
             return F.mse_loss(output, images) + L1_WEIGHT * F.l1_loss(output, images) + KL_WEIGHT * divergence
 
-        if not self.run_stage(VAE_SHARE * 60 * self.args.minutes, self.args.vae_steps, inputs, loss_of):
+        if not self.run_stage(self.args.vae_steps, inputs, loss_of):
             return False
         self.vae.eval()
         self.measure_latents(CLIPS[self.args.size]["small"])
@@ -299,18 +302,18 @@ class Trainer:
         self.text.set_attn_implementation("eager")  # whose bias for relative places certainly has a gradient
         if self.args.compile and self.on_gpu:
             compile_blocks(self.denoiser.blocks)
-        sizes, pattern = CLIPS[self.args.size], PATTERN[self.args.size]
+        sizes, patterns = CLIPS[self.args.size], PATTERN[self.args.size]
         words = [*tiny_videos.captions(), ""]
         tokens = self.pipe.tokenizer(words, padding="max_length", max_length=tiny_wan.TEXT_TOKENS, return_tensors="pt")
         ids, masks = tokens.input_ids.to(self.device), tokens.attention_mask.to(self.device)
-
-        pools = {name: self.pool(name) for name in dict.fromkeys(pattern)}
+        pools = {name: self.pool(name) for name in sizes}
 
         @torch.no_grad()
         def inputs(step: int) -> dict[str, torch.Tensor]:
-            name = pattern[step % len(pattern)]
+            stage = self.state["stage"]
+            name = patterns[stage][step % len(patterns[stage])]
             latents, rows = pools[name].at(step)
-            batch, generator = self.args.batch or sizes[name].batch, self.random("denoiser", step)
+            batch, generator = self.args.batch or sizes[name].batch, self.random(stage, step)
 
             def uniform(*shape: int) -> torch.Tensor:
                 return torch.rand(*shape, device=self.device, generator=generator)
@@ -321,9 +324,9 @@ class Trainer:
             pick = torch.randint(len(latents), (batch,), device=self.device, generator=generator)
             row = torch.where(uniform(batch) < EMPTY_PROMPT_SHARE, len(words) - 1, rows[pick])
             # mostly logit-normal, moved to high noise, where shape and way are decided; some uniform for both ends.
-            # More pixels hide less behind the same noise: moved further, as published for higher resolutions
+            # More pixels and frames hide less behind the same noise: moved further, as published for resolutions
             sigma = torch.where(uniform(batch) < 0.7, torch.sigmoid(normal(batch) + 0.6), uniform(batch))
-            shift = sizes[name].pixels / sizes["small"].pixels
+            shift = sizes[name].pixels / sizes["small"].pixels * (FRAMES_SHIFT if sizes[name].frames > 1 else 1)
             sigma = shift * sigma / (1 + (shift - 1) * sigma)
             x = latents[pick].float()
             return {"x": x, "noise": normal(*x.shape), "sigma": sigma, "ids": ids[row], "mask": masks[row]}
@@ -335,9 +338,11 @@ class Trainer:
                 output = self.denoiser((1 - level) * x + level * noise, 1000 * sigma, text, return_dict=False)[0]
             return F.mse_loss(output.float(), noise - x)
 
-        if not self.run_stage(60 * self.args.minutes - FINISH_S, self.args.steps, inputs, loss_of):
-            return False
-        self.next_stage()
+        for stage, steps in (("pictures", self.args.picture_steps), ("clips", self.args.steps)):
+            if self.state["stage"] == stage:
+                if not self.run_stage(steps, inputs, loss_of):
+                    return False
+                self.next_stage()
         return True
 
     def finish(self) -> None:
@@ -345,18 +350,14 @@ class Trainer:
         folder = self.args.out or pipelines.folder(tiny_wan.NAME)
         save_pipeline(self.pipe, folder)
         pack(folder, self.work / f"{tiny_wan.NAME}.tar")
-        sizes = {name: (size.pixels, size.frames) for name, size in CLIPS[self.args.size].items()}
+        moving = {name: size for name, size in CLIPS[self.args.size].items() if size.frames > 1}
         result = {key: self.state[key] for key in ("vae_psnr_db", "vae_obeyed", "planned")}
         result["bytes"] = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
         result |= check_folder(
-            folder,
-            sizes,
-            self.device,
-            self.work / "sheet.png",
-            count=self.args.check,
-            steps=self.args.check_steps,
+            folder, {name: (size.pixels, size.frames) for name, size in moving.items()}, self.device,
+            self.work / "sheet.png", count=self.args.check, steps=self.args.check_steps,
             simple=self.args.size in SIMPLE,
-        )
+        )  # fmt: skip
         write_whole(self.work / "check.json", json.dumps(result, indent=2) + "\n")
         print(json.dumps({k: v for k, v in result.items() if k != "clips"}, indent=2), flush=True)
 
@@ -364,10 +365,11 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", type=Path, required=True, help="checkpoint, log, and what comes out at the end")
-    parser.add_argument("--minutes", type=float, default=9.2, help="budget over all sessions")
+    parser.add_argument("--minutes", type=float, default=11.4, help="budget over all sessions")
     parser.add_argument("--session-minutes", type=float, default=math.inf, help="stop here and leave a checkpoint")
     parser.add_argument("--vae-steps", type=int, default=0, help="train the VAE for so many steps; 0: what fits")
-    parser.add_argument("--steps", type=int, default=0, help="train the transformer for so many steps; 0: what fits")
+    parser.add_argument("--picture-steps", type=int, default=0, help="then the transformer on pictures; 0: what fits")
+    parser.add_argument("--steps", type=int, default=0, help="and on clips; 0: what fits")
     parser.add_argument("--size", choices=sorted(CLIPS), default="full", help="probe: small enough for a CPU")
     parser.add_argument("--batch", type=int, default=0, help="clips per step; 0: what the size says")
     parser.add_argument(

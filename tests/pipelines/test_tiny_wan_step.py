@@ -105,8 +105,9 @@ def record(run, parameters):
 
 def trainer_of(tmp_path) -> train_tiny_wan.Trainer:
     arguments = {
-        "workdir": tmp_path, "minutes": 1.0, "session_minutes": math.inf, "vae_steps": 3, "steps": 4, "size": "probe",
-        "batch": 2, "clips": 4, "device": "cpu", "seed": 0, "compile": False, "graph": False,
+        "workdir": tmp_path, "minutes": 1.0, "session_minutes": math.inf, "vae_steps": 3, "picture_steps": 2,
+        "steps": 4, "size": "probe", "batch": 2, "clips": 4, "device": "cpu", "seed": 0,
+        "compile": False, "graph": False,
     }  # fmt: skip
     return train_tiny_wan.Trainer(argparse.Namespace(**arguments))
 
@@ -128,7 +129,7 @@ def test_replayed_steps_train_the_same_weights_to_the_bit(tmp_path, monkeypatch)
     step = GraphedStep
     monkeypatch.setattr(train_tiny_wan, "GraphedStep", lambda parameters, loss, *_: step(parameters, loss, counting))
     replayed = trained("replayed")
-    assert len(calls) == 2  # a stage each: the probe has one size
+    assert len(calls) == 3  # a stage each: the probe has one size in each
     assert all(torch.equal(a, b) for a, b in zip(eager, replayed, strict=True))
 
 
@@ -212,7 +213,7 @@ def test_steps_can_be_captured(tmp_path, monkeypatch):
     monkeypatch.setattr(train_tiny_wan, "GraphedStep", lambda parameters, loss, *_: step(parameters, loss, watched))
     trainer = trainer_of(tmp_path)
     assert trainer.train_vae() and trainer.train_denoiser()
-    assert len(kinds) == 2  # neither fell back
+    assert len(kinds) == 3  # none fell back
     with pytest.raises(AssertionError, match="captured"), Capturable():
         torch.ones(1).item()
 
@@ -224,7 +225,7 @@ def test_a_stage_that_becomes_slower_than_planned_ends_when_its_time_is_over(tmp
     trainer.state["planned"] = {"vae": 500}
     trainer.began -= 60  # of the minute's share that the VAE has
     assert trainer.train_vae()
-    assert trainer.state["planned"] == {"vae": 2} and trainer.state["stage"] == "denoiser"
+    assert trainer.state["planned"] == {"vae": 2} and trainer.state["stage"] == "pictures"
     assert "steps became slower: 2 of 500" in capsys.readouterr().out
 
 
