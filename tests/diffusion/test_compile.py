@@ -14,7 +14,7 @@ import sage_processors as sp
 from tests.support.tiny_models import MODELS, OLDEST
 
 
-STEPS = 20
+STEPS = 8
 
 
 class Pipe:
