@@ -160,7 +160,7 @@ def _give_operands_types_alone():
     tensor, simple = tl.tensor, frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES + tl.dtype.FP_TYPES)
     # of these, a scalar's one element is of the type that it says it is
     plain = {t.name: (t, interpreter._get_np_dtype(t)) for t in (tl.float16, tl.float32, tl.int32, tl.int64)}
-    block, with_element = tl.block_type, tl.block_type.with_element_ty
+    block, with_element, to_ir = tl.block_type, tl.block_type.with_element_ty, tl.block_type.to_ir
     joined, common, blocks = {}, {}, {}  # by the identity of shapes: `_do_nothing_twice` has one object each
 
     def of_element(self, scalar_ty):
@@ -171,7 +171,11 @@ def _give_operands_types_alone():
             blocks[key] = with_element(self, scalar_ty)
         return blocks[key]
 
-    tl.block_type.with_element_ty = of_element
+    def block_to_ir(self, builder):
+        is_known = builder is interpreter.interpreter_builder and self.element_ty.name in simple
+        return self if is_known else to_ir(self, builder)
+
+    tl.block_type.with_element_ty, tl.block_type.to_ir = of_element, block_to_ir
 
     @functools.lru_cache(4096)
     def constant(value, name):
@@ -180,12 +184,12 @@ def _give_operands_types_alone():
         return interpreter.TensorHandle(np.array([value], dtype=numpy_type), dtype)
 
     def shape_of_both(lhs, rhs):
-        """Both shapes' own, and whether each has it already. None if they do not go together, or not as they are."""
+        """A type of both shapes' own, and whether each has it. None if they do not go together, or not as they are."""
         lhs, rhs = list(lhs), list(rhs)
         if len(lhs) != len(rhs) or any(a != b and 1 not in (a, b) for a, b in zip(lhs, rhs, strict=True)):
             return None
         shape = [b if a == 1 else a for a, b in zip(lhs, rhs, strict=True)]
-        return shape, lhs == shape, rhs == shape
+        return block(tl.int32, shape), lhs == shape, rhs == shape
 
     def aligned(self, lhs, rhs):
         left, right = lhs.type, rhs.type
@@ -197,9 +201,9 @@ def _give_operands_types_alone():
                 joined[key] = shape_of_both(left.shape, right.shape)
             if joined[key] is None:
                 return broadcast(self, lhs, rhs)
-            shape, left_has_it, right_has_it = joined[key]
-            lhs = lhs if left_has_it else tensor(lhs.handle, block(left.element_ty, shape))
-            rhs = rhs if right_has_it else tensor(rhs.handle, block(right.element_ty, shape))
+            whole, left_has_it, right_has_it = joined[key]
+            lhs = lhs if left_has_it else tensor(lhs.handle, whole.with_element_ty(left.element_ty))
+            rhs = rhs if right_has_it else tensor(rhs.handle, whole.with_element_ty(right.element_ty))
         elif left.__class__ is block or right.__class__ is block:
             scalar, filled = (rhs, left) if left.__class__ is block else (lhs, right)
             if scalar.handle.data.shape != (1,) or not (scalar.dtype.name in plain or scalar.dtype.is_ptr()):
@@ -225,7 +229,9 @@ def _give_operands_types_alone():
                     key = a, b, div_or_mod
                     if key not in common:
                         common[key] = self.computation_type_impl(lhs.dtype, False, rhs.dtype, False, div_or_mod)
-                    lhs, rhs = self.cast(lhs, common[key]), self.cast(rhs, common[key])
+                    both = common[key]
+                    lhs = lhs if lhs.dtype is both else self.cast(lhs, both)
+                    rhs = rhs if rhs.dtype is both else self.cast(rhs, both)
                 return aligned(self, lhs, rhs)
             if allow_lhs_ptr and b in ("int32", "int64") and lhs.dtype.is_ptr():
                 return aligned(self, lhs, rhs)
@@ -240,7 +246,17 @@ def _give_operands_types_alone():
                     return other, rhs
         return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
-    TritonSemantic.binary_op_type_checking_impl = checked
+    to_tensor = TritonSemantic.to_tensor
+
+    def as_tensor(self, x, check_type=True):
+        kind = type(x)
+        if kind is tensor:
+            return x
+        if kind is int and -(2**31) <= x < 2**31:
+            return tensor(constant(x, "int32"), tl.int32)
+        return to_tensor(self, x, check_type)
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.to_tensor = checked, as_tensor
 
 
 def _look_up_less():
