@@ -42,7 +42,7 @@ def invoke(*arguments, code=0) -> str:
 
 def demo(tmp_path, name: str, *arguments) -> tuple[str, Path]:
     path = tmp_path / "demo.png"
-    return invoke("demo", "--pipeline", name, "--steps", 2, "--output", path, *arguments), path
+    return invoke("demo", "--pipeline", name, "--steps", 1, "--output", path, *arguments), path
 
 
 # --- demo ---
@@ -62,7 +62,7 @@ def test_demo_draws_prints_and_saves(name, tmp_path):
     canvas = Image.open(path)
     assert canvas.size == (2 * (256 + MARGIN) + MARGIN, 3 * (LABEL + 256 + MARGIN))
     pipe = loading.load_pipeline(name, "cpu")
-    stock = quality.generate(pipe, prompts, [5, 6], steps=2, **pipelines.call_arguments(name))
+    stock = quality.generate(pipe, prompts, [5, 6], steps=1, **pipelines.call_arguments(name))
     shown = np.asarray(canvas)[LABEL : LABEL + 256 : 2, MARGIN : MARGIN + 256 : 2]
     expected = (stock[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     assert np.abs(shown.astype(int) - expected).max() <= 1

@@ -232,7 +232,13 @@ def test_import_loads_nothing_optional():
     [
         ("diffusers", ["sp.apply(torch.nn.Linear(1, 1))"]),
         pytest.param("diffusers", ["sp.SageFluxAttnProcessor"], marks=pytest.mark.slow("one more process")),
-        ("torchmetrics", [f"sp.metrics.{name}(*torch.zeros(2, 1, 3, 16, 16))" for name in ("psnr", "ssim")]),
+        (
+            "torchmetrics transformers",
+            [
+                *(f"sp.metrics.{name}(*torch.zeros(2, 1, 3, 16, 16))" for name in ("psnr", "ssim")),
+                "sp.register_transformers()",
+            ],
+        ),
     ],
 )
 def test_a_missing_extra_names_the_command(missing, code):
@@ -245,8 +251,10 @@ def test_a_missing_extra_names_the_command(missing, code):
             except ImportError as error:
                 print(error)
         """
-    said = fresh(program, without=(missing,)).replace("'", '"')
-    assert said.count('pip install "sage-processors[diffusers]"') == len(code)
+    said = fresh(program, without=missing.split()).replace("'", '"')
+    of_transformers = int("transformers" in missing)
+    assert said.count('pip install "sage-processors[diffusers]"') == len(code) - of_transformers
+    assert said.count('pip install "sage-processors[transformers]"') == of_transformers
 
 
 def test_the_command_line_names_the_command():

@@ -129,7 +129,7 @@ def _do_nothing_twice():
 
     tl.block_type.__init__, tl.tensor.__init__ = init_block, init_tensor
 
-    check = interpreter.TensorHandle.__post_init__
+    check = getattr(interpreter.TensorHandle, "__post_init__", lambda self: None)
 
     def init_handle(self, data, dtype, attr=None):
         self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
@@ -294,7 +294,8 @@ def _look_up_less():
 
         scope.set_attr(obj, name, called)
 
-    interpreter._patch_attr = patch_name
+    if list(inspect.signature(patch).parameters) == ["obj", "name", "member", "builder", "scope"]:
+        interpreter._patch_attr = patch_name
 
 
 def _multiply_codes_by_blas():
