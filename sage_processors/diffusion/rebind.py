@@ -7,6 +7,7 @@ Why this and not a re-implementation: every attention processor of diffusers cal
 from __future__ import annotations
 
 import dis
+import functools
 import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -55,30 +56,36 @@ def _stand_in(value, names, ops: StandIns):
     return ops.dispatch if value is dispatch_attention_fn else None
 
 
+@functools.lru_cache(2048)
+def _names_in(code: types.CodeType) -> tuple[tuple[str, str], ...]:
+    """(instruction, name) of each instruction of `code` that has a name: layers of a model share a few functions."""
+    return tuple((i.opname, i.argval) for i in dis.get_instructions(code) if isinstance(i.argval, str))
+
+
 def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
     """Attention calls in the code of `fn`, globals to replace, helper functions of its module that call attention."""
-    instructions = [i for i in dis.get_instructions(fn.__code__) if isinstance(i.argval, str)]
-    names = {i.argval for i in instructions}
+    instructions = _names_in(fn.__code__)
+    names = {name for _, name in instructions}
     calls = 0
     replaced: dict[str, object] = {}
     helpers: dict[str, object] = {}
     others: dict[str, object] = {}
-    for i in instructions:
-        value = fn.__globals__.get(i.argval) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
+    for opname, name in instructions:
+        value = fn.__globals__.get(name) if opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
         stand_in = _stand_in(value, names, ops)
         if stand_in is not None:
-            replaced[i.argval] = stand_in
+            replaced[name] = stand_in
             calls += stand_in is not ops.functional
-        elif i.opname in ("LOAD_ATTR", "LOAD_METHOD") and i.argval == "scaled_dot_product_attention":
+        elif opname in ("LOAD_ATTR", "LOAD_METHOD") and name == "scaled_dot_product_attention":
             calls += 1
         elif value is not None and (stand_in := ops.other(value)) is not None:
-            others[i.argval] = stand_in
+            others[name] = stand_in
         elif isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__ and value not in above:
             inner_calls, inner_replaced, inner_helpers = _scan(value, ops, (*above, fn))
             if inner_calls:
                 calls += inner_calls
                 replaced |= inner_replaced
-                helpers |= inner_helpers | {i.argval: value}
+                helpers |= inner_helpers | {name: value}
     return (calls, replaced | others, helpers) if replaced else (0, {}, {})
 
 

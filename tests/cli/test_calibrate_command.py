@@ -101,7 +101,7 @@ def test_a_dtype_of_ones_own_is_part_of_the_case(tmp_path, monkeypatch):
 
 def test_calibrate_writes_a_policy_and_its_rows(tmp_path):
     csv, output = tmp_path / "results.csv", tmp_path / "policy.json"
-    small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 2, "--batch", 1, "--device", "cpu"]
+    small = ["--pipeline", "tiny_flux", "--images", 1, "--steps", 1, "--batch", 1, "--device", "cpu"]
     done = invoke("calibrate", *small, "--target-psnr", 35, "--scaling", "timestep", "--output", output, "--csv", csv)
     assert done.exit_code == 0, done.output
     assert "met" in done.output and "NOT met" not in done.output

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +42,7 @@ def invoke(*arguments, code=0) -> str:
 
 def demo(tmp_path, name: str, *arguments) -> tuple[str, Path]:
     path = tmp_path / "demo.png"
-    return invoke("demo", "--pipeline", name, "--steps", 2, "--output", path, *arguments), path
+    return invoke("demo", "--pipeline", name, "--steps", 1, "--output", path, *arguments), path
 
 
 # --- demo ---
@@ -65,7 +62,7 @@ def test_demo_draws_prints_and_saves(name, tmp_path):
     canvas = Image.open(path)
     assert canvas.size == (2 * (256 + MARGIN) + MARGIN, 3 * (LABEL + 256 + MARGIN))
     pipe = loading.load_pipeline(name, "cpu")
-    stock = quality.generate(pipe, prompts, [5, 6], steps=2, **pipelines.call_arguments(name))
+    stock = quality.generate(pipe, prompts, [5, 6], steps=1, **pipelines.call_arguments(name))
     shown = np.asarray(canvas)[LABEL : LABEL + 256 : 2, MARGIN : MARGIN + 256 : 2]
     expected = (stock[0] * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
     assert np.abs(shown.astype(int) - expected).max() <= 1
@@ -121,10 +118,8 @@ def test_a_broken_folder_gets_a_message(tmp_path):
 
 
 def test_help_lists_the_commands():
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
-    command = [sys.executable, "-m", "sage_processors.cli.main", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
-    assert all(command in result.stdout for command in ("demo", "report", "doctor", "bench"))
+    said = invoke("--help")
+    assert all(command in said for command in ("demo", "report", "doctor", "bench"))
 
 
 # --- report ---

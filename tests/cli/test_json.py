@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 
@@ -97,15 +98,25 @@ def test_wrong_input_leaves_stdout_empty():
     assert done.exit_code == 2 and done.stdout == "" and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "module", ["sage_processors", pytest.param("sage_processors.cli", marks=pytest.mark.slow("one more process"))]
-)
-def test_the_package_is_the_command(module):
+@pytest.mark.parametrize("module", ["sage_processors", "sage_processors.cli", "sage_processors.cli.main"])
+@pytest.mark.slow("a process each; the quick one runs the module in this process")
+def test_modules_are_the_command_in_a_process_of_their_own(module):
     done = run(sys.executable, "-m", module, "--version")
     assert (done.returncode, done.stdout) == (0, f"sage-processors {sp.__version__}\n")
 
 
-def test_shells_can_complete_the_commands():
+def test_the_package_is_the_command(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["sage_processors", "--version"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("sage_processors", run_name="__main__")  # as `python -m sage_processors`
+    assert (stop.value.code, capsys.readouterr().out) == (0, f"sage-processors {sp.__version__}\n")
+
+
+def test_shells_can_complete_the_commands(monkeypatch, capsys):
     asked = {"_SAGE_PROCESSORS_COMPLETE": "complete_bash", "COMP_WORDS": "sage-processors d", "COMP_CWORD": "1"}
-    done = run(sys.executable, "-m", "sage_processors", **asked)
-    assert set(done.stdout.split()) == {"demo", "doctor"}, done.stderr
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["sage-processors"])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert set(capsys.readouterr().out.split()) == {"demo", "doctor"}

@@ -14,7 +14,7 @@ import sage_processors as sp
 from tests.support.tiny_models import MODELS, OLDEST
 
 
-STEPS = 20
+STEPS = 8
 
 
 class Pipe:
@@ -75,7 +75,9 @@ def test_T04_compile_whole_model_is_one_graph_for_all_steps(scaling, follows):
     assert all(d == (STEPS if scaling == "dynamic" else 1) for d in dynamic), str(report)
 
 
-@pytest.mark.parametrize("how", ["whole", "blocks", "whole, by its timestep"])
+@pytest.mark.parametrize(
+    "how", ["whole", pytest.param("blocks", marks=pytest.mark.slow("as whole")), "whole, by its timestep"]
+)
 def test_compiled_calls_keep_row_maxima_from_step_to_step(how):
     """As eager ones do; unless the hook that follows the steps is compiled, for then the host sees none of them."""
     results = {}

@@ -17,6 +17,7 @@ from sage_kernels.testing import sqnr_db
 from sage_processors.diffusion import rotary  # noqa: F401 - defines the op
 from sage_processors.diffusion.head_fusion import OPS, fuse_heads
 from sage_processors.linears.graph_pass import fuse_in_compiled_code
+from tests.support.inductor import passes_alone
 from tests.support.tiny_models import MODELS
 
 
@@ -24,7 +25,7 @@ FUSED, ROTARY = "sage_kernels.qk_norm_rope", torch.ops.sage_processors.rotary
 ATTENTION = [f"sage_kernels.{name}" for name in OPS]
 
 
-def compiled(function, call):
+def compiled(function, call, backend=passes_alone):
     """(what call(compiled function) returns, how many fused calls its graphs have, how many of attention)."""
     from torch._inductor import config
 
@@ -40,7 +41,7 @@ def compiled(function, call):
     try:
         add_graph_pass(look, os.urandom(8))  # compiled code of an earlier run is not looked at
         with torch.no_grad():
-            return call(torch.compile(function, fullgraph=True)), *found
+            return call(torch.compile(function, fullgraph=True, backend=backend)), *found
     finally:
         config.pre_grad_custom_pass = before
 
@@ -59,7 +60,8 @@ def test_a_model_has_one_such_call_for_each_layer(name, linears):
         handle.new_run()
         first = model(**inputs, return_dict=False)[0]
         handle.new_run()
-        got, fused, attended = compiled(model, lambda run: run(**inputs, return_dict=False)[0])
+        backend = passes_alone if linears == "none" else "inductor"
+        got, fused, attended = compiled(model, lambda run: run(**inputs, return_dict=False)[0], backend)
     assert fused == attended > 0
     assert sqnr_db(got, first) > 60 and sqnr_db(eager, first) > 20
 
@@ -171,7 +173,9 @@ def test_what_is_known_is_made_in_one_pass(name):
 
     with torch.no_grad():
         expected = attend(given)
-    got, fused, attended = compiled(attend, lambda run: run(given))
+    # Inductor makes code of one of them, and of the slow tests' models
+    backend = "inductor" if name == "norm and rotary" else passes_alone
+    got, fused, attended = compiled(attend, lambda run: run(given), backend)
     assert (fused, attended) == (is_known, 1)
     assert sqnr_db(got, expected) > 50  # codes may round the other way here and there
 
@@ -201,9 +205,9 @@ def test_angles_on_another_device_are_left_to_the_models_own_code(elsewhere):
 def test_exact_layers_keep_the_models_own_code():
     model, inputs = MODELS["flux"]()
     with torch.no_grad():
-        stock, *_ = compiled(model, lambda run: run(**inputs, return_dict=False)[0])
+        stock, *_ = compiled(model, lambda run: run(**inputs, return_dict=False)[0], "inductor")
         with sp.apply(model, sp.SageAttnProcessor(min_tokens=10**6)):
-            got, *found = compiled(model, lambda run: run(**inputs, return_dict=False)[0])
+            got, *found = compiled(model, lambda run: run(**inputs, return_dict=False)[0], "inductor")
     assert found == [0, 0] and torch.equal(got, stock)
 
 

@@ -107,7 +107,13 @@ def test_P29_the_side_by_side_says_so():
     assert not np.array_equal(*sheets)
 
 
-@pytest.mark.parametrize(("example", "output"), [("text_to_image", "x.png"), ("text_to_video", "x.gif")])
+@pytest.mark.parametrize(
+    ("example", "output"),
+    [
+        ("text_to_image", "x.png"),
+        pytest.param("text_to_video", "x.gif", marks=pytest.mark.slow("says it by the same function")),
+    ],
+)
 def test_P29_examples_say_so(example, output, tmp_path, monkeypatch, capsys):
     made = sp.SageAttnProcessor
     monkeypatch.setattr(sp, "SageAttnProcessor", lambda **kwargs: made(**kwargs | {"min_tokens": 100_000}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import socket
@@ -18,8 +19,13 @@ from tests.support import browser
 from tests.support.repository import ROOT
 
 
-pytest.importorskip("gradio", reason="gradio is not installed: pip install 'sage-processors[app]'")
-pytestmark = pytest.mark.slow("starts the page and a browser")
+pytestmark = [  # without importing it: that takes seconds, and the quick tests need none of it
+    pytest.mark.slow("starts the page and a browser"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("gradio") is None,
+        reason="gradio is not installed: pip install 'sage-processors[app]'",
+    ),
+]
 PROMPT = "a yellow star on a black background"
 OPTIONS = ("qk_int8_pv_bf16", "timestep", "none")
 

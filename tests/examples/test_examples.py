@@ -15,7 +15,7 @@ from tests.examples.running import IDENTICAL_DB, int8_calls, psnr, run
 def test_text_to_image(model, tmp_path, monkeypatch, capsys):
     path = tmp_path / "image.png"
     prompt = "a red circle on a blue background"
-    run("text_to_image", monkeypatch, prompt, "--model", model, "--steps", 2, "--compare", "--output", path)
+    run("text_to_image", monkeypatch, prompt, "--model", model, "--steps", 1, "--compare", "--output", path)
     assert Image.open(path).size == (128, 128) and (tmp_path / "image_compare.png").is_file()
     output = capsys.readouterr().out
     assert int8_calls(output) > 0
@@ -34,7 +34,7 @@ def test_text_to_image_takes_a_folder_and_options(tmp_path, monkeypatch, capsys)
 def test_text_to_video(tmp_path, monkeypatch, capsys):
     path = tmp_path / "video.gif"
     monkeypatch.setattr(sp.pipelines, "VIDEOS", ())  # random weights; tests/pipelines/test_tiny_wan.py has the trained
-    run("text_to_video", monkeypatch, "--steps", 2, "--compare", "--output", path)
+    run("text_to_video", monkeypatch, "--steps", 1, "--compare", "--output", path)
     output, advice = capsys.readouterr()
     assert "tiny_wan has no weights here" in advice
     assert Image.open(path).n_frames == 9 and int8_calls(output) > 0 and 60 < psnr(output)[0] < IDENTICAL_DB

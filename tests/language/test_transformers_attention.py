@@ -75,6 +75,7 @@ def test_our_module_may_come_first():
     assert fresh(code).strip() == str(sorted(STANDARD))
 
 
+@pytest.mark.slow("a process; test_import_boundaries hides it together with another package")
 def test_a_missing_transformers_names_the_command():
     code = """
         import sage_processors as sp

@@ -252,7 +252,7 @@ def test_compiled_code_makes_as_many_calls_as_without_outliers(planted):
     with sp.quantize_linears(model, min_features=0), torch.no_grad():
         with OpCounter() as ops:
             run(model, inputs)
-        got, found = compiled_ops(model, lambda compiled: compiled(**inputs, return_dict=False)[0])
+        got, found = compiled_ops(model, lambda compiled: compiled(**inputs, return_dict=False)[0], "inductor")
     assert relative_error(got, expected) < plain * 10 ** (3 / 20)
     assert (len(found["quantize_activation"]), len(found["quantized_linear"])) == (ops.quantized, ops.multiplied)
     assert any(args[2] == "layer" and args[8] is not None for args in found["quantize_activation"])

@@ -230,22 +230,31 @@ def test_import_loads_nothing_optional():
 @pytest.mark.parametrize(
     ("missing", "code"),
     [
-        ("diffusers", "sp.apply(torch.nn.Linear(1, 1))"),
-        pytest.param("diffusers", "sp.SageFluxAttnProcessor", marks=pytest.mark.slow("one more process")),
-        ("torchmetrics", "sp.metrics.psnr(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))"),
-        ("torchmetrics", "sp.metrics.ssim(torch.zeros(1, 3, 16, 16), torch.zeros(1, 3, 16, 16))"),
+        ("diffusers", ["sp.apply(torch.nn.Linear(1, 1))"]),
+        pytest.param("diffusers", ["sp.SageFluxAttnProcessor"], marks=pytest.mark.slow("one more process")),
+        (
+            "torchmetrics transformers",
+            [
+                *(f"sp.metrics.{name}(*torch.zeros(2, 1, 3, 16, 16))" for name in ("psnr", "ssim")),
+                "sp.register_transformers()",
+            ],
+        ),
     ],
 )
 def test_a_missing_extra_names_the_command(missing, code):
     program = f"""
         import torch
         import sage_processors as sp
-        try:
-            {code}
-        except ImportError as error:
-            print(error)
+        for code in {code}:
+            try:
+                exec(code)
+            except ImportError as error:
+                print(error)
         """
-    assert 'pip install "sage-processors[diffusers]"' in fresh(program, without=(missing,)).replace("'", '"')
+    said = fresh(program, without=missing.split()).replace("'", '"')
+    of_transformers = int("transformers" in missing)
+    assert said.count('pip install "sage-processors[diffusers]"') == len(code) - of_transformers
+    assert said.count('pip install "sage-processors[transformers]"') == of_transformers
 
 
 def test_the_command_line_names_the_command():

@@ -160,8 +160,20 @@ def test_many_random_calls_match_the_reference(call, attend):
 
 @pytest.mark.usefixtures("true_fp8")
 @pytest.mark.parametrize("recipe", [recipe.name for recipe in RECIPES.values() if recipe.study])
-@random_calls(20)
+@random_calls(10)
 def test_random_calls_of_the_recipes_to_compare_with_match_the_reference(call, recipe, attend):
+    check_recipe(call, recipe, attend)
+
+
+@pytest.mark.slow("three times as many")
+@pytest.mark.usefixtures("true_fp8")
+@pytest.mark.parametrize("recipe", [recipe.name for recipe in RECIPES.values() if recipe.study])
+@random_calls(30)
+def test_many_random_calls_of_the_recipes_to_compare_with_match_the_reference(call, recipe, attend):
+    check_recipe(call, recipe, attend)
+
+
+def check_recipe(call, recipe, attend):
     inputs, options, planned, exponent = call
     options = options | {"recipe": recipe}
     if RECIPES[recipe].plain:
