@@ -22,6 +22,7 @@ from .loading import (
     DeviceOption,
     DtypeOption,
     PipelineOption,
+    clip_arguments,
     console,
     example_prompts,
     fail,
@@ -106,8 +107,8 @@ def calibrate_policy(
     check_file(state, "--state", ".json")
     check_csv(csv)
     pipe = loading.load_pipeline(pipeline, device, dtype)
-    prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
-    arguments = pipelines.call_arguments(pipeline) if pipeline in pipelines.VIDEOS else {}  # the size of a clip
+    prompts, seeds = example_prompts(images, pipeline), [seed + i for i in range(images)]
+    arguments = clip_arguments(pipeline)
     with next(iter(variants.values()))(_denoiser(pipe)), answer(as_json) as said:
         try:
             found = calibrate(
@@ -163,13 +164,13 @@ def rules(
     settings = _variants(hard)
     check_csv(csv)
     pipe = loading.load_pipeline(pipeline, device, dtype)
-    prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
+    prompts, seeds = example_prompts(images, pipeline), [seed + i for i in range(images)]
     with answer(as_json) as found:
         for name, harder in settings.items():
             label = case_label(pipeline, pipe) + (f"_{name}" if name else "")
             calls = -(-images // batch) * (1 + len(chosen)) + sum(v.warm for v in chosen)
             with steps_bar(label, steps * calls) as tick, harder(_denoiser(pipe)):
-                size: dict[str, Any] = {"steps": steps, "batch": batch}
+                size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": clip_arguments(pipeline)}
                 results = quality.evaluate(pipe, prompts, seeds, chosen, on_step=tick, probe=True, **size)
             # timestep runs the first step of each batch dynamic; rules with a frozen table never do, nor timestep_warm
             found[label] = _record(pipe, label, list(results.values()), csv, ("timestep", "timestep_warm"))
@@ -197,13 +198,13 @@ def transfer(
     check_csv(csv)
     pipe = loading.load_pipeline(pipeline, device, dtype)
     (learn, steps), *_ = schedulers = [_scheduler(pipe, text) for text in (source, *target)]
-    config, prompts = _options(pipeline), example_prompts(images)
+    config, prompts, arguments = _options(pipeline), example_prompts(images, pipeline), clip_arguments(pipeline)
     with tempfile.TemporaryDirectory() as folder, answer(as_json) as found:
         table = Path(folder) / "table.safetensors"
         pipe.scheduler = learn
         with pipe.set_attn_processor(config) as handle, steps_bar(f"learning with {source}", steps) as tick:
             others = [quality.WARM_UP_SEED + i for i in range(len(prompts[:batch]))]  # as many as the own table saw
-            quality.generate(pipe, prompts[:batch], others, steps=steps, on_step=tick)
+            quality.generate(pipe, prompts[:batch], others, steps=steps, on_step=tick, **arguments)
             handle.save_scales(table)
         variants = (
             quality.Variant("timestep_warm", config, warm=True),
@@ -213,7 +214,8 @@ def transfer(
             pipe.scheduler = scheduler
             label = f"{case_label(pipeline, pipe)}_{text}"
             with steps_bar(label, steps * (1 + 3 * -(-images // batch))) as tick:
-                seeds, size = [seed + i for i in range(images)], {"steps": steps, "batch": batch}
+                seeds: list[int] = [seed + i for i in range(images)]
+                size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": arguments}
                 results = quality.evaluate(pipe, prompts, seeds, variants, on_step=tick, probe=True, **size)
             found[label] = _record(pipe, label, list(results.values()), csv, ("timestep_warm",))
 

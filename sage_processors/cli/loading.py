@@ -7,7 +7,7 @@ import re
 import sys
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import torch
 import typer
@@ -51,14 +51,38 @@ def fail(message: str) -> NoReturn:
     raise typer.Exit(1)
 
 
-def example_prompts(count: int) -> list[str]:
-    """Prompts of the embedded pipelines' vocabulary, each different for the first 64: every shape in every colour."""
+def example_prompts(count: int, pipeline: str = "") -> list[str]:
+    """Prompts of the embedded pipelines' vocabulary, each different for the first 64: every shape in every colour.
+
+    pipeline: for one of pipelines.VIDEOS what moves, in words that it knows.
+    """
+    if pipeline in pipelines.VIDEOS:
+        return _clip_prompts(count)
     shapes = ("circle", "star", "heart", "square", "ring", "triangle", "diamond", "cross")
     colors = ("red", "yellow", "green", "white", "orange", "cyan", "purple", "black")
     grounds = ("blue", "black", "white", "purple", "green", "red", "yellow")
     picks = ((colors[(i + i // 8) % 8], shapes[i % 8], grounds[i % 7]) for i in range(2 * count + 64))
     texts = [f"a {color} {shape} on a {ground} background" for color, shape, ground in picks if color != ground]
     return texts[:count]
+
+
+def clip_arguments(pipeline: str) -> dict[str, Any]:
+    """Of a pipeline of clips that comes with the package: more for its call, such as the size it learnt; else none."""
+    return pipelines.call_arguments(pipeline) if pipeline in pipelines.VIDEOS else {}
+
+
+def _clip_prompts(count: int) -> list[str]:
+    shapes = ("square", "triangle", "cross", "circle")
+    colors = ("red", "yellow", "green", "cyan", "blue", "purple", "white")
+    motions = ("moving left", "bouncing", "moving up", "standing still", "moving right", "moving down")
+    grounds = ("blue", "black", "white", "purple", "green", "red", "yellow", "cyan")
+    picks = (
+        (colors[i % 7], shapes[i % 4], motions[(i + i // 7) % 6], grounds[(i + i // 3) % 8])
+        for i in range(2 * count + 64)
+    )
+    return [f"a {c} {shape} {motion} on a {ground} background" for c, shape, motion, ground in picks if c != ground][
+        :count
+    ]
 
 
 def torch_device(device: str) -> torch.device:

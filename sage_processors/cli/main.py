@@ -29,6 +29,7 @@ from .loading import (
     DeviceOption,
     DtypeOption,
     PipelineOption,
+    clip_arguments,
     console,
     example_prompts,
     fail,
@@ -109,7 +110,7 @@ def demo(
     from ..evaluation.side_by_side import amplification, side_by_side
     from ..evaluation.video_drawing import strip
 
-    prompts = list(prompt) if prompt else example_prompts(images)
+    prompts = list(prompt) if prompt else example_prompts(images, pipeline)
     seeds = [seed + i for i in range(len(prompts))]
     arguments = pipelines.call_arguments(pipeline)
     with answer(as_json) as found:
@@ -218,8 +219,8 @@ def bench_quality(
         for name in pipeline:
             pipe = loading.load_pipeline(name, device, dtype)
             variants = [v for v in quality.default_variants(recipe) if not variant or v.name in variant]
-            prompts, seeds = example_prompts(images), [seed + i for i in range(images)]
-            size = {"steps": steps, "batch": batch}
+            prompts, seeds = example_prompts(images, name), [seed + i for i in range(images)]
+            size: dict[str, Any] = {"steps": steps, "batch": batch, "arguments": clip_arguments(name)}
             watched: dict[str, Any] = {**size, "probe": True}
             batches = -(-images // batch)
             half = pipe.dtype in (torch.float16, torch.bfloat16)

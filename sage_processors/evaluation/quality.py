@@ -292,7 +292,10 @@ def evaluate(
     return results
 
 
-def floor(pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Callable | None = None) -> Quality:
+def floor(
+    pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Callable | None = None,
+    arguments: dict | None = None,
+) -> Quality:  # fmt: skip
     """What the pipeline's own 16-bit rounding costs: stock pictures against the same pipeline in fp32.
 
     Args: as `evaluate`; pipe must be fp16 or bf16. Its tensors are fp32 meanwhile, and the very same ones afterwards.
@@ -317,7 +320,8 @@ def floor(pipe, prompts, seeds, *, steps: int = 25, batch: int = 4, on_step: Cal
 
     def draw():
         parts = (slice(start, start + batch) for start in range(0, len(prompts), batch))
-        return torch.cat([generate(pipe, prompts[p], seeds[p], steps=steps, on_step=on_step) for p in parts])
+        more = {"steps": steps, "on_step": on_step, **(arguments or {})}
+        return torch.cat([generate(pipe, prompts[p], seeds[p], **more) for p in parts])
 
     models = [model for model in pipe.components.values() if isinstance(model, torch.nn.Module)]
     tensors = [t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()]

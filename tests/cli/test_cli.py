@@ -210,6 +210,14 @@ def test_bench_tables_updates_the_pages(tmp_path):
     assert "got no markers" in invoke("bench", "tables", *pages, "--results", results, code=2)
 
 
+def test_prompts_of_clips_are_distinct_ones_that_tiny_wan_learnt(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    from tiny_videos import captions
+
+    prompts = loading.example_prompts(64, "tiny_wan")
+    assert len(set(prompts)) == 64 and set(prompts) <= set(captions())
+
+
 def test_prompts_are_distinct_words_the_pipelines_know():
     prompts = loading.example_prompts(64)
     assert len(set(prompts)) == 64
