@@ -21,6 +21,7 @@ class Figure(NamedTuple):
         against: what it is held against, in words; {} is where its number goes.
         number: how both numbers are written.
         reference: (case, provider) of the row it is held against; None: the row itself says it all.
+        anywhere: of the newest run on whatever GPU, not of the table's one.
     """
 
     what: str
@@ -31,6 +32,7 @@ class Figure(NamedTuple):
     number: Callable[[float], str]
     reference: tuple[str, str] | None
     recipe: str = DEFAULT_RECIPE
+    anywhere: bool = False
 
 
 def _milliseconds(value: float) -> str:
@@ -44,19 +46,34 @@ FIGURES = (
     ),
     Figure(
         "Wan 2.1 1.3B, 480p, 81 frames, a forward", "end_to_end", "wan21_1_3b_480p81", "time",
-        "the same with cuDNN, {}", _milliseconds, ("wan21_1_3b_480p81", CUDNN),
+        "cuDNN, {}", _milliseconds, ("wan21_1_3b_480p81", CUDNN),
     ),
     Figure(
-        "FLUX.1 at 2048 × 2048, a forward", "end_to_end", "flux_2048", "time",
-        "the same with cuDNN, {}", _milliseconds, ("flux_2048", CUDNN),
+        "the same, compiled, P·V in FP8, INT8 linear layers", "end_to_end", "wan21_1_3b_480p81/compiled", "time",
+        "cuDNN, {}", _milliseconds, ("wan21_1_3b_480p81/compiled", CUDNN),
+        "qk_int8_pv_fp8+linears_int8", True,
     ),
     Figure(
-        "FLUX.1 at 1024 × 1024, a forward", "end_to_end", "flux_1024", "time",
-        "the same with cuDNN, {}", _milliseconds, ("flux_1024", CUDNN),
+        "FLUX.1 at 2048², a forward", "end_to_end", "flux_2048", "time",
+        "cuDNN, {}", _milliseconds, ("flux_2048", CUDNN),
     ),
     Figure(
-        "the same with INT8 linear layers", "end_to_end", "flux_1024", "time",
-        "the same with cuDNN, {}", _milliseconds, ("flux_1024", CUDNN), f"{DEFAULT_RECIPE}+linears_int8",
+        "the same, compiled, INT8 linear layers", "end_to_end", "flux_2048/compiled", "time",
+        "cuDNN, {}", _milliseconds, ("flux_2048/compiled", CUDNN),
+        f"{DEFAULT_RECIPE}+linears_int8", True,
+    ),
+    Figure(
+        "FLUX.1 at 1024², a forward", "end_to_end", "flux_1024", "time",
+        "cuDNN, {}", _milliseconds, ("flux_1024", CUDNN),
+    ),
+    Figure(
+        "the same, INT8 linear layers", "end_to_end", "flux_1024", "time",
+        "cuDNN, {}", _milliseconds, ("flux_1024", CUDNN), f"{DEFAULT_RECIPE}+linears_int8",
+    ),
+    Figure(
+        "the same, compiled, INT8 linear layers", "end_to_end", "flux_1024/compiled", "time",
+        "cuDNN, {}", _milliseconds, ("flux_1024/compiled", CUDNN),
+        f"{DEFAULT_RECIPE}+linears_int8", True,
     ),
     Figure(
         "INT8 KV cache: attention of a token, 8 × 131,072 tokens", "decode", "llama8b_decode_131072_b8", "time",
@@ -78,22 +95,27 @@ FIGURES = (
 
 
 def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
-    """The table, from the newest row of each figure on one GPU, that of most figures; lines without a row are left
-    out."""
+    """The table, from the newest row of each figure on one GPU, that of most figures, but for those of `anywhere`,
+    which are marked where it is another one; lines without a row are left out."""
     by_gpu: dict[str, list[dict[str, str]]] = {}
     for row in rows:
         if row["gpu"] != "cpu":
-            by_gpu.setdefault(row["gpu"], []).append(row)
-    tables = {
-        gpu: [line for figure in FIGURES if (line := _line(figure, own)) is not None] for gpu, own in by_gpu.items()
-    }
-    gpu = max(tables, key=lambda name: len(tables[name]), default="")
-    lines = tables.get(gpu)
+            by_gpu[row["gpu"]] = [*by_gpu.pop(row["gpu"], []), row]  # the GPU of the newest row is the last one
+    found = {gpu: [_line(figure, own) for figure in FIGURES] for gpu, own in by_gpu.items()}
+    main = max(found, key=lambda gpu: len(list(filter(None, found[gpu]))), default="")
+    lines, marks = [], {main: ""}
+    for place, figure in enumerate(FIGURES):
+        gpus = reversed(found) if figure.anywhere else filter(None, [main])
+        gpu, line = next(((gpu, found[gpu][place]) for gpu in gpus if found[gpu][place]), ("", None))
+        if line is not None:
+            what, *numbers = line
+            lines.append((what + marks.setdefault(gpu, "†" * len(marks)), *numbers))
     if not lines:
         return "No rows yet."
     table = [HEADER, ("---",) * len(HEADER), *lines]
     text = "\n".join("| " + " | ".join(line) + " |" for line in table)
-    return f"{text}\n\nMeasured on: {gpu}."
+    others = "".join(f"; {mark} {gpu}" for gpu, mark in marks.items() if mark)
+    return f"{text}\n\nMeasured on: {main}{others}."
 
 
 def _line(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:
