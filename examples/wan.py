@@ -1,6 +1,6 @@
 """Wan, text to video with INT8 attention: 2.1 with one denoiser, 2.2 with two experts, each swapped.
 
-python examples/wan.py "a red square moving left" --compare  # offline, two experts: tiny_wan, or random weights
+python examples/wan.py "a red square moving left" --compare  # offline: tiny_wan as both of two experts
 python examples/wan.py "a cat on a surfboard" --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
 python examples/wan.py "a cat on a surfboard" --model Wan-AI/Wan2.2-T2V-A14B-Diffusers --height 720 --width 1280
 

@@ -2,7 +2,7 @@
 
 The pipelines are diffusers `save_pretrained` folders. Two draw coloured shapes at 128x128 pixels ("a red circle on a
 blue background"); `examples/train_tiny.py` trained them. `tiny_wan` draws clips ("a red square moving left on a white
-background"), where its weights are there: `examples/train_tiny_wan.py` trains it.
+background"); `examples/train_tiny_wan.py` trained it.
 """
 
 from __future__ import annotations
