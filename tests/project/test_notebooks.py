@@ -200,6 +200,33 @@ def test_measure_goes_on_where_it_stopped(tmp_path, variants, capsys):
     assert appended[0]["case"] == "tiny_sd/dynamic" and appended[0]["gpu"] == "cpu" and appended[0]["batch"] == "2"
 
 
+# --- measure_skipping.py ---
+
+
+@pytest.mark.slow("draws clips")
+def test_skipping_is_measured_with_prompts_that_stay_and_that_change(tmp_path, monkeypatch):
+    import measure_skipping
+    import measure_video
+
+    # the fewest tokens that have lists
+    monkeypatch.setitem(measure_video.SIZES, "wide", {"height": 80, "width": 80, "num_frames": 21})
+    size, real = measure.Size(images=2, steps=4, batch=2), torch.rand(64, 32, dtype=torch.float64)
+    variants = {"dense": measure_skipping.options()}
+    variants["skips"] = measure_skipping.options(skip="temporal", skip_limit=0.9, skip_first_steps=1)
+    stock, found = {}, {}
+    for switched in (False, True):
+        clips = measure_skipping.SkipMeasurement("wide", size, "cpu", tmp_path, switched)
+        assert all(clips.run(quality.Variant(name, config)) for name, config in variants.items())
+        stock[switched] = clips.stock(0)
+        found[switched] = {(r["scaling"], r["metric"]): float(r["value"]) for r in clips.rows("r", [*variants], real)}
+    assert not torch.allclose(stock[False], stock[True], atol=0.1)
+    for numbers in found.values():
+        assert numbers["dense", "skipped_mean"] == numbers["dense", "lost_max"] == 0
+        assert 0 < numbers["skips", "skipped_mean"] < 1 and 0 < numbers["skips", "lost_max"] < 1
+        assert numbers["skips", "psnr_db_mean"] < numbers["dense", "psnr_db_mean"]
+    assert ("dense", "obeyed_mean") in found[False] and ("dense", "obeyed_mean") not in found[True]
+
+
 # --- replay.py ---
 
 
