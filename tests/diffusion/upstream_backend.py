@@ -2,6 +2,7 @@
 
     python tests/diffusion/upstream_backend.py CHECKOUT            # a checkout, or a bare repository, of diffusers
     python tests/diffusion/upstream_backend.py CHECKOUT -k compile -x
+    python tests/diffusion/upstream_backend.py CHECKOUT --native   # diffusers' own: what fails with it is not ours
 
 Diffusers' tests are in no wheel, so CI can't run them: test_backend_upstream.py asks the same of our own small models.
 What is run comes from CHECKOUT, what is tested is the installed diffusers; configurations of models that it does not
@@ -21,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PLACE = Path("tests", "models", "transformers")
+_REGISTERED = "sp.register_diffusers_backend(min_tokens=0)"
 
 # runs as a test file of diffusers, among those of its transformers
 SOURCE = '''
@@ -69,6 +71,8 @@ def counted(request):
     error = stock_error(request.node.cls)
     if error:
         pytest.skip(f"stock attention does not run it either: {error}")
+    if request.function.__name__ == "test_compile" and not request.node.cls().model_class._repeated_blocks:
+        pytest.skip("diffusers refuses to compile the repeated blocks of a model that names none")
     sp.register_diffusers_backend(min_tokens=0)
     yield
     report = sp.diffusers_backend_report()
@@ -105,13 +109,17 @@ def tests_of(checkout: Path, folder: Path) -> None:
 def main() -> int:
     """Run them. Returns pytest's exit status."""
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        sys.exit("usage: python tests/diffusion/upstream_backend.py CHECKOUT [options of pytest]")
+        sys.exit("usage: python tests/diffusion/upstream_backend.py CHECKOUT [--native] [options of pytest]")
+    options, source = sys.argv[2:], SOURCE
+    if "--native" in options:
+        options.remove("--native")
+        source = source.replace(f"\nNAME = {_REGISTERED}\n", '\nNAME = "native"\n')
     with tempfile.TemporaryDirectory() as folder:
         tests_of(Path(sys.argv[1]), Path(folder))
         file = PLACE / "test_sage_int8_backend.py"
-        (Path(folder) / file).write_text(SOURCE, encoding="utf-8")
+        (Path(folder) / file).write_text(source, encoding="utf-8")
         paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, "-m", "pytest", "-q", "--rootdir", folder, str(file), *sys.argv[2:]]
+        command = [sys.executable, "-m", "pytest", "-q", "--rootdir", folder, str(file), *options]
         return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": paths}, check=False).returncode
 
 
