@@ -18,7 +18,7 @@ import sage_processors as sp
 from sage_processors.diffusion import sage_class
 from sage_processors.diffusion.discovery import attention_modules
 from tests.diffusion.test_processors import sdpa_as_op, sqnr_db
-from tests.support.repository import ROOT
+from tests.support.repository import OPTIONAL, ROOT
 from tests.support.tiny_models import MODELS
 
 
@@ -275,7 +275,8 @@ def test_P31_a_handle_whose_pipeline_is_gone_says_so():
 
 
 IMPORTS = """
-import sys
+import sys, torch
+before = {{m.split('.')[0] for m in sys.modules}}
 {first}
 assert ("sage_processors" in sys.modules) == ("sage" in "{order}".split()[0])
 {second}
@@ -283,6 +284,8 @@ from diffusers import DiffusionPipeline
 assert DiffusionPipeline.set_attn_processor.__module__.startswith("sage_processors")
 import importlib.util, diffusers.pipelines.pipeline_utils as utils
 assert "Sage" not in type(utils.__spec__.loader).__name__ and "Patching" not in type(utils.__spec__.loader).__name__
+from transformers import AttentionInterface  # which diffusers imports too
+assert "sage_int8" in AttentionInterface._global_mapping
 """
 
 
@@ -296,9 +299,9 @@ assert "Sage" not in type(utils.__spec__.loader).__name__ and "Patching" not in 
     ],
 )
 def test_pipeline_method_exists_in_every_import_order(order):
-    light = "assert not any(m.split('.')[0] in ('diffusers', 'transformers', 'triton') for m in sys.modules)"
+    light = f"assert not {{m.split('.')[0] for m in sys.modules}} & ({set(OPTIONAL)!r} - before)"
     lines = {
-        "sage_processors": "import sage_processors\n" + (light if order.startswith("sage") else ""),
+        "sage_processors": "import sage_processors, sage_kernels\n" + (light if order.startswith("sage") else ""),
         "diffusers": "import diffusers",
         "pipeline_utils": "import diffusers.pipelines.pipeline_utils",
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 import pytest
@@ -202,21 +203,60 @@ def test_no_module_shadows_a_dependency():
     ] == []
 
 
-def test_E10_import_needs_torch_alone():
+# what says which command installs the package that it needs
+NEEDS = {
+    "diffusers": "sp.apply(torch.nn.Linear(1, 1))",
+    "torchmetrics": "sp.metrics.psnr(*torch.zeros(2, 1, 3, 16, 16))",
+    "torchmetrics' ssim": "sp.metrics.ssim(*torch.zeros(2, 1, 3, 16, 16))",
+    "transformers": "sp.register_transformers()",
+    "typer": "import sage_processors.cli.main",
+}
+
+
+@pytest.fixture(scope="module")
+def torch_alone() -> dict:
+    """What a process finds in which nothing optional is installed, and its command line once typer and rich are."""
     code = f"""
+        import contextlib, io, json
         import sage_processors as sp
         import sage_kernels
         import torch
         sp.SageAttnProcessor(scaling="per_block")
         q = torch.randn(1, 16, 2, 32)
-        print(tuple(sage_kernels.sage_attention(q, q, q).shape))
+        found = {{"shape": list(sage_kernels.sage_attention(q, q, q).shape)}}
         sp.metrics.sqnr_db(q, q), sp.metrics.rel_l1(q, q)
-        loaded = set({OPTIONAL!r}) & set(sys.modules)
-        assert not loaded, loaded
+        from sage_processors.cli import doctor, self_test
+        self_test.CASES = self_test.CASES[:1]
+        examined = doctor.examine(torch.device("cpu"))
+        found["doctor"] = [examined["passed"], examined["environment"]["torch"] is None]
+        found["loaded"] = sorted(set({OPTIONAL!r}) & set(sys.modules))
+
+        def said(code):
+            try:
+                exec(code)
+            except ImportError as error:
+                return str(error)
+
+        found["said"] = {{name: said(code) for name, code in {NEEDS!r}.items()}}
+        hidden -= {{"typer", "rich"}}
+        import sage_processors.cli.main as cli
+        sys.argv = ["sage-processors", "demo"]
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            try:
+                cli.main()
+            except SystemExit as stop:
+                found["demo"] = [stop.code, printed.getvalue()]
+        print(json.dumps(found))
         """
-    assert fresh(code, without=OPTIONAL).strip() == "(1, 16, 2, 32)"
+    return json.loads(fresh(code, without=OPTIONAL))
 
 
+def test_E10_import_needs_torch_alone(torch_alone):
+    assert torch_alone["shape"] == [1, 16, 2, 32] and torch_alone["loaded"] == []
+    assert torch_alone["doctor"] == [True, False]
+
+
+@pytest.mark.slow("a process; test_apply_pipelines looks at what is loaded before it imports diffusers")
 def test_import_loads_nothing_optional():
     code = f"""
         import torch
@@ -227,47 +267,33 @@ def test_import_loads_nothing_optional():
     assert fresh(code).strip() == "[]"
 
 
-@pytest.mark.parametrize(
-    ("missing", "code"),
-    [
-        ("diffusers", ["sp.apply(torch.nn.Linear(1, 1))"]),
-        pytest.param("diffusers", ["sp.SageFluxAttnProcessor"], marks=pytest.mark.slow("one more process")),
-        (
-            "torchmetrics transformers",
-            [
-                *(f"sp.metrics.{name}(*torch.zeros(2, 1, 3, 16, 16))" for name in ("psnr", "ssim")),
-                "sp.register_transformers()",
-            ],
-        ),
-    ],
-)
-def test_a_missing_extra_names_the_command(missing, code):
+def names_the_command(name: str, said: str) -> bool:
+    extra = {"transformers": "[transformers]", "typer": ""}.get(name, "[diffusers]")
+    return (
+        f"pip install sage-processors{extra}" in said.replace("'", "").replace('"', "") and name.split("'")[0] in said
+    )
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_missing_extra_names_the_command(name, torch_alone):
+    assert names_the_command(name, torch_alone["said"][name]), torch_alone["said"][name]
+
+
+@pytest.mark.slow("a process each; the quick one lacks all of them")
+@pytest.mark.parametrize(("missing", "code"), [*NEEDS.items(), ("diffusers", "sp.SageFluxAttnProcessor")])
+def test_an_extra_that_is_missing_alone_names_the_command(missing, code):
     program = f"""
         import torch
         import sage_processors as sp
-        for code in {code}:
-            try:
-                exec(code)
-            except ImportError as error:
-                print(error)
-        """
-    said = fresh(program, without=missing.split()).replace("'", '"')
-    of_transformers = int("transformers" in missing)
-    assert said.count('pip install "sage-processors[diffusers]"') == len(code) - of_transformers
-    assert said.count('pip install "sage-processors[transformers]"') == of_transformers
-
-
-def test_the_command_line_names_the_command():
-    code = """
-        import sage_processors.cli.main as cli
-        sys.argv, sys.stderr = ["sage-processors", "demo"], sys.stdout
         try:
-            cli.main()
-        except SystemExit as stop:
-            print(stop.code)
+            exec({code!r})
+        except ImportError as error:
+            print(error)
         """
-    hidden = fresh(code, without=("diffusers",))
-    assert 'pip install "sage-processors[diffusers]"' in hidden and hidden.strip().endswith("1")
-    assert "Traceback" not in hidden
-    no_typer = fresh("try:\n import sage_processors.cli.main\nexcept ImportError as e: print(e)", without=("typer",))
-    assert "pip install sage-processors" in no_typer and "typer" in no_typer
+    assert names_the_command(missing, fresh(program, without=missing.split("'")[:1]))
+
+
+def test_the_command_line_names_the_command(torch_alone):
+    code, printed = torch_alone["demo"]
+    assert 'pip install "sage-processors[diffusers]"' in printed and code == 1
+    assert "Traceback" not in printed
