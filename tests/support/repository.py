@@ -14,7 +14,7 @@ OPTIONAL = ("triton", "torchmetrics", "PIL", "rich", "typer", *sorted(HUGGING_FA
 
 
 def fresh(code: str, *, without=(), path=(ROOT, ROOT / "kernels"), cwd=None) -> str:
-    """Output of `code` in a new interpreter in which the packages `without` are not installed: the set `hidden` there."""
+    """Output of `code` in a new interpreter in which the packages `without` are not installed: its set `hidden`."""
     hide = f"""
         import sys
         from importlib.machinery import PathFinder
