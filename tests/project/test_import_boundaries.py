@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.support.repository import HUGGING_FACE, OPTIONAL, ROOT, files, fresh
 
 
+@functools.cache
 def imports(file: Path) -> list[tuple[str, bool]]:
     """(absolute module name, runs when the file is imported) of every import statement of a file."""
     source_root = ROOT / "kernels" if "kernels" in file.relative_to(ROOT).parts else ROOT
@@ -122,6 +124,7 @@ FRONT_DOORS = {  # the package itself, and what runs it as a command, are above 
 }
 
 
+@functools.cache
 def edges() -> dict[str, set[str]]:
     """file → files of ours that it imports, at any time; a package stands for its __init__."""
     modules = {}
@@ -165,7 +168,7 @@ def test_arrows_between_rooms_point_down():
 
 def test_no_files_import_each_other_in_a_circle():
     """Late imports of functions included."""
-    left = edges()
+    left = dict(edges())
     while free := {name for name, others in left.items() if not others & set(left)}:
         left = {name: others for name, others in left.items() if name not in free}
     # what is left is in a circle or above one: drop what nothing of the rest imports
@@ -191,8 +194,8 @@ def test_kernels_is_a_source_root():
 def test_hugging_face_kernels_wins_over_the_folder(tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("get_kernel = 'hugging face'\n")
-    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.get_kernel)"
-    # the checkout comes first on the path, as in a notebook or with `python -m pytest` in it
+    code = f"import sys; sys.path.insert(2, {str(tmp_path)!r}); import kernels; print(kernels.get_kernel)"
+    # the checkout comes first on the path, as in a notebook or with `python -m pytest` in it; then what is installed
     assert fresh(code, path=(ROOT, ROOT / "kernels")).strip() == "hugging face"
 
 
