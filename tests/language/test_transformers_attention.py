@@ -57,7 +57,7 @@ def op_calls(monkeypatch):
 # being found
 
 
-@pytest.mark.slow("a process; that of test_apply_pipelines imports transformers after us, too")
+@pytest.mark.slow("a process; that of test_import_boundaries imports transformers after us, too")
 def test_importing_the_package_first_is_enough():
     code = """
         import sage_processors

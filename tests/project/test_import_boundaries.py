@@ -259,15 +259,42 @@ def test_E10_import_needs_torch_alone(torch_alone):
     assert torch_alone["doctor"] == [True, False]
 
 
-@pytest.mark.slow("a process; test_apply_pipelines looks at what is loaded before it imports diffusers")
-def test_import_loads_nothing_optional():
+@pytest.fixture(scope="module")
+def us_first() -> dict:
+    """What a process finds that imports us before diffusers and transformers, with no way to another machine."""
+    pytest.importorskip("diffusers")
     code = f"""
-        import torch
+        import importlib, json, socket, torch
+
+        def refused(*args, **kwargs):
+            raise AssertionError("a socket at import")
+
+        socket.socket.connect = socket.create_connection = socket.getaddrinfo = refused
         before = set(sys.modules)
         import sage_processors, sage_kernels
-        print(sorted({{m.partition('.')[0] for m in set(sys.modules) - before}} & set({OPTIONAL!r})))
+        loaded = {{m.partition(".")[0] for m in set(sys.modules) - before}} & set({OPTIONAL!r})
+        rooms = {{"": ["options"], "cli": ["doctor"], "evaluation": ["quality"], "diffusion":
+                 ["handle", "noise_level", "processors", "report", "scale_files"]}}
+        for room, names in rooms.items():
+            for name in names:
+                importlib.import_module(".".join(filter(None, ("sage_processors", room, name))))
+        from diffusers import DiffusionPipeline
+        from transformers import AttentionInterface
+        method = DiffusionPipeline.set_attn_processor.__module__
+        loader = type(sys.modules["diffusers.pipelines.pipeline_utils"].__spec__.loader).__name__
+        print(json.dumps([sorted(loaded), method, loader, "sage_int8" in AttentionInterface._global_mapping]))
         """
-    assert fresh(code).strip() == "[]"
+    return dict(zip(("loaded", "method", "loader", "attention"), json.loads(fresh(code)), strict=True))
+
+
+def test_import_opens_no_socket_and_loads_nothing_optional(us_first):
+    assert us_first["loaded"] == []
+
+
+def test_importing_us_first_is_enough(us_first):
+    """The pipelines' method and the attention's name are there; what waited for their modules has gone."""
+    assert us_first["method"].startswith("sage_processors") and us_first["attention"]
+    assert "Sage" not in us_first["loader"] and "Patching" not in us_first["loader"]
 
 
 def names_the_command(name: str, said: str) -> bool:

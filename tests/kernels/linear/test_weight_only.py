@@ -279,6 +279,7 @@ print("made again alike")
 """
 
 
+@pytest.mark.slow("a process; that of test_linear_runtime launches it, too")
 def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
     done = recording_driver.run(SCRIPT, tmp_path)
     assert done.stdout == "made again alike\n", done.stderr[-3000:]
