@@ -105,8 +105,8 @@ def record(run, parameters):
 
 def trainer_of(tmp_path) -> train_tiny_wan.Trainer:
     arguments = {
-        "workdir": tmp_path, "minutes": 1.0, "session_minutes": math.inf, "vae_steps": 3, "picture_steps": 2,
-        "steps": 4, "size": "probe", "batch": 2, "clips": 4, "device": "cpu", "seed": 0,
+        "workdir": tmp_path, "minutes": 1.0, "session_minutes": math.inf, "vae_steps": 2, "picture_steps": 2,
+        "steps": 3, "size": "probe", "batch": 2, "clips": 4, "device": "cpu", "seed": 0,
         "compile": False, "graph": False,
     }  # fmt: skip
     return train_tiny_wan.Trainer(argparse.Namespace(**arguments))
