@@ -295,7 +295,9 @@ def small_tiles(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("called", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    "called", ["eager", pytest.param("compiled", marks=pytest.mark.slow("compiled blocks of dense models are quick"))]
+)
 @pytest.mark.parametrize("recipe", [sage_kernels.DEFAULT_RECIPE, "qk_int8_pv_fp8"])
 def test_rows_of_a_model_that_leaves_out_tiles(called, recipe, bench, tmp_path, monkeypatch, capsys):
     """Its output is that of exact attention to the same tiles; the name and the metric say so."""

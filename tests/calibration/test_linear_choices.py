@@ -117,9 +117,9 @@ def test_errors_and_costs_are_measured_layer_by_layer():
     )
 
     def draw(on_step):
-        quality.generate(pipe, PROMPTS[:1], [0], steps=2, on_step=on_step)
+        quality.generate(pipe, PROMPTS[:1], [0], steps=1, on_step=on_step)
 
-    found = LinearChoices(pipe, config, ("int8", "fp8"), draw, 2, 3, "counted", lambda *_: None)
+    found = LinearChoices(pipe, config, ("int8", "fp8"), draw, 1, 3, "counted", lambda *_: None)
     assert len(found.layers) == 6 and all("down_blocks" in name and "attn2" not in name for name in found.layers)
     for layer in found.layers.values():
         assert layer.errors["int8"] > 0 and layer.errors[EXACT] == 0

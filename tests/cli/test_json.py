@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import runpy
@@ -12,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import sage_processors as sp
+from sage_processors.cli import calibrate as calibrate_command
 from sage_processors.cli import main as cli
 from tests.support.repository import ROOT
 
@@ -62,13 +64,21 @@ def test_warm_up_tells_that_a_cpu_needs_nothing():
     }
 
 
-def test_calibrate_tells_what_it_found_also_where_the_budget_is_not_met(tmp_path):
-    output = tmp_path / "policy.json"
-    arguments = ["calibrate", *SMALL, "--scaling", "timestep", "--output", output, "--target-psnr"]
-    found = data(*arguments, 10)
-    assert found["met"] is True and found["policy"] == str(output) and found["curve"][0]["label"]
-    assert found["result"]["int8_share"] == 1.0 and found["budget"] == {"target_psnr": 10.0}
-    assert data(*arguments, 119, code=1)["met"] is False
+def test_calibrate_tells_what_it_found_also_where_the_budget_is_not_met(tmp_path, monkeypatch):
+    output, found, search = tmp_path / "policy.json", [], calibrate_command.calibrate
+
+    def remembered(*arguments, **options):
+        found.append(search(*arguments, **options))
+        return found[0]
+
+    monkeypatch.setattr(calibrate_command, "calibrate", remembered)
+    arguments = ["calibrate", *SMALL, "--scaling", "timestep", "--output", output, "--target-psnr", 119]
+    said = data(*arguments, code=1)
+    assert said["met"] is False and said["policy"] == str(output) and said["curve"][0]["label"]
+    assert said["result"]["int8_share"] == found[0].result["int8_share"] and said["budget"] == {"target_psnr": 119.0}
+    met = dataclasses.replace(found[0], met=True)  # test_calibrate_command.py searches for one
+    monkeypatch.setattr(calibrate_command, "calibrate", lambda *_, **__: met)
+    assert data(*arguments) == said | {"met": True}
 
 
 def test_bench_rules_tells_results_and_differences():

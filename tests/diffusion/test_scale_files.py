@@ -60,6 +60,7 @@ def test_P02_saved_and_loaded_scales_restore_the_run_bit_for_bit(name, tmp_path)
     assert other.components.keys() == cold.components.keys()
 
 
+@pytest.mark.slow("a process; a new pipeline in this one goes on where an old one stopped")
 def test_P02_a_new_process_goes_on_where_the_old_one_stopped(tmp_path):
     _, handle, run = learnt("ddpm")
     handle.save_scales(tmp_path / "scales.safetensors")

@@ -27,7 +27,7 @@ def pipeline(name: str):
 # --- generate ---
 
 
-@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+@pytest.mark.parametrize("name", ["tiny_sd", pytest.param("tiny_flux", marks=pytest.mark.slow("as tiny_sd"))])
 def test_generate_seed_decides_whatever_the_batch(name):
     pipe, steps = pipeline(name), []
     together = quality.generate(pipe, PROMPTS[:2], [3, 4], steps=1, on_step=lambda: steps.append(1))

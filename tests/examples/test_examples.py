@@ -11,7 +11,7 @@ from sage_processors.pipelines.random_video import FAMILIES, random_video
 from tests.examples.running import IDENTICAL_DB, int8_calls, psnr, run
 
 
-@pytest.mark.parametrize("model", ["tiny_sd", "tiny_flux"])
+@pytest.mark.parametrize("model", ["tiny_sd", pytest.param("tiny_flux", marks=pytest.mark.slow("as a folder below"))])
 def test_text_to_image(model, tmp_path, monkeypatch, capsys):
     path = tmp_path / "image.png"
     prompt = "a red circle on a blue background"

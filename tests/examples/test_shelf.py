@@ -53,7 +53,7 @@ def test_checkpoints_of_the_page_are_those_of_the_example(name):
     assert all(checkpoint in source for checkpoint in re.findall(r"`([\w.-]+/[\w.-]+)`", row))
 
 
-QUICK = ("sd15", "flux", "wan")  # a UNet, a transformer, a trained video
+QUICK = ("sd15", "flux")  # a UNet, a transformer; test_examples.py draws the video of wan, whose experts are quick
 DRAWN = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow("as its like")) for x in (*PICTURES, *VIDEOS)]
 
 

@@ -271,7 +271,7 @@ CACHE_ONLY = "sage_int8_cache_only"
 def text():
     sp.register_transformers(CACHE_ONLY, min_tokens=10**6)  # the prompt is exact: what is measured is the cache
     model, tokenizer = language.load()
-    windows = language.heldout_windows(tokenizer, 193, count=8)
+    windows = language.heldout_windows(tokenizer, 193, count=4)
     return model, windows, language.perplexity(model, windows)
 
 

@@ -30,7 +30,7 @@ def plant(model) -> None:
 
 def test_outliers_of_channels_leave_perplexity_within_a_thousandth():
     model, tokenizer = load()
-    windows = heldout_windows(tokenizer, 192)[:12]
+    windows = heldout_windows(tokenizer, 192)[:6]
     exact = perplexity(model, windows).value
     plant(model)
     assert perplexity(model, windows).value == exact  # powers of two: the function is the same to the bit

@@ -57,6 +57,7 @@ def op_calls(monkeypatch):
 # being found
 
 
+@pytest.mark.slow("a process; that of test_import_boundaries imports transformers after us, too")
 def test_importing_the_package_first_is_enough():
     code = """
         import sage_processors
@@ -75,7 +76,7 @@ def test_our_module_may_come_first():
     assert fresh(code).strip() == str(sorted(STANDARD))
 
 
-@pytest.mark.slow("a process; test_import_boundaries hides it together with another package")
+@pytest.mark.slow("a process; test_import_boundaries hides it together with others")
 def test_a_missing_transformers_names_the_command():
     code = """
         import sage_processors as sp

@@ -234,16 +234,19 @@ def test_files_of_the_first_version_are_read_and_balances_are_checked(planted, t
     assert header[f"{name}.balance"]["shape"] == [32]
 
 
-def test_compiled_code_reads_the_balance(planted):
-    model, inputs, expected, plain = planted
+def test_compiled_code_reads_the_balance():
     torch._dynamo.reset()
-    backend = Backend()
-    with sp.quantize_linears(model, min_features=0) as swap, torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, backend=backend)
+    (block, x), backend = hard_block(), Backend()
+    expected = [y.clone() for y in block(x)]
+    with sp.quantize_linears(block, min_features=0) as swap, torch.no_grad():
+        eager = [relative_error(a + 0, b) for a, b in zip(block(x), expected, strict=True)]
+        compiled = torch.compile(block, fullgraph=True, backend=backend)
         for _ in range(2):
-            got = compiled(**inputs, return_dict=False)[0]
-        assert relative_error(got, expected) < plain * 10 ** (3 / 20) and backend.graphs == 1
-        assert swap.report().fallbacks == {}
+            found = [relative_error(a, b) for a, b in zip(compiled(x), expected, strict=True)]
+        assert max(eager) < 0.03 and found == pytest.approx(eager, rel=0.01) and backend.graphs == 1
+        assert swap.report().fallbacks == {} and all(
+            (row["calls"], row["compiled_calls"]) == (1, 2) for row in swap.report().rows
+        )
 
 
 @pytest.mark.slow("compiles two models")

@@ -64,7 +64,7 @@ def test_pictures_of_the_embedded_pipelines(name, format, bar):
     assert all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
 
 
-@pytest.mark.parametrize("name", ["tiny_sd", "tiny_flux"])
+@pytest.mark.parametrize("name", ["tiny_sd", pytest.param("tiny_flux", marks=pytest.mark.slow("as tiny_sd"))])
 def test_batch_and_resolution_change(name):
     pipe = pipeline(name)
     size = pipe.vae_scale_factor * 8

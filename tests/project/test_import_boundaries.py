@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from tests.support.repository import HUGGING_FACE, OPTIONAL, ROOT, files, fresh
 
 
+@functools.cache
 def imports(file: Path) -> list[tuple[str, bool]]:
     """(absolute module name, runs when the file is imported) of every import statement of a file."""
     source_root = ROOT / "kernels" if "kernels" in file.relative_to(ROOT).parts else ROOT
@@ -121,6 +124,7 @@ FRONT_DOORS = {  # the package itself, and what runs it as a command, are above 
 }
 
 
+@functools.cache
 def edges() -> dict[str, set[str]]:
     """file → files of ours that it imports, at any time; a package stands for its __init__."""
     modules = {}
@@ -164,7 +168,7 @@ def test_arrows_between_rooms_point_down():
 
 def test_no_files_import_each_other_in_a_circle():
     """Late imports of functions included."""
-    left = edges()
+    left = dict(edges())
     while free := {name for name, others in left.items() if not others & set(left)}:
         left = {name: others for name, others in left.items() if name not in free}
     # what is left is in a circle or above one: drop what nothing of the rest imports
@@ -190,8 +194,8 @@ def test_kernels_is_a_source_root():
 def test_hugging_face_kernels_wins_over_the_folder(tmp_path):
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("get_kernel = 'hugging face'\n")
-    code = f"import sys; sys.path.append({str(tmp_path)!r}); import kernels; print(kernels.get_kernel)"
-    # the checkout comes first on the path, as in a notebook or with `python -m pytest` in it
+    code = f"import sys; sys.path.insert(2, {str(tmp_path)!r}); import kernels; print(kernels.get_kernel)"
+    # the checkout comes first on the path, as in a notebook or with `python -m pytest` in it; then what is installed
     assert fresh(code, path=(ROOT, ROOT / "kernels")).strip() == "hugging face"
 
 
@@ -202,72 +206,124 @@ def test_no_module_shadows_a_dependency():
     ] == []
 
 
-def test_E10_import_needs_torch_alone():
+# what says which command installs the package that it needs
+NEEDS = {
+    "diffusers": "sp.apply(torch.nn.Linear(1, 1))",
+    "torchmetrics": "sp.metrics.psnr(*torch.zeros(2, 1, 3, 16, 16))",
+    "torchmetrics' ssim": "sp.metrics.ssim(*torch.zeros(2, 1, 3, 16, 16))",
+    "transformers": "sp.register_transformers()",
+    "typer": "import sage_processors.cli.main",
+}
+
+
+@pytest.fixture(scope="module")
+def torch_alone() -> dict:
+    """What a process finds in which nothing optional is installed, and its command line once typer and rich are."""
     code = f"""
+        import contextlib, io, json
         import sage_processors as sp
         import sage_kernels
         import torch
         sp.SageAttnProcessor(scaling="per_block")
         q = torch.randn(1, 16, 2, 32)
-        print(tuple(sage_kernels.sage_attention(q, q, q).shape))
+        found = {{"shape": list(sage_kernels.sage_attention(q, q, q).shape)}}
         sp.metrics.sqnr_db(q, q), sp.metrics.rel_l1(q, q)
-        loaded = set({OPTIONAL!r}) & set(sys.modules)
-        assert not loaded, loaded
-        """
-    assert fresh(code, without=OPTIONAL).strip() == "(1, 16, 2, 32)"
+        from sage_processors.cli import doctor, self_test
+        self_test.CASES = self_test.CASES[:1]
+        examined = doctor.examine(torch.device("cpu"))
+        found["doctor"] = [examined["passed"], examined["environment"]["torch"] is None]
+        found["loaded"] = sorted(set({OPTIONAL!r}) & set(sys.modules))
 
-
-def test_import_loads_nothing_optional():
-    code = f"""
-        import torch
-        before = set(sys.modules)
-        import sage_processors, sage_kernels
-        print(sorted({{m.partition('.')[0] for m in set(sys.modules) - before}} & set({OPTIONAL!r})))
-        """
-    assert fresh(code).strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("missing", "code"),
-    [
-        ("diffusers", ["sp.apply(torch.nn.Linear(1, 1))"]),
-        pytest.param("diffusers", ["sp.SageFluxAttnProcessor"], marks=pytest.mark.slow("one more process")),
-        (
-            "torchmetrics transformers",
-            [
-                *(f"sp.metrics.{name}(*torch.zeros(2, 1, 3, 16, 16))" for name in ("psnr", "ssim")),
-                "sp.register_transformers()",
-            ],
-        ),
-    ],
-)
-def test_a_missing_extra_names_the_command(missing, code):
-    program = f"""
-        import torch
-        import sage_processors as sp
-        for code in {code}:
+        def said(code):
             try:
                 exec(code)
             except ImportError as error:
-                print(error)
-        """
-    said = fresh(program, without=missing.split()).replace("'", '"')
-    of_transformers = int("transformers" in missing)
-    assert said.count('pip install "sage-processors[diffusers]"') == len(code) - of_transformers
-    assert said.count('pip install "sage-processors[transformers]"') == of_transformers
+                return str(error)
 
-
-def test_the_command_line_names_the_command():
-    code = """
+        found["said"] = {{name: said(code) for name, code in {NEEDS!r}.items()}}
+        hidden -= {{"typer", "rich"}}
         import sage_processors.cli.main as cli
-        sys.argv, sys.stderr = ["sage-processors", "demo"], sys.stdout
-        try:
-            cli.main()
-        except SystemExit as stop:
-            print(stop.code)
+        sys.argv = ["sage-processors", "demo"]
+        with contextlib.redirect_stderr(io.StringIO()) as printed:
+            try:
+                cli.main()
+            except SystemExit as stop:
+                found["demo"] = [stop.code, printed.getvalue()]
+        print(json.dumps(found))
         """
-    hidden = fresh(code, without=("diffusers",))
-    assert 'pip install "sage-processors[diffusers]"' in hidden and hidden.strip().endswith("1")
-    assert "Traceback" not in hidden
-    no_typer = fresh("try:\n import sage_processors.cli.main\nexcept ImportError as e: print(e)", without=("typer",))
-    assert "pip install sage-processors" in no_typer and "typer" in no_typer
+    return json.loads(fresh(code, without=OPTIONAL))
+
+
+def test_E10_import_needs_torch_alone(torch_alone):
+    assert torch_alone["shape"] == [1, 16, 2, 32] and torch_alone["loaded"] == []
+    assert torch_alone["doctor"] == [True, False]
+
+
+@pytest.fixture(scope="module")
+def us_first() -> dict:
+    """What a process finds that imports us before diffusers and transformers, with no way to another machine."""
+    pytest.importorskip("diffusers")
+    code = f"""
+        import importlib, json, socket, torch
+
+        def refused(*args, **kwargs):
+            raise AssertionError("a socket at import")
+
+        socket.socket.connect = socket.create_connection = socket.getaddrinfo = refused
+        before = set(sys.modules)
+        import sage_processors, sage_kernels
+        loaded = {{m.partition(".")[0] for m in set(sys.modules) - before}} & set({OPTIONAL!r})
+        rooms = {{"": ["options"], "cli": ["doctor"], "evaluation": ["quality"], "diffusion":
+                 ["handle", "noise_level", "processors", "report", "scale_files"]}}
+        for room, names in rooms.items():
+            for name in names:
+                importlib.import_module(".".join(filter(None, ("sage_processors", room, name))))
+        from diffusers import DiffusionPipeline
+        from transformers import AttentionInterface
+        method = DiffusionPipeline.set_attn_processor.__module__
+        loader = type(sys.modules["diffusers.pipelines.pipeline_utils"].__spec__.loader).__name__
+        print(json.dumps([sorted(loaded), method, loader, "sage_int8" in AttentionInterface._global_mapping]))
+        """
+    return dict(zip(("loaded", "method", "loader", "attention"), json.loads(fresh(code)), strict=True))
+
+
+def test_import_opens_no_socket_and_loads_nothing_optional(us_first):
+    assert us_first["loaded"] == []
+
+
+def test_importing_us_first_is_enough(us_first):
+    """The pipelines' method and the attention's name are there; what waited for their modules has gone."""
+    assert us_first["method"].startswith("sage_processors") and us_first["attention"]
+    assert "Sage" not in us_first["loader"] and "Patching" not in us_first["loader"]
+
+
+def names_the_command(name: str, said: str) -> bool:
+    extra = {"transformers": "[transformers]", "typer": ""}.get(name, "[diffusers]")
+    return (
+        f"pip install sage-processors{extra}" in said.replace("'", "").replace('"', "") and name.split("'")[0] in said
+    )
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_a_missing_extra_names_the_command(name, torch_alone):
+    assert names_the_command(name, torch_alone["said"][name]), torch_alone["said"][name]
+
+
+@pytest.mark.slow("a process each; the quick one lacks all of them")
+@pytest.mark.parametrize(("missing", "code"), [*NEEDS.items(), ("diffusers", "sp.SageFluxAttnProcessor")])
+def test_an_extra_that_is_missing_alone_names_the_command(missing, code):
+    program = f"""
+        import torch
+        import sage_processors as sp
+        try:
+            exec({code!r})
+        except ImportError as error:
+            print(error)
+        """
+    assert names_the_command(missing, fresh(program, without=missing.split("'")[:1]))
+
+
+def test_the_command_line_names_the_command(torch_alone):
+    code, printed = torch_alone["demo"]
+    assert 'pip install "sage-processors[diffusers]"' in printed and code == 1
+    assert "Traceback" not in printed

@@ -85,6 +85,7 @@ def test_words_that_must_not_be_in_our_sources_at_all():
     assert [(file.name, word) for file, source in text.items() for word in words if word in source] == []
 
 
+@pytest.mark.slow("a process; that of test_import_boundaries refuses sockets, too")
 def test_import_opens_no_socket():
     code = """
         import importlib, socket

@@ -14,14 +14,15 @@ OPTIONAL = ("triton", "torchmetrics", "PIL", "rich", "typer", *sorted(HUGGING_FA
 
 
 def fresh(code: str, *, without=(), path=(ROOT, ROOT / "kernels"), cwd=None) -> str:
-    """Output of `code` in a new interpreter in which the packages `without` are not installed."""
+    """Output of `code` in a new interpreter in which the packages `without` are not installed: its set `hidden`."""
     hide = f"""
         import sys
         from importlib.machinery import PathFinder
         sys.path[:0] = {[str(p) for p in path]!r}
+        hidden = {set(without)!r}
         find = PathFinder.find_spec
         def find_spec(name, path=None, target=None):
-            return None if name.partition(".")[0] in {tuple(without)!r} else find(name, path, target)
+            return None if name.partition(".")[0] in hidden else find(name, path, target)
         PathFinder.find_spec = find_spec
         """
     program = textwrap.dedent(hide) + textwrap.dedent(code)

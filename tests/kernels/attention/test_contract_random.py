@@ -147,12 +147,12 @@ def random_calls(number: int):
     return decorate
 
 
-@random_calls(50)
+@random_calls(30)
 def test_random_calls_match_the_reference(call, attend):
     check(call, attend)
 
 
-@pytest.mark.slow("three times as many")
+@pytest.mark.slow("five times as many")
 @random_calls(150)
 def test_many_random_calls_match_the_reference(call, attend):
     check(call, attend)

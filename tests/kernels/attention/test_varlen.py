@@ -255,8 +255,13 @@ def test_S14_whatever_cu_seqlens_holds_nothing_outside_is_touched(wrong, recipe,
     tile = tile._replace(kernel="tma" if use_tma else "pointers")
     inputs = [torch.randn(1, n, 1, 64, dtype=torch.float16) for n in (150, 170, 170)]
     cu = torch.tensor(WRONG.get(wrong, [0, 20, 20, 150]), dtype=torch.int32)
-    for q_ends, k_ends in ((cu, cu), (ends((50, 50, 50)), cu), (cu, ends((100, 0, 70)))):
-        for causal, window in ((False, None), (True, 9)):
+    full, band = (False, None), (True, 9)
+    for q_ends, k_ends, bands in (
+        (cu, cu, (full, band)),
+        (ends((50, 50, 50)), cu, (band,)),
+        (cu, ends((100, 0, 70)), (full,)),
+    ):
+        for causal, window in bands:
             launch_attention.launch_attention_fwd(
                 *inputs, scale=0.1, scaling="per_token", smooth_k=True, state=None, return_lse=True, recipe=recipe,
                 masking=packed_masking(causal, window, 0.0, None, 150, 170), packed=Packed(q_ends, k_ends), tile=tile,

@@ -151,6 +151,11 @@ def good(x_ptr, BLOCK: tl.constexpr):
     tl.store(x_ptr + at, tl.load(x_ptr + at) + 1)
 
 @triton.jit
+def read_alone(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) + 1)
+
+@triton.jit
 def bad(x_ptr, BLOCK: tl.constexpr):
     tl.static_assert(BLOCK == 1, "one at a time")
 
@@ -159,9 +164,37 @@ def use(kernel, BLOCK=16):
     return lambda: launch(kernel, 1, x, BLOCK=BLOCK)
 """
 
-OUTCOMES = (
-    COMPILES
-    + """
+READING = """
+reads = []  # (block, compiles that have ended) as a kernel's reading begins, and None as it ends
+read = triton.compiler.ASTSource.make_ir
+
+def read_slowly(self, *arguments):
+    (block,) = self.constants.values()
+    reads.append((block, sum(job.finished.is_set() for job in jobs)))
+    time.sleep(0.1)
+    found = read(self, *arguments)
+    reads.append(None)
+    return found
+
+triton.compiler.ASTSource.make_ir = read_slowly
+
+cores, ahead._cores = ahead._cores, lambda: 4
+jobs = []
+collected = ahead.collect([use(read_alone, block) for block in (16, 32, 64, 128)])
+jobs += collected.values()
+started = ahead._start(collected)
+use(read_alone, 128)()  # in the main thread, before or after others
+started.wait()
+blocks = [x[0] for x in reads[::2]]
+assert reads[1::2] == [None] * 4, "two were read at once"
+assert sorted(blocks) == [16, 32, 64, 128] and blocks[0] == 16, blocks
+assert reads[2][1] == 0, "the second one waited for the first one's compile to end"
+print("in turns")
+triton.compiler.ASTSource.make_ir, ahead._cores = read, cores
+handed.clear()
+"""
+
+OUTCOMES = """
 started = compile_ahead([use(good), use(bad), use(good, 32)])
 assert not handed, "nothing is launched"
 try:
@@ -236,47 +269,19 @@ started = start_slowly(1, 2, 4, 256, 512, 1024, 2048)
 import atexit
 atexit.register(lambda: print(len(began), "of", len(started.jobs), "began"))
 """
-)
 
 
-def test_a_compile_that_fails_is_the_error_of_its_launch_and_the_interpreter_ends(tmp_path):
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """The process that compiles small kernels, when it has ended."""
+    return run(COMPILES + READING + OUTCOMES, tmp_path_factory.mktemp("compiled"))
+
+
+def test_kernels_are_read_one_after_the_other_and_compiled_side_by_side(compiled):
+    assert compiled.stdout.startswith("in turns\n"), compiled.stderr[-3000:]
+
+
+def test_a_compile_that_fails_is_the_error_of_its_launch_and_the_interpreter_ends(compiled):
     """At its exit, compiles that run are waited for; those that wait are left."""
-    done = run(OUTCOMES, tmp_path)
-    assert done.stdout == "all outcomes\n1 of 7 began\n" and done.returncode == 0, done.stdout + done.stderr[-3000:]
-
-
-READING = (
-    COMPILES
-    + """
-reads = []  # (block, compiles that have ended) as a kernel's reading begins, and None as it ends
-read = triton.compiler.ASTSource.make_ir
-
-def read_slowly(self, *arguments):
-    (block,) = self.constants.values()
-    reads.append((block, sum(job.finished.is_set() for job in jobs)))
-    time.sleep(0.1)
-    found = read(self, *arguments)
-    reads.append(None)
-    return found
-
-triton.compiler.ASTSource.make_ir = read_slowly
-
-ahead._cores = lambda: 4
-jobs = []
-collected = ahead.collect([use(good, block) for block in (16, 32, 64, 128)])
-jobs += collected.values()
-started = ahead._start(collected)
-use(good, 128)()  # in the main thread, before or after others
-started.wait()
-blocks = [x[0] for x in reads[::2]]
-assert reads[1::2] == [None] * 4, "two were read at once"
-assert sorted(blocks) == [16, 32, 64, 128] and blocks[0] == 16, blocks
-assert reads[2][1] == 0, "the second one waited for the first one's compile to end"
-print("in turns")
-"""
-)
-
-
-def test_kernels_are_read_one_after_the_other_and_compiled_side_by_side(tmp_path):
-    done = run(READING, tmp_path)
-    assert done.stdout == "in turns\n", done.stderr[-3000:]
+    said = compiled.stdout.removeprefix("in turns\n")
+    assert said == "all outcomes\n1 of 7 began\n" and compiled.returncode == 0, said + compiled.stderr[-3000:]

@@ -393,10 +393,15 @@ def operands():
     outer = torch.randn(2, 1, 32).bfloat16(), torch.randn(2, 9, 32).bfloat16()
     return rows[0], torch.ones(2, 9), rows[1].view(32, 64), torch.ones(32), *outer
 
+def weights_alone():
+    codes = torch.zeros(2, 32, 64, dtype=torch.int8)
+    return torch.randn(2, 9, 64).half(), codes.view(64, 64), torch.ones(64), torch.randn(64).half()
+
 KINDS = {
     "rows": (quantize, lambda: (torch.randn(2, 9, 64).bfloat16(), torch.randn(2, 1, 64).bfloat16())),
     "pointers": (multiply(LinearTile(16, 32, 32, 4, 2)), operands),
     "copy engine": (multiply(LinearTile(64, 32, 64, 4, 2, True, 2)), operands),
+    "weights alone": (launch.launch_weight_only_linear, weights_alone),
 }
 for name, (call, draw) in KINDS.items():
     first, second = draw(), draw()

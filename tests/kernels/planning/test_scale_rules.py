@@ -242,6 +242,7 @@ def test_planning_never_waits_for_the_device(rule):
 ONE_RULE = [x if x == "timestep" else pytest.param(x, marks=pytest.mark.slow("as timestep")) for x in sorted(RULES)]
 
 
+@pytest.mark.slow("compiles a model; test_compile.py does with one rule")
 @pytest.mark.parametrize("scaling", ONE_RULE)
 def test_compiled_pipeline_is_one_graph_and_reports_its_scaling(scaling):
     model, inputs = MODELS["flux"]()
