@@ -31,12 +31,12 @@ ON_CPU := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-
 
 # every guarantee once
 test: $(INSTALLED)
-	@echo "The quick tests: about 7 minutes on two cores. Everything that needs no GPU: make test-all"
+	@echo "The quick tests: about 5 minutes on two cores. Everything that needs no GPU: make test-all"
 	$(ON_CPU) -m "not gpu and not slow and not repeat" $(ARGS)
 
 # everything that needs no GPU, each value of each parameter once
 test-all: $(INSTALLED)
-	@echo "All tests that need no GPU: about 23 minutes on two cores"
+	@echo "All tests that need no GPU: about 21 minutes on two cores"
 	$(ON_CPU) -m "not gpu and not repeat" $(ARGS)
 
 # and each combination of parameters
