@@ -6,7 +6,7 @@
 
 First the VAE, then the transformer together with its text encoder on latents that are encoded in advance: pictures,
 which are clips of one frame, then clips; at last saving, sampling and checking. A step over pictures shows nine times
-as many shapes as one over clips: on clips alone this model learnt colours and ways, and only blobs for shapes.
+as many shapes as one over clips; from clips alone a model of this size learns colours and ways, but no outlines.
 `--minutes` is the budget over all sessions; how many steps fit is measured once, in the first steps of a stage, and
 then part of the checkpoint. On a GPU a step is a CUDA graph, one for each size of clips.
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import measure
 import measure_video
+import tiny_videos
 import torch
 
 import sage_processors as sp
@@ -45,13 +46,10 @@ class SkipMeasurement(measure_video.ClipMeasurement):
 
     def __init__(self, size: str, count: measure.Size, device: str, folder: Path, switched: bool):
         super().__init__(size, count, device, folder / ("switched" if switched else "steady"))
+        self.switched = switched
         if switched:
             self.name += "_switched"
             self.pipe.transformer.register_forward_pre_hook(switch_prompts, with_kwargs=True)
-
-    def obeyed(self, clips: torch.Tensor, rows: range) -> torch.Tensor:
-        # nobody can say which of two prompts a clip should show
-        return super().obeyed(clips, rows) if not self.name.endswith("_switched") else torch.zeros(len(rows)).double()
 
     def _measured(self, variant, index, handle, stock) -> dict:
         kept = super()._measured(variant, index, handle, stock)
@@ -69,8 +67,8 @@ class SkipMeasurement(measure_video.ClipMeasurement):
             found.append(Row(name, "skipped_mean", "1", *mean_interval(share), count))
             found.append(Row(name, "lost_max", "1", lost.max().item(), float("nan"), float("nan"), count))
         rows = super().rows(recipe, names, real) + self._table(found, recipe)
-        switched = self.name.endswith("_switched")
-        return [row for row in rows if not (switched and row["metric"] == "obeyed_mean")]
+        # nobody can say which of two prompts a clip should show
+        return [row for row in rows if not (self.switched and row["metric"] == "obeyed_mean")]
 
 
 def switch_prompts(module, inputs, named):
@@ -81,7 +79,7 @@ def switch_prompts(module, inputs, named):
 
 def chosen(measurement: SkipMeasurement, target: float, search: int, work: Path) -> sp.SageAttnProcessor:
     """What calibrate finds on prompts of its own, as a new process would load it."""
-    words = measure_video.tiny_videos.captions()
+    words = tiny_videos.captions()
     texts = [words[i] for i in measure_video.scenes(2 * search, SEARCH_SEED).caption_index().tolist()]
     found = sp.calibrate(
         measurement.pipe, texts[:search], held_out=texts[search:], target_psnr=target, scalings=("timestep",),

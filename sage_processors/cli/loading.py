@@ -80,9 +80,9 @@ def _clip_prompts(count: int) -> list[str]:
         (colors[i % 7], shapes[i % 4], motions[(i + i // 7) % 6], grounds[(i + i // 3) % 8])
         for i in range(2 * count + 64)
     )
-    return [f"a {c} {shape} {motion} on a {ground} background" for c, shape, motion, ground in picks if c != ground][
-        :count
-    ]
+    texts = [f"a {color} {shape} {motion} on a {ground} background" for color, shape, motion, ground in picks
+             if color != ground]  # fmt: skip
+    return texts[:count]
 
 
 def torch_device(device: str) -> torch.device:

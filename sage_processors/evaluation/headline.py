@@ -97,16 +97,17 @@ FIGURES = (
 def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
     """The table, from the newest row of each figure on one GPU, that of most figures, but for those of `anywhere`,
     which are marked where it is another one; lines without a row are left out."""
+    rows = [row for row in rows if row["gpu"] != "cpu"]
     by_gpu: dict[str, list[dict[str, str]]] = {}
     for row in rows:
-        if row["gpu"] != "cpu":
-            by_gpu[row["gpu"]] = [*by_gpu.pop(row["gpu"], []), row]  # the GPU of the newest row is the last one
+        by_gpu.setdefault(row["gpu"], []).append(row)
     found = {gpu: [_line(figure, own) for figure in FIGURES] for gpu, own in by_gpu.items()}
     main = max(found, key=lambda gpu: len(list(filter(None, found[gpu]))), default="")
     lines, marks = [], {main: ""}
     for place, figure in enumerate(FIGURES):
-        gpus = reversed(found) if figure.anywhere else filter(None, [main])
-        gpu, line = next(((gpu, found[gpu][place]) for gpu in gpus if found[gpu][place]), ("", None))
+        newest = _ours(figure, rows)[-1:] if figure.anywhere else []
+        gpu = newest[0]["gpu"] if newest else main
+        line = found[gpu][place] if gpu else None
         if line is not None:
             what, *numbers = line
             lines.append((what + marks.setdefault(gpu, "†" * len(marks)), *numbers))
@@ -118,9 +119,14 @@ def figures_markdown(rows: Iterable[dict[str, str]]) -> str:
     return f"{text}\n\nMeasured on: {main}{others}."
 
 
+def _ours(figure: Figure, rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    wanted = (figure.suite, figure.metric, figure.case, OURS, figure.recipe)
+    return [r for r in rows if (r["suite"], r["metric"], r["case"], r["provider"], r["recipe"]) == wanted]
+
+
 def _line(figure: Figure, rows: list[dict[str, str]]) -> tuple[str, ...] | None:
     case = [row for row in rows if (row["suite"], row["metric"]) == (figure.suite, figure.metric)]
-    ours = [r for r in case if (r["case"], r["provider"], r["recipe"]) == (figure.case, OURS, figure.recipe)]
+    ours = _ours(figure, rows)
     if not ours:
         return None
     if figure.reference is None:

@@ -323,3 +323,39 @@ def test_Q43_options_name_numbers_without_all_their_digits():
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match="min_tokens: got an int of 1329 bits"):
         sp.register_transformers("sage_beyond", min_tokens=10**400)
+
+
+@pytest.mark.slow("draws clips with each command")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["bench", "quality", "--no-hard", "--variant", "dynamic", "--dtype", "bfloat16"],
+        ["bench", "rules", "--hard", "plain", "--variant", "sigma_ratio"],
+        [
+            "bench",
+            "transfer",
+            "--source",
+            "FlowMatchEulerDiscreteScheduler:1",
+            "--target",
+            "UniPCMultistepScheduler:1",
+        ],
+        ["calibrate", "--target-psnr", "20", "--scaling", "timestep"],
+    ],
+)
+def test_clips_are_drawn_in_the_size_that_they_were_learnt_in(command, tmp_path, monkeypatch):
+    size = {"height": 64, "width": 64, "num_frames": 9, "max_sequence_length": 32}
+    monkeypatch.setitem(sp.pipelines._CALL_ARGUMENTS, "tiny_wan", size)
+    generate, drawn = quality.generate, []
+
+    def watched(*args, **options):
+        assert size.items() <= options.items()  # before the pipeline draws in its own size, which takes hours
+        drawn.append(generate(*args, **options))
+        return drawn[-1]
+
+    monkeypatch.setattr(quality, "generate", watched)
+    monkeypatch.chdir(tmp_path)
+    steps = [] if "transfer" in command else ["--steps", "1"]
+    small = ["--pipeline", "tiny_wan", "--images", "1", "--batch", "1", "--device", "cpu", *steps]
+    code, said = invoke(*command, *small)
+    assert code == 0, said
+    assert drawn and all(clips.shape == (1, 9, 3, 64, 64) for clips in drawn)

@@ -71,6 +71,8 @@ def test_figures_are_of_one_gpu(tmp_path):
     text = figures_markdown(read_rows(path))
     assert text.endswith("Measured on: H200; † H100.") and text.count("600 ms") == 2
     assert "layers† | 450 ms | cuDNN, 900 ms | 2.00×" in text and text.count("†") == 2
+    append_row(path, **timed, gpu="H200", case="flux_2048", provider="torch_sdpa_cudnn", median=901)
+    assert figures_markdown(read_rows(path)) == text  # of the figure's own rows, the H100's are still the newest
 
 
 def test_a_quality_figure_says_of_how_many_pictures(tmp_path):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -41,6 +43,7 @@ def two_processes(script: str, tmp_path_factory, device: str = "cpu") -> list[di
     if is_forked:
         commands = [["-c", FORK, str(path), str(file), str(printed)]]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    pipes["start_new_session"] = True  # a group each, with what is forked
     processes = [subprocess.Popen([sys.executable, *command], **pipes) for command in commands]
     said = []
     try:
@@ -50,7 +53,9 @@ def two_processes(script: str, tmp_path_factory, device: str = "cpu") -> list[di
             said.append(out)
     finally:
         for process in processes:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):  # all of the group has ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     if is_forked:
         said.append(printed.read_text())
     return [
