@@ -74,7 +74,7 @@ def test_lengths_are_lines_and_models_are_bars(plots):
 def test_the_documentation_shows_figures_that_are_there():
     page = ROOT / "docs" / "results.md"
     shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
-    assert {Path(path).stem for path in shown} == {"speed_by_length", "quality_budget"}
+    assert {Path(path).stem for path in shown} == {"speed_by_length", "quality_budget", "video_strip"}
     assert all((page.parent / path).is_file() for path in shown)
 
 
