@@ -1,6 +1,7 @@
 """Leave out key tiles of tiny_wan's largest clips within several limits, then let calibrate choose; for video.py.
 
     python notebooks/measure_skipping.py --device cuda --clips 64 --steps 25 --work measured_skipping
+    … --part switched                 beside the one above, so that it finds this part done
     … --device cpu --size small --clips 4 --steps 6 --batch 2 --search 2 --work probe --out probe.csv
 
 The clips are those of measure_video.py, whose prompts calibrate does not see. "dense" leaves out nothing. "calibrated"
@@ -99,6 +100,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--search", type=int, default=12, help="prompts for calibrate to search on, and as many fresh")
+    parser.add_argument("--part", choices=("all", "switched"), default="all", help="switched: draw those, no table")
     parser.add_argument("--work", type=Path, required=True, help="folder of the unfinished parts")
     parser.add_argument("--out", type=Path, default=measure.HERE / "data" / "skipping.csv", help="the table")
     arguments = parser.parse_args()
@@ -109,7 +111,7 @@ def main() -> int:
     variants = {"dense": options()}
     variants |= {f"within {limit:g}": options(skip="temporal", skip_limit=limit) for limit in LIMITS}
     table = []
-    for switched in (False, True):
+    for switched in (False, True) if arguments.part == "all" else (True,):
         measurement = SkipMeasurement(arguments.size, count, arguments.device, arguments.work, switched)
         for name, config in variants.items():
             start = time.monotonic()
@@ -120,6 +122,8 @@ def main() -> int:
             config = chosen(measurement, dense - LOSS_DB, arguments.search, arguments.work)
             variants["calibrated"] = config
             measurement.run(quality.Variant("calibrated", config))
+        if arguments.part != "all":
+            return 0
         table += measurement.rows(DEFAULT_RECIPE, list(variants), real)
     return measure.finish(table, 0, arguments.out, None)
 
