@@ -6,8 +6,8 @@
 A call of ours quantises its activation and multiplies, bias included; with a row a sample, as modulation has them, it
 multiplies the activation as it is by an 8-bit weight. torch_bf16 is torch.nn.functional.linear. All providers of a
 shape run in the same process, in turns; a ratio is bf16's time over theirs. torchao and comfy_kitchen run where they
-can be imported. `torch_fp8_fast` is PyTorch's FP8 matmul with fast accumulation, which ours never uses: its long sums
-come out short (kernels/NOTES.md).
+can be imported. `torch_fp8` is PyTorch's FP8 matmul behind our quantisation of rows, `torch_fp8_fast` the same with
+fast accumulation, whose long sums come out short (kernels/NOTES.md).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import triton
 from bench import RESULTS, ROUNDS, quintiles
 
 from sage_kernels import quantize_activation, quantize_weight, quantized_linear, weight_only_linear
-from sage_kernels.compat import scaled_matmul
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
 
@@ -69,14 +68,17 @@ def ours(format: str, weight, bias):
     return lambda x: quantized_linear(quantize_activation(x, format=format), rows, bias)
 
 
-def fast_fp8(weight, bias):
+SCALED_MATMUL = getattr(torch, "_scaled_mm", None)
+
+
+def torch_fp8(weight, bias, fast: bool):
     codes, scale = quantize_weight(weight, format="fp8")
     codes, scale = codes.t(), scale.view(1, -1)
 
     def run(x):
         q = quantize_activation(x, format="fp8")
-        return scaled_matmul(
-            q.codes, codes, q.scale.view(-1, 1), scale, bias=bias, out_dtype=x.dtype, use_fast_accum=True
+        return SCALED_MATMUL(
+            q.codes, codes, q.scale.view(-1, 1), scale, bias=bias, out_dtype=x.dtype, use_fast_accum=fast
         )
 
     return run
@@ -106,8 +108,9 @@ def providers(shape: Shape, weight, bias):
         return
     for format, error in MAX_ERROR.items():
         yield "sage_kernels", f"linears_{format}", error, ours(format, weight, bias)
-    if scaled_matmul is not None and torch.cuda.get_device_capability() >= (9, 0):
-        yield "torch_fp8_fast", "", MAX_ERROR["fp8"], fast_fp8(weight, bias)
+    if SCALED_MATMUL is not None and torch.cuda.get_device_capability() >= (9, 0):
+        yield "torch_fp8", "", MAX_ERROR["fp8"], torch_fp8(weight, bias, False)
+        yield "torch_fp8_fast", "", MAX_ERROR["fp8"], torch_fp8(weight, bias, True)
     for provider, function in peers(shape, weight, bias):
         yield provider, "", PEER_ERROR, function
 

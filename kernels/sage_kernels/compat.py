@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 # tests/kernels/launch/test_compat.py deletes each
 NAMES = (
     "torch.Tensor._make_wrapper_subclass",
-    "torch._scaled_mm",
     "torch._C._dispatch_keys",
     "torch._C._dispatch_tls_local_include_set",
     "torch._C._len_torch_function_stack",
@@ -132,8 +131,6 @@ def has_tangent(x: torch.Tensor) -> bool:
     return differentiates_forward() and forward_ad.unpack_dual(x).tangent is not None
 
 
-# FP8 codes [M, K] and [K, N] with their scales; None: our own kernel multiplies them
-scaled_matmul = find("torch._scaled_mm")
 # Gradients of attention from its output and log-sum-exp, by kernels that form no score matrix; None: by formula
 flash_backward = find("torch.ops.aten._scaled_dot_product_flash_attention_backward")
 flash_backward_for_cpu = find("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")

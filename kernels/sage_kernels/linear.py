@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from . import library_matmul
 from .checks.linear import check_activation, check_linear, check_weight, check_weight_only
 from .checks.tensors import check_called_below, without_tangents
 from .compat import differentiates_forward
 from .numerics import CODE_TYPES
 from .recipe import GATED
 from .reference import linear as reference
-from .replay import keep, made, made_before, remember
+from .replay import made_before, remember
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -174,28 +173,7 @@ def quantized_linear(
         check_linear(x, weight, bias, activation, gate, residual, dtype)
         arguments = (*x, *weight, bias, activation, gate, residual, dtype)
         result = _run(key, _quantized_linear, "quantized_linear", arguments)
-        if key is not None:
-            _remember_library(key, given, activation, dtype)
     return result
-
-
-def _remember_library(key: Any, given: Sequence[Any], activation: str, dtype: torch.dtype) -> None:
-    """A checked call of PyTorch's matmul, which is no launch of ours, is made again without checks, too."""
-    codes, _, weight, *_ = given
-    if key in made or not library_matmul.does(codes, weight, dtype):
-        return
-    is_given = [x is not None for x in given]
-
-    def again(given: Iterable[Any], numbers: Any = None) -> Any:
-        tensors = iter(given)
-        all_of_them: list[Any] = [next(tensors) if x else None for x in is_given]
-        codes, scale, weight, weight_scale, bias, gate, residual = all_of_them
-        if not library_matmul.is_aligned(codes, weight):
-            return None
-        options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
-        return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
-
-    keep(key, again)
 
 
 def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -253,8 +231,6 @@ def _quantized_linear(
     activation: str, gate: Any, residual: Any, dtype: torch.dtype,
 ) -> Any:  # fmt: skip
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
-    if library_matmul.does(codes, weight, dtype) and codes.numel():
-        return library_matmul.linear(codes, scale, weight, weight_scale, bias, **options)
     if codes.is_cuda and codes.numel():
         from ._triton.linear.launch import launch_quantized_linear
 
@@ -301,10 +277,7 @@ def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) ->
             return result
         if key is None:
             return function(*arguments)
-        result = remember(key, lambda: function(*arguments), [x for x in given if x is not None])
-        if name == "quantized_linear":
-            _remember_library(key, given, arguments[5], arguments[8])
-        return result
+        return remember(key, lambda: function(*arguments), [x for x in given if x is not None])
 
     return run
 

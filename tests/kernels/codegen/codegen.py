@@ -32,9 +32,8 @@ from sage_kernels._triton.decode.tiles import LONG, decode_tile
 from sage_kernels._triton.heads.qk_norm_rope import _HEADS, _TOKENS, _qk_norm_rope_kernel
 from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
 from sage_kernels._triton.linear.matmul import _linear_kernel
-from sage_kernels._triton.linear.matmul_tma import _linear_tma_kernel
 from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
-from sage_kernels._triton.linear.tiles import choose_linear_tile, choose_weight_only_tile
+from sage_kernels._triton.linear.tiles import POINTERS, choose_linear_tile, choose_weight_only_tile
 from sage_kernels._triton.linear.weight_only import _weight_only_kernel
 from sage_kernels._triton.mixed.kernel import _mixed_attention_kernel
 from sage_kernels._triton.mixed.launch import CHUNK, SPAN, preparing_warps, stages_of
@@ -361,10 +360,10 @@ def append(name: str, width: int, tokens: int) -> dict:
 def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False) -> dict:
     """Rows of an activation in 8 bit; after a LayerNorm modulated by adaLN's vectors, after an RMSNorm by its own; of
     two tensors beside each other."""
-    _, width, rows, warps = quantize_shape(columns)
+    _, width, pieces, rows, warps = quantize_shape(columns)
     is_modulated = norm == "layer"
     constants = {
-        "WIDTH": width, "ROWS": rows, "NORM": "none" if norm == "beside" else norm,
+        "WIDTH": width, "PIECES": pieces, "ROWS": rows, "NORM": "none" if norm == "beside" else norm,
         "HAS_WEIGHT": norm == "rms", "HAS_BIAS": False,
         "HAS_GAIN": is_modulated, "HAS_SHIFT": is_modulated, "HAS_BALANCE": False, "HAS_BESIDE": norm == "beside",
         "FP8": fp8,
@@ -389,36 +388,48 @@ LINEARS = {
 }
 
 
-def linear(name: str, kind: str, fp8: bool = False, copied: bool = True) -> dict:
-    """An 8-bit matmul with a bias and what follows. copied: by the copy engine, where the table says so."""
+def linear(name: str, kind: str, fp8: bool = False, copied: bool = True, out: str = "bf16") -> dict:
+    """An 8-bit matmul with a bias and what follows. copied: by the copy engine, where the table says so. out: type of
+    the output and of the residual."""
     target, (rows, columns, activation, gate) = TARGETS[name], LINEARS[kind]
     capability = target.arch if target.backend == "cuda" else 0
-    tile = choose_linear_tile(capability, rows, columns, fp8=fp8, has_residual=gate != "none")
+    tile = choose_linear_tile(capability, rows, columns)
+    if tile.kernel == "hopper" and not copied:
+        tile = POINTERS
     is_pair = activation in GATED
     constants = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": _GROUP,
         "ACTIVATION": GATED.get(activation, activation), "GATED": is_pair, "HAS_BIAS": True,
         "GATE": gate, "HAS_RESIDUAL": gate != "none", "FP8": fp8,
-        "ASM": target.backend == "cuda",
     }  # fmt: skip
     code = "fp8e4nv" if fp8 else "i8"
-    types = {"x_ptr": f"*{code}", "w_ptr": f"*{code}"}
-    types |= dict.fromkeys(("out_ptr", "residual_ptr", "bias_ptr", "gate_ptr"), "*bf16")
-    use_tma = tile.use_tma and copied
-    if use_tma:
-        part = tile.block_n // tile.parts // (2 if is_pair else 1)
-        types |= {"x_desc": f"tensordesc<{code}[{tile.block_m}, {tile.block_k}]>"}
-        types |= {"w_desc": f"tensordesc<{code}[{tile.block_n}, {tile.block_k}]>"}
-        types |= dict.fromkeys(("out_desc", "residual_desc"), f"tensordesc<bf16[{tile.block_m}, {part}]>")
-        constants["PARTS"] = tile.parts
+    types = {"x_ptr": f"*{code}", "w_ptr": f"*{code}"} | dict.fromkeys(("out_ptr", "residual_ptr"), f"*{out}")
+    types |= dict.fromkeys(("bias_ptr", "gate_ptr"), "*bf16")
+    if tile.kernel == "hopper":
+        from triton.experimental.gluon import language as gl
+
+        from sage_kernels._triton.linear.hopper.kernel import linear_hopper_kernel as kernel
+        from sage_kernels._triton.linear.hopper.types import PART
+
+        half, size = tile.block_m // 2, 4 if out == "fp32" else 2
+        codes, outs = gl.float8e4nv if fp8 else gl.int8, {"bf16": gl.bfloat16, "fp32": gl.float32}[out]
+        for argument, kind, block, dtype in (
+            ("x_desc", code, [half, tile.block_k], codes),
+            ("w_desc", code, [tile.block_n, tile.block_k], codes),
+            ("out_desc", out, [half, PART.value], outs),
+            ("residual_desc", out, [half, tile.block_k // size], outs),
+        ):
+            types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
+        constants |= {"SLOTS": tile.num_stages, "BUFFERS": 4 // size}
+        options = {"num_warps": tile.num_warps}
     else:
-        constants["STAGES"] = tile.num_stages
+        kernel = _linear_kernel
+        constants |= {"BLOCK_K": tile.block_k, "STAGES": tile.num_stages, "ASM": target.backend == "cuda"}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     compiled = build(
-        _linear_tma_kernel if use_tma else _linear_kernel, constants, types, target,
-        ("columns", "columns_out", "depth"), num_warps=tile.num_warps, num_stages=tile.num_stages,
-        enable_fp_fusion=True,
-    )  # fmt: skip
-    return {"kernel": "linear_tma" if use_tma else "linear", **read(compiled)}
+        kernel, constants, types, target, ("columns", "columns_out", "depth"), enable_fp_fusion=True, **options
+    )
+    return {"kernel": f"linear_{tile.kernel}", **read(compiled)}
 
 
 WEIGHT_ONLY_ROWS = {"few": 1, "many": 512}

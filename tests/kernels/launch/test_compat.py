@@ -303,9 +303,8 @@ def test_E22_every_name_of_gluon_that_is_used_is_known_and_its_absence_noticed(m
     pytest.importorskip("triton", reason="triton is not installed")
     from sage_kernels._triton import compat
 
-    sources = "".join(
-        file.read_text() for file in (ROOT / "kernels/sage_kernels/_triton/attention/hopper").glob("*.py")
-    )
+    triton = ROOT / "kernels/sage_kernels/_triton"
+    sources = "".join(file.read_text() for file in (triton / "descriptors.py", *triton.glob("*/hopper/*.py")))
     used = {name.rstrip(".") for name in re.findall(r"\bgl\.([A-Za-z_0-9.]+)", sources)}
     assert used == {name.partition("gluon.language.")[2] for name in compat.GLUON if "gluon.language." in name and
                     ".nvidia." not in name}  # fmt: skip

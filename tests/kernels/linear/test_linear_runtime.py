@@ -12,14 +12,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sage_kernels import (
     QuantizedRows,
-    library_matmul,
     linear,
     quantize_activation,
     quantize_weight,
     quantized_linear,
     replay,
 )
-from tests.kernels.linear.linear_cases import ACTIVATIONS, FORMATS, exact, normal, rows, skip_without_fp8
+from tests.kernels.linear.linear_cases import FORMATS, normal, rows, skip_without_fp8
 from tests.support import recording_driver
 
 
@@ -274,10 +273,9 @@ def on_gpu(device, call):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("calls", [ACTIVATION_CALLS, LINEAR_CALLS], ids=["activation", "linear"])
-def test_calls_made_again_give_the_same_bits(calls, monkeypatch):
+def test_calls_made_again_give_the_same_bits(calls):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    monkeypatch.setattr(library_matmul, "does", lambda *_: False)
 
     def as_bits(result):
         return [x.view(torch.int8) if x.dtype == torch.float8_e4m3fn else x for x in result]
@@ -343,30 +341,6 @@ def test_calls_are_captured_in_a_cuda_graph(format):
     assert torch.equal(out, run()) and not torch.equal(out, before)
 
 
-def scaled_matmul(x, w, x_scale, w_scale, *, bias, out_dtype, use_fast_accum):
-    """What PyTorch's own does, exactly; as it is called on a GPU."""
-    assert use_fast_accum is False and x.is_contiguous() and w.t().is_contiguous()
-    assert x_scale.shape == (len(x), 1) and w_scale.shape == (1, w.shape[1]) and out_dtype == torch.bfloat16
-    y = (x.double() @ w.double()) * x_scale.double() * w_scale.double()
-    return (y if bias is None else y + bias.double()).to(out_dtype)
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_library_s_matmul_is_followed_by_the_same_epilogue(activation, monkeypatch):
-    """On a CPU, with a stand-in: it rounds to bf16 before and after the activation function."""
-    monkeypatch.setattr(library_matmul, "scaled_matmul", scaled_matmul)
-    x, weight = rows(2, 6, 64, format="fp8"), rows(32, 64, format="fp8", seed=1)
-    columns = 16 if activation in library_matmul.GATED else 32
-    gate, residual = normal(2, 1, columns, seed=2), normal(2, columns, 6, seed=3).mT
-    for bias in (None, normal(32, seed=4)):
-        for follows in ({}, {"gate": gate}, {"residual": residual}, {"gate": gate, "residual": residual}):
-            options = {"gate": None, "residual": None, "activation": activation, "dtype": torch.bfloat16} | follows
-            out = library_matmul.linear(*x, *weight, bias, **options)
-            assert out.is_contiguous() and out.dtype == torch.bfloat16
-            wanted, _ = exact(x, weight, bias, **options)
-            assert (out - wanted).norm() / wanted.norm() < 0.01
-
-
 SCRIPT = """
 import torch
 from tests.support.recording_driver import install, named
@@ -400,7 +374,7 @@ def weights_alone():
 KINDS = {
     "rows": (quantize, lambda: (torch.randn(2, 9, 64).bfloat16(), torch.randn(2, 1, 64).bfloat16())),
     "pointers": (multiply(LinearTile(16, 32, 32, 4, 2)), operands),
-    "copy engine": (multiply(LinearTile(64, 32, 64, 4, 2, True, 2)), operands),
+    "hopper": (multiply(LinearTile(128, 128, 128, 4, 6, "hopper")), operands),
     "weights alone": (launch.launch_weight_only_linear, weights_alone),
 }
 for name, (call, draw) in KINDS.items():
@@ -431,20 +405,6 @@ def test_a_call_made_again_launches_what_a_new_one_would(tmp_path):
     assert done.stdout == "all made again alike\n", done.stderr[-3000:]
 
 
-def test_the_library_multiplies_what_it_can_alone():
-    x, weight = rows(2, 64, format="fp8"), rows(32, 64, format="fp8")
-    assert not library_matmul.does(x.codes, weight.codes, torch.bfloat16)  # not on a CPU
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() in library_matmul._CAPABILITIES:
-        x, weight = x.codes.cuda(), weight.codes.cuda()
-        assert library_matmul.does(x, weight, torch.bfloat16)
-        for no in (
-            (x, weight[:31], torch.bfloat16),
-            (x, weight, torch.float16),
-            (x[:, :63], weight[:, :63], torch.bfloat16),
-        ):
-            assert not library_matmul.does(*no)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("format", FORMATS)
 def test_ops_that_compiled_code_calls_are_made_again_with_their_own_tensors(format):
@@ -461,19 +421,3 @@ def test_ops_that_compiled_code_calls_are_made_again_with_their_own_tensors(form
         got = OPS.quantized_linear(*a, *weight, None, "gelu_tanh", None, residual, torch.bfloat16)
         assert torch.equal(got, quantized_linear(b, weight, activation="gelu_tanh", residual=residual))
     assert {"op quantize_activation", "op quantized_linear"} <= {key[0] for key in replay.made}
-
-
-@pytest.mark.gpu
-def test_the_librarys_matmul_is_made_again_only_at_addresses_that_it_reads():
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    skip_without_fp8("cuda", "fp8")
-    replay.forget()
-    x, weight = (moved(rows(*shape, format="fp8"), "cuda") for shape in ((48, 64), (32, 64)))
-    expected = quantized_linear(x, weight)
-    memory = torch.zeros(32 * 64 + 32, dtype=torch.uint8, device="cuda")
-    for offset in (0, 16, 8, 1, 0):
-        codes = memory[offset : offset + 32 * 64].view(32, 64)
-        codes.copy_(weight.codes.view(torch.uint8))
-        got = quantized_linear(x, QuantizedRows(codes.view(torch.float8_e4m3fn), weight.scale))
-        torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-7)

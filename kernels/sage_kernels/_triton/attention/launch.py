@@ -213,8 +213,8 @@ def launch_attention_fwd(
 
 def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, masking, mask, parts, sizes, constants):
     """The Gluon kernel on so many tiles of query rows. parts: partial sums, counters, the two numbers of a Tail."""
+    from ..descriptors import describe
     from .hopper import kernel as hopper
-    from .hopper.descriptors import describe
 
     block_n, width, none = tile.block_n, constants["WIDTH"], prepared.scale
     scales = prepared.scale

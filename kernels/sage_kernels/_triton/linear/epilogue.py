@@ -24,7 +24,8 @@ def _logistic(y, exponent, ASM: tl.constexpr):
 
 
 @triton.jit
-def _activated(y, ACTIVATION: tl.constexpr, ASM: tl.constexpr):
+def activated(y, ACTIVATION: tl.constexpr, ASM: tl.constexpr):
+    """y under the activation function "none", "gelu", "gelu_tanh" or "silu"."""
     if ACTIVATION == "gelu":
         y = y * 0.5 * (1.0 + tl.erf(y * _SQRT_HALF))
     elif ACTIVATION == "gelu_tanh":
@@ -32,12 +33,6 @@ def _activated(y, ACTIVATION: tl.constexpr, ASM: tl.constexpr):
     elif ACTIVATION == "silu":
         y = _logistic(y, y * _MINUS_LOG2_E, ASM)
     return y
-
-
-@triton.jit
-def halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile's columns."""
-    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -57,11 +52,11 @@ def finish_tile(
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < columns, other=0.0).to(tl.float32)[None, :]
     if not GATED:
-        y = _activated(y, ACTIVATION, ASM)
+        y = activated(y, ACTIVATION, ASM)
         o = n
     else:
         value, gate = tl.split(tl.reshape(y, (BLOCK_M, BLOCK_N // 2, 2)))
-        y = value * _activated(gate, ACTIVATION, ASM)
+        y = value * activated(gate, ACTIVATION, ASM)
         o = first // 2 + tl.arange(0, BLOCK_N // 2)
     if GATE == "all":
         y *= tl.load(gate_ptr + o, mask=o < columns_out, other=0.0).to(tl.float32)[None, :]

@@ -7,9 +7,8 @@ from ...recipe import GATED
 from .. import compat
 from ..launch import buffer, launch, processors_of
 from .matmul import _linear_kernel
-from .matmul_tma import _linear_tma_kernel
 from .quantize_rows import _quantize_rows_kernel
-from .tiles import LinearTile, choose_linear_tile, choose_weight_only_tile
+from .tiles import POINTERS, LinearTile, choose_linear_tile, choose_weight_only_tile
 from .weight_only import _weight_only_kernel
 
 
@@ -41,11 +40,20 @@ def _broadcast(x: torch.Tensor, shape) -> tuple[torch.Tensor, int, int, int]:
     return x, x.shape[1], *(step if size > 1 else 0 for step, size in zip(x.stride()[:2], x.shape, strict=False))
 
 
-def quantize_shape(columns: int) -> tuple[int, int, int, int]:
-    """For rows of so many columns: bytes from one row of codes to the next, the width and rows of a tile, warps."""
+def quantize_shape(columns: int) -> tuple[int, int, int, int, int]:
+    """For rows of so many columns: bytes from one row of codes to the next, the width of a piece and how many a row
+    has, rows of a tile, warps."""
     stride = _aligned(columns)
-    width = max(16, 1 << (stride - 1).bit_length())
-    return stride, width, max(1, 4096 // width), min(16, max(4, width // 1024))
+    widths = {pieces: max(16, _power_of_two(-(-stride // pieces))) for pieces in (1, 3, 5)}
+    pieces = min(widths, key=lambda n: n * widths[n])
+    total = pieces * widths[pieces]
+    warps = 1 << (min(16, max(4, total // 1024)).bit_length() - 1)
+    return stride, widths[pieces], pieces, max(1, 4096 // _power_of_two(total)), warps
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is not smaller."""
+    return 1 << (number - 1).bit_length()
 
 
 def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance, beside):
@@ -55,7 +63,7 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
     columns = x.shape[-1] + (0 if beside is None else beside.shape[-1])
     shape = torch.Size((*x.shape[:-1], columns))
     number = flat.shape[0]
-    stride, width, rows, warps = quantize_shape(columns)
+    stride, width, pieces, rows, warps = quantize_shape(columns)
     codes = buffer(*x.shape[:-1], stride, dtype=CODE_TYPES[format], device=x.device, returned=True)
     scale = buffer(*x.shape[:-1], device=x.device, returned=True)
     none = scale  # never read where a pointer does not apply
@@ -72,7 +80,7 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
             flat, other, codes, scale, *(none if t is None else t.contiguous() for t in (weight, bias)), *given,
             none if balance is None else balance.contiguous(),
             number, columns, x.shape[-1], tokens, eps, flat.stride(0), other.stride(0), stride, *strides,
-            WIDTH=width, ROWS=rows, NORM=norm, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+            WIDTH=width, PIECES=pieces, ROWS=rows, NORM=norm, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             HAS_GAIN=gain is not None, HAS_SHIFT=shift is not None, HAS_BALANCE=balance is not None,
             HAS_BESIDE=beside is not None, FP8=format == "fp8", num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -88,8 +96,7 @@ def launch_quantized_linear(
     columns_out = columns // 2 if is_gated else columns
     x, w = _as_rows(codes), _as_rows(weight)
     rows, depth = x.shape
-    is_fp8 = codes.dtype != torch.int8
-    tile = tile or _device_tile(x.device, rows, columns, fp8=is_fp8, has_residual=residual is not None)
+    tile = tile or _device_tile(x.device, rows, columns)
     out = buffer(*shape, columns_out, dtype=dtype, device=x.device, returned=True)
     none = weight_scale
     kind, gate_strides, tokens = "none", (0, 0), 1
@@ -97,36 +104,47 @@ def launch_quantized_linear(
         gate, tokens, *gate_strides = _broadcast(gate, out.shape)
         kind = "row" if any(gate_strides) else "all"
     constants = {
-        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP": _GROUP,
+        "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "GROUP": _GROUP,
         "ACTIVATION": GATED.get(activation, activation), "GATED": is_gated, "HAS_BIAS": bias is not None,
-        "GATE": kind, "HAS_RESIDUAL": residual is not None, "FP8": is_fp8,
-        "ASM": x.is_cuda and torch.version.hip is None,
-        "num_warps": tile.num_warps, "num_stages": tile.num_stages,
+        "GATE": kind, "HAS_RESIDUAL": residual is not None, "FP8": codes.dtype != torch.int8,
     }  # fmt: skip
     tiles = -(-rows // tile.block_m) * -(-columns // tile.block_n)
     vectors = [scale.reshape(-1).contiguous(), weight_scale.contiguous()]
     vectors += [none if t is None else t for t in (None if bias is None else bias.contiguous(), gate)]
     sizes = [rows, columns, columns_out, depth, tokens]
     flat = out.view(-1, columns_out)
-    residual = None if residual is None else _as_rows(residual)
-    use_tma = tile.use_tma and all(_copyable(t) for t in (x, w, flat) + (() if residual is None else (residual,)))
+    residual = flat if residual is None else _as_rows(residual)
     with torch.cuda.device_of(x):
-        if use_tma:
-            programs = min(tiles, processors_of(x.device))
-            part = [tile.block_m, tile.block_n // tile.parts // (2 if is_gated else 1)]
-            launch(
-                _linear_tma_kernel, programs, _describe(x, [tile.block_m, tile.block_k]),
-                _describe(w, [tile.block_n, tile.block_k]), _describe(flat, part),
-                _describe(flat if residual is None else residual, part), *vectors, *sizes, programs, *gate_strides,
-                PARTS=tile.parts, **constants,
-            )  # fmt: skip
-        else:
-            launch(
-                _linear_kernel, tiles, x, w, out, none if residual is None else residual, *vectors, *sizes,
-                x.stride(0), w.stride(0), *gate_strides, 0 if residual is None else residual.stride(0),
-                STAGES=tile.num_stages, **constants,
-            )  # fmt: skip
+        if tile.kernel == "hopper" and all(_copyable(t) for t in (x, w, flat, residual)):
+            _launch_hopper(tile, tiles, x, w, flat, residual, vectors, sizes, gate_strides, constants)
+            return out
+        if tile.kernel == "hopper":
+            tile = POINTERS
+            constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n}
+            tiles = -(-rows // tile.block_m) * -(-columns // tile.block_n)
+        launch(
+            _linear_kernel, tiles, x, w, out, residual, *vectors, *sizes,
+            x.stride(0), w.stride(0), *gate_strides, residual.stride(0),
+            BLOCK_K=tile.block_k, STAGES=tile.num_stages, ASM=x.is_cuda and torch.version.hip is None, **constants,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
     return out
+
+
+def _launch_hopper(tile: LinearTile, tiles: int, x, w, out, residual, vectors, sizes, gate_strides, constants):
+    """The kernel of hopper/, which stays for several tiles. Operands: rows that the copy engine reads and writes."""
+    from ..descriptors import describe
+    from .hopper.kernel import linear_hopper_kernel
+    from .hopper.types import PART
+
+    programs = min(tiles, processors_of(x.device))
+    half = tile.block_m // 2
+    launch(
+        linear_hopper_kernel, programs, describe(x, [half, tile.block_k]), describe(w, [tile.block_n, tile.block_k]),
+        describe(out, [half, PART.value]), describe(residual, [half, tile.block_k // residual.element_size()]),
+        *vectors, *sizes, programs, *gate_strides,
+        SLOTS=tile.num_stages, BUFFERS=4 // out.element_size(), **constants, num_warps=tile.num_warps,
+    )  # fmt: skip
 
 
 def launch_weight_only_linear(x, weight, weight_scale, bias, *, tile: LinearTile | None = None):
@@ -155,10 +173,6 @@ def _copyable(x: torch.Tensor) -> bool:
     return is_aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
-def _describe(x: torch.Tensor, block: list[int]):
-    return compat.TensorDescriptor(x, list(x.shape), list(x.stride()), block)
-
-
 def _capability(device: torch.device) -> int:
     """As the table has it: 90 for Hopper, 0 for AMD and the interpreter."""
     if device.type != "cuda" or torch.version.hip is not None:
@@ -167,6 +181,6 @@ def _capability(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def _device_tile(device: torch.device, rows: int, columns: int, **kind) -> LinearTile:
-    tile = choose_linear_tile(_capability(device), rows, columns, **kind)
-    return tile._replace(use_tma=tile.use_tma and compat.TensorDescriptor is not None)
+def _device_tile(device: torch.device, rows: int, columns: int) -> LinearTile:
+    tile = choose_linear_tile(_capability(device), rows, columns)
+    return POINTERS if tile.kernel == "hopper" and not compat.has_gluon() else tile

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ..primitives import AMAX_FLOOR, E4M3_MAX, INT8_MAX, nan_unless_finite, round_to_int8, to_e4m3
+from ..primitives import AMAX_FLOOR, E4M3_MAX, INT8_MAX, round_to_int8, to_e4m3
 
 
 @triton.jit
@@ -20,20 +20,9 @@ def _load_by_row(ptr, rows, columns, number, count, tokens, stride_batch, stride
     return tl.load(ptr + base[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["number", "tokens", "eps"])
-def _quantize_rows_kernel(
-    x_ptr, beside_ptr, codes_ptr, scale_ptr, weight_ptr, bias_ptr, gain_ptr, shift_ptr, balance_ptr,
-    number, count, width_x, tokens, eps, stride_x, stride_beside, stride_codes, stride_gb, stride_gt, stride_sb,
-    stride_st,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BALANCE: tl.constexpr, HAS_BESIDE: tl.constexpr,
-    FP8: tl.constexpr,
-):  # fmt: skip
-    """Quantise rows [number, count], of which the columns from width_x on lie in `beside`. Grid: groups of ROWS."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, WIDTH)
-    inside = (rows < number)[:, None] & (columns < count)[None, :]
-    base = rows.to(tl.int64)[:, None]
+@triton.jit
+def _load_piece(x_ptr, beside_ptr, base, columns, inside, width_x, stride_x, stride_beside, HAS_BESIDE: tl.constexpr):
+    """[ROWS, WIDTH] of the input in fp32."""
     if HAS_BESIDE:
         is_first = (columns < width_x)[None, :]
         x = tl.load(x_ptr + base * stride_x + columns[None, :], mask=inside & is_first, other=0.0).to(tl.float32)
@@ -41,26 +30,86 @@ def _quantize_rows_kernel(
         x = tl.where(is_first, x, tl.load(others, mask=inside & ~is_first, other=0.0).to(tl.float32))
     else:
         x = tl.load(x_ptr + base * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _sum_of_rows(pieces, SQUARED: tl.constexpr):
+    """[ROWS] sums over all pieces: first of pieces, which stay where they are, then between threads, once."""
+    total = pieces[0] * pieces[0] if SQUARED else pieces[0]
+    for p in tl.static_range(1, len(pieces)):
+        total += pieces[p] * pieces[p] if SQUARED else pieces[p]
+    return tl.sum(total, 1)
+
+
+@triton.jit(do_not_specialize=["number", "tokens", "eps"])
+def _quantize_rows_kernel(
+    x_ptr, beside_ptr, codes_ptr, scale_ptr, weight_ptr, bias_ptr, gain_ptr, shift_ptr, balance_ptr,
+    number, count, width_x, tokens, eps, stride_x, stride_beside, stride_codes, stride_gb, stride_gt, stride_sb,
+    stride_st,
+    WIDTH: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BALANCE: tl.constexpr,
+    HAS_BESIDE: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Quantise rows [number, count], of which the columns from width_x on lie in `beside`. Grid: groups of ROWS.
+
+    A row is PIECES of WIDTH, a power of two: most models' widths are a few of those.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    base = rows.to(tl.int64)[:, None]
+    pieces = ()
+    for p in tl.static_range(PIECES):
+        columns = p * WIDTH + tl.arange(0, WIDTH)
+        inside = (rows < number)[:, None] & (columns < count)[None, :]
+        pieces += (
+            _load_piece(x_ptr, beside_ptr, base, columns, inside, width_x, stride_x, stride_beside, HAS_BESIDE),
+        )
     size = tl.cast(count, tl.float32)  # a count of 1 is a constant
     if NORM == "layer":
-        x = tl.where(inside, x - tl.div_rn(tl.sum(x, 1), size)[:, None], 0.0)
+        mean = tl.div_rn(_sum_of_rows(pieces, False), size)[:, None]
+        centred = ()
+        for p in tl.static_range(PIECES):
+            columns = p * WIDTH + tl.arange(0, WIDTH)
+            inside = (rows < number)[:, None] & (columns < count)[None, :]
+            centred += (tl.where(inside, pieces[p] - mean, 0.0),)
+        pieces = centred
     if NORM != "none":
-        x = x * tl.rsqrt(tl.div_rn(tl.sum(x * x, 1), size) + eps)[:, None]
-    if HAS_WEIGHT:
-        x = x * _load_vector(weight_ptr, columns, count)
-    if HAS_BIAS:
-        x = x + _load_vector(bias_ptr, columns, count)
-    if HAS_GAIN:
-        x = x * _load_by_row(gain_ptr, rows, columns, number, count, tokens, stride_gb, stride_gt)
-    if HAS_SHIFT:
-        x = x + _load_by_row(shift_ptr, rows, columns, number, count, tokens, stride_sb, stride_st)
-    if HAS_BALANCE:
-        x = x * _load_vector(balance_ptr, columns, count)
-    lost = nan_unless_finite(x, 1)
-    x = tl.where(x * 0.0 == 0.0, x, 0.0)
+        root = tl.rsqrt(tl.div_rn(_sum_of_rows(pieces, True), size) + eps)[:, None]
+    modulated = ()
+    for p in tl.static_range(PIECES):
+        columns = p * WIDTH + tl.arange(0, WIDTH)
+        x = pieces[p]
+        if NORM != "none":
+            x = x * root
+        if HAS_WEIGHT:
+            x = x * _load_vector(weight_ptr, columns, count)
+        if HAS_BIAS:
+            x = x + _load_vector(bias_ptr, columns, count)
+        if HAS_GAIN:
+            x = x * _load_by_row(gain_ptr, rows, columns, number, count, tokens, stride_gb, stride_gt)
+        if HAS_SHIFT:
+            x = x + _load_by_row(shift_ptr, rows, columns, number, count, tokens, stride_sb, stride_st)
+        if HAS_BALANCE:
+            x = x * _load_vector(balance_ptr, columns, count)
+        modulated += (x,)
+    # max() drops NaN, and a lost NaN becomes a plausible code. One after the other: both at once would take registers
+    lost = modulated[0] * 0.0
+    for p in tl.static_range(1, PIECES):
+        lost += modulated[p] * 0.0
+    lost = tl.sum(lost, 1)
+    finite = ()
+    for p in tl.static_range(PIECES):
+        finite += (tl.where(modulated[p] * 0.0 == 0.0, modulated[p], 0.0),)
+    top = tl.abs(finite[0])
+    for p in tl.static_range(1, PIECES):
+        top = tl.maximum(top, tl.abs(finite[p]))
     largest = E4M3_MAX if FP8 else INT8_MAX
-    amax = tl.maximum(tl.max(tl.abs(x), 1), AMAX_FLOOR)
-    x = x * tl.div_rn(amax * 0.0 + largest, amax)[:, None]
-    codes = to_e4m3(x) if FP8 else round_to_int8(x)
-    tl.store(codes_ptr + base * stride_codes + columns[None, :], codes, mask=inside)
+    amax = tl.maximum(tl.max(top, 1), AMAX_FLOOR)
+    inverse = tl.div_rn(amax * 0.0 + largest, amax)[:, None]
+    for p in tl.static_range(PIECES):
+        columns = p * WIDTH + tl.arange(0, WIDTH)
+        inside = (rows < number)[:, None] & (columns < count)[None, :]
+        x = finite[p] * inverse
+        codes = to_e4m3(x) if FP8 else round_to_int8(x)
+        tl.store(codes_ptr + base * stride_codes + columns[None, :], codes, mask=inside)
     tl.store(scale_ptr + rows, tl.div_rn(amax, amax * 0.0 + largest) + lost, mask=rows < number)

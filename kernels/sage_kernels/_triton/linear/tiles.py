@@ -9,7 +9,7 @@ class LinearTile(NamedTuple):
     Attributes:
         block_m, block_n, block_k: of a tile.
         num_warps, num_stages: of a program.
-        use_tma: the kernel of matmul_tma.py. parts: of its columns, that are finished one after the other.
+        kernel: "pointers" (matmul.py) or "hopper" (hopper/), whose num_stages are the slots of its ring.
     """
 
     block_m: int
@@ -17,31 +17,27 @@ class LinearTile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    use_tma: bool = False
-    parts: int = 1
+    kernel: str = "pointers"
 
 
+POINTERS = LinearTile(128, 128, 64, 8, 4)  # of many rows, where the copy engine can't read them or there is no Gluon
 _FEW_TILES = 264  # of 256 x 128: two for each SM of an H200; below, smaller ones keep more of them busy
 
 
-def choose_linear_tile(
-    capability: int, rows: int, columns: int, *, fp8: bool = False, has_residual: bool = False
-) -> LinearTile:
+def choose_linear_tile(capability: int, rows: int, columns: int) -> LinearTile:
     """The tile for x [rows, K] and a weight [columns, K] on a GPU of this capability (90: Hopper; 0: AMD).
 
-    Hopper's were timed on an H200 with the shapes of suite linear; those of other GPUs were only compiled.
+    Hopper's were timed with the shapes of suite linear; those of other GPUs were only compiled.
     """
     if rows <= 16:
         return LinearTile(16, 64, 128, 4, 4)
     if rows <= 64:
         return LinearTile(64, 64, 128, 4, 4)
     if capability != 90:
-        return LinearTile(128, 128, 64, 8, 4 if capability else 2)
-    if fp8 or -(-rows // 256) * -(-columns // 128) < _FEW_TILES:  # FP8 keeps two sums: see matmul.py
-        return LinearTile(128, 128, 128, 8, 4, True, 2)
-    if has_residual:  # its tile has to be in shared memory beside the output's
-        return LinearTile(128, 256, 128, 8, 4, True, 4)
-    return LinearTile(256, 128, 128, 8, 4, True, 2)
+        return POINTERS._replace(num_stages=4 if capability else 2)
+    if -(-rows // 256) * -(-columns // 128) < _FEW_TILES:
+        return LinearTile(128, 128, 128, 4, 6, "hopper")
+    return LinearTile(256, 128, 128, 4, 4, "hopper")
 
 
 def choose_weight_only_tile(capability: int, rows: int, *, fp32: bool = False) -> LinearTile:

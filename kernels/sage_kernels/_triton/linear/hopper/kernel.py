@@ -1,0 +1,120 @@
+"""The 8-bit matmul for Hopper (sm_90) in Gluon: one warp copies, two warpgroups multiply and finish.
+
+Same mathematics as ../matmul.py. What Triton's own pipeliner can't give: the copies of the next tile run while a tile
+is finished, and the two warpgroups, each with half of a tile's rows, need not wait for each other.
+
+Who waits for whom (slot s holds BLOCK_K channels of a tile's codes, or a part of its residual):
+
+    producer, 1 warp (producer.py)             ring (ring.py)            each warpgroup, half of the rows (sums.py)
+
+    acquire: wait for freed[s]    <─────────── freed[s] ───────────────  release, one turn later
+    expect bytes, start copies    ──copies──>  x, w
+                                  ──arrive──>  filled[s] ─────────────>  wait_filled, multiply
+
+    then, tile by tile (epilogue.py): scales, bias, activation, gate, residual, from the ring too; the copy engine
+    writes parts of the output from shared memory while the next ones, and the next tile, are computed.
+
+To read: types.py (what is handed on), ring.py, producer.py, sums.py, epilogue.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from ..matmul import tile_of
+from .epilogue import add_and_store, finish, load_vector
+from .producer import copy_codes
+from .ring import Ring
+from .sums import fp8_sums, int8_sums
+from .types import BLOCK_K, PART, Kind, Operands, Sizes, Vectors
+
+
+# registers of a thread: what the producer does not need, the two warpgroups have
+_REGISTERS = gl.constexpr(240)
+_PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit
+def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
+    """One warpgroup: its half of the rows of each of the program's tiles."""
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KIND.block_n, 32]
+    )
+    BLOCK_OUT: gl.constexpr = KIND.block_out
+    vectors = operands.vectors
+    sizes = operands.sizes
+    slot = 0
+    phase = 0
+    for tile in range(gl.program_id(0), sizes.tiles, sizes.programs):
+        i, j = tile_of(tile, sizes.rows, sizes.columns, 2 * KIND.rows, KIND.block_n, KIND.group)
+        row = (2 * i + HALF) * KIND.rows
+        # read before the loop that hides their latency
+        x_scale = load_vector(vectors.x_scale_ptr, row, sizes.rows, KIND.rows)
+        w_scale = load_vector(vectors.w_scale_ptr, j * KIND.block_n, sizes.columns, KIND.block_n)
+        bias = w_scale
+        gate = w_scale
+        if KIND.has_bias:
+            bias = load_vector(vectors.bias_ptr, j * KIND.block_n, sizes.columns, KIND.block_n)
+        if KIND.gate == "all":
+            gate = load_vector(vectors.gate_ptr, j * BLOCK_OUT, sizes.columns_out, BLOCK_OUT)
+        if KIND.fp8:
+            acc, slot, phase = fp8_sums(operands.ring, slot, phase, sizes.depth, HALF, KIND, SUMS)
+        else:
+            acc, slot, phase = int8_sums(operands.ring, slot, phase, sizes.depth, HALF, KIND, SUMS)
+        y = finish(acc, x_scale, w_scale, bias, gate, KIND, SUMS)
+        slot, phase = add_and_store(y, row, j * BLOCK_OUT, slot, phase, operands, HALF, 0, KIND)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["rows", "tokens", "programs"])
+def linear_hopper_kernel(
+    x_desc, w_desc, out_desc, residual_desc, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr,
+    rows, columns, columns_out, depth, tokens, programs, stride_gb, stride_gt,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, BUFFERS: gl.constexpr,
+    ACTIVATION: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, FP8: gl.constexpr,
+):  # fmt: skip
+    """As `_linear_kernel`; descriptors of codes x [rows, depth], w [columns, depth], out and residual [rows,
+    columns_out]. What lies beyond their edges is read as zero and not written. Grid: programs."""
+    ROWS: gl.constexpr = BLOCK_M // 2
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * SLOTS, ROWS, BLOCK_K], x_desc.layout)
+    w_smem = gl.allocate_shared_memory(w_desc.dtype, [SLOTS, BLOCK_N, BLOCK_K], w_desc.layout)
+    parts = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, ROWS, PART], out_desc.layout)
+    filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    freed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(filled.index(i), count=1)
+        mbarrier.init(freed.index(i), count=2)
+    fence_async_shared()
+
+    ring = Ring(x=x_smem, w=w_smem, filled=filled, freed=freed, slots=SLOTS)
+    tiles = ((rows + BLOCK_M - 1) // BLOCK_M) * ((columns + BLOCK_N - 1) // BLOCK_N)
+    sizes = Sizes(
+        rows=rows, columns=columns, columns_out=columns_out, depth=depth, programs=programs, tiles=tiles
+    )  # fmt: skip
+    vectors = Vectors(
+        x_scale_ptr=x_scale_ptr, w_scale_ptr=w_scale_ptr, bias_ptr=bias_ptr, gate_ptr=gate_ptr, tokens=tokens,
+        stride_gb=stride_gb, stride_gt=stride_gt,
+    )  # fmt: skip
+    operands = Operands(
+        ring=ring, parts=parts, out_desc=out_desc, residual_desc=residual_desc, vectors=vectors, sizes=sizes
+    )  # fmt: skip
+    KIND: gl.constexpr = Kind(
+        rows=ROWS, block_n=BLOCK_N, block_out=BLOCK_N // 2 if GATED else BLOCK_N, group=GROUP, buffers=BUFFERS,
+        activation=ACTIVATION, gated=GATED, has_bias=HAS_BIAS, gate=GATE, has_residual=HAS_RESIDUAL, fp8=FP8,
+    )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (_consume, (operands, 0, KIND)),
+            (_consume, (operands, 1, KIND)),
+            (copy_codes, (x_desc, w_desc, residual_desc, ring, sizes, KIND)),
+        ],
+        [4, 1],
+        [_REGISTERS, _PRODUCER_REGISTERS],
+    )
+
+    # a barrier stays one until then, whatever else its memory is used for
+    for i in gl.static_range(SLOTS):
+        mbarrier.invalidate(filled.index(i))
+        mbarrier.invalidate(freed.index(i))

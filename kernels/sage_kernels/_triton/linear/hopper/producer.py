@@ -1,0 +1,51 @@
+"""The warp that copies: it keeps the ring full, across tiles, and so is a few slots ahead of the warpgroups."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..matmul import tile_of
+from .types import BLOCK_K
+
+
+load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
+
+
+@gluon.jit
+def copy_codes(x_desc, w_desc, residual_desc, ring, sizes, KIND: gl.constexpr):
+    """Fill slot after slot as the warpgroups free them: BLOCK_K channels of a tile's codes, and behind the last ones
+    the tile's residual, where there is one."""
+    ROWS: gl.constexpr = KIND.rows
+    BLOCK_N: gl.constexpr = KIND.block_n
+    BLOCK_OUT: gl.constexpr = KIND.block_out
+    AT_ONCE: gl.constexpr = residual_desc.block_type.shape[1]
+    slot = 0
+    phase = 0
+    for tile in range(gl.program_id(0), sizes.tiles, sizes.programs):
+        i, j = tile_of(tile, sizes.rows, sizes.columns, 2 * ROWS, BLOCK_N, KIND.group)
+        row = i * (2 * ROWS)
+        for start in range(0, sizes.depth, BLOCK_K):
+            ring.acquire(slot, phase)
+            filled = ring.filled.index(slot)
+            mbarrier.expect(filled, 2 * x_desc.block_type.nbytes + w_desc.block_type.nbytes)
+            load_tile(x_desc, [row, start], filled, ring.x.index(2 * slot))
+            load_tile(w_desc, [j * BLOCK_N, start], filled, ring.w.index(slot))
+            load_tile(x_desc, [row + ROWS, start], filled, ring.x.index(2 * slot + 1))
+            slot, phase = ring.following(slot, phase)
+        if KIND.has_residual:
+            for first in gl.static_range(0, BLOCK_OUT, AT_ONCE):
+                ring.acquire(slot, phase)
+                filled = ring.filled.index(slot)
+                mbarrier.expect(filled, 2 * residual_desc.block_type.nbytes)
+                for half in gl.static_range(2):
+                    place = residual_tile(ring, slot, half, residual_desc)
+                    load_tile(residual_desc, [row + half * ROWS, j * BLOCK_OUT + first], filled, place)
+                slot, phase = ring.following(slot, phase)
+
+
+@gluon.jit
+def residual_tile(ring, slot, half, residual_desc):
+    """A warpgroup's codes in a slot, as that many bytes of the residual."""
+    return ring.x.index(2 * slot + half)._reinterpret(
+        residual_desc.dtype, residual_desc.block_type.shape, residual_desc.layout
+    )

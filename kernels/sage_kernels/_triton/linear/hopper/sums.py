@@ -1,0 +1,89 @@
+"""One warpgroup's sums of products of codes, over the slots of one tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from .types import BLOCK_K
+
+
+_HALF = gl.constexpr(64)  # rows of one instruction
+
+
+@gluon.jit
+def int8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr):
+    """Exact int32 [rows, columns] of one tile; then the next slot and its phase. HALF: which of the two warpgroups.
+
+    The products of one slot run while the next one's are started: a slot is freed one turn later.
+    """
+    acc = gl.zeros((KIND.rows, KIND.block_n), gl.int32, SUMS)
+    ring.wait_filled(slot, phase)
+    w = ring.w.index(slot).permute((1, 0))
+    acc = warpgroup_mma(ring.x.index(2 * slot + HALF), w, acc, use_acc=False, is_async=True)
+    acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+    before = slot
+    slot, phase = ring.following(slot, phase)
+    for _ in range(BLOCK_K, depth, BLOCK_K):
+        ring.wait_filled(slot, phase)
+        w = ring.w.index(slot).permute((1, 0))
+        acc = warpgroup_mma(ring.x.index(2 * slot + HALF), w, acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        ring.release(before)
+        before = slot
+        slot, phase = ring.following(slot, phase)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    ring.release(before)
+    return acc, slot, phase
+
+
+@gluon.jit
+def _two_slots(ring, slot, after, zero, FIRST: gl.constexpr, HALF: gl.constexpr):
+    """Products of 64 rows, from FIRST on, over two slots that are filled."""
+    x = ring.x.index(2 * slot + HALF).slice(FIRST, _HALF, 0)
+    part = warpgroup_mma(x, ring.w.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(num_outstanding=1, deps=(part,))
+    x = ring.x.index(2 * after + HALF).slice(FIRST, _HALF, 0)
+    part = warpgroup_mma(x, ring.w.index(after).permute((1, 0)), part, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+
+
+@gluon.jit
+def _one_slot(ring, slot, zero, FIRST: gl.constexpr, HALF: gl.constexpr):
+    x = ring.x.index(2 * slot + HALF).slice(FIRST, _HALF, 0)
+    part = warpgroup_mma(x, ring.w.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+
+
+@gluon.jit
+def fp8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr):
+    """fp32 [rows, columns], otherwise as `int8_sums`.
+
+    FP8 matrix units cut off what they add to a long sum: they sum two slots' products at most, and those sums are
+    added in fp32. That takes registers for both, so a warpgroup's rows are multiplied 64 at a time; meanwhile the
+    other warpgroup keeps the matrix units busy.
+    """
+    zero = gl.zeros((_HALF, KIND.block_n), gl.float32, SUMS)
+    upper = zero
+    lower = zero
+    for _ in range(BLOCK_K, depth, 2 * BLOCK_K):
+        ring.wait_filled(slot, phase)
+        after, phase_after = ring.following(slot, phase)
+        ring.wait_filled(after, phase_after)
+        upper += _two_slots(ring, slot, after, zero, 0, HALF)
+        if KIND.rows > _HALF:
+            lower += _two_slots(ring, slot, after, zero, _HALF, HALF)
+        ring.release(slot)
+        ring.release(after)
+        slot, phase = ring.following(after, phase_after)
+    if (depth + BLOCK_K - 1) // BLOCK_K % 2 == 1:
+        ring.wait_filled(slot, phase)
+        upper += _one_slot(ring, slot, zero, 0, HALF)
+        if KIND.rows > _HALF:
+            lower += _one_slot(ring, slot, zero, _HALF, HALF)
+        ring.release(slot)
+        slot, phase = ring.following(slot, phase)
+    acc = upper
+    if KIND.rows > _HALF:  # moves nothing between threads
+        both = gl.permute(gl.join(upper, lower), (2, 0, 1))
+        acc = gl.convert_layout(gl.reshape(both, (KIND.rows, KIND.block_n)), SUMS)
+    return acc, slot, phase
