@@ -47,7 +47,7 @@ FIGURES = {
         "sigma_formulas_without_guard",
         "utilisation_per_step",
     ],
-    "video": ["video_flicker", "video_psnr", "video_strip"],
+    "video": ["video_flicker", "video_psnr", "video_skipping", "video_strip"],
 }
 TABLES = {
     "linears": 3,
@@ -57,7 +57,7 @@ TABLES = {
     "quality_budget": 4,
     "seed_tables": 15,
     "timestep_scaling": 5,
-    "video": 1,
+    "video": 10,
 }
 MACHINE_PATHS = re.compile(r"/(?:home|root|Users|work|tmp|mnt|opt)/[\w.-]")
 
