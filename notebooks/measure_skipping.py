@@ -5,7 +5,8 @@
     … --device cpu --size small --clips 4 --steps 6 --batch 2 --search 2 --work probe --out probe.csv
 
 The clips are those of measure_video.py, whose prompts calibrate does not see. "dense" leaves out nothing. "calibrated"
-is what `sp.calibrate` found for LOSS_DB less than dense, on other prompts, and written as a policy to the work folder.
+is what `sp.calibrate` found for LOSS_DB less than dense, on other prompts, and written as a policy to the work folder;
+what it measured there, on as many fresh prompts as it searched with, are the rows "promised_…".
 The same variants are also drawn with prompts that change in the middle of a run, where what earlier steps showed is no
 longer true. Every number is against stock attention, which is given the same prompts.
 """
@@ -66,10 +67,17 @@ class SkipMeasurement(measure_video.ClipMeasurement):
             share, lost = (torch.cat([chunk[key] for chunk in chunks]).double() for key in ("skipped", "lost"))
             count = self.size.images
             found.append(Row(name, "skipped_mean", "1", *mean_interval(share), count))
-            found.append(Row(name, "lost_max", "1", lost.max().item(), float("nan"), float("nan"), count))
+            found.append(Row(name, "lost_max", "1", *(lost.max().item(),) * 3, count))
         rows = super().rows(recipe, names, real) + self._table(found, recipe)
         # nobody can say which of two prompts a clip should show
         return [row for row in rows if not (self.switched and row["metric"] == "obeyed_mean")]
+
+    def promised(self, result: dict, clips: int) -> list[dict]:
+        """Rows of what calibrate measured on fresh prompts of its own: PSNR, dB, and the share left out, here of the
+        pairs of tiles of all calls. result: of a Calibration; clips: how many it drew for it."""
+        named = (("promised_psnr_db", "dB", result["psnr_db"]), ("promised_skipped", "1", result["skipped_fraction"]))
+        rows = [Row("calibrated", name, unit, value, value, value, clips) for name, unit, value in named]
+        return self._table(rows, DEFAULT_RECIPE)
 
 
 def switch_prompts(module, inputs, named):
@@ -78,8 +86,10 @@ def switch_prompts(module, inputs, named):
     return inputs, named
 
 
-def chosen(measurement: SkipMeasurement, target: float, search: int, work: Path) -> sp.SageAttnProcessor:
-    """What calibrate finds on prompts of its own, as a new process would load it."""
+def chosen(
+    measurement: SkipMeasurement, target: float, search: int, work: Path
+) -> tuple[sp.SageAttnProcessor, list[dict]]:
+    """What calibrate finds on prompts of its own, as a new process would load it, and the rows of what it promises."""
     words = tiny_videos.captions()
     texts = [words[i] for i in measure_video.scenes(2 * search, SEARCH_SEED).caption_index().tolist()]
     found = sp.calibrate(
@@ -89,7 +99,8 @@ def chosen(measurement: SkipMeasurement, target: float, search: int, work: Path)
         path=work / "policy.json", state_path=work / "state.json",
     )  # fmt: skip
     print(f"calibrate for {target:.2f} dB: {'met' if found.met else 'not met'}, {found.result}", flush=True)
-    return sp.SageAttnProcessor.from_policy(work / "policy.json")
+    config = sp.SageAttnProcessor.from_policy(work / "policy.json")
+    return config, measurement.promised(found.result, search)
 
 
 def main() -> int:
@@ -119,8 +130,9 @@ def main() -> int:
             print(f"{measurement.name} {name}: {time.monotonic() - start:.0f} s", flush=True)
         if not switched:
             dense = measurement.sets(["dense"])[0].psnr_db.mean().item()
-            config = chosen(measurement, dense - LOSS_DB, arguments.search, arguments.work)
+            config, promised = chosen(measurement, dense - LOSS_DB, arguments.search, arguments.work)
             variants["calibrated"] = config
+            table += promised
             measurement.run(quality.Variant("calibrated", config))
         if arguments.part != "all":
             return 0

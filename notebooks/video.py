@@ -19,15 +19,19 @@
 # - **prompts obeyed**: whether colour, shape, motion and background are those of the prompt, from the pixels,
 # - **feature-FD** over frames, against drawn clips. It is **not FID**: its numbers compare with each other alone.
 #
-# The outcome is in `data/videos.csv`, written by `measure_video.py`, whose first lines say how. The second half of
-# this notebook draws a few clips itself, with the same code. Error bars and intervals are 95 % over clips.
+# The outcome is in `data/videos.csv`, written by `measure_video.py`, whose first lines say how, and in
+# `data/skipping.csv`, by `measure_skipping.py`. The end of this notebook draws a few clips itself, with the same code.
+# Error bars and intervals are 95 % over clips.
 
 # %%
 import tempfile
 from pathlib import Path
 
+import clip_tables
 import measure
+import measure_skipping
 import measure_video
+import skip_tables
 import torch
 from IPython.display import Image, Markdown, display
 
@@ -42,6 +46,8 @@ SIZE = "full"  # "small" is what CI runs: fewer clips, steps and recipes in the 
 FIGURES = "figures"
 MODEL = None  # folder of a pipeline in the place of tiny_wan
 TABLE = "data/videos.csv"
+SKIPPING = "data/skipping.csv"
+OBEDIENCE = "data/obedience.csv"  # more clips of few variants; shown where it is there
 
 # %%
 FIGURES = Path(FIGURES)
@@ -54,31 +60,59 @@ torch.set_num_threads(1)
 # ## The outcome
 #
 # A name with `_warm`, `static` and the `sigma` ones start each batch from one earlier run's frozen table; the others
-# start fresh.
+# start fresh. Every device has tables of its own: on a GPU clips are drawn in bf16, whose own rounding limits PSNR,
+# and stock attention draws other clips there than on a CPU.
 
 # %%
-table = measure.read_table(Path(TABLE))
-rows = {}  # of each size of clips, recipe and device
-for name, recipe, device in dict.fromkeys((r["pipeline"], r["recipe"], r["device"]) for r in table):
-    if recipe == "stock":
-        continue
-    own = [r for r in table if (r["pipeline"], r["device"]) == (name, device) and r["recipe"] in ("stock", recipe)]
-    rows[name, recipe] = measure.as_rows(own)
-    title = f"### {name}, {recipe}, on {device}, {own[0]['steps']} steps"
-    display(Markdown(f"{title}\n\n{picture_report.markdown(rows[name, recipe], 'clips')}"))
-
+runs = clip_tables.by_run(measure.read_table(Path(TABLE)))
+for run, own in runs.items():
+    for recipe, rows in clip_tables.recipes(own).items():
+        display(Markdown(f"### {run}: {recipe}\n\n{picture_report.markdown(rows, 'clips')}"))
 
 # %%
-def comparison(found: dict, metric: str, file: str) -> Image:
-    lines = -(-len(found) // 2)
-    figure, axes = drawing.figure(lines, 2, width=11, height=4.2 * lines)
-    for place in axes.flat[len(found) :]:
-        place.set_axis_off()
-    for place, (key, numbers) in zip(axes.flat, found.items(), strict=False):
-        picture_report.plot(place, numbers, metric)
-        place.set_title(f"{key[0]}, {key[1]}, {numbers[-1].images} clips", fontsize="medium")
-    return Image(drawing.save(figure, FIGURES / file))
+Image(drawing.save(clip_tables.compared(runs, "psnr_db_mean"), FIGURES / "video_psnr.png"))
 
+# %%
+Image(drawing.save(clip_tables.compared(runs, "flicker_mean"), FIGURES / "video_flicker.png"))
+
+# %%
+for run, own in clip_tables.by_run(measure.read_table(Path(OBEDIENCE))).items():
+    display(Markdown(f"### Prompts obeyed, of more clips: {run}\n\n{clip_tables.obedience(own)}"))
+
+# %% [markdown]
+# ## Key tiles left out
+#
+# `skip="temporal"` leaves out key tiles that earlier steps of a run found negligible. On the largest clips each
+# variant has one limit for all layers, and "calibrated" has what `sp.calibrate` found on other prompts. The same clips
+# are also drawn with prompts that change in the middle of a run, where what earlier steps showed is no longer true.
+# Nobody can say which prompt such a clip should show: obeyed prompts are counted for those that stay.
+#
+# The share left out is of the pairs of a query tile and a key tile in calls that have lists, the mean over layers; its
+# interval is over batches of clips. What is left out is another rounding, too: differences within the intervals, also
+# those to the better, say nothing. What a row would lose by its list is found when its query tile is measured anew and
+# given another, before the old one is used again. Where that is more than the limit, the rest of the head visits
+# everything in that call.
+
+# %%
+options = sp.SageAttnProcessor()
+measured = clip_tables.by_run(measure.read_table(Path(SKIPPING)))
+skips = {run: own[DEFAULT_RECIPE] for run, own in measured.items()}
+for run, numbers in skips.items():
+    display(Markdown(f"### {run}: {DEFAULT_RECIPE}\n\n{skip_tables.table(numbers)}"))
+
+# %%
+stocks = {run: own["stock"] for run, own in measured.items()}
+Image(drawing.save(skip_tables.figure(skips, stocks, measure_skipping.LOSS_DB), FIGURES / "video_skipping.png"))
+
+# %%
+for run, numbers in skips.items():
+    changed = skips.get(run._replace(pipeline=run.pipeline + skip_tables.SWITCHED))
+    if changed:
+        listed = 1 - (options.skip_first_steps + options.skip_last_steps) / run.steps
+        found = skip_tables.sentences(numbers, changed, stocks[run], measure_skipping.LOSS_DB, listed)
+        display(Markdown(f"{run}:\n\n" + "\n".join(f"- {sentence}" for sentence in found)))
+        promised, kept = (numbers["calibrated", name].value for name in ("promised_psnr_db", "psnr_db_mean"))
+        assert abs(kept - promised) < 1 and skip_tables.loss(numbers, "calibrated") < measure_skipping.LOSS_DB
 
 # %% [markdown]
 # ## Live, and small
@@ -102,15 +136,6 @@ with tempfile.TemporaryDirectory() as work:
         with sp.apply(run.pipe, variants["timestep"].config):
             clips[recipe] = run.draw(run.batches[0])[0]
     stock = run.stock(0)[0]
-
-# %% [markdown]
-# Means over clips, of the measured table where there is one, else of the few clips above:
-
-# %%
-comparison(rows or live, "psnr_db_mean", "video_psnr.png")
-
-# %%
-comparison(rows or live, "flicker_mean", "video_flicker.png")
 
 # %% [markdown]
 # The same seed, stock and INT8, and what is left between them, as a strip of frames:

@@ -47,7 +47,7 @@ FIGURES = {
         "sigma_formulas_without_guard",
         "utilisation_per_step",
     ],
-    "video": ["video_flicker", "video_psnr", "video_strip"],
+    "video": ["video_flicker", "video_psnr", "video_skipping", "video_strip"],
 }
 TABLES = {
     "linears": 3,
@@ -57,7 +57,7 @@ TABLES = {
     "quality_budget": 4,
     "seed_tables": 15,
     "timestep_scaling": 5,
-    "video": 1,
+    "video": 10,
 }
 MACHINE_PATHS = re.compile(r"/(?:home|root|Users|work|tmp|mnt|opt)/[\w.-]")
 
@@ -225,6 +225,45 @@ def test_skipping_is_measured_with_prompts_that_stay_and_that_change(tmp_path, m
         assert 0 < numbers["skips", "skipped_mean"] < 1 and 0 < numbers["skips", "lost_max"] < 1
         assert numbers["skips", "psnr_db_mean"] < numbers["dense", "psnr_db_mean"]
     assert ("dense", "obeyed_mean") in found[False] and ("dense", "obeyed_mean") not in found[True]
+
+
+@pytest.mark.slow("draws clips")
+def test_what_calibrate_promised_is_in_the_table(tmp_path, monkeypatch):
+    import measure_skipping
+    import measure_video
+
+    monkeypatch.setattr(measure_skipping, "LIMITS", (0.1,))
+    monkeypatch.setattr(measure_video, "TRUE_CLIPS", 8)
+    asked = {}
+
+    def calibrate(pipe, prompts, *, path, **options):
+        """What it would write after drawing many clips."""
+        asked.update(options, prompts=prompts)
+        config = measure_skipping.options(skip="temporal", skip_limit=0.05)
+        result = {"psnr_db": 41.25, "skipped_fraction": 0.125}
+        found = sp.Calibration(config, True, {"target_psnr": options["target_psnr"]}, result, [], [])
+        found.save(path)
+        return found
+
+    monkeypatch.setattr(sp, "calibrate", calibrate)
+    work, out = tmp_path / "work", tmp_path / "table.csv"
+    command = f"measure_skipping.py --size small --clips 2 --steps 2 --batch 2 --search 3 --work {work} --out {out}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    assert measure_skipping.main() == 0
+    table = measure.read_table(out)
+    numbers = {(r["pipeline"], r["scaling"], r["metric"]): float(r["value"]) for r in table}
+    dense = numbers["tiny_wan_small", "dense", "psnr_db_mean"]
+    assert asked["target_psnr"] == pytest.approx(dense - measure_skipping.LOSS_DB, abs=1e-4)
+    assert len(asked["prompts"]) == len(asked["held_out"]) == 3
+    promised = [row for row in table if row["metric"].startswith("promised_")]
+    assert [(r["metric"], r["unit"], r["value"], r["low"], r["high"]) for r in promised] == [
+        ("promised_psnr_db", "dB", *["41.25"] * 3),
+        ("promised_skipped", "1", *["0.125"] * 3),
+    ]
+    assert {(r["pipeline"], r["scaling"], r["images"]) for r in promised} == {("tiny_wan_small", "calibrated", "3")}
+    drawn = {r["pipeline"] for r in table if r["scaling"] == "calibrated" and r["metric"] == "skipped_mean"}
+    assert drawn == {"tiny_wan_small", "tiny_wan_small_switched"}
+    assert all(r["low"] == r["value"] == r["high"] for r in table if r["metric"] == "lost_max")
 
 
 # --- replay.py ---
