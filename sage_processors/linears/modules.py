@@ -87,6 +87,11 @@ def _in_8_bit(module, base, x):
             return _exact(module, base, x)
     if state.is_resting:
         return _exact(module, base, real_of(x))
+    if state.is_short(x, module.out_features):
+        if isinstance(x, LazyNorm):
+            x.do_not_wait_again()
+        state.stay_exact("short")
+        return _exact(module, base, real_of(x))
     weight = module._parameters.get("weight")
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     if reason is None and not state.prepare(module):

@@ -29,6 +29,7 @@ class Run:
 
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
+        self.columns = sum(module.out_features for module in storage.modules[first : last + 1])
         # (weak reference to the input, its version, dtype, {index: (version of the weight, result)})
         self._waiting: tuple | None = None
 

@@ -23,7 +23,7 @@ from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run
 from .report import LinearReport, notes_of, rows_of
 from .storage import Storage
-from .weights import LinearState, Shared
+from .weights import LEAST_WORK, LinearState, Shared
 
 
 DROPPED = (
@@ -89,7 +89,7 @@ class LinearSwap:
             "layers": layers,
             "min_features": min_features,
         }
-        self._policy, self._shared = policy, Shared()
+        self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0)
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms: dict[int, Any] = {}
         self.choices: list[Choice] = []

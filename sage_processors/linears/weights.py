@@ -33,16 +33,21 @@ EVENTS = (
     "subclass",
     "device",
     "weight",
+    "short",
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
-CHOSEN = ("empty",)  # nothing is lost by these
+CHOSEN = ("empty", "short")  # nothing is lost by these
+# Multiply-adds of an eager call on a GPU below which the 16-bit layer is called: what 8 bit saves there on the GPU
+# is less than what they take on the host (SDXL: kernels/NOTES.md).
+LEAST_WORK = 2**35
 REMEDIES = {
     "training": "the module is in training mode: call model.eval()",
     "gradient": "8-bit linear layers have no backward: call the model under torch.no_grad()",
     "dtype": "float16, bfloat16 and float32 only: cast the model",
     "autocast": "autocast to float16 or bfloat16 only",
     "weight": "its weight holds NaN or inf",
+    "short": "too little work for 8 bit to pay in eager code: linears_min_features=1024 runs it in 8 bit all the same",
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -59,15 +64,20 @@ def checksum(weight: torch.Tensor) -> tuple[int, int]:
     return tuple(found.tolist())
 
 
+def is_timed(device: torch.device) -> bool:
+    """Whether anybody cares how long a call takes there. On a CPU everything runs in 8 bit, to look at numbers."""
+    return device.type != "cpu"
+
+
 class Shared:
     """What the layers and norms of one model have in common.
 
     Attributes: may_wait: results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary
-        tensors alone.
+        tensors alone. least_work: multiply-adds of an eager call on a GPU that is worth 8 bit.
     """
 
-    def __init__(self):
-        self.may_wait = CAN_WAIT
+    def __init__(self, least_work: int = 0):
+        self.may_wait, self.least_work = CAN_WAIT, least_work
 
 
 class LinearState:
@@ -189,6 +199,15 @@ class LinearState:
         self.failed = rows is None
         if rows is not None:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
+
+    def is_short(self, x, columns: int) -> bool:
+        """Whether an eager call with x [..., K] and so many output columns, or with those it is multiplied together
+        with, has too little work for 8 bit."""
+        if self.dropped or self.is_weight_only or not is_timed(x.device):
+            return False
+        if self.run is not None:
+            columns = self.run.columns
+        return x.numel() * columns < self.shared.least_work
 
     def leave_storage(self) -> None:
         """All of the modules that share a matrix get one of their own."""

@@ -1,0 +1,113 @@
+"""Eager calls with too little work for 8 bit run the 16-bit layer, on a GPU alone, and are counted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import sage_processors as sp
+from sage_processors.linears import weights
+from sage_processors.linears.weights import LEAST_WORK, Shared
+
+
+class Block(nn.Module):
+    """A norm whose result two layers read, one of which may be short, and a third one behind them."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.to_q, self.to_k, self.to_v = (nn.Linear(width, width) for _ in range(3))
+        self.up = nn.Linear(width, 4 * width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.to_q(y) + self.to_k(y) * self.to_v(y) + self.up(y)[..., : x.shape[-1]]
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def model(width=64, seed=0):
+    torch.manual_seed(seed)
+    return Model(width).eval()
+
+
+def row_of(swap, name: str) -> dict:
+    return next(row for row in swap.report().rows if row["layer"] == name)
+
+
+def draw(*shape, seed=1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("least", [True, False])
+def test_work_is_counted_over_all_that_is_multiplied_together(least):
+    net = model()
+    shared = Shared(64 * 64 * 3 * 10 + (not least))
+    with sp.quantize_linears(net, "int8", min_features=0):
+        states = [net.blocks[0].to_v._sage_linear, net.blocks[0].up._sage_linear]
+        for state in states:
+            state.shared = shared
+        on_gpu, on_cpu = torch.empty(1, 10, 64, device="meta"), torch.empty(1, 10, 64)
+        assert states[0].is_short(on_gpu, 64) is not least
+        assert not states[0].is_short(on_cpu, 64) and not states[1].is_short(on_gpu, 256)
+        states[0].dropped = True
+        assert not states[0].is_short(on_gpu, 64)  # there is no 16-bit weight to multiply by
+        states[0].dropped = False
+
+
+def test_only_default_sizes_leave_short_calls_in_16_bit():
+    for options, least in (({}, LEAST_WORK), ({"min_features": 0}, 0), ({"min_features": 1024}, 0)):
+        net = model(1024) if options.get("min_features") != 0 else model()
+        with sp.quantize_linears(net, "int8", **options):
+            assert net.blocks[0].up._sage_linear.shared.least_work == least
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypatch):
+    """As on a GPU: the CPU is taken for one."""
+    monkeypatch.setattr(weights, "is_timed", lambda device: True)
+    net = model(1024)
+    stock = model(1024)
+    short, long = draw(1, 8, 1024), draw(1, 40, 1024)
+    with torch.no_grad(), sp.quantize_linears(net, "int8", policy="strict") as swap:
+        net.blocks[0].to_q._sage_linear.shared.least_work = 2**26
+        state = net.blocks[0].norm._sage_norm
+        for _ in range(3):
+            torch.testing.assert_close(net(short), stock(short), rtol=0, atol=0)
+        row = row_of(swap, "blocks.0.to_q")
+        assert row["calls"] == 0 and row["fallbacks"] == {"short": 3}
+        assert row_of(swap, "blocks.0.up")["fallbacks"] == {"short": 3}
+        assert state.computed_at_once == {short.shape}
+        out = net(long)
+        assert row_of(swap, "blocks.0.to_q")["calls"] == 1 and state.computed_at_once == {short.shape}
+        wanted = stock(long)
+        assert 1e-4 < (out - wanted).norm() / wanted.norm() < 0.05
+        torch.testing.assert_close(net(short), stock(short), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_short_and_long_calls_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    net, stock = model(1024).cuda().bfloat16(), model(1024).cuda().bfloat16()
+    short, long = (draw(1, n, 1024).cuda().bfloat16() for n in (512, 16384))
+    with torch.no_grad():
+        with sp.quantize_linears(net, "int8") as swap:
+            assert torch.equal(net(short), stock(short)) and torch.equal(net(short), stock(short))
+            assert row_of(swap, "blocks.1.up")["fallbacks"] == {"short": 2}
+            net(long)
+            rows = [row_of(swap, f"blocks.0.{name}") for name in ("to_q", "to_k", "to_v", "up")]
+            assert all(row["calls"] == 1 for row in rows)
+        with sp.quantize_linears(net, "int8", min_features=1024) as swap:
+            net(short)
+            assert row_of(swap, "blocks.1.up")["calls"] == 1
