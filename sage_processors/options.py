@@ -176,7 +176,7 @@ class SageAttnProcessor:
         layer_linears: (pattern, "int8" | "fp8" | "none") pairs, or a dict: the first match counts, also for layers
             that would stay in 16 bit. A pattern that matches no layer is a ValueError.
         linears_min_features: linear layers with fewer input or output features than this stay in 16 bit. None: 1024,
-            and eager calls on a GPU with little work (reason "short") run in 16 bit, too. 0: all are swapped.
+            and calls on a GPU with little work (reason "short") run in 16 bit, too. 0: all are swapped.
         drop_weights: free the 16-bit weights of swapped linear layers as soon as the 8-bit ones are made. The handle
             can't give them back: `remove()`, `save_pretrained` and whatever else needs them raise RuntimeError. With
             `linears`, modulation and time embeddings of linears_min_features² weights or more keep INT8 weights, too,

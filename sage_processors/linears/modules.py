@@ -62,6 +62,8 @@ def _exact(module, base, x):
     """The layer in 16 bit: its own forward, or, without its weight, with what the codes stand for."""
     state = module._sage_linear
     if not state.dropped:
+        if base.forward is nn.Linear.forward:  # without `weight` below, which takes the caller for one who may write
+            return F.linear(x, module._parameters["weight"], module._parameters["bias"])
         return base.forward(module, x)
     codes, scale = state.storage.rows_of(state.index, state.index)
     weight = codes.to(torch.float32) * scale[:, None]
@@ -87,7 +89,7 @@ def _in_8_bit(module, base, x):
             return _exact(module, base, x)
     if state.is_resting:
         return _exact(module, base, real_of(x))
-    if state.is_short(x, module.out_features):
+    if state.is_short(x, module.out_features) and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
         if isinstance(x, LazyNorm):
             x.do_not_wait_again()
         state.stay_exact("short")
@@ -135,6 +137,8 @@ def _compiled(module, base, x):
     home = storage.modules[0]._buffers
     codes = home.get(CODES)
     balance = None if state.balance is None else state.balance.vector
+    if reason is None and state.is_short(x, module.out_features):
+        reason = "short"
     if reason is None and (codes is None or state.failed or codes.device != x.device or not state.is_filled):
         reason = "weight"
     if reason is None and balance is not None and balance.device != x.device:

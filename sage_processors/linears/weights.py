@@ -38,8 +38,8 @@ EVENTS = (
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
 CHOSEN = ("empty", "short")  # nothing is lost by these
-# Multiply-adds of an eager call on a GPU below which the 16-bit layer is called: what 8 bit saves there on the GPU
-# is less than what they take on the host (SDXL: kernels/NOTES.md).
+# Multiply-adds of a call on a GPU below which the 16-bit layer is called: what 8 bit saves there on the GPU is less
+# than what they take on the host (SDXL: kernels/NOTES.md). Not while a CUDA graph is captured, which has no host.
 LEAST_WORK = 2**35
 REMEDIES = {
     "training": "the module is in training mode: call model.eval()",
@@ -47,7 +47,7 @@ REMEDIES = {
     "dtype": "float16, bfloat16 and float32 only: cast the model",
     "autocast": "autocast to float16 or bfloat16 only",
     "weight": "its weight holds NaN or inf",
-    "short": "too little work for 8 bit to pay in eager code: linears_min_features=1024 runs it in 8 bit all the same",
+    "short": "too little work for 8 bit to pay: linears_min_features=1024 runs it in 8 bit all the same",
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -73,7 +73,7 @@ class Shared:
     """What the layers and norms of one model have in common.
 
     Attributes: may_wait: results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary
-        tensors alone. least_work: multiply-adds of an eager call on a GPU that is worth 8 bit.
+        tensors alone. least_work: multiply-adds of a call on a GPU that is worth 8 bit.
     """
 
     def __init__(self, least_work: int = 0):
@@ -201,7 +201,7 @@ class LinearState:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
 
     def is_short(self, x, columns: int) -> bool:
-        """Whether an eager call with x [..., K] and so many output columns, or with those it is multiplied together
+        """Whether a call with x [..., K] and so many output columns, or with those it is multiplied together
         with, has too little work for 8 bit."""
         if self.dropped or self.is_weight_only or not is_timed(x.device):
             return False

@@ -1,4 +1,4 @@
-"""Eager calls with too little work for 8 bit run the 16-bit layer, on a GPU alone, and are counted."""
+"""Calls with too little work for 8 bit run the 16-bit layer, on a GPU alone, and are counted."""
 
 from __future__ import annotations
 
@@ -88,11 +88,32 @@ def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypa
         assert row["calls"] == 0 and row["fallbacks"] == {"short": 3}
         assert row_of(swap, "blocks.0.up")["fallbacks"] == {"short": 3}
         assert state.computed_at_once == {short.shape}
+        # whose weight nobody got, so that nobody looks at its numbers before the next forward
+        assert not net.blocks[0].up._sage_linear.touched
         out = net(long)
         assert row_of(swap, "blocks.0.to_q")["calls"] == 1 and state.computed_at_once == {short.shape}
         wanted = stock(long)
         assert 1e-4 < (out - wanted).norm() / wanted.norm() < 0.05
         torch.testing.assert_close(net(short), stock(short), rtol=0, atol=0)
+
+
+def test_a_short_call_in_compiled_code(monkeypatch):
+    monkeypatch.setattr(weights, "is_timed", lambda device: True)
+    net, stock = model(1024), model(1024)
+    torch._dynamo.reset()
+    short, long = draw(1, 8, 1024), draw(1, 40, 1024)
+    with torch.no_grad(), sp.quantize_linears(net, "int8") as swap:
+        net.blocks[0].to_q._sage_linear.shared.least_work = 2**26
+        for block in net.blocks:
+            block.compile(fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            torch.testing.assert_close(net(short), stock(short), rtol=0, atol=0)
+        assert row_of(swap, "blocks.0.to_q")["fallbacks"]["short"] >= 1
+        out, wanted = net(long), stock(long)
+        assert 1e-4 < (out - wanted).norm() / wanted.norm() < 0.05
+        for block in net.blocks:
+            block._compiled_call_impl = None
+    torch._dynamo.reset()
 
 
 @pytest.mark.gpu
@@ -111,3 +132,26 @@ def test_short_and_long_calls_on_a_gpu():
         with sp.quantize_linears(net, "int8", min_features=1024) as swap:
             net(short)
             assert row_of(swap, "blocks.1.up")["calls"] == 1
+
+
+@pytest.mark.gpu
+def test_what_a_cuda_graph_captures_is_never_short():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    net, stock = model(1024).cuda().bfloat16(), model(1024).cuda().bfloat16()
+    x = draw(1, 512, 1024).cuda().bfloat16()
+    with torch.no_grad(), sp.quantize_linears(net, "int8") as swap:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                assert torch.equal(net(x), stock(x))
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = net(x)
+        graph.replay()
+        wanted = stock(x)
+        assert 1e-3 < (out - wanted).norm() / wanted.norm() < 0.05
+        row = row_of(swap, "blocks.1.up")
+        assert row["fallbacks"] == {"short": 2} and row["calls"] == 1
