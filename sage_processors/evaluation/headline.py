@@ -68,7 +68,7 @@ FIGURES = (
     ),
     Figure(
         "the same, INT8 linear layers", "end_to_end", "flux_1024", "time",
-        "cuDNN, {}", _milliseconds, ("flux_1024", CUDNN), f"{DEFAULT_RECIPE}+linears_int8",
+        "cuDNN, {}", _milliseconds, ("flux_1024", CUDNN), f"{DEFAULT_RECIPE}+linears_int8", True,
     ),
     Figure(
         "the same, compiled, INT8 linear layers", "end_to_end", "flux_1024/compiled", "time",
