@@ -41,8 +41,9 @@ class LazyNorm(Lazy):
             self.real()
 
     def do_not_wait_again(self):
-        """Those who use it want ordinary numbers: the norm's next results of this shape are computed at once."""
-        self._call.state.computed_at_once.add(self._shape)
+        """Those who use it want ordinary numbers: the norm's next results of this size are computed at once."""
+        state = self._call.state
+        state.at_once_up_to = max(state.at_once_up_to, self._shape.numel())
 
     def _operands(self):
         return [x for x in (self._call.x, self._gain, self._shift) if x is not None]

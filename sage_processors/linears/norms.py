@@ -45,7 +45,7 @@ class NormState:
         label: its name. behind: a pattern of the layers behind it, for messages. shared: weights.Shared.
         kind: "layer" or "rms". plus_one: the weight that it multiplies by is 1 + its parameter.
         is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
-        computed_at_once: shapes of results that do not wait, as linear layers behind the norm stay in 16 bit.
+        at_once_up_to: results of so many numbers or fewer do not wait: linear layers behind the norm stay in 16 bit.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
         waits_when_captured: also while a CUDA graph is captured.
         copies_weights: also where hooks move the weights away before the result is used, with a copy of them.
@@ -58,7 +58,7 @@ class NormState:
         self.behind = f"{label.rpartition('.')[0]}.*" if "." in label else "*"
         self.is_postponed, self.is_proven = True, False
         self.dtypes: dict = {}
-        self.computed_at_once: set = set()
+        self.at_once_up_to = 0
         self._weight: tuple = (None, None, None)
 
     def __getstate__(self):
@@ -77,7 +77,7 @@ class NormState:
         """The lazy result of norm module called with x, or None: it has to be computed now."""
         if not (self.is_postponed and self.shared.may_wait) or module.training or not can_wait(x):
             return None
-        if x.dtype not in _DTYPES or not 2 <= x.dim() <= 4 or x.numel() == 0 or x.shape in self.computed_at_once:
+        if x.dtype not in _DTYPES or not 2 <= x.dim() <= 4 or x.numel() <= self.at_once_up_to:
             return None
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")

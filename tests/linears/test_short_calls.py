@@ -87,11 +87,11 @@ def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypa
         row = row_of(swap, "blocks.0.to_q")
         assert row["calls"] == 0 and row["fallbacks"] == {"short": 3}
         assert row_of(swap, "blocks.0.up")["fallbacks"] == {"short": 3}
-        assert state.computed_at_once == {short.shape}
+        assert state.at_once_up_to == short.numel()
         # whose weight nobody got, so that nobody looks at its numbers before the next forward
         assert not net.blocks[0].up._sage_linear.touched
         out = net(long)
-        assert row_of(swap, "blocks.0.to_q")["calls"] == 1 and state.computed_at_once == {short.shape}
+        assert row_of(swap, "blocks.0.to_q")["calls"] == 1 and state.at_once_up_to == short.numel()
         wanted = stock(long)
         assert 1e-4 < (out - wanted).norm() / wanted.norm() < 0.05
         torch.testing.assert_close(net(short), stock(short), rtol=0, atol=0)
