@@ -236,6 +236,45 @@ def test_long_sums_of_one_sign_are_right_on_a_gpu(format):
     replay.forget()
 
 
+def multiplied_by(monkeypatch, rows=300, depth=272, columns=264, dtype=torch.bfloat16, residual=None, capability=90):
+    """(name of the kernel, programs) of a call on a GPU with 132 SMs of that capability, which launches nothing."""
+    from sage_kernels._triton.linear import launch
+
+    calls = []
+    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "processors_of", lambda device: 132)
+    monkeypatch.setattr(launch, "launch", lambda kernel, programs, *_, **__: calls.append((kernel, programs)))
+    x, w = (torch.zeros(n, depth, dtype=torch.int8) for n in (rows, columns))
+    options = {"activation": "none", "gate": None, "residual": residual, "dtype": dtype}
+    launch.launch_quantized_linear(x, torch.ones(rows), w, torch.ones(columns), None, **options)
+    ((kernel, programs),) = calls
+    return kernel.__name__, programs
+
+
+def test_which_kernel_multiplies(monkeypatch):
+    hopper, pointers = "linear_hopper_kernel", "_linear_kernel"
+    assert multiplied_by(monkeypatch) == (hopper, 3 * 3)  # of 128 x 128: too few for larger tiles
+    assert multiplied_by(monkeypatch, rows=32760, columns=4608) == (hopper, 132)
+    assert multiplied_by(monkeypatch, dtype=torch.float32)[0] == hopper
+    assert multiplied_by(monkeypatch, rows=64)[0] == pointers
+    assert multiplied_by(monkeypatch, capability=80) == (pointers, 3 * 3)
+    # rows that the copy engine can't read or write: their beginnings are no multiples of 16 bytes
+    for sizes in ({"depth": 264}, {"columns": 100}, {"columns": 100, "dtype": torch.float16}):
+        assert multiplied_by(monkeypatch, **sizes)[0] == pointers, sizes
+    assert multiplied_by(monkeypatch, columns=100, dtype=torch.float32)[0] == hopper
+    shifted = torch.zeros(300, 272)[:, 1:265]
+    assert multiplied_by(monkeypatch, residual=shifted)[0] == pointers
+    assert multiplied_by(monkeypatch, residual=torch.zeros(1, 264).expand(300, 264))[0] == pointers
+    assert multiplied_by(monkeypatch, residual=torch.zeros(300, 264))[0] == hopper
+
+
+def test_without_gluon_pointers_multiply(monkeypatch):
+    from sage_kernels._triton import compat
+
+    monkeypatch.setattr(compat, "has_gluon", lambda: False)
+    assert multiplied_by(monkeypatch)[0] == "_linear_kernel"
+
+
 @on_a_gpu
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tile", HOPPER_TILES.values(), ids=HOPPER_TILES)
