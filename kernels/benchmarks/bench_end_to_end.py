@@ -125,7 +125,7 @@ class Bench:
             sizes = case.attention()
             self.shape = Shape(*(sizes[name] for name in ("batch", "heads", "seq_q", "seq_kv", "head_dim")))
             self.lists = random_lists(self.shape, skip / 100, recipe, device)
-        self.int8_calls = None  # that ran, once ours has
+        self.int8_calls = None  # of attention and linear layers, that ran in 8 bit, once ours has
         self.redone = None  # most of a layer's query tiles that were done again, once ours has run
 
     @property
@@ -238,7 +238,8 @@ class Bench:
         sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
         short = is_short(self.device, **sizes, recipe=self.recipe, min_tokens=self.min_tokens)
         wanted = 0 if short else forwards * self.case.int8_calls()
-        self.int8_calls = calls
+        linears = getattr(report, "linears", None)
+        self.int8_calls = calls + (0 if linears is None else linears.calls)
         self.redone = max(row.get("redone_fraction", 0.0) for row in report.rows)
         print(
             f"{self.case.name:32} {OURS:18} INT8 calls {calls}, exact {exact} in {forwards} forwards; "
