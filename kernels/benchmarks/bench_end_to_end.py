@@ -238,7 +238,7 @@ class Bench:
         sizes = {name: value for name, value in self.case.attention().items() if name != "kv_heads"}
         short = is_short(self.device, **sizes, recipe=self.recipe, min_tokens=self.min_tokens)
         wanted = 0 if short else forwards * self.case.int8_calls()
-        linears = getattr(report, "linears", None)
+        linears = report.linears if self.case.is_denoiser else None
         self.int8_calls = calls + (0 if linears is None else linears.calls)
         self.redone = max(row.get("redone_fraction", 0.0) for row in report.rows)
         print(

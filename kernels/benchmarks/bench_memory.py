@@ -60,6 +60,7 @@ def measure(case, linears: str, device, min_features: int | None) -> list[dict]:
 
 
 def measurements(provider: str, recipe: str, weights: float, peak: float | None) -> list[dict]:
+    """Rows, but for what all rows of the case have. weights, peak: GiB."""
     sizes = {"weights_memory": weights, "peak_memory": peak}
     shared = {"provider": provider, "recipe": recipe, "unit": "GiB"}
     return [shared | {"metric": name, "median": f"{size:.3f}"} for name, size in sizes.items() if size is not None]

@@ -276,8 +276,8 @@ def test_linear_layers_run_on_8_bit_matrix_units_within_shared_memory(kernels):
 def test_linear_layers_do_not_spill(kernels):
     skip_unless_pinned()
     for key, facts in kernels.items():
-        # a gate of each row: registers put away behind the loop over the channels, and few of them; a rare case
-        is_rare = "/linear/" in key and "/gate_residual" in key
+        # Hopper's with a gate of each row: few registers put away behind the loop over the channels; a rare case
+        is_rare = facts.get("kernel") == "linear_hopper" and key.endswith("/gate_residual")
         if "/linear/" in key:
             inner = [loop for loop in facts.get("loops", []) if not is_rare or loop["instructions"] < 1000]
             assert all(loop["spills"] == 0 and loop["matrix"] for loop in inner), (key, facts)
