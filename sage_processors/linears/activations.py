@@ -9,6 +9,8 @@ import torch
 
 from sage_kernels import QuantizedRows, quantize_activation
 
+from .captured import is_captured
+
 
 # id of a tensor → (weak reference to it, version, stream, RowsOf); entries leave with their tensors
 _known: dict[int, tuple] = {}
@@ -43,9 +45,9 @@ def quantized(x: torch.Tensor, format: str, balance: torch.Tensor | None = None)
     if x.is_inference():
         return quantize_activation(x, format=format, balance=balance)
     stream = 0
+    if is_captured(x.device):
+        return quantize_activation(x, format=format, balance=balance)
     if x.is_cuda:
-        if torch.cuda.is_current_stream_capturing():  # what is captured runs again with other numbers in x
-            return quantize_activation(x, format=format, balance=balance)
         stream = torch.cuda.current_stream(x.device).cuda_stream
     key, version = id(x), x._version
     known = _known.get(key)

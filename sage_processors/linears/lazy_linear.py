@@ -164,6 +164,8 @@ def _put_in_turns(module, *, gate_first: bool) -> bool:
     storage = state.storage
     if storage.in_turns or len(storage.modules) > 1:
         return len(storage.modules) == 1 and storage.gate_first == gate_first
+    if storage.is_fixed:
+        return False
     turned = Storage([module], in_turns=True, gate_first=gate_first)
     with torch.no_grad(), torch.inference_mode(False):
         rows = storage.all_rows
@@ -186,6 +188,8 @@ def _gated_pair(a: LazyLinear, b: LazyLinear) -> LazyLinear | None:
     storage = states[0].storage
     if not (storage.in_turns and len(storage.modules) == 2 and all(s.storage is storage for s in states)):
         if any(len(s.storage.modules) > 1 or s.storage.in_turns for s in states):
+            return None
+        if any(s.storage.is_fixed for s in states):
             return None
         pair = Storage(modules, in_turns=True)
         with torch.no_grad(), torch.inference_mode(False):

@@ -14,6 +14,7 @@ from sage_kernels import QuantizedRows, weight_only_linear
 
 from .activations import quantized
 from .balance import vector_of
+from .captured import is_captured
 from .lazy import Lazy, real_of, version_of
 from .lazy_columns import LazyColumns
 from .lazy_linear import LazyLinear, product
@@ -89,7 +90,7 @@ def _in_8_bit(module, base, x):
             return _exact(module, base, x)
     if state.is_resting:
         return _exact(module, base, real_of(x))
-    if state.is_short(x, module.out_features) and not (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if state.is_short(x, module.out_features) and not (is_captured(x.device) and state.is_ready(module, x.device)):
         if isinstance(x, LazyNorm):
             x.do_not_wait_again()
         state.stay_exact("short")
@@ -103,8 +104,9 @@ def _in_8_bit(module, base, x):
         return _exact(module, base, real_of(x))
     dtype = _output_dtype(x)
     storage = state.storage
-    if storage.modules[0]._buffers[CODES].device != x.device:
+    if storage.device != x.device:
         storage.move(x.device)
+    storage.is_fixed = storage.is_fixed or is_captured(x.device)
     state.events.add(_CALLED)
     if state.is_weight_only:
         return weight_only_linear(real_of(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)

@@ -7,6 +7,7 @@ import copy
 import torch
 from torch import nn
 
+from .captured import is_captured
 from .lazy import Lazy, can_wait
 from .lazy_norm import LazyNorm, NormCall
 
@@ -70,7 +71,8 @@ class NormState:
         known, version, result = self._weight
         if known is not weight or version != weight._version:
             result = 1.0 + weight.detach().float()
-            self._weight = (weight, weight._version, result)
+            if not is_captured(weight.device):
+                self._weight = (weight, weight._version, result)
         return result
 
     def postpone(self, module, x, forward) -> torch.Tensor | None:
@@ -89,7 +91,7 @@ class NormState:
             return None
         if torch.is_autocast_enabled(x.device.type):
             return None
-        if not self.waits_when_captured and x.is_cuda and torch.cuda.is_current_stream_capturing():
+        if not self.waits_when_captured and is_captured(x.device):
             return None
         if any(p is not None and (p.is_meta or p.is_inference() or p.device != x.device) for p in (weight, bias)):
             return None

@@ -9,6 +9,8 @@ import torch
 from sage_kernels import QuantizedRows
 from sage_kernels.compat import mark_static_address
 
+from .captured import is_captured
+
 
 CODES, SCALE = "_sage_codes", "_sage_scale"
 
@@ -23,6 +25,7 @@ class Storage:
             the other one the other.
         gate_first: of one module in turns: the first half is the gate.
         filled: of each module, whether its rows are there.
+        is_fixed: a CUDA graph was captured that reads them: they stay where they are, in this order.
     """
 
     def __init__(self, modules, *, in_turns: bool = False, gate_first: bool = False):
@@ -31,7 +34,8 @@ class Storage:
         self.starts = [0]
         for module in self.modules:
             self.starts.append(self.starts[-1] + module.out_features)
-        self._biases: tuple = ()
+        self.is_fixed = False
+        self._biases: tuple = ((), ())  # what _bias was made of, and the versions that it had
         self._bias: Any = None
 
     @property
@@ -87,6 +91,12 @@ class Storage:
         back = [self.turned_back(bits_of(part).movedim(0, -1)).movedim(-1, 0).contiguous() for part in rows]
         return QuantizedRows(*(bits.view(part.dtype) for bits, part in zip(back, rows, strict=True)))
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the weights are; None: there are none yet."""
+        codes = self.modules[0]._buffers.get(CODES)
+        return None if codes is None else codes.device
+
     def move(self, device: torch.device) -> None:
         """To where a call is."""
         for name in (CODES, SCALE):
@@ -94,7 +104,7 @@ class Storage:
 
     def clear(self) -> None:
         """Forget the weights."""
-        self._biases, self._bias = (), None
+        self._biases, self._bias = ((), ()), None
         self.filled = [False] * len(self.modules)
         for module in self.modules:
             for name in (CODES, SCALE):
@@ -106,24 +116,38 @@ class Storage:
 
     def bias(self, first: int, last: int) -> torch.Tensor | None:
         """The biases [N] of the modules first … last, in the order of `rows_of`; zeros where a module has none."""
-        own = tuple(module._sage_linear.bias for module in self.modules[first : last + 1])
+        modules = self.modules[first : last + 1]
+        own = tuple(module._sage_linear.bias for module in modules)
         if all(bias is None for bias in own):
             return None
         if len(own) == 1 and not (self.in_turns and len(self.modules) == 1):
             return own[0]
-        if len(own) != len(self._biases) or any(a is not b for a, b in zip(own, self._biases, strict=True)):
-            known = next(x for x in own if x is not None)
-            modules = self.modules[first : last + 1]
+        versions = tuple(None if x is None else x._version for x in own)
+        known, known_versions = self._biases
+        if versions != known_versions or any(a is not b for a, b in zip(own, known, strict=True)):
+            one = next(x for x in own if x is not None)
             with torch.no_grad(), torch.inference_mode(False):
-                filled = [
-                    known.new_zeros(m.out_features) if x is None else x for x, m in zip(own, modules, strict=True)
-                ]
-                self._bias, self._biases = self._laid_out(filled), own
-            mark_static_address(self._bias, guard=False)
+                bias = self._laid_out(
+                    [one.new_zeros(m.out_features) if x is None else x for x, m in zip(own, modules, strict=True)]
+                )
+                if is_captured(bias.device):
+                    return bias
+                self._bias, self._biases = self.renewed(self._bias, bias), (own, versions)
         return self._bias
 
+    def renewed(self, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
+        """What stands where `old` did: `new`, or, while a CUDA graph may read the old one, that with its numbers."""
+        if (
+            self.is_fixed
+            and old is not None
+            and (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device)
+        ):
+            return old.copy_(new)
+        mark_static_address(new, guard=False)
+        return new
+
     def __getstate__(self):
-        return self.__dict__ | {"_biases": (), "_bias": None}
+        return self.__dict__ | {"_biases": ((), ()), "_bias": None, "is_fixed": False}
 
 
 def bits_of(x: torch.Tensor) -> torch.Tensor:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from sage_kernels import QuantizedRows, quantize_weight
-from sage_kernels.compat import mark_static_address
 
 from ..event_counter import EventCounter
 from ..options import UnsupportedLinearError
+from .captured import is_captured
 from .layers import WEIGHT_ONLY
 from .lazy import CAN_WAIT
 from .storage import Storage
@@ -138,7 +138,18 @@ class LinearState:
 
     def is_fresh(self, weight) -> bool:
         """Whether nothing speaks for a weight that was written to or exchanged since it was quantised."""
-        return weight is self._weight() and not self.touched and _version(weight) == self._weight_version
+        return not (self.touched or self._is_another(weight))
+
+    def _is_another(self, weight) -> bool:
+        return weight is not self._weight() or _version(weight) != self._weight_version
+
+    def is_ready(self, module, device: torch.device) -> bool:
+        """Whether a call there needs nothing made first."""
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        at_hand = self.is_filled and not self.failed and self.storage.device == device
+        is_balanced = self.balance is None or self.balance.vector.device == device
+        has_bias = bias is None or not (self.bias_touched or self._has_another_bias(bias))
+        return at_hand and is_balanced and has_bias and (self.dropped or self.is_fresh(weight))
 
     def prepare(self, module) -> bool:
         """Have the 8-bit weight be that of the 16-bit one; whether there is one. Syncs where it looks at numbers."""
@@ -148,26 +159,33 @@ class LinearState:
                 return False
             if weight.is_meta or weight.dtype not in DTYPES:  # offloaded, or cast to rest
                 return self.is_filled and not self.failed
-            if weight.is_cuda and torch.cuda.is_current_stream_capturing():
-                return self.is_filled and not self.failed  # whoever captures has run it before
-            if self.neighbours is not None and not self.is_balanced:
-                self.neighbours.decide(module)
-            self._compare(weight)
+            if is_captured(weight.device):  # whoever captures has run it before, and only looked at it since
+                if not self.is_filled or self._is_another(weight):
+                    return False
+            else:
+                if self.neighbours is not None and not self.is_balanced:
+                    self.neighbours.decide(module)
+                self._compare(weight)
         bias = module._parameters.get("bias")
         if bias is None:
             self.bias = None
-        elif bias is not self._bias() or self.bias_touched or _version(bias) != self._bias_version:
+        elif self._has_another_bias(bias):
+            if is_captured(bias.device):
+                return False
             self._take_bias(bias)
-        elif self.bias.device != bias.device:
+        elif self.bias_touched and not is_captured(bias.device):
             self._take_bias(bias)
         return not self.failed
+
+    def _has_another_bias(self, bias) -> bool:
+        known = bias is self._bias() and _version(bias) == self._bias_version
+        return not known or self.bias.device != bias.device
 
     def _take_bias(self, bias) -> None:
         if bias.is_meta or bias.dtype not in DTYPES:
             return
         with torch.no_grad(), torch.inference_mode(False):
-            self.bias = bias.detach().clone()
-        mark_static_address(self.bias, guard=False)
+            self.bias = self.storage.renewed(self.bias, bias.detach().clone())
         self._bias, self._bias_version, self.bias_touched = weakref.ref(bias), _version(bias), False
 
     def _compare(self, weight) -> None:

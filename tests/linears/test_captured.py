@@ -1,0 +1,161 @@
+"""CUDA graphs of models in 8 bit: a graph reads what eager calls made and keep, and keeps nothing of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sage_processors as sp
+from sage_processors.linears import activations, modules, norms, storage, weights
+from sage_processors.linears.storage import CODES
+
+
+WIDTH = 1024
+
+
+class Gated(nn.Module):
+    """A norm, a layer whose two halves GEGLU multiplies, two layers of one input with biases, a residual."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.to_q, self.to_k = nn.Linear(width, width), nn.Linear(width, width)
+        self.proj, self.out = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x):
+        y = self.norm(x)
+        value, gate = self.proj(self.to_q(y) * 0.5 + self.to_k(y)).chunk(2, -1)
+        return self.out(value * F.gelu(gate)) + x
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Gated() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model().eval()
+
+
+def draw(tokens: int, seed: int) -> torch.Tensor:
+    return torch.randn(1, tokens, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def error(out, wanted) -> float:
+    return float((out - wanted).norm() / wanted.norm())
+
+
+def linears(net):
+    return [m for m in net.modules() if "_sage_linear" in m.__dict__]
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """A list: while it is not empty, a graph is taken to be captured. And the CPU for a GPU, where calls are short."""
+    on: list = []
+    monkeypatch.setattr(weights, "is_timed", lambda device: True)
+    for module in (activations, modules, norms, storage, weights):
+        monkeypatch.setattr(module, "is_captured", lambda device: bool(on))
+    return on
+
+
+@torch.no_grad()
+def test_what_is_captured_leaves_weights_where_and_as_they_are(capturing):
+    net, stock, x = model(), model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8"):
+        net(x)  # short: nothing is known yet of what follows the layers
+        before = [m._sage_linear.storage.all_rows.codes.data_ptr() for m in linears(net)]
+        capturing.append(True)
+        assert 1e-4 < error(net(x), stock(x)) < 0.05
+        capturing.clear()
+        for block in net.blocks:
+            state = block.proj._sage_linear
+            state.shared.least_work = 0
+            assert state.storage.is_fixed and not state.storage.in_turns
+        assert 1e-4 < error(net(x), stock(x)) < 0.05  # now a graph reads them
+        assert not any(block.proj._sage_linear.storage.in_turns for block in net.blocks)
+        assert [m._sage_linear.storage.all_rows.codes.data_ptr() for m in linears(net)] == before
+
+
+@torch.no_grad()
+def test_what_an_eager_call_laid_out_is_used_when_captured(capturing):
+    net, stock, x = model(), model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8"):
+        state = net.blocks[0].proj._sage_linear
+        state.shared.least_work = 0
+        net(x)
+        assert state.storage.in_turns
+        known = state.storage._bias
+        capturing.append(True)
+        assert 1e-4 < error(net(x), stock(x)) < 0.05
+        assert state.storage._bias is known and state.storage.in_turns
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("least_work", [0, 2**40], ids=["long", "short"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_what_was_written_to_since_the_last_eager_8_bit_call_is_captured_in_16(capturing, name, least_work):
+    net, stock, x = model(), model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8"):
+        state = net.blocks[0].out._sage_linear
+        state.shared.least_work = least_work
+        net(x)
+        before = state.events.numbers()
+        for one in (net, stock):
+            one.blocks[0].out._parameters[name].mul_(3.0)
+        capturing.append(True)
+        out = net(x)
+        calls, *exact = (now - then for now, then in zip(state.events.numbers(), before, strict=True))
+        assert calls == 0 and sum(exact) == 1
+        assert error(out, stock(x)) < 0.05
+
+
+@torch.no_grad()
+def test_a_graph_s_bias_is_renewed_in_place(capturing):
+    net, x = model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8"):
+        state = net.blocks[0].proj._sage_linear
+        state.shared.least_work = 0
+        net(x)
+        capturing.append(True)
+        net(x)
+        capturing.clear()
+        laid_out, own = state.storage._bias, state.bias
+        before = laid_out.clone()
+        net.blocks[0].proj.bias.add_(1.0)
+        net(x)
+        assert state.storage._bias is laid_out and state.bias is own
+        torch.testing.assert_close(laid_out, before + 1.0)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_replays_and_eager_calls_after_short_ones_on_a_gpu():
+    """The layers' codes lie in another order once their gated activation is known: not in what a graph reads."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    net, stock = model().cuda().bfloat16(), model().cuda().bfloat16()
+    short, other, long = (draw(n, s).cuda().bfloat16() for n, s in ((256, 1), (256, 2), (16384, 3)))
+    with sp.quantize_linears(net, "int8"):
+        for _ in range(2):
+            assert torch.equal(net(short), stock(short))
+        x, graph = short.clone(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = net(x)
+        assert 1e-3 < error(net(long), stock(long)) < 0.05  # before any replay
+        for wanted in (short, other, short):
+            x.copy_(wanted)
+            graph.replay()
+            assert 1e-3 < error(out, stock(wanted)) < 0.05
+            filler = [torch.full_like(m._buffers[CODES], 77) for m in linears(net) if CODES in m._buffers]
+            del filler  # whatever was let go is somebody else's by now
+        assert 1e-3 < error(net(long), stock(long)) < 0.05
