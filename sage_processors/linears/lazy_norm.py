@@ -40,10 +40,11 @@ class LazyNorm(Lazy):
         if call.is_careful:
             self.real()
 
-    def do_not_wait_again(self):
-        """Those who use it want ordinary numbers: the norm's next results of this size are computed at once."""
+    def real_from_now_on(self) -> torch.Tensor:
+        """The ordinary tensor, which those who use it want: the norm's next ones of this size are computed at once."""
         state = self._call.state
         state.at_once_up_to = max(state.at_once_up_to, self._shape.numel())
+        return self.real()
 
     def _operands(self):
         return [x for x in (self._call.x, self._gain, self._shift) if x is not None]

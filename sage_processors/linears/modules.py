@@ -20,7 +20,7 @@ from .lazy_columns import LazyColumns
 from .lazy_linear import LazyLinear, product
 from .lazy_norm import LazyNorm
 from .storage import CODES, SCALE, put_buffer
-from .weights import CALLED, DTYPES, EVENTS, LinearState
+from .weights import CALLED, DTYPES, EVENTS, LinearState, is_timed
 
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ else:
 
 _DEVICES = ("cpu", "cuda")
 _READY = (LazyNorm, LazyColumns)  # which are quantised as they are
-_CALLED = EVENTS.index(CALLED)
+_CALLED, _SHORT = EVENTS.index(CALLED), EVENTS.index("short")
 
 
 def _reason_against(module, state: LinearState, x, weight) -> str | None:
@@ -81,6 +81,7 @@ def _in_8_bit(module, base, x):
     A weight-only one takes and gives ordinary tensors: what comes before it and after it is of a few rows.
     """
     state = module._sage_linear
+    state.shared.was_called = True
     is_lazy = type(x) in _READY
     if not (is_lazy or type(x) is torch.Tensor):
         if isinstance(x, Lazy):
@@ -90,11 +91,12 @@ def _in_8_bit(module, base, x):
             return _exact(module, base, x)
     if state.is_resting:
         return _exact(module, base, real_of(x))
-    if state.is_short(x, module.out_features) and not (is_captured(x.device) and state.is_ready(module, x.device)):
-        if isinstance(x, LazyNorm):
-            x.do_not_wait_again()
-        state.stay_exact("short")
-        return _exact(module, base, real_of(x))
+    if x.numel() < state.short_below and is_timed(x.device):
+        if not (is_captured(x.device) and state.is_ready(module, x.device)):
+            if is_lazy:
+                x = x.real_from_now_on() if type(x) is LazyNorm else x.real()
+            state.events.add(_SHORT)
+            return _exact(module, base, x)
     weight = module._parameters.get("weight")
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     if reason is None and not state.prepare(module):
@@ -133,14 +135,15 @@ def _in_8_bit(module, base, x):
 def _compiled(module, base, x):
     """The same inside of torch.compile: registered ops, and everything else left to the compiler."""
     state = module._sage_linear
+    if x.numel() < state.short_below and is_timed(x.device):
+        state.is_short_compiled = True
+        return _exact(module, base, x)
     storage = state.storage
     weight = module._parameters.get("weight")
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     home = storage.modules[0]._buffers
     codes = home.get(CODES)
     balance = None if state.balance is None else state.balance.vector
-    if reason is None and state.is_short(x, module.out_features):
-        reason = "short"
     if reason is None and (codes is None or state.failed or codes.device != x.device or not state.is_filled):
         reason = "weight"
     if reason is None and balance is not None and balance.device != x.device:
@@ -261,7 +264,9 @@ def norm_class(base: Any) -> type:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1:
             return base.forward(self, *args, **kwargs)
-        x = real_of(args[0])
+        x = args[0]
+        if isinstance(x, Lazy):
+            x = x.real()
         lazy = self._sage_norm.postpone(self, x, base.forward)
         return base.forward(self, x) if lazy is None else lazy
 

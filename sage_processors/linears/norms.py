@@ -77,9 +77,9 @@ class NormState:
 
     def postpone(self, module, x, forward) -> torch.Tensor | None:
         """The lazy result of norm module called with x, or None: it has to be computed now."""
-        if not (self.is_postponed and self.shared.may_wait) or module.training or not can_wait(x):
+        if x.numel() <= self.at_once_up_to or not (self.is_postponed and self.shared.may_wait):
             return None
-        if x.dtype not in _DTYPES or not 2 <= x.dim() <= 4 or x.numel() <= self.at_once_up_to:
+        if module.training or not can_wait(x) or x.dtype not in _DTYPES or not 2 <= x.dim() <= 4:
             return None
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")

@@ -89,3 +89,4 @@ class Run:
             run = Run(self.storage, first, last) if last > first else None
             for module in self.storage.modules[first : last + 1]:
                 module._sage_linear.run = run
+                module._sage_linear.find_short()

@@ -83,7 +83,11 @@ def rows_of(swap) -> list[dict]:
             row["rel_l2"] = relative_error(known.probe)
             row["fallbacks"] = {name: n for name, n in events.items() if n and name != CALLED}
             traced = sum(known.events.traced.tolist())
-            row["compiled_calls"] = max(0, forwards - traced)
+            compiled = max(0, forwards - traced)
+            if known.is_short_compiled:
+                row["fallbacks"]["short"] = row["fallbacks"].get("short", 0) + compiled
+            else:
+                row["compiled_calls"] = compiled
             size = choice.module._parameters["weight"].element_size() - 1
             calls = row["calls"] + row["compiled_calls"]
             row["bytes_saved"] = calls * choice.module.in_features * choice.module.out_features * size

@@ -93,7 +93,7 @@ class LinearSwap:
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms: dict[int, Any] = {}
         self.choices: list[Choice] = []
-        self._eager_calls, self._forward_seen = 0, False
+        self._forward_seen = False
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
         self._active, self._hook = True, None
         try:
@@ -146,6 +146,8 @@ class LinearSwap:
                     self._leave(choice.module)
                 self._enter(choice)
         self._group()
+        for _, state in self._states.values():
+            state.find_short()
         find_neighbours(self.model, [module for module, _ in self._states.values()])
         self._postpone_norms()
 
@@ -236,15 +238,13 @@ class LinearSwap:
             return
         module._parameters["weight"] = placeholder(weight.shape, weight.dtype, device or weight.device)
         state.dropped = True
+        state.find_short()
 
     def _before_forward(self) -> None:
-        compiles = "torch._dynamo" in sys.modules
-        self._shared.may_wait = CAN_WAIT and not (compiles and _has_compiled_part(self.model))
-        calls = self._count()
-        ran_before = self._forward_seen
-        if calls == self._eager_calls and ran_before:
-            self.unseen_forwards += 1
-        self._eager_calls, self._forward_seen = calls, True
+        shared, ran_before = self._shared, self._forward_seen
+        shared.may_wait = CAN_WAIT and not ("torch._dynamo" in sys.modules and _has_compiled_part(self.model))
+        self.unseen_forwards += ran_before and not shared.was_called
+        shared.was_called, self._forward_seen = False, True
         for module, state in self._states.values():
             weight = module._parameters.get("weight")
             if state.dropped or weight is None or (state.is_fresh(weight) and not self.drop_weights):
@@ -253,12 +253,9 @@ class LinearSwap:
             if state.is_filled or ran_before or not self._waits(module):
                 self._prepare_one(module, state)
 
-    def _count(self) -> int:
-        return sum(sum(state.events.eager) for _, state in self._states.values())
-
     def forwards_without_eager_calls(self) -> int:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
-        return self.unseen_forwards + (self._forward_seen and self._count() == self._eager_calls)
+        return self.unseen_forwards + (self._forward_seen and not self._shared.was_called)
 
     def states(self) -> list[LinearState]:
         """Of every swapped layer."""
@@ -318,9 +315,12 @@ def _has_compiled_part(model: nn.Module) -> bool:
     while left:
         module = left.pop()
         if module is not None:
-            if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            if module._compiled_call_impl is not None:
                 return True
-            left.extend(module._modules.values())
+            if parts := module._modules:
+                if "_orig_mod" in parts:
+                    return True
+                left.extend(parts.values())
     return False
 
 

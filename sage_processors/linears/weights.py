@@ -73,11 +73,12 @@ class Shared:
     """What the layers and norms of one model have in common.
 
     Attributes: may_wait: results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary
-        tensors alone. least_work: multiply-adds of a call on a GPU that is worth 8 bit.
+        tensors alone. least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from
+        Python, since the last forward of the model began.
     """
 
     def __init__(self, least_work: int = 0):
-        self.may_wait, self.least_work = CAN_WAIT, least_work
+        self.may_wait, self.least_work, self.was_called = CAN_WAIT, least_work, False
 
 
 class LinearState:
@@ -99,6 +100,8 @@ class LinearState:
             `.data`, which no counter of PyTorch's tells. bias_touched: the bias was.
         dropped: the 16-bit weight is gone.
         failed: its weight can't be quantised.
+        short_below: calls with so many numbers or more are worth 8 bit; 0: all are.
+        is_short_compiled: a compiled call was short.
         is_resting: it runs in 16 bit for now, and nobody counts that: what others do is measured.
         probe: probe.LinearProbe that compares it with the 16-bit layer, or None.
     """
@@ -113,6 +116,7 @@ class LinearState:
         self.balance: Any = None
         self.neighbours: Any = None
         self.probe: Any = None
+        self.short_below, self.is_short_compiled = 0, False
         self.is_resting = False
         self.is_balanced = False
         self.version = 0
@@ -138,7 +142,7 @@ class LinearState:
 
     def is_fresh(self, weight) -> bool:
         """Whether nothing speaks for a weight that was written to or exchanged since it was quantised."""
-        return not (self.touched or self._is_another(weight))
+        return weight is self._weight() and not self.touched and _version(weight) == self._weight_version
 
     def _is_another(self, weight) -> bool:
         return weight is not self._weight() or _version(weight) != self._weight_version
@@ -218,14 +222,11 @@ class LinearState:
         if rows is not None:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
 
-    def is_short(self, x, columns: int) -> bool:
-        """Whether a call with x [..., K] and so many output columns, or with those it is multiplied together
-        with, has too little work for 8 bit."""
-        if self.dropped or self.is_weight_only or not is_timed(x.device):
-            return False
-        if self.run is not None:
-            columns = self.run.columns
-        return x.numel() * columns < self.shared.least_work
+    def find_short(self) -> None:
+        """Find `short_below` anew: the layer is multiplied together with others now, or no longer, or dropped."""
+        columns = self.storage.modules[self.index].out_features if self.run is None else self.run.columns
+        has_16_bit = not (self.dropped or self.is_weight_only)
+        self.short_below = -(-self.shared.least_work // columns) if has_16_bit else 0
 
     def leave_storage(self) -> None:
         """All of the modules that share a matrix get one of their own."""
@@ -238,6 +239,7 @@ class LinearState:
         for other, part in zip(shared.modules, kept, strict=True):
             state = other._sage_linear
             state.storage, state.index, state.run = Storage([other]), 0, None
+            state.find_short()
             if part is not None:
                 state.storage.write(0, QuantizedRows(*part))
 
@@ -246,7 +248,7 @@ class LinearState:
         if self.policy == "strict" and reason not in CHOSEN:
             raise UnsupportedLinearError(self.label, reason, REMEDIES.get(reason, ""))
         self.events.add(_EVENT.get(reason, _EVENT["other"]))
-        if not torch.compiler.is_compiling() and reason not in CHOSEN and (self.label, reason) not in _logged:
+        if reason not in CHOSEN and not torch.compiler.is_compiling() and (self.label, reason) not in _logged:
             first = all(seen != reason for _, seen in _logged)
             _logged.add((self.label, reason))
             remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""

@@ -54,6 +54,12 @@ def error(out, wanted) -> float:
     return float((out - wanted).norm() / wanted.norm())
 
 
+def set_least_work(net, work: int) -> None:
+    for module in linears(net):
+        module._sage_linear.shared.least_work = work
+        module._sage_linear.find_short()
+
+
 def linears(net):
     return [m for m in net.modules() if "_sage_linear" in m.__dict__]
 
@@ -62,7 +68,7 @@ def linears(net):
 def capturing(monkeypatch):
     """A list: while it is not empty, a graph is taken to be captured. And the CPU for a GPU, where calls are short."""
     on: list = []
-    monkeypatch.setattr(weights, "is_timed", lambda device: True)
+    monkeypatch.setattr(modules, "is_timed", lambda device: True)
     for module in (activations, modules, norms, storage, weights):
         monkeypatch.setattr(module, "is_captured", lambda device: bool(on))
     return on
@@ -77,9 +83,9 @@ def test_what_is_captured_leaves_weights_where_and_as_they_are(capturing):
         capturing.append(True)
         assert 1e-4 < error(net(x), stock(x)) < 0.05
         capturing.clear()
+        set_least_work(net, 0)
         for block in net.blocks:
             state = block.proj._sage_linear
-            state.shared.least_work = 0
             assert state.storage.is_fixed and not state.storage.in_turns
         assert 1e-4 < error(net(x), stock(x)) < 0.05  # now a graph reads them
         assert not any(block.proj._sage_linear.storage.in_turns for block in net.blocks)
@@ -91,7 +97,7 @@ def test_what_an_eager_call_laid_out_is_used_when_captured(capturing):
     net, stock, x = model(), model(), draw(8, 1)
     with sp.quantize_linears(net, "int8"):
         state = net.blocks[0].proj._sage_linear
-        state.shared.least_work = 0
+        set_least_work(net, 0)
         net(x)
         assert state.storage.in_turns
         known = state.storage._bias
@@ -107,7 +113,7 @@ def test_what_was_written_to_since_the_last_eager_8_bit_call_is_captured_in_16(c
     net, stock, x = model(), model(), draw(8, 1)
     with sp.quantize_linears(net, "int8"):
         state = net.blocks[0].out._sage_linear
-        state.shared.least_work = least_work
+        set_least_work(net, least_work)
         net(x)
         before = state.events.numbers()
         for one in (net, stock):
@@ -124,7 +130,7 @@ def test_a_graph_s_bias_is_renewed_in_place(capturing):
     net, x = model(), draw(8, 1)
     with sp.quantize_linears(net, "int8"):
         state = net.blocks[0].proj._sage_linear
-        state.shared.least_work = 0
+        set_least_work(net, 0)
         net(x)
         capturing.append(True)
         net(x)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears import weights
+from sage_processors.linears import modules
 from sage_processors.linears.weights import LEAST_WORK, Shared
 
 
@@ -45,6 +45,13 @@ def row_of(swap, name: str) -> dict:
     return next(row for row in swap.report().rows if row["layer"] == name)
 
 
+def set_least_work(net, work: int) -> None:
+    for module in net.modules():
+        if "_sage_linear" in module.__dict__:
+            module._sage_linear.shared.least_work = work
+            module._sage_linear.find_short()
+
+
 def draw(*shape, seed=1):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -57,11 +64,13 @@ def test_work_is_counted_over_all_that_is_multiplied_together(least):
         states = [net.blocks[0].to_v._sage_linear, net.blocks[0].up._sage_linear]
         for state in states:
             state.shared = shared
-        on_gpu, on_cpu = torch.empty(1, 10, 64, device="meta"), torch.empty(1, 10, 64)
-        assert states[0].is_short(on_gpu, 64) is not least
-        assert not states[0].is_short(on_cpu, 64) and not states[1].is_short(on_gpu, 256)
+            state.find_short()
+        assert (states[0].short_below > 10 * 64) is not least and states[1].short_below <= 10 * 64
+        states[0].run._break_up(1)
+        assert states[0].short_below > 10 * 64  # two of them are less work
         states[0].dropped = True
-        assert not states[0].is_short(on_gpu, 64)  # there is no 16-bit weight to multiply by
+        states[0].find_short()
+        assert states[0].short_below == 0  # there is no 16-bit weight to multiply by
         states[0].dropped = False
 
 
@@ -75,12 +84,12 @@ def test_only_default_sizes_leave_short_calls_in_16_bit():
 @pytest.mark.filterwarnings("error")
 def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypatch):
     """As on a GPU: the CPU is taken for one."""
-    monkeypatch.setattr(weights, "is_timed", lambda device: True)
+    monkeypatch.setattr(modules, "is_timed", lambda device: True)
     net = model(1024)
     stock = model(1024)
     short, long = draw(1, 8, 1024), draw(1, 40, 1024)
     with torch.no_grad(), sp.quantize_linears(net, "int8", policy="strict") as swap:
-        net.blocks[0].to_q._sage_linear.shared.least_work = 2**26
+        set_least_work(net, 2**26)
         state = net.blocks[0].norm._sage_norm
         for _ in range(3):
             torch.testing.assert_close(net(short), stock(short), rtol=0, atol=0)
@@ -98,12 +107,12 @@ def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypa
 
 
 def test_a_short_call_in_compiled_code(monkeypatch):
-    monkeypatch.setattr(weights, "is_timed", lambda device: True)
+    monkeypatch.setattr(modules, "is_timed", lambda device: True)
     net, stock = model(1024), model(1024)
     torch._dynamo.reset()
     short, long = draw(1, 8, 1024), draw(1, 40, 1024)
     with torch.no_grad(), sp.quantize_linears(net, "int8") as swap:
-        net.blocks[0].to_q._sage_linear.shared.least_work = 2**26
+        set_least_work(net, 2**26)
         for block in net.blocks:
             block.compile(fullgraph=True, backend="aot_eager")
         for _ in range(2):
