@@ -152,7 +152,7 @@ def attention(
     tile: None for the tile table's. keys: how many there are. packed: of sequences, as `device_tile` has it."""
     target, capability = TARGETS[name], _capability(name)
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
-    if (packed or qk != "int8") and tile.kernel == "hopper":
+    if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
     reference = reference or ("tile" if pv == "int8" else "first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
@@ -169,7 +169,8 @@ def attention(
 
         from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel as kernel
 
-        blocks = [("keys", "i8", [tile.block_n, width], gl.int8)]
+        codes = ("i8", gl.int8) if qk == "int8" else ("fp8e4nv", gl.float8e4nv)
+        blocks = [("keys", codes[0], [tile.block_n, width], codes[1])]
         if pv == "16bit":
             blocks += [("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16)]
         else:
@@ -182,7 +183,7 @@ def attention(
         constants |= {
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
-            "SLICE": query_slice(keys, mask == "causal", mask in ("keys", "tiles"), reference == "lagged"),
+            "SLICE": query_slice(keys, mask == "causal", mask == "keys", reference == "lagged"),
             "SPLIT": mask == "none",
         }
         options = {"num_warps": 4}
@@ -213,7 +214,7 @@ def prepare(
     target = TARGETS[name]
     capability = target.arch if target.backend == "cuda" else 0
     tile = choose_tile(capability, width, scaling, pv=pv, running=scaling != "planned")
-    if (packed or qk != "int8") and tile.kernel == "hopper":
+    if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
     num_warps = warps_of(tile.block_n, width)
     constants = {

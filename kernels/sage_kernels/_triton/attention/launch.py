@@ -199,7 +199,7 @@ def launch_attention_fwd(
             "PV": pv,
         }
         if tile.kernel == "hopper":
-            constants["SLICE"] = query_slice(seq_kv, is_band(masking), mask.kind != "none", lagged)
+            constants["SLICE"] = query_slice(seq_kv, is_band(masking), mask.kind not in ("none", "tiles"), lagged)
             constants["SPLIT"] = cut
             parts = [none if partials is None else partials]
             parts.append(none.view(torch.int32) if arrived is None else arrived)

@@ -51,7 +51,7 @@ def consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
 
     q_codes = program.shared.q_codes.index(GROUP_INDEX)
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    zero = gl.zeros((ROWS, BLOCK_N), gl.int32, SCORES)
+    zero = gl.zeros((ROWS, BLOCK_N), gl.int32 if KIND.qk_dtype == gl.int8 else gl.float32, SCORES)
     score_rows = program.tile.first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
     if FORMAT.reference == "lagged":
         reference = _kept_reference(program, score_rows, GROUP_INDEX, ROW)

@@ -103,6 +103,7 @@ def attention_fwd_hopper_kernel(
     k_row = kv_head_of_batch * n_tiles * BLOCK_N
 
     # which key tiles it visits: all of the tile's, and those of the piece
+    QK_DTYPE: gl.constexpr = keys.dtype
     PV_DTYPE: gl.constexpr = values.dtype
     MASKING: gl.constexpr = MaskKind(mask=MASK, has_bias=HAS_BIAS, has_left=HAS_LEFT, has_right=HAS_RIGHT)
     FORMAT: gl.constexpr = Format(scale_per_key=SCALING == "per_token", pv=PV, reference=REFERENCE)
@@ -133,13 +134,13 @@ def attention_fwd_hopper_kernel(
         ring_full = gl.minimum(gl.maximum(first + full - ring_first, 0), ring_visited)
 
     # shared memory
-    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], gl.int8)
+    Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], QK_DTYPE)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    q_smem = gl.allocate_shared_memory(gl.int8, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
+    q_smem = gl.allocate_shared_memory(QK_DTYPE, [GROUPS, ROWS, WIDTH], Q_LAYOUT)
     row_smem = gl.allocate_shared_memory(
         gl.float32, [GROUPS * ROW_FIELDS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    k_smem = gl.allocate_shared_memory(gl.int8, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
+    k_smem = gl.allocate_shared_memory(QK_DTYPE, [NUM_BUFFERS, BLOCK_N, WIDTH], keys.layout)
     v_smem = gl.allocate_shared_memory(PV_DTYPE, [NUM_BUFFERS] + values.block_type.shape, values.layout)
     if SCALING == "per_token":
         scale_smem = gl.allocate_shared_memory(gl.float32, [NUM_BUFFERS, 1, BLOCK_N], key_scales.layout)
@@ -195,7 +196,7 @@ def attention_fwd_hopper_kernel(
     KIND: gl.constexpr = Kind(
         head_dim=HEAD_DIM, width=WIDTH, block_n=BLOCK_N, scaling=SCALING, return_lse=RETURN_LSE,
         keeps_max=KEEPS_MAX, groups=GROUPS, splits=SPLIT, slice=SLICE, masking=MASKING, format=FORMAT,
-        pv_dtype=PV_DTYPE,
+        qk_dtype=QK_DTYPE, pv_dtype=PV_DTYPE,
     )  # fmt: skip
 
     if GROUPS == 2:

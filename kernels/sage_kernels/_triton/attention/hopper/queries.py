@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from ....recipe import E4M3_OF_INT8
 from ....state import STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
 from .types import LOWERED, ROW_FIELDS, ROWS, SCALE, TO_MIDRANGE
 
@@ -14,6 +15,7 @@ _STAT_K_MAX = gl.constexpr(STAT_K_MAX)
 _STAT_K_MIN = gl.constexpr(STAT_K_MIN)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _AMAX_FLOOR = gl.constexpr(1e-30)
+_E4M3_OF_INT8 = gl.constexpr(E4M3_OF_INT8)
 _ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
 _RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
@@ -64,7 +66,8 @@ def quantize_queries(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW
     SLICE: gl.constexpr = KIND.slice
     SLICES: gl.constexpr = ROWS // SLICE
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-    CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SLICE, WIDTH], gl.int8)
+    CODE: gl.constexpr = KIND.qk_dtype
+    CODES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([SLICE, WIDTH], CODE)
     inputs = program.inputs
     recorded = program.recorded
     of_rows = program.shared.of_rows
@@ -78,7 +81,7 @@ def quantize_queries(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW
         slices = 1
     else:  # SLICES, which the compiler does not know: no unrolling
         slices = gl.minimum(tile.seq_q + SLICES, SLICES)
-    q_slices = program.shared.q_codes._reinterpret(gl.int8, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
+    q_slices = program.shared.q_codes._reinterpret(CODE, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
     of_slices = of_rows._reinterpret(gl.float32, [KIND.groups * ROW_FIELDS * SLICES, SLICE], of_rows.layout)
     fields = GROUP_INDEX * ROW_FIELDS * SLICES
     weight = gl.load(recorded.q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
@@ -111,10 +114,15 @@ def quantize_queries(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW
             amax = gl.full([SLICE], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT)) + amax_of_all
         amax = gl.maximum(amax, _AMAX_FLOOR)
         inverse = gl.div_rn(gl.full_like(amax, 127.0), amax)
-        codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
-        q_slices.index(GROUP_INDEX * SLICES + i).store(codes.to(gl.int8))
+        if CODE == gl.int8:
+            codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
+        else:
+            codes = x * inverse[:, None] * _E4M3_OF_INT8
+        q_slices.index(GROUP_INDEX * SLICES + i).store(codes.to(CODE))
         # a NaN in a row must not be laundered into a code: max() dropped it
         scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (inputs.softmax_scale * _LOG2_E)
+        if CODE != gl.int8:  # K's scales are those of INT8 codes, too
+            scale = scale * (1.0 / (_E4M3_OF_INT8 * _E4M3_OF_INT8))
         if SLICES == 1:
             # through shared memory, the plain loop beside a mask of keys spilled 20 registers (Triton 3.7.1)
             row_scale = gl.convert_layout(scale, ROW)

@@ -41,7 +41,7 @@ class Kind(NamedTuple):
     """What the kernel is compiled for.
 
     keeps_max: the rows' largest scores are kept for a later call; splits: tiles of query rows can be cut along the
-    keys; slice: query rows that are quantised together; pv_dtype: of P and V as operands.
+    keys; slice: query rows that are quantised together; qk_dtype, pv_dtype: of Q and K, and of P and V, as operands.
     """
 
     head_dim: gl.constexpr
@@ -55,6 +55,7 @@ class Kind(NamedTuple):
     slice: gl.constexpr
     masking: gl.constexpr
     format: gl.constexpr
+    qk_dtype: gl.constexpr
     pv_dtype: gl.constexpr
 
 
@@ -188,7 +189,7 @@ class Copied(NamedTuple):
 
 
 class Warpgroup(NamedTuple):
-    """What all key tiles of one warpgroup share. zero: int32 [R, N]; row_scale, score_rows: [R], the scale and the
+    """What all key tiles of one warpgroup share. zero: [R, N] in the scores' type; row_scale, score_rows: [R], the scale and the
     number of each query row; earlier: the warpgroup's part of `Shared.earlier`.
     """
 
