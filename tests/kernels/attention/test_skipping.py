@@ -210,6 +210,41 @@ def test_outputs_are_those_of_the_visited_tiles(recipe, attend):
     )  # fmt: skip
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [sage_kernels.DEFAULT_RECIPE, FP8])
+@pytest.mark.parametrize("seq_kv", [4096, 4130])
+def test_programs_share_lists_of_any_length(recipe, seq_kv):
+    """Cut along the keys where a call has few query tiles: some pieces of a short list are empty. Sums of two calls,
+    of which the second has the row maxima of the first."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    q, k, v = (x.cuda() for x in make_qkv("normal", 1, 700, seq_kv, 2, 1, 128, seed=3, dtype=torch.bfloat16))
+    scales = ScaleState([Site("a", 1, 128)], device="cuda")
+    row_max = torch.full((1, 2, 700), torch.nan, device="cuda")
+    lists = sage_kernels.new_skip_state(1, 2, 700, seq_kv, 128, "cuda", recipe=recipe, limit=0.5, every=4)
+    tiles, query_tiles = -(-seq_kv // lists.block_k), lists.lists.shape[2]
+    kept = torch.zeros(1, 2, query_tiles, tiles, dtype=torch.bool, device="cuda")
+    order = torch.rand(kept.shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").argsort(-1)
+    for i, (h, m) in enumerate((h, m) for h in range(2) for m in range(query_tiles)):
+        number = (1, 2, 3, 7, tiles, tiles - 1, 17)[i % 7]
+        kept[0, h, m] = order[0, h, m] < number
+        kept[0, h, m, -1] |= i % 2 == 0  # the ragged one, which a list has at its other end
+    lists.lists.copy_(pack(~kept))
+    lists.clock[CLOCK_LAST] = lists.now  # no step since: nothing is measured
+    hidden = ~kept[0].repeat_interleave(lists.block_q, 1)[:, :700].repeat_interleave(lists.block_k, 2)[..., :seq_kv]
+    scores = torch.einsum("qhd,kd->hqk", q[0].double(), k[0, :, 0].double()) * 128**-0.5
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    wanted = torch.einsum("hqk,kd->qhd", weights, v[0, :, 0].double())
+    for known in (False, True):
+        state = scales.head_state(0)
+        state = state.keeping(row_max, known) if recipe == FP8 else state
+        out = sage_kernels.sage_attention(q, k, v, state=state, skip=lists, recipe=recipe)[0].double()
+        worst = ((out - wanted).norm(dim=-1) / wanted.norm(dim=-1)).amax()
+        assert float((out - wanted).norm() / wanted.norm()) < (0.06 if recipe == FP8 else 0.03)
+        assert float(worst) < (0.2 if recipe == FP8 else 0.1)
+        scales.advance(1.0, 0.9)
+
+
 def copied(lists):
     """The same lists on the CPU, without alarms."""
     own = lists._replace(**{name: getattr(lists, name).cpu().clone() for name in lists._fields[:7]})

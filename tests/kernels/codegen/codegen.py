@@ -184,7 +184,7 @@ def attention(
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
             "SLICE": query_slice(keys, mask == "causal", mask == "keys", reference == "lagged"),
-            "SPLIT": mask == "none",
+            "SPLIT": mask in ("none", "tiles"),
         }
         options = {"num_warps": 4}
     else:

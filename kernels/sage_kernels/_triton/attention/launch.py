@@ -146,7 +146,7 @@ def launch_attention_fwd(
         # triton.cdiv takes two microseconds on the host
         tiles = -(-seq_q // tile.block_m) if packed is None else packed.slots(seq_q, tile.block_m)
         tiles *= batch * heads
-        cut = skip is None and can_be_cut(tile, masking, mask)
+        cut = can_be_cut(tile, masking, mask)
         tail = choose_tail(tiles, seq_kv, processors_of(q.device)) if cut else None
         partials = arrived = None
         if tail is not None:

@@ -9,7 +9,7 @@ from .epilogue import finish
 from .main_loop import sum_up
 from .queries import quantize_queries
 from .split_keys import with_other_pieces
-from .types import ROW_FIELDS, ROWS, TO_MIDRANGE, Layouts, Warpgroup
+from .types import ROW_FIELDS, ROWS, TO_MIDRANGE, Layouts, Total, Warpgroup
 
 
 _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
@@ -63,7 +63,18 @@ def consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
         zeroed=program.shared.zeroed, ring=program.ring, seen=program.seen,
     )  # fmt: skip
 
-    total = sum_up(reference, group, GROUP_INDEX, KIND, LAYOUTS)
+    if KIND.masking.mask == "tiles":
+        # of a short list some pieces are empty: sums of nothing
+        total = Total(
+            acc=gl.zeros((ROWS, WIDTH), gl.float32, OUT),
+            reference=reference,
+            running_sum=gl.zeros([ROWS], gl.float32, ROW),
+            largest_p=gl.zeros([ROWS], gl.int32, ROW),
+        )
+        if program.seen.visited > 0:
+            total = sum_up(reference, group, GROUP_INDEX, KIND, LAYOUTS)
+    else:
+        total = sum_up(reference, group, GROUP_INDEX, KIND, LAYOUTS)
     if FORMAT.reference != "running":
         # the ring is free for other use once all warpgroups are through
         mbarrier.arrive(program.shared.finished, count=1)

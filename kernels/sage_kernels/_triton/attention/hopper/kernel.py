@@ -119,6 +119,7 @@ def attention_fwd_hopper_kernel(
         tiles_ptr += program.to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + program * 2)
         visited = gl.load(numbers_ptr + program * 2 + 1)
+        first_full = full
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + b * list_step_b * 2)
@@ -193,10 +194,12 @@ def attention_fwd_hopper_kernel(
         k_codes=keys, v_tiles=values, k_scales=key_scales, ring=ring, seen=seen, k_row=k_row, v_head=kv_head_of_batch,
         b=b, h_kv=h_kv,
     )  # fmt: skip
+    # beside lists and with 16-bit P it was slower
+    EARLY: gl.constexpr = MASK == "none" or (MASK == "tiles" and PV == "fp8_e4m3")
     KIND: gl.constexpr = Kind(
         head_dim=HEAD_DIM, width=WIDTH, block_n=BLOCK_N, scaling=SCALING, return_lse=RETURN_LSE,
         keeps_max=KEEPS_MAX, groups=GROUPS, splits=SPLIT, slice=SLICE, masking=MASKING, format=FORMAT,
-        qk_dtype=QK_DTYPE, pv_dtype=PV_DTYPE,
+        qk_dtype=QK_DTYPE, pv_dtype=PV_DTYPE, scale_early=EARLY,
     )  # fmt: skip
 
     if GROUPS == 2:

@@ -9,6 +9,12 @@ from ..key_tiles import tile_at
 @gluon.jit
 def seen_tile(i, seen, MASKING: gl.constexpr):
     """The i-th visited key tile: the wholly visible ones come first."""
-    return tile_at(
-        i, seen.tiles_ptr, seen.n_tiles, seen.first, seen.first_full, seen.full, MASKING.mask, MASKING.has_left
-    )
+    if MASKING.mask == "tiles":  # of a list that programs share
+        tile = tile_at(
+            seen.first + i, seen.tiles_ptr, seen.n_tiles, 0, 0, seen.first_full, MASKING.mask, MASKING.has_left
+        )  # fmt: skip
+    else:
+        tile = tile_at(
+            i, seen.tiles_ptr, seen.n_tiles, seen.first, seen.first_full, seen.full, MASKING.mask, MASKING.has_left
+        )  # fmt: skip
+    return tile

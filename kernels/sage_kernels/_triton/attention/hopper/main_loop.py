@@ -23,7 +23,7 @@ def _next_tile(slot, phase, tile_scale, ring, KIND: gl.constexpr, LAYOUTS: gl.co
     SCALE_PER_KEY: gl.constexpr = KIND.format.scale_per_key
     slot, phase = ring.following(slot, phase)
     ring.wait_filled(slot, phase)
-    if KIND.masking.mask != "keys" and not SCALE_PER_KEY:
+    if KIND.scale_early and not SCALE_PER_KEY:
         tile_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, LAYOUTS.scores)
     return slot, phase, tile_scale
 
@@ -48,7 +48,7 @@ def _key_step(
     OUT: gl.constexpr = LAYOUTS.out
     # for the next tile, before the wait for P·V: faster where a call is long (then Q is not sliced), and beside a mask
     # of keys the loop spills registers
-    LONG: gl.constexpr = KIND.slice == ROWS and MASKING.mask != "keys"
+    LONG: gl.constexpr = KIND.slice == ROWS and MASKING.mask == "none"
     WAITS_EARLY: gl.constexpr = not FP8 and (WIDTH == 64 or LONG)
     ring = group.ring
     seen = group.seen
@@ -65,7 +65,7 @@ def _key_step(
     top = sums.top
     if MASKED:  # a list is read one tile ahead
         after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
-    if MASKING.mask != "keys" and not SCALE_PER_KEY:
+    if KIND.scale_early and not SCALE_PER_KEY:
         key_scale = tile_scale
     elif not SCALE_PER_KEY:
         key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)

@@ -48,6 +48,15 @@ def copy_keys_and_values(
     copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr
 ):
     """Fill slot after slot as the warpgroups free them: a key tile, and the value tile before it."""
+    if MASKING.mask == "tiles":
+        if copied.seen.visited > 0:
+            _copy_all(copied, WIDTH, BLOCK_N, MASKING, FORMAT)
+    else:
+        _copy_all(copied, WIDTH, BLOCK_N, MASKING, FORMAT)
+
+
+@gluon.jit
+def _copy_all(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr):
     keys = copied.k_codes
     values = copied.v_tiles
     key_scales = copied.k_scales

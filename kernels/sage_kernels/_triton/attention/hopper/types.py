@@ -41,7 +41,8 @@ class Kind(NamedTuple):
     """What the kernel is compiled for.
 
     keeps_max: the rows' largest scores are kept for a later call; splits: tiles of query rows can be cut along the
-    keys; slice: query rows that are quantised together; qk_dtype, pv_dtype: of Q and K, and of P and V, as operands.
+    keys; slice: query rows that are quantised together; qk_dtype, pv_dtype: of Q and K, and of P and V, as operands;
+    scale_early: a tile's scale is read as soon as it is there.
     """
 
     head_dim: gl.constexpr
@@ -57,6 +58,7 @@ class Kind(NamedTuple):
     format: gl.constexpr
     qk_dtype: gl.constexpr
     pv_dtype: gl.constexpr
+    scale_early: gl.constexpr
 
 
 class Layouts(NamedTuple):
@@ -115,7 +117,9 @@ class Shared(NamedTuple):
 
 class Seen(NamedTuple):
     """The key tiles that a program visits: `visited` of them from `first` on, or those of a list; the first `full` are
-    seen wholly. left, right, offset: of the band; the rest as in ../key_tiles.py.
+    seen wholly. left, right, offset: of the band; the rest as in ../key_tiles.py. Of a list for each tile of query
+    rows, `first` is the place where the program's piece begins, and `first_full` how many the list has wholly; a piece
+    may be empty.
     """
 
     reach: gl.tensor
