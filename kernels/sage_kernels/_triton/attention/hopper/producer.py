@@ -69,6 +69,9 @@ def _copy_all(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.co
     SCALE_PER_KEY: gl.constexpr = FORMAT.scale_per_key
     tile = seen_tile(0, seen, MASKING)
     after = seen_tile(gl.minimum(1, seen.visited - 1), seen, MASKING)
+    LIST: gl.constexpr = MASKING.mask == "tiles"
+    if LIST:
+        later = seen_tile(gl.minimum(2, seen.visited - 1), seen, MASKING)
     if not SCALE_PER_KEY:
         k_scales = key_scales + v_head * seen.n_tiles
         hand_over(gl.load(k_scales + tile), ring.k_scales.index(0))
@@ -81,8 +84,13 @@ def _copy_all(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.co
     for i in range(1, seen.visited):
         before = tile
         tile = after
-        # the list and the scales are read one tile ahead, before the wait that hides their latency
-        after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
+        # the list and the scales are read one tile ahead, before the wait that hides their latency; a list that differs
+        # from program to program comes from further away: two ahead, so that neither waits for the other
+        if LIST:
+            after = later
+            later = seen_tile(gl.minimum(i + 2, seen.visited - 1), seen, MASKING)
+        else:
+            after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
         if not SCALE_PER_KEY:
             scale_of_tile = scale
             scale = gl.load(k_scales + after)
