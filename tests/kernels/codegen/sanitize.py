@@ -93,6 +93,10 @@ def selection() -> list[Launch]:
         for head_dim in (64, 128):
             launches.append(Launch(head_dim, "planned", "full", recipe=recipe, seq_kv=400, skips=True))
     launches.append(Launch(256, "planned", "full", seq_kv=400, skips=True))
+    for recipe in ("qk_int8_pv_bf16", FP8):  # programs share a list
+        launches.append(Launch(128, "planned", "full", recipe=recipe, seq_kv=2100, skips=True))
+    for scaling in ("per_token", "planned"):
+        launches.append(Launch(128, scaling, "full", recipe="qk_fp8_pv_fp8"))
     return launches
 
 
