@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels import SCALINGS, new_skip_state, sage_attention, sage_attention_varlen
+from sage_kernels import RECIPES, SCALINGS, new_skip_state, sage_attention, sage_attention_varlen
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_quantize
 from sage_kernels.testing import exact_attention, relative_l2
@@ -114,7 +114,7 @@ def test_what_it_has_not_is_refused():
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
-def test_hopper_runs_it_in_the_general_kernel(width, monkeypatch):
+def test_hopper_s_own_kernel_runs_it_but_at_width_256(width, monkeypatch):
     pytest.importorskip("triton")
     from sage_kernels._triton.attention import launch as launch_attention
 
@@ -122,5 +122,6 @@ def test_hopper_runs_it_in_the_general_kernel(width, monkeypatch):
     device = torch.device("cuda")
     for lagged in (False, True):
         for scaling in ("planned", "per_token"):
-            tile = launch_attention.device_tile(device, width, scaling, pv="fp8_e4m3", lagged=lagged, hopper=False)
-            assert tile.kernel == "tma"
+            tile = launch_attention.device_tile(device, width, scaling, pv="fp8_e4m3", lagged=lagged)
+            assert (tile.kernel == "hopper") is (width <= 128)
+    assert RECIPES[FP8].hopper

@@ -14,6 +14,7 @@ from sage_kernels import RECIPES, sage_attention
 from sage_kernels._triton.attention.tiles import Tile
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
+from sage_kernels.testing import FP32_ROUNDING
 from tests.kernels.attention.attention_cases import FP8, Attend, key_padding, normal
 
 
@@ -21,6 +22,9 @@ pytestmark = pytest.mark.gpu
 
 BF16 = "qk_int8_pv_bf16"
 ITS_RECIPES = [name for name, recipe in RECIPES.items() if recipe.hopper and not recipe.plain]
+# Of a score, by the format of Q and K: INT8 is summed exactly and rounded to fp32; Hopper's FP8 matrix unit cuts off
+# what is 13 bits below the largest product. In units of fp32's rounding
+SUM_ROUNDING = {"int8": 1.0, "fp8_e4m3": 2.0**-13 / FP32_ROUNDING}
 # (queries, keys): within one tile, ragged ones, more tiles than the ring has buffers and than are summed in FP8
 LENGTHS = [(1, 1), (64, 128), (113, 203), (300, 1025), (129, 2049)]
 MASKS = {
@@ -56,6 +60,11 @@ def hopper(request, monkeypatch, hopper_gpu):
     attend = Attend("cuda", monkeypatch)
     attend.head_dim, attend.tile = head_dim, tile
     return attend
+
+
+def rounded_like(exponent: float, recipe: str) -> float:
+    """The size of fp32 scores that are off by as much as scores of size `exponent` are with this recipe."""
+    return exponent * SUM_ROUNDING[RECIPES[recipe].qk]
 
 
 def skip_what_is_the_same(hopper, recipe):
@@ -100,7 +109,7 @@ def test_planned_steps_match_the_reference(recipe, mask, hopper, monkeypatch):
             q = 30 * q
         if recipe == FP8:
             state = state.keeping(rows, known=step > 0)
-        hopper.check(q, k, v, recipe=recipe, state=state, exponent=2000.0, **MASKS[mask])
+        hopper.check(q, k, v, recipe=recipe, state=state, exponent=rounded_like(2000.0, recipe), **MASKS[mask])
         counts = state.counts.sum(0)
         tried, redone = int(counts[COUNT_TRIED]), int(counts[COUNT_REDONE])
         # the 64 rows of each of 5 warpgroups once (a sixth has none) but for unknown ones (the first step); those that

@@ -11,7 +11,7 @@ from sage_kernels.masking import NO_MASKING
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from tests.kernels.attention.attention_cases import FP8, Attend, normal
-from tests.kernels.hopper.test_hopper_kernel import ITS_RECIPES, TILES, skip_what_is_the_same
+from tests.kernels.hopper.test_hopper_kernel import ITS_RECIPES, TILES, rounded_like, skip_what_is_the_same
 
 
 H200 = 132  # SMs
@@ -140,7 +140,7 @@ def planned_steps(hopper, recipe, tail):
             q = 30 * q
         if recipe == FP8:
             state = state.keeping(rows, known=step > 0)
-        out, lse = hopper.check(q, k, v, recipe=recipe, state=state, exponent=2000.0)
+        out, lse = hopper.check(q, k, v, recipe=recipe, state=state, exponent=rounded_like(2000.0, recipe))
         counts = state.counts.sum(0)
         yield (
             out,
@@ -179,7 +179,7 @@ def test_pieces_that_outgrow_their_reference_are_done_again(recipe, tail, hopper
     q, k, v = normal(1, 200, 2049, 2, 2, hopper.head_dim, dtype=torch.bfloat16)
     k *= torch.linspace(0, 40, 2049)[None, :, None, None]
     k[0, 2000, 1] = 60 * q[0, 7, 1]
-    out, _ = hopper.check(q, k, v, recipe=recipe, scaling="per_token", exponent=20000.0)
+    out, _ = hopper.check(q, k, v, recipe=recipe, scaling="per_token", exponent=rounded_like(20000.0, recipe))
     assert out.isfinite().all()
     q[0, 70, 1] = torch.nan
     out, lse = hopper(q, k, v, recipe=recipe, scaling="per_token")
