@@ -31,7 +31,7 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 FP8 = "qk_int8_pv_fp8"
-PARTS = 6  # processes that compile
+PARTS = 6  # processes that compile, and that one tool watches: a launch takes some ten seconds there
 REPORTED_LINES = 200  # of a tool that found something
 BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
 
@@ -231,20 +231,25 @@ def run_tools() -> int:
     watched = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
     errors, ordered, reports = {}, {}, {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(TOOLS) * PARTS) as pool:
 
-        def run(tool):
+        def run(tool, part):
             # prints 100 reports unless told, and those not printed could not be looked up
-            command = [sanitizer, "--tool", tool, "--print-limit", "0", *script]
-            command += ["--code", folder] if tool == "racecheck" else []
+            command = [sanitizer, "--tool", tool, "--print-limit", "0", *script, "--part", str(part)]
+            if tool == "racecheck":
+                own = Path(folder) / str(part)
+                own.mkdir()
+                command += ["--code", str(own)]
             return subprocess.run(command, capture_output=True, text=True, env=watched)
 
-        runs = dict(zip(TOOLS, pool.map(run, TOOLS), strict=True))
-        unordered, races = unordered_races(runs["racecheck"].stdout + runs["racecheck"].stderr, disassemble)
-    for tool, done in runs.items():
-        report = done.stdout + done.stderr
-        found = SUMMARY.search(report)
-        errors[tool] = int(found[1] or found[2]) if found and done.returncode == 0 else None
+        started = {tool: [pool.submit(run, tool, part) for part in range(PARTS)] for tool in TOOLS}
+        runs = {tool: [each.result() for each in parts] for tool, parts in started.items()}
+        texts = {tool: "".join(done.stdout + done.stderr for done in parts) for tool, parts in runs.items()}
+        unordered, races = unordered_races(texts["racecheck"], disassemble)
+    for tool, report in texts.items():
+        found = SUMMARY.findall(report)
+        is_whole = len(found) == PARTS and not any(done.returncode for done in runs[tool])
+        errors[tool] = sum(int(number) for pair in found for number in pair if number) if is_whole else None
         if tool == "racecheck" and errors[tool] == races:  # every report was read
             print(f"{tool}: {races} reported", *unordered, sep="\n")
             errors[tool], ordered[tool] = len(unordered), races
