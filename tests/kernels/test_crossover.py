@@ -44,8 +44,8 @@ def row(tokens, scores=0, *, causal=False, head_dim=256):
 
 @pytest.mark.parametrize("row", [r for r in crossover.CROSSOVERS if r.evidence], ids=lambda r: r.evidence[0])
 def test_a_row_is_what_was_measured(row):
-    """The newest measurements of a row's cases, on the GPU that stands for its class, reach break-even, and the shortest
-    of them is where INT8 begins."""
+    """The newest measurements of a row's cases, on the GPU that stands for its class, reach break-even, and the
+    shortest of them is where INT8 begins."""
     gpu = {"hopper": "H200"}[row.gpu]
     speeds = [r for r in read_rows(RESULTS) if r["metric"] in ("throughput", "time") and gpu in r["gpu"]]
     newest = {(r["case"], r["provider"], r["recipe"]): r for r in speeds}
