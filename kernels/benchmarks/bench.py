@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
+from sage_kernels.planning import state as planning
 from sage_kernels.recipe import FP8_RECIPE
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
@@ -86,17 +87,19 @@ def torch_sdpa(case, backend, attn_mask=None, causal=""):
     return run
 
 
-def planned_attention(case, q, k, v, lagged=False, rotation="none", **options):
+def planned_attention(
+    case, q, k, v, lagged=False, rotation="none", attention=sage_attention, planning=planning, **options
+):
     """Timestep scaling in its steady state: a plan made from a step of the same distribution.
 
     lagged: keep the rows' maxima as the softmax reference of the next call (FP8), for each set of inputs its own: a
     denoising step sees nearly the rows of the step before, and another random draw would not. Tiles of rows that are
     done again nevertheless are counted, and timed; "/running_max" is the same without such a reference.
-    """
-    from sage_kernels.planning.state import ScaleState, Site
 
+    attention, planning: `sage_attention` and the module of ScaleState and Site, of another version than today's.
+    """
     options |= {"rotation": rotation}
-    scales = ScaleState([Site("bench", case.kv_heads, case.head_dim, rotation)], device=q.device)
+    scales = planning.ScaleState([planning.Site("bench", case.kv_heads, case.head_dim, rotation)], device=q.device)
     state = scales.head_state(0)
     kept = {}
 
@@ -107,7 +110,7 @@ def planned_attention(case, q, k, v, lagged=False, rotation="none", **options):
             if not known:
                 kept[q.data_ptr()] = q.new_empty(case.batch, case.heads, case.seq_q, dtype=torch.float32)
             mine = state.keeping(kept[q.data_ptr()], known)
-        return sage_attention(q, k, v, state=mine, **options)
+        return attention(q, k, v, state=mine, **options)
 
     run(q, k, v)
     scales.advance(1.0, 0.9)
