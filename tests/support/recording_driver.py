@@ -26,8 +26,11 @@ def install(device: int | None = 0, stream: int = 0) -> list:
             return {"max_shared_mem": 232448}
 
     class Launcher:
+        made = []  # hashes of the kernels, as launchers of them are made
+
         def __init__(self, src, metadata):
             self.hash = metadata.hash
+            self.made.append(self.hash)
 
         def __call__(self, *arguments):
             values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments[9:]]

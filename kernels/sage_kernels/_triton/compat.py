@@ -31,6 +31,7 @@ NAMES = (
 ATTRIBUTES = (
     "params", "do_not_specialize", "do_not_specialize_on_alignment", "arg_names", "device_caches", "ASTSource",
     "run", "function", "packed_metadata", "metadata", "src", "signature", "target", "num_warps", "shared",
+    "launcher_cls",
 )  # fmt: skip
 DRIVER = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo")  # the last one from CUDA 12.4 on
 GLUON = (
@@ -224,6 +225,15 @@ def told_when_read(kernel, told):
         yield
     finally:
         _told.read = None
+
+
+def build_launcher(compiled) -> None:
+    """Make what launches a compiled kernel: until Triton 3.6 a C compiler does that at its first launch. It stays in
+    Triton's cache. Nothing is loaded onto the GPU: a graph may be captured just now.
+    """
+    if _driver is not None:
+        with contextlib.suppress(AttributeError):
+            attribute(_driver.active, "launcher_cls")(attribute(compiled, "src"), attribute(compiled, "metadata"))
 
 
 # launches through the CUDA driver

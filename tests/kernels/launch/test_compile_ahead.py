@@ -195,6 +195,8 @@ handed.clear()
 """
 
 OUTCOMES = """
+made = triton.runtime.driver.active.launcher_cls.made
+made.clear()
 started = compile_ahead([use(good), use(bad), use(good, 32)])
 assert not handed, "nothing is launched"
 try:
@@ -205,6 +207,7 @@ else:
     raise AssertionError("no error")
 first, broken, second = started.jobs
 assert (first.cached, second.cached) == (False, False) and broken.error is not None
+assert len(made) == 2, "launchers are left to their first launches"
 assert not ahead._under_way
 [thread.join() for thread in list(ahead._workers)]
 assert not ahead._workers, "threads that wait for work"

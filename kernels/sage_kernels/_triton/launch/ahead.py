@@ -58,7 +58,7 @@ class Job:
                 compat.told_of_cache_hits() as hits,
                 compat.told_when_read(self.kernel, turn.give_back),
             ):
-                self.kernel.warmup(*self.arguments, grid=(1,), **self.constants)
+                compat.build_launcher(self.kernel.warmup(*self.arguments, grid=(1,), **self.constants))
             self.cached = all(hits) if hits else None
         except Exception as error:  # whatever it is: the launch meets it again, and raises it
             self.error = error

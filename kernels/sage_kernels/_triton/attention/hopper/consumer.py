@@ -17,19 +17,19 @@ _LAGGED_EXPONENT = gl.constexpr(recipe.LAGGED_EXPONENT)
 
 
 @gluon.jit
-def _kept_reference(program, score_rows, GROUP_INDEX: gl.constexpr, ROW: gl.constexpr):
+def _kept_reference(program, score_rows, group_index, ROW: gl.constexpr):
     """Softmax reference [ROWS] from the row maxima of the call before: max score per row (log2), K centred on its
     midrange, which this call's midrange takes the place of."""
     tile = program.tile
     row_max = program.recorded.row_max_ptr + (tile.b * tile.heads + tile.h).to(gl.int64) * tile.seq_q + score_rows
     earlier = gl.load(row_max, mask=score_rows < tile.seq_q, other=0.0)
-    earlier -= program.shared.of_rows.index(GROUP_INDEX * ROW_FIELDS + TO_MIDRANGE).load(ROW)
+    earlier -= program.shared.of_rows.index(group_index * ROW_FIELDS + TO_MIDRANGE).load(ROW)
     # of a NaN or -inf nothing is known, and 0 is as good a guess as any
     return gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
 
 
 @gluon.jit
-def consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
+def consume(program, group_index, KIND: gl.constexpr):
     """One warpgroup: quantise its query rows, walk the key tiles, write the output."""
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
@@ -47,17 +47,17 @@ def consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     LAYOUTS: gl.constexpr = Layouts(scores=SCORES, out=OUT, p_operand=P_OPERAND)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
-    row_scale = quantize_queries(program, GROUP_INDEX, KIND, ROW)
+    row_scale = quantize_queries(program, group_index, KIND, ROW)
 
-    q_codes = program.shared.q_codes.index(GROUP_INDEX)
+    q_codes = program.shared.q_codes.index(group_index)
     reference = gl.full([ROWS], float("-inf"), gl.float32, ROW)
     zero = gl.zeros((ROWS, BLOCK_N), gl.int32 if KIND.qk_dtype == gl.int8 else gl.float32, SCORES)
-    score_rows = program.tile.first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, ROW)
+    score_rows = program.tile.first_row + group_index * ROWS + gl.arange(0, ROWS, ROW)
     if FORMAT.reference == "lagged":
-        reference = _kept_reference(program, score_rows, GROUP_INDEX, ROW)
+        reference = _kept_reference(program, score_rows, group_index, ROW)
     earlier = program.shared.earlier
     if FP8:
-        earlier = (earlier[0].index(GROUP_INDEX), earlier[1].index(GROUP_INDEX))
+        earlier = (earlier[0].index(group_index), earlier[1].index(group_index))
     group = Warpgroup(
         q_codes=q_codes, zero=zero, row_scale=row_scale, score_rows=score_rows, earlier=earlier,
         zeroed=program.shared.zeroed, ring=program.ring, seen=program.seen,
@@ -72,17 +72,17 @@ def consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
             largest_p=gl.zeros([ROWS], gl.int32, ROW),
         )
         if program.seen.visited > 0:
-            total = sum_up(reference, group, GROUP_INDEX, KIND, LAYOUTS)
+            total = sum_up(reference, group, group_index, KIND, LAYOUTS)
     else:
-        total = sum_up(reference, group, GROUP_INDEX, KIND, LAYOUTS)
+        total = sum_up(reference, group, group_index, KIND, LAYOUTS)
     if FORMAT.reference != "running":
         # the ring is free for other use once all warpgroups are through
         mbarrier.arrive(program.shared.finished, count=1)
     if KIND.splits:
         is_last = gl.to_tensor(True)
         if program.split.pieces > 1:
-            total, is_last = with_other_pieces(total, program.split, GROUP_INDEX, KIND, LAYOUTS)
+            total, is_last = with_other_pieces(total, program.split, group_index, KIND, LAYOUTS)
         if is_last:
-            finish(program, group, total, GROUP_INDEX, KIND, LAYOUTS)
+            finish(program, group, total, group_index, KIND, LAYOUTS)
     else:
-        finish(program, group, total, GROUP_INDEX, KIND, LAYOUTS)
+        finish(program, group, total, group_index, KIND, LAYOUTS)

@@ -31,7 +31,7 @@ _RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
 
 
 @gluon.jit
-def finish(program, group, total, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+def finish(program, group, total, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """From one warpgroup's sums over all keys to its rows of the output, the LSE and the row maxima that are kept."""
     HEAD_DIM: gl.constexpr = KIND.head_dim
     WIDTH: gl.constexpr = KIND.width
@@ -69,19 +69,19 @@ def finish(program, group, total, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr,
             lanes = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
             count = recorded.counts_ptr + (gl.load(recorded.row_ptr) + h_kv) * _COUNTS + lanes * 0
             # a warpgroup without rows did nothing
-            one = gl.full_like(lanes, 1) * (tile.first_row + GROUP_INDEX * ROWS < seq_q).to(gl.int32)
+            one = gl.full_like(lanes, 1) * (tile.first_row + group_index * ROWS < seq_q).to(gl.int32)
             gl.atomic_add(count + _TRIED, one, mask=lanes == 0, sem=_RELAXED)
             gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=lanes == 0, sem=_RELAXED)
         if again:
             mbarrier.wait(program.shared.finished, 0)
-            acc, reference, running_sum = redo(program, group, GROUP_INDEX, KIND, LAYOUTS)
+            acc, reference, running_sum = redo(program, group, group_index, KIND, LAYOUTS)
             top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     elif KIND.keeps_max:
         top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     if KIND.keeps_max:
         # any number does for a row that saw nothing, or a NaN
         row_max = recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
-        kept = top + of_rows.index(GROUP_INDEX * ROW_FIELDS + TO_MIDRANGE).load(ROW)
+        kept = top + of_rows.index(group_index * ROW_FIELDS + TO_MIDRANGE).load(ROW)
         gl.store(row_max, gl.where(gl.abs(kept) < float("inf"), kept, 0.0), mask=score_rows < seq_q)
     if LAGGED:
         reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
@@ -101,13 +101,13 @@ def finish(program, group, total, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr,
         LARGEST: gl.constexpr = 65504.0 if inputs.out_ptr.dtype.element_ty == gl.float16 else 3.38e38
         acc = gl.where(acc > LARGEST, LARGEST, gl.where(acc < -LARGEST, -LARGEST, acc))
     out = gl.convert_layout(acc.to(inputs.out_ptr.dtype.element_ty), IO)
-    rows = tile.first_row + GROUP_INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
+    rows = tile.first_row + group_index * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, IO))
     channels = gl.arange(0, WIDTH, gl.SliceLayout(0, IO))
     inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
     out_rows = (b.to(gl.int64) * seq_q + rows) * heads + h  # contiguous [B, S_q, H, D]
     gl.store(inputs.out_ptr + out_rows[:, None] * HEAD_DIM + channels[None, :], out, mask=inside)
     if KIND.return_lse:
-        lowered = of_rows.index(GROUP_INDEX * ROW_FIELDS + LOWERED).load(ROW)
+        lowered = of_rows.index(group_index * ROW_FIELDS + LOWERED).load(ROW)
         lse = (reference + gl.log2(running_sum)) * _LN_2 + lowered
         lse_at = inputs.lse_ptr + (b.to(gl.int64) * seq_q + score_rows) * heads + h
         gl.store(lse_at, lse, mask=score_rows < seq_q)

@@ -64,6 +64,13 @@ def _wait_for_prologue():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def _consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
+    """`consume` of one warpgroup. Which one is a value there, so that Triton reads all of it once, and not once for
+    each of them; the compiler knows it again when all is inlined."""
+    consume(program, gl.to_tensor(GROUP_INDEX), KIND)
+
+
 @gluon.jit(do_not_specialize=[
     "seq_q", "seq_kv", "heads", "group", "state_width", "left", "right", "offset", "reach_step_b", "list_step_b",
     "whole", "pieces",
@@ -205,8 +212,8 @@ def attention_fwd_hopper_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (consume, (given, 0, KIND)),
-                (consume, (given, 1, KIND)),
+                (_consume, (given, 0, KIND)),
+                (_consume, (given, 1, KIND)),
                 (copy_keys_and_values, (copied, WIDTH, BLOCK_N, MASKING, FORMAT)),
             ],
             [4, 1],
@@ -215,9 +222,9 @@ def attention_fwd_hopper_kernel(
     else:
         gl.warp_specialize(
             [
-                (consume, (given, 0, KIND)),
-                (consume, (given, 1, KIND)),
-                (consume, (given, 2, KIND)),
+                (_consume, (given, 0, KIND)),
+                (_consume, (given, 1, KIND)),
+                (_consume, (given, 2, KIND)),
                 (copy_keys_and_values, (copied, WIDTH, BLOCK_N, MASKING, FORMAT)),
             ],
             [4, 4, 1],

@@ -30,7 +30,7 @@ def _next_tile(slot, phase, tile_scale, ring, KIND: gl.constexpr, LAYOUTS: gl.co
 
 @gluon.jit
 def _key_step(
-    i, adds, at, sums, group, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr,
+    i, adds, at, sums, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """Scores of the i-th key tile, and under its softmax P·V of the one before.
@@ -74,7 +74,7 @@ def _key_step(
     v_tile = value_operand(ring.v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv)
     if MASKED and MASKING.mask == "keys" and not FP8:
         turn = i - gl.maximum(seen.full, 1)
-        zero_hidden_together(v_tile, seen.reach, before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, GROUP_INDEX)
+        zero_hidden_together(v_tile, seen.reach, before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, group_index)
     p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
     acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=adds, is_async=True)
     # Nothing has read the slot before since the last wait for P·V. The warps meet at a barrier on both sides of an
@@ -119,7 +119,7 @@ def _key_step(
 
 @gluon.jit
 def _walk(
-    first, end, at, sums, group, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr,
+    first, end, at, sums, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """`_key_step` of the tiles from the first-th to before the end-th.
@@ -130,7 +130,7 @@ def _walk(
         STEPS: gl.constexpr = _PROMOTED_KEYS // KIND.block_n
         for start in range(first, end, STEPS):
             for i in range(start, gl.minimum(start + STEPS, end)):
-                at, sums = _key_step(i, i > start, at, sums, group, GROUP_INDEX, KIND, LAYOUTS, MASKED)
+                at, sums = _key_step(i, i > start, at, sums, group, group_index, KIND, LAYOUTS, MASKED)
             promote(
                 sums.acc, group.earlier, sums.earlier_reference, sums.reference, KIND.width, LAYOUTS.out,
                 KIND.format.reference,
@@ -141,12 +141,12 @@ def _walk(
             )  # fmt: skip
     else:
         for i in range(first, end):
-            at, sums = _key_step(i, True, at, sums, group, GROUP_INDEX, KIND, LAYOUTS, MASKED)
+            at, sums = _key_step(i, True, at, sums, group, group_index, KIND, LAYOUTS, MASKED)
     return at, sums
 
 
 @gluon.jit
-def sum_up(reference, group, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """One warpgroup's sums over the key tiles that come through the ring. reference: of the first tile's softmax."""
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
@@ -189,12 +189,12 @@ def sum_up(reference, group, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYO
     sums = Sums(
         acc=acc, p=p, reference=reference, running_sum=running_sum, top=top, earlier_reference=earlier_reference
     )
-    at, sums = _walk(1, seen.full, at, sums, group, GROUP_INDEX, KIND, LAYOUTS, MASKED=False)
+    at, sums = _walk(1, seen.full, at, sums, group, group_index, KIND, LAYOUTS, MASKED=False)
     partial = gl.maximum(seen.full, 1)
     before = seen_tile(partial - 1, seen, MASKING)
     tile = seen_tile(gl.minimum(partial, seen.visited - 1), seen, MASKING)
     at = Place(before=before, tile=tile, slot=at.slot, phase=at.phase, tile_scale=at.tile_scale)
-    at, sums = _walk(partial, seen.visited, at, sums, group, GROUP_INDEX, KIND, LAYOUTS, MASKED=True)
+    at, sums = _walk(partial, seen.visited, at, sums, group, group_index, KIND, LAYOUTS, MASKED=True)
 
     # P·V of the last tile
     v_tile = value_operand(ring.v_tiles.index(at.slot), WIDTH, BLOCK_N, FORMAT.pv)
@@ -202,7 +202,7 @@ def sum_up(reference, group, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYO
         if seen.visited > seen.full:
             turn = seen.visited - partial
             zero_hidden_together(
-                v_tile, seen.reach, at.before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, GROUP_INDEX
+                v_tile, seen.reach, at.before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, group_index
             )
     p_operand = as_operand(sums.p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
     # with 8-bit P, each walk ends with a promotion

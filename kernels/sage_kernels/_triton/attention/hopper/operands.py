@@ -47,7 +47,7 @@ def zero_hidden(v_tile, reach, first_key, FIRST: gl.constexpr, END: gl.constexpr
 
 @gluon.jit
 def zero_hidden_together(v_tile, reach, first_key, zeroed, turn, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
-                         GROUP_INDEX: gl.constexpr):  # fmt: skip
+                         group_index):  # fmt: skip
     """`zero_hidden` by the first two warpgroups, half of the tile each; all wait until both are done.
 
     All arrive, the one that does nothing too: otherwise two could be two turns ahead of it, and it would take the
@@ -56,7 +56,9 @@ def zero_hidden_together(v_tile, reach, first_key, zeroed, turn, BLOCK_N: gl.con
     turn: how many tiles they did so before.
     """
     HALF: gl.constexpr = BLOCK_N // 2
-    if GROUP_INDEX < 2:
-        zero_hidden(v_tile, reach, first_key, GROUP_INDEX * HALF, (GROUP_INDEX + 1) * HALF, WIDTH)
+    if group_index == 0:
+        zero_hidden(v_tile, reach, first_key, 0, HALF, WIDTH)
+    elif group_index == 1:
+        zero_hidden(v_tile, reach, first_key, HALF, BLOCK_N, WIDTH)
     mbarrier.arrive(zeroed, count=1)
     mbarrier.wait(zeroed, turn & 1)

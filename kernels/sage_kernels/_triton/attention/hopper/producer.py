@@ -84,8 +84,8 @@ def _copy_all(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.co
     for i in range(1, seen.visited):
         before = tile
         tile = after
-        # the list and the scales are read one tile ahead, before the wait that hides their latency; a list that differs
-        # from program to program comes from further away: two ahead, so that neither waits for the other
+        # the list and the scales are read one tile ahead, before the wait that hides their latency; a list that
+        # differs from program to program comes from further away: two ahead, so that neither waits for the other
         if LIST:
             after = later
             later = seen_tile(gl.minimum(i + 2, seen.visited - 1), seen, MASKING)

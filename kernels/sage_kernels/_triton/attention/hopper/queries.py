@@ -54,7 +54,7 @@ def _record_amax(stat, amax, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def quantize_queries(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW: gl.constexpr):
+def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr):
     """Codes of one warpgroup's query rows, and their numbers, to shared memory. Returns the rows' scales [ROWS].
 
     Slice by slice (SLICE rows): this code runs once, so its time is that of fetching it.
@@ -75,7 +75,7 @@ def quantize_queries(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW
     h_kv = tile.h // tile.group
     kv_head_of_batch = tile.b * (tile.heads // tile.group) + h_kv
     q_base = inputs.q_ptr + tile.b.to(gl.int64) * inputs.stride_qb + tile.h.to(gl.int64) * inputs.stride_qh
-    first = tile.first_row + GROUP_INDEX * ROWS
+    first = tile.first_row + group_index * ROWS
     channels = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     if SLICES == 1:
         slices = 1
@@ -83,7 +83,7 @@ def quantize_queries(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW
         slices = gl.minimum(tile.seq_q + SLICES, SLICES)
     q_slices = program.shared.q_codes._reinterpret(CODE, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
     of_slices = of_rows._reinterpret(gl.float32, [KIND.groups * ROW_FIELDS * SLICES, SLICE], of_rows.layout)
-    fields = GROUP_INDEX * ROW_FIELDS * SLICES
+    fields = group_index * ROW_FIELDS * SLICES
     weight = gl.load(recorded.q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
     if SCALING == "planned":
         row = gl.load(recorded.row_ptr) + h_kv
@@ -118,7 +118,7 @@ def quantize_queries(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW
             codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
         else:
             codes = x * inverse[:, None] * _E4M3_OF_INT8
-        q_slices.index(GROUP_INDEX * SLICES + i).store(codes.to(CODE))
+        q_slices.index(group_index * SLICES + i).store(codes.to(CODE))
         # a NaN in a row must not be laundered into a code: max() dropped it
         scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (inputs.softmax_scale * _LOG2_E)
         if CODE != gl.int8:  # K's scales are those of INT8 codes, too
@@ -141,5 +141,5 @@ def quantize_queries(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, ROW
         stat = recorded.stats_ptr + (row * _STATS + _STAT_Q_AMAX) * recorded.state_width
         _record_amax(stat, gl.max(q_amax, 0), HEAD_DIM, WIDTH)
     if SLICES > 1:
-        row_scale = of_rows.index(GROUP_INDEX * ROW_FIELDS + SCALE).load(ROW)
+        row_scale = of_rows.index(group_index * ROW_FIELDS + SCALE).load(ROW)
     return row_scale

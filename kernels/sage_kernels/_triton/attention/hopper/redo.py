@@ -142,7 +142,7 @@ def _redo_tiles(
 
 
 @gluon.jit
-def redo(program, group, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+def redo(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """All key tiles of one warpgroup, one after the other. Returns acc, reference [ROWS] and the sum of P [ROWS]."""
     BLOCK_N: gl.constexpr = KIND.block_n
     SCORES: gl.constexpr = LAYOUTS.scores
@@ -156,11 +156,11 @@ def redo(program, group, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS:
     )  # fmt: skip
     landed = program.shared.landed
     places = Places(
-        k_tile=program.ring.k_tiles.index(GROUP_INDEX),
-        v_tile=program.ring.v_tiles.index(GROUP_INDEX),
-        scale_tile=program.ring.k_scales.index(GROUP_INDEX),
-        keys_landed=landed.index(GROUP_INDEX * 2),
-        values_landed=landed.index(GROUP_INDEX * 2 + 1),
+        k_tile=program.ring.k_tiles.index(group_index),
+        v_tile=program.ring.v_tiles.index(group_index),
+        scale_tile=program.ring.k_scales.index(group_index),
+        keys_landed=landed.index(group_index * 2),
+        values_landed=landed.index(group_index * 2 + 1),
     )
     redone = Redone(
         tile=seen_tile(0, seen, KIND.masking),

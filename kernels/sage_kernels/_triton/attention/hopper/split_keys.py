@@ -12,7 +12,7 @@ _PIECES_EXPONENT = gl.constexpr(MAX_PIECES.bit_length() - 1)  # 2 to this many n
 
 
 @gluon.jit
-def with_other_pieces(total, split, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+def with_other_pieces(total, split, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     """Leave one warpgroup's sums over its piece of the keys in memory. Whoever comes last adds all pieces up.
 
     In their order, its own from memory too: the same bits, whoever that is. Nobody waits, so it does not matter which
@@ -34,15 +34,15 @@ def with_other_pieces(total, split, GROUP_INDEX: gl.constexpr, KIND: gl.constexp
     acc_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
     # of a piece and warpgroup: three numbers a row, then acc
     SIZE: gl.constexpr = ROWS * (WIDTH + 3)
-    of_rows = split.partials_ptr + (slot * GROUPS + GROUP_INDEX) * SIZE + rows
-    of_acc = split.partials_ptr + (slot * GROUPS + GROUP_INDEX) * SIZE + 3 * ROWS
+    of_rows = split.partials_ptr + (slot * GROUPS + group_index) * SIZE + rows
+    of_acc = split.partials_ptr + (slot * GROUPS + group_index) * SIZE + 3 * ROWS
     of_acc += acc_rows[:, None] * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))[None, :]
     gl.store(of_rows, reference)
     gl.store(of_rows + ROWS, running_sum)
     gl.store(of_rows + 2 * ROWS, largest_p.to(gl.float32, bitcast=True))
     gl.store(of_acc, acc)
     _thread_barrier()  # all of it is stored before anyone is told
-    arrived = gl.atomic_add(split.arrived_ptr + (slot // pieces) * GROUPS + GROUP_INDEX, 1, sem="acq_rel", scope="gpu")
+    arrived = gl.atomic_add(split.arrived_ptr + (slot // pieces) * GROUPS + group_index, 1, sem="acq_rel", scope="gpu")
     is_last = arrived == pieces - 1
     if is_last:
         of_rows -= split.piece * GROUPS * SIZE

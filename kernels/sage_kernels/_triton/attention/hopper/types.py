@@ -193,8 +193,8 @@ class Copied(NamedTuple):
 
 
 class Warpgroup(NamedTuple):
-    """What all key tiles of one warpgroup share. zero: [R, N] in the scores' type; row_scale, score_rows: [R], the scale and the
-    number of each query row; earlier: the warpgroup's part of `Shared.earlier`.
+    """What all key tiles of one warpgroup share. zero: [R, N] in the scores' type; row_scale, score_rows: [R], the
+    scale and the number of each query row; earlier: the warpgroup's part of `Shared.earlier`.
     """
 
     q_codes: gl.shared_memory_descriptor
