@@ -2,7 +2,8 @@
 
 `python tests/kernels/codegen/sanitize.py` runs the kernels and checks them against the reference; put
 `compute-sanitizer --tool memcheck` before it to watch them. With `--tools` (`make sanitize`) it does that with all
-four tools and writes tests/outcomes/sanitizer.json. compute-sanitizer comes with the CUDA toolkit.
+four tools and writes tests/outcomes/sanitizer.json; what a run that was cut off has finished, under build/, is not run
+again. compute-sanitizer comes with the CUDA toolkit.
 
 Racecheck reports two things as races that are none: what Triton's warp_specialize hands to its warps (what to run, its
 arguments), though barriers of the whole block lie between; and the scale of a key tile, which the producer writes into
@@ -18,7 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+SLOWEST_FIRST = ("racecheck", "memcheck", "initcheck", "synccheck")
 RACE = re.compile(r"(Read|Write) access at \w+\+(0x[0-9a-f]+)")
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error")
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
@@ -158,6 +160,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
         return compiled
 
     launch_attention.launch = recorded
+    start = time.monotonic()
     for head_dim, scaling, name, chosen, recipe, seq_kv, skips in launches:
         launched.clear()
         shape = (BATCH, SEQ_Q, seq_kv, HEADS, KV_HEADS, head_dim)
@@ -196,7 +199,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
             assert_matches_reference(out, lse, q, k, v, state=before, recipe=recipe, masking=masking, **rest)
             scales.advance(1.0, 0.9)
         torch.cuda.synchronize()
-        print(head_dim, scaling, name, tile, recipe, flush=True)
+        print(f"after {time.monotonic() - start:.0f} s:", head_dim, scaling, name, tile, recipe, flush=True)
         if folder:
             for key, compiled in launched.items():
                 (folder / key).write_bytes(compiled.asm["cubin"])
@@ -214,7 +217,7 @@ def run_tools() -> int:
     from sage_kernels.results import commit, kernel_sources, outcome_meta
     from sage_processors.whole_file import write_whole
 
-    sources, _ = kernel_sources(), commit()
+    sources, _ = kernel_sources(), commit()  # before anything runs
 
     sanitizer = os.environ.get("COMPUTE_SANITIZER") or shutil.which("compute-sanitizer")
     if not sanitizer:
@@ -223,32 +226,47 @@ def run_tools() -> int:
         )
         return 1
     script = [sys.executable, str(Path(__file__).resolve())]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the reference's: of so many processes all would wait
     # so that the tools need not wait for compilation
-    compiling = [subprocess.Popen([*script, "--part", str(part)]) for part in range(PARTS)]
+    compiling = [subprocess.Popen([*script, "--part", str(part)], env=one_thread) for part in range(PARTS)]
     if any([process.wait() for process in compiling]):
         return 1
     # one allocation a tensor: inside of a cached block no access is out of bounds
-    watched = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    watched = one_thread | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    # what a run that was cut off has left
+    folder = ROOT / "build" / "sanitizer" / f"{sources[:12]}_{len(selection())}"
+    folder.mkdir(parents=True, exist_ok=True)
+    start = time.monotonic()
 
-    errors, ordered, reports = {}, {}, {}
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(TOOLS) * PARTS) as pool:
-
-        def run(tool, part):
+    def report_of(tool, part) -> str:
+        """What one tool says of one part, and a last line with its exit status."""
+        path = folder / f"{tool}_{part}.txt"
+        if not path.is_file():
             # prints 100 reports unless told, and those not printed could not be looked up
             command = [sanitizer, "--tool", tool, "--print-limit", "0", *script, "--part", str(part)]
             if tool == "racecheck":
-                own = Path(folder) / str(part)
-                own.mkdir()
-                command += ["--code", str(own)]
-            return subprocess.run(command, capture_output=True, text=True, env=watched)
+                code = folder / f"code_{part}"
+                code.mkdir(exist_ok=True)
+                command += ["--code", str(code)]
+            unfinished = path.with_suffix(".part")
+            with unfinished.open("w") as file:
+                done = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=watched, check=False)
+                file.write(f"\nexit {done.returncode}\n")
+            if done.returncode:
+                return unfinished.read_text()
+            unfinished.replace(path)
+            print(f"{tool}, part {part}: after {time.monotonic() - start:.0f} s", flush=True)
+        return path.read_text()
 
-        started = {tool: [pool.submit(run, tool, part) for part in range(PARTS)] for tool in TOOLS}
-        runs = {tool: [each.result() for each in parts] for tool, parts in started.items()}
-        texts = {tool: "".join(done.stdout + done.stderr for done in parts) for tool, parts in runs.items()}
-        unordered, races = unordered_races(texts["racecheck"], disassemble)
+    errors, ordered, reports = {}, {}, {}
+    with ThreadPoolExecutor(len(TOOLS) * PARTS) as pool:
+        started = {tool: [pool.submit(report_of, tool, part) for part in range(PARTS)] for tool in SLOWEST_FIRST}
+        parts_of = {tool: [each.result() for each in started[tool]] for tool in TOOLS}
+    texts = {tool: "".join(parts) for tool, parts in parts_of.items()}
+    unordered, races = unordered_races(texts["racecheck"], disassemble)
     for tool, report in texts.items():
         found = SUMMARY.findall(report)
-        is_whole = len(found) == PARTS and not any(done.returncode for done in runs[tool])
+        is_whole = len(found) == PARTS and all(text.rstrip().endswith("exit 0") for text in parts_of[tool])
         errors[tool] = sum(int(number) for pair in found for number in pair if number) if is_whole else None
         if tool == "racecheck" and errors[tool] == races:  # every report was read
             print(f"{tool}: {races} reported", *unordered, sep="\n")
