@@ -33,7 +33,8 @@ SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 FP8 = "qk_int8_pv_fp8"
-PARTS = 6  # processes that compile, and that one tool watches: a launch takes some ten seconds there
+PARTS = 6  # processes that one tool watches: a launch takes some ten seconds there
+COMPILING = 14  # processes that compile before
 REPORTED_LINES = 200  # of a tool that found something
 BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
 
@@ -228,7 +229,8 @@ def run_tools() -> int:
     script = [sys.executable, str(Path(__file__).resolve())]
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the reference's: of so many processes all would wait
     # so that the tools need not wait for compilation
-    compiling = [subprocess.Popen([*script, "--part", str(part)], env=one_thread) for part in range(PARTS)]
+    parts = [f"{part}/{COMPILING}" for part in range(COMPILING)]
+    compiling = [subprocess.Popen([*script, "--part", part], env=one_thread) for part in parts]
     if any([process.wait() for process in compiling]):
         return 1
     # one allocation a tensor: inside of a cached block no access is out of bounds
@@ -243,7 +245,7 @@ def run_tools() -> int:
         path = folder / f"{tool}_{part}.txt"
         if not path.is_file():
             # prints 100 reports unless told, and those not printed could not be looked up
-            command = [sanitizer, "--tool", tool, "--print-limit", "0", *script, "--part", str(part)]
+            command = [sanitizer, "--tool", tool, "--print-limit", "0", *script, "--part", f"{part}/{PARTS}"]
             if tool == "racecheck":
                 code = folder / f"code_{part}"
                 code.mkdir(exist_ok=True)
@@ -288,5 +290,5 @@ if __name__ == "__main__":
     if "--tools" in sys.argv:
         sys.exit(run_tools())
     options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
-    part = slice(int(options["--part"]), None, PARTS) if "--part" in options else slice(None)
-    run_kernels(selection()[part], Path(options["--code"]) if "--code" in options else None)
+    part, _, parts = options.get("--part", "0/1").partition("/")
+    run_kernels(selection()[int(part) :: int(parts)], Path(options["--code"]) if "--code" in options else None)

@@ -47,7 +47,7 @@ def zero_hidden(v_tile, reach, first_key, FIRST: gl.constexpr, END: gl.constexpr
 
 @gluon.jit
 def zero_hidden_together(v_tile, reach, first_key, zeroed, turn, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
-                         group_index):  # fmt: skip
+                         group_index: gl.constexpr):  # fmt: skip
     """`zero_hidden` by the first two warpgroups, half of the tile each; all wait until both are done.
 
     All arrive, the one that does nothing too: otherwise two could be two turns ahead of it, and it would take the
@@ -56,9 +56,7 @@ def zero_hidden_together(v_tile, reach, first_key, zeroed, turn, BLOCK_N: gl.con
     turn: how many tiles they did so before.
     """
     HALF: gl.constexpr = BLOCK_N // 2
-    if group_index == 0:
-        zero_hidden(v_tile, reach, first_key, 0, HALF, WIDTH)
-    elif group_index == 1:
-        zero_hidden(v_tile, reach, first_key, HALF, BLOCK_N, WIDTH)
+    if group_index < 2:
+        zero_hidden(v_tile, reach, first_key, group_index * HALF, (group_index + 1) * HALF, WIDTH)
     mbarrier.arrive(zeroed, count=1)
     mbarrier.wait(zeroed, turn & 1)
