@@ -67,8 +67,8 @@ def _wait_for_prologue():
 @gluon.jit
 def _consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     """`consume` of one warpgroup. Which one is a value there, so that Triton reads all of it once, and not once for
-    each of them; the compiler knows it again when all is inlined. Where hidden values are zeroed it cuts a tile up, for
-    which it has to be a constant."""
+    each of them; the compiler knows it again when all is inlined. Where hidden values are zeroed it cuts up a tile,
+    for which it has to be a constant."""
     if KIND.masking.mask == "keys":
         consume(program, GROUP_INDEX, KIND)
     else:
