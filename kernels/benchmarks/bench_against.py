@@ -1,7 +1,7 @@
 """Time attention against that of earlier commits, in one process and in turns: is it as fast as it was?
 
     python kernels/benchmarks/bench_against.py de7f737
-    python kernels/benchmarks/bench_against.py de7f737=/tmp/old itself=. --no-save
+    python kernels/benchmarks/bench_against.py de7f737=../old itself=. --no-save
 
 Each is a commit of this repository, or NAME=FOLDER where a checkout of it lies. Its packages are copied under another
 name, so that both are there at once; compared with a copy of today's own code ("itself=.") the figures show what is
