@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -44,7 +45,7 @@ class Version(NamedTuple):
     """attention: its `sage_attention`. planning: its module of ScaleState and Site."""
 
     name: str
-    attention: object
+    attention: Callable
     planning: ModuleType
 
 
@@ -172,7 +173,10 @@ def main(arguments=None) -> int:
         for number, given in enumerate(options.commits):
             name, _, checkout = given.partition("=")
             place = Path(folder) / str(number)
-            versions.append(load(name, Path(checkout) if checkout else unpack(name, place / "checkout"), place))
+            try:
+                versions.append(load(name, Path(checkout) if checkout else unpack(name, place / "checkout"), place))
+            except ValueError as error:
+                parser.error(str(error))
         for case in CASES:
             sets = make_sets(case)
             for recipe in (DEFAULT_RECIPE, FP8_RECIPE):

@@ -103,6 +103,7 @@ def cold_start(rows: list[dict[str, str]]) -> str:
     metrics, lines = ("first_forward", "worst_later_forward", "warm_up"), []
     for key in dict.fromkeys(key[:3] for key in newest):
         found = [newest.get((*key, metric)) for metric in metrics]
-        lines.append([*key, found[0]["commit"] if found[0] else "", *(row["median"] if row else "–" for row in found)])
-    header = ["case", "provider", "recipe", "commit", "first forward, s", "worst later one, s", "warm_up, s"]
+        where = [found[0][name] if found[0] else "" for name in ("gpu", "commit")]
+        lines.append([*key, *where, *(row["median"] if row else "–" for row in found)])
+    header = ["case", "provider", "recipe", "GPU", "commit", "first forward, s", "worst later one, s", "warm_up, s"]
     return markdown_table(header, lines)

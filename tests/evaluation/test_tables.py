@@ -379,8 +379,8 @@ def test_linear_layers_of_the_newest_run_beside_their_peers():
 
 
 def test_the_wait_of_a_first_call_by_recipe_and_the_newest_row_of_each():
-    row = {"suite": "cold_start", "case": "flux", "provider": "sage_kernels", "recipe": "a", "commit": "c"}
+    row = {"suite": "cold_start", "case": "flux", "provider": "sage_kernels", "recipe": "a", "gpu": "g", "commit": "c"}
     rows = [row | {"metric": "first_forward", "median": x} for x in ("9.0", "5.0")]
     rows.append(row | {"metric": "warm_up", "median": "4.0"})
     *_, line = cold_start(rows).splitlines()
-    assert line == "| flux | sage_kernels | a | c | 5.0 | – | 4.0 |"
+    assert line == "| flux | sage_kernels | a | g | c | 5.0 | – | 4.0 |"
