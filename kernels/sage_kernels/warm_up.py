@@ -46,12 +46,49 @@ class CallKind(NamedTuple):
     tokens: tuple[int, ...] = (LONG, SHORT)
 
 
+class HeadsKind(NamedTuple):
+    """What decides the kernel of `qk_norm_rope`.
+
+    Attributes:
+        dtype, head_dim: as of CallKind. weight_dtype: of the norms' weights; None: without.
+        norm: whether there is an RMSNorm.
+        complex_angles: the angles are complex numbers [S, D / 2], not cos and sin [S, D]; both are fp32.
+        pairs: as of `qk_norm_rope`.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    norm: bool
+    weight_dtype: torch.dtype | None
+    complex_angles: bool
+    pairs: bool
+
+
+def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
+    """The launch that makes heads of this kind ready for attention, for `compile_ahead`."""
+
+    def call():
+        from ._triton.heads.qk_norm_rope import launch_qk_norm_rope
+
+        width = kind.head_dim
+        q = torch.empty(1, LONG, 1, width, dtype=kind.dtype, device=device)
+        weight = None if kind.weight_dtype is None else torch.empty(width, dtype=kind.weight_dtype, device=device)
+        if kind.complex_angles:
+            cos, sin = torch.empty(LONG, width // 2, 2, device=device).unbind(-1)
+        else:
+            cos, sin = torch.empty(2, LONG, width, device=device)
+        launch_qk_norm_rope([q], [q], [weight], [weight], kind.norm, 1e-6, [cos], [sin], kind.pairs)
+
+    return call
+
+
 def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Iterable[Callable] = ()):
     """Start to compile, in the background, the kernels of attention calls of these kinds on a GPU.
 
     Args:
         kinds: calls that come first, first.
-        others: functions of no arguments that launch something else, such as `planning.warm_up.closing_call` gives.
+        others: functions of no arguments that launch something else, as `heads_call` and
+            `planning.warm_up.closing_call` give.
     Returns: a Compiling, whose `wait` ends when all are there.
     Raises: what such a call would raise on this device, or as its tensors' memory runs out.
     """

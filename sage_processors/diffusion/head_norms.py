@@ -57,10 +57,10 @@ class HeadNorms:
 
         label: name in the model -> name in messages.
         """
-        if any(layer.sage._sage_turns_heads for layer in layers):
+        if any(layer.sage._sage_rotary for layer in layers):
             fuse_in_compiled_code(fuse_heads)
         for layer in layers:
-            for name in NAMES if layer.sage._sage_turns_heads else ():
+            for name in NAMES if layer.sage._sage_rotary else ():
                 module = layer.module._modules.get(name)
                 if id(module) not in self._swapped and isinstance(getattr(module, "_sage_norm", None), HeadNormState):
                     _put_back(module)  # a copy of another model's: start anew

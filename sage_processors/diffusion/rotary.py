@@ -58,6 +58,12 @@ def is_rotary(function) -> bool:
     )
 
 
+def usual_angles(name: str) -> tuple[bool, bool]:
+    """How most models call the rotary embedding of this name: whether with complex numbers, and whether channels 2i
+    and 2i + 1 turn together."""
+    return "sequence_dim" not in KNOWN[name][1], True
+
+
 def rotary(function, processor_of):
     """What stands in for `function` inside of a Sage class. processor_of: () -> the processor that runs."""
     defaults = KNOWN[function.__name__][1]

@@ -43,7 +43,7 @@ class _SageMethods:
 
     _sage_base: Any  # the class of the original
     _sage_calls: int  # attention calls in its code
-    _sage_turns_heads: bool  # it calls a rotary embedding that can wait for attention
+    _sage_rotary: str | None  # name of the rotary embedding that it calls, where that can wait for attention
     _sage_config: SageAttnProcessor | None = None
     _sage_layer = "stand-alone processor"
     _sage_sites: tuple[CallSite, ...] = ()
@@ -113,7 +113,8 @@ def _sage_class(base: Any) -> Any:
     if not isinstance(base, type) or not isinstance(fn, types.FunctionType):
         raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
     inner, calls = rebind(fn, STAND_INS)
-    turns_heads = any(is_rotary(fn.__globals__.get(name)) for name in fn.__code__.co_names)
+    called = (fn.__globals__.get(name) for name in fn.__code__.co_names)
+    rotary = next((function.__name__ for function in called if is_rotary(function)), None)
     original: Any = base
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +139,7 @@ def _sage_class(base: Any) -> Any:
         "__init__": __init__,
         "_sage_base": base,
         "_sage_calls": calls,
-        "_sage_turns_heads": turns_heads,
+        "_sage_rotary": rotary,
         "__doc__": base.__doc__,
     }
     cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": f"{__package__}.by_name"})

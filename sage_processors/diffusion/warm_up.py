@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,10 +20,12 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.crossover import is_short
 from sage_kernels.planning.warm_up import closing_call
 from sage_kernels.recipe import MIXED_RECIPE
-from sage_kernels.warm_up import LONG, SHORT, CallKind, compile_ahead
+from sage_kernels.warm_up import LONG, SHORT, CallKind, HeadsKind, compile_ahead, heads_call
 
 from .discovery import discover_sites
+from .head_norms import HeadNormState
 from .processors import CallSite
+from .rotary import usual_angles
 
 
 logger = logging.getLogger("sage_processors")
@@ -66,7 +69,7 @@ class KernelsAhead:
             kinds = call_kinds(part, part.device, only_seen=bool(known))
             if len({kind.head_dim for kind in kinds}) > 1 and not known:
                 return  # a model of heads of several widths: its first forward tells which run in INT8
-            _compile(part, kinds, part.device)
+            _compile(part, kinds, part.device, only_seen=bool(known))
         except Exception as error:  # a call that needs one of these kernels says what is wrong, where it is made
             logger.debug("kernels are compiled when they are called for: %s", error)
 
@@ -103,6 +106,30 @@ def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen
         only_seen: only of layers that ran.
     """
     found: dict[CallKind, int] = {}
+    for _, kind in _calls_of(part, device, all_steps, only_seen):
+        found[kind] = found.get(kind, 0) + 1
+    return sorted(found, key=lambda kind: found[kind], reverse=True)
+
+
+def heads_kinds(part, device: torch.device, *, only_seen: bool = False) -> list[HeadsKind]:
+    """The kinds of heads that such calls have made ready in one pass, as most models call rotary embeddings."""
+    found = []
+    for layer, kind in _calls_of(part, device, False, only_seen):
+        if layer.sage._sage_rotary is None:
+            continue
+        norm = layer.module._modules.get("norm_q")
+        state = getattr(norm, "_sage_norm", None)
+        weight = None
+        is_rms = isinstance(state, HeadNormState) and state.kind == "rms"
+        if is_rms:
+            weight = norm._parameters.get("weight")
+        dtype = None if weight is None else weight.dtype
+        found.append(HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(layer.sage._sage_rotary)))
+    return list(dict.fromkeys(found))
+
+
+def _calls_of(part, device: torch.device, all_steps: bool, only_seen: bool) -> Iterator[tuple[Any, CallKind]]:
+    """Each call in INT8 that a layer makes, with the layer."""
     for layer in part.layers:
         if layer.sage._sage_config.recipe == MIXED_RECIPE:
             continue  # compiled by its first call
@@ -117,9 +144,7 @@ def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen
                 if kind.tokens:
                     told = all_steps or part.follows_scheduler or part.is_told
                     skips = site.skip_lists is not None and kind.by_key is None and not kind.causal
-                    kind = kind._replace(keeps_rows=site.keeps_rows and told, skips=skips)
-                    found[kind] = found.get(kind, 0) + 1
-    return sorted(found, key=lambda kind: found[kind], reverse=True)
+                    yield layer, kind._replace(keeps_rows=site.keeps_rows and told, skips=skips)
 
 
 def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch.device):
@@ -153,10 +178,11 @@ def _dtype_of(module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.dtype in _DTYPES), torch.bfloat16)
 
 
-def _compile(part, kinds, device: torch.device):
-    """Start what these calls and the end of a step need."""
+def _compile(part, kinds, device: torch.device, only_seen: bool = False):
+    """Start what these calls, the heads in front of them and the end of a step need."""
+    others: list[Any] = [heads_call(kind, device) for kind in heads_kinds(part, device, only_seen=only_seen)]
     closing = None if part.state is None else closing_call(part.state, device)
-    return compile_ahead(kinds, device, [] if closing is None else [closing])
+    return compile_ahead(kinds, device, others + ([] if closing is None else [closing]))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ import torch
 pytest.importorskip("diffusers")
 import sage_processors as sp  # noqa: E402
 import tests.support.tiny_image_models  # noqa: E402, F401 (registers them)
-from sage_kernels.warm_up import LONG, SHORT, CallKind  # noqa: E402
+from sage_kernels import qk_norm_rope  # noqa: E402
+from sage_kernels.warm_up import LONG, SHORT, CallKind, heads_call  # noqa: E402
 from sage_processors.diffusion import warm_up  # noqa: E402
-from sage_processors.diffusion.warm_up import call_kinds  # noqa: E402
+from sage_processors.diffusion.warm_up import call_kinds, heads_kinds  # noqa: E402
 from tests.support.tiny_models import MODELS  # noqa: E402
 
 
@@ -96,6 +98,42 @@ def test_options_by_layer_decide_and_short_calls_need_nothing(monkeypatch):
         with sp.apply(model, sp.SageAttnProcessor(min_tokens=least)) as handle:
             found = call_kinds(handle._parts[0], CUDA)
         assert [kind.tokens for kind in found] == [lengths] * bool(lengths)
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "chroma", "qwen_image", "unet_sd15"])
+def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkeypatch):
+    """Not the lengths: what a kernel is specialised for are types, constants, and strides as 1 or multiples of 16."""
+    pytest.importorskip("triton")
+    from sage_kernels._triton.heads import qk_norm_rope as heads
+    from sage_processors.diffusion import lazy_heads
+
+    kinds = set()
+
+    def launch(kernel, programs, *arguments, **constants):
+        names = list(inspect.signature(kernel.fn).parameters)
+        kind = {key: x.dtype for key, x in zip(names, arguments, strict=False) if isinstance(x, torch.Tensor)}
+        strides = {key: x for key, x in zip(names, arguments, strict=False) if key.startswith("stride")}
+        kind |= {key: (x == 1, x % 16 == 0) for key, x in strides.items()}
+        assert len(kind) == 8 + 10
+        kinds.add(frozenset((kind | constants).items()))
+
+    def made_ready(*arguments, norm, eps, cos, sin, pairs):
+        heads.launch_qk_norm_rope(*arguments, norm, eps, cos, sin, pairs)
+        return qk_norm_rope(*arguments, norm=norm, eps=eps, cos=cos, sin=sin, pairs=pairs)
+
+    monkeypatch.setattr(heads, "launch", launch)
+    model, inputs = MODELS[name]()
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle, torch.no_grad():
+        (part,) = handle._parts
+        for kind in heads_kinds(part, CUDA):
+            heads_call(kind, torch.device("cpu"))()
+        expected = kinds.copy()
+        assert len(expected) == (name != "unet_sd15")
+        kinds.clear()
+        monkeypatch.setattr(lazy_heads, "qk_norm_rope", made_ready)
+        for _ in range(2):
+            model(**inputs)
+    assert kinds == expected
 
 
 def test_heads_too_wide_for_any_kernel_need_none(monkeypatch):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("sage_processors", "kernels", "tests", "examples", "notebooks")
+FOLDERS = ("sage_processors", "kernels", "demo", "tests", "examples", "notebooks")
 
 
 class Mutant(NamedTuple):
@@ -54,23 +54,24 @@ def killer(mutant: Mutant, copy: Path) -> str | None:
     """
     file = copy / mutant.file
     kept, changed = file.read_text(encoding="utf-8"), mutated(mutant, copy)
-    paths = os.pathsep.join((str(copy), str(copy / "kernels")))
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider"]
     file.write_text(changed, encoding="utf-8")
     try:
-        done = subprocess.run(
-            [*command, *mutant.tests], cwd=copy, env=environment, capture_output=True, text=True, check=False
-        )
+        return first_failure(mutant.tests, copy, mutant.name)
     finally:
         file.write_text(kept, encoding="utf-8")
+
+
+def first_failure(tests: list[str], copy: Path, name: str) -> str | None:
+    """The first of these tests that fails in a copy of the checkout. Raises RuntimeError if they did not run."""
+    paths = os.pathsep.join((str(copy), str(copy / "kernels")))
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "-p", "no:cacheprovider", *tests]
+    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return None
     failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - .*)?$", done.stdout, re.M)
     if done.returncode != 1 or failed is None:
-        raise RuntimeError(
-            f"{mutant.name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-500:]}"
-        )
+        raise RuntimeError(f"{name}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-500:]}")
     return failed[1]
 
 
@@ -86,6 +87,10 @@ def main(arguments=None) -> int:
             shutil.copy(ROOT / name, copy)
         for name in FOLDERS:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        sound = first_failure(sorted({test for mutant in chosen for test in mutant.tests}), copy, "without mutants")
+        if sound is not None:
+            print(f"fails without any mutant: {sound}")
+            return 1
         for mutant in chosen:
             test = killer(mutant, copy)
             print(f"{mutant.name}: {'LIVES' if test is None else f'killed by {test}'}", flush=True)

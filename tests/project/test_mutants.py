@@ -35,3 +35,9 @@ def test_a_mutant_is_killed_by_a_test_that_fails_and_its_file_is_restored(tmp_pa
     assert (tmp_path / "double.py").read_text() == "def double(x):\n    return 2 * x\n"
     with pytest.raises(RuntimeError, match="pytest ended with"):
         killer(wrong._replace(tests=["test_nothing.py"]), tmp_path)
+
+
+def test_tests_that_fail_anyway_kill_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(mutants, "first_failure", lambda *_: "test_a.py::test_b")
+    assert mutants.main(["states may be strided"]) == 1
+    assert capsys.readouterr().out == "fails without any mutant: test_a.py::test_b\n"
