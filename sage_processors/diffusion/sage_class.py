@@ -113,7 +113,7 @@ def _sage_class(base: Any) -> Any:
     if not isinstance(base, type) or not isinstance(fn, types.FunctionType):
         raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
     inner, calls = rebind(fn, STAND_INS)
-    called = (fn.__globals__.get(name) for name in fn.__code__.co_names)
+    called: list[Any] = [fn.__globals__.get(name) for name in fn.__code__.co_names]
     rotary = next((function.__name__ for function in called if is_rotary(function)), None)
     original: Any = base
 
