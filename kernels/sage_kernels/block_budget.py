@@ -13,6 +13,7 @@ import torch
 from .recipe import BLOCK, FP4_GROUPS, Mixed
 
 
+HOPPER_ROWS, HOPPER_HEAD_DIM = 192, 128
 MILLION = 1_000_000  # shares are handed to kernels in millionths, so that both sides round alike
 
 
@@ -21,10 +22,17 @@ def has_fp4(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 10
 
 
-def rows_of_block(device: torch.device, base: str) -> int:
-    """Query rows of a block: 64, but 128 where matrix units take no fewer with FP4 (compute capability 10)."""
-    wide = base in FP4_GROUPS and has_fp4(device) and torch.cuda.get_device_capability(device)[0] < 12
-    return 2 * BLOCK if wide else BLOCK
+def rows_of_block(device: torch.device, base: str, head_dim: int) -> int:
+    """Query rows of a block: 64, but 192 where the Hopper kernel runs (INT8 and INT4, heads of up to 128 channels),
+    and 128 where matrix units take no fewer with FP4 (compute capability 10)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return BLOCK
+    capability = torch.cuda.get_device_capability(device)
+    if base in FP4_GROUPS:
+        return 2 * BLOCK if has_fp4(device) and capability[0] < 12 else BLOCK
+    from ._triton.compat import has_gluon
+
+    return HOPPER_ROWS if capability == (9, 0) and head_dim <= HOPPER_HEAD_DIM and has_gluon() else BLOCK
 
 
 def visible_blocks(row: int, seq_q: int, seq_kv: int, causal: bool, offset: int, block_q: int = BLOCK) -> int:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("sage_processors", "kernels", "demo", "tests", "examples", "notebooks")
+NOT_COPIED = (".*", "build", "dist", "__pycache__", "*.egg-info")
 
 
 class Mutant(NamedTuple):
@@ -82,11 +82,8 @@ def main(arguments=None) -> int:
     chosen = [mutant for mutant in mutants() if not words or any(word in mutant.name for word in words)]
     alive = []
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder)
-        for name in ("pyproject.toml", "LICENSE"):
-            shutil.copy(ROOT / name, copy)
-        for name in FOLDERS:
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        copy = Path(folder) / "checkout"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
         sound = first_failure(sorted({test for mutant in chosen for test in mutant.tests}), copy, "without mutants")
         if sound is not None:
             print(f"fails without any mutant: {sound}")

@@ -46,7 +46,7 @@ from sage_kernels._triton.prologue.prepare_value_codes import _value_reach_kerne
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels.recipe import BLOCK, GATED
+from sage_kernels.recipe import BLOCK, GATED, INT8_MAX
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -148,8 +148,9 @@ def attention(
     name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
     keys: int = 16384, packed: bool = False, qk: str = "int8",
 ) -> dict:  # fmt: skip
-    """mask: "none", "keys", "rows", "tiles" or "causal"; reference: of the softmax, "" for the tile table's choice;
-    tile: None for the tile table's. keys: how many there are. packed: of sequences, as `device_tile` has it."""
+    """mask: "none", "keys", "rows", "tiles", "blocks" or "causal"; reference: of the softmax, "" for the tile
+    table's choice; tile: None for the tile table's. keys: how many there are. packed: of sequences, as `device_tile`
+    has it."""
     target, capability = TARGETS[name], _capability(name)
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     if packed and tile.kernel == "hopper":
@@ -175,16 +176,20 @@ def attention(
             blocks += [("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16)]
         else:
             blocks += [("values", "fp8e4nv", [width, tile.block_n], gl.float8e4nv)]
-        types["key_scales"] = "*fp32"
+        types |= {"key_scales": "*fp32", "half_keys": "*fp32"}
         if scaling == "per_token":
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
+        if mask == "blocks":
+            types["tiles_ptr"] = "*i32"
+            blocks += [("half_keys", "bf16", [1, tile.block_n, 1, width // 2], gl.bfloat16)]
         for argument, kind, block, dtype in blocks:
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
         constants |= {
+            "LARGEST_CODE": INT8_MAX,
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
             "SLICE": query_slice(keys, mask == "causal", mask == "keys", reference == "lagged"),
-            "SPLIT": mask in ("none", "tiles"),
+            "SPLIT": mask in ("none", "tiles", "blocks"),
         }
         options = {"num_warps": 4}
     else:
@@ -521,6 +526,9 @@ def selective(name: str):
             yield f"{name}/mixed/{width}/{base}", mixed(name, width, base)
         yield f"{name}/mixed_prepare/128/{base}", mixed_prepare(name, 128, base)
     yield f"{name}/mixed/128/int8/causal", mixed(name, 128, "int8", causal=True)
+    if name == "sm_90":
+        for width in WIDTHS[:2]:
+            yield f"{name}/mixed_hopper/{width}/int8", attention(name, width, "per_token", "blocks", "running")
     yield f"{name}/mixed_select/128/block_mean", mixed_select(name, 128)
     if name in FULL_TARGETS:
         yield f"{name}/mixed_prepare/128/int8/quest", mixed_prepare(name, 128, "int8", "quest")

@@ -17,41 +17,15 @@ from sage_kernels.block_budget import (
     rows_of_block,
     visible_blocks,
 )
-from sage_kernels.numerics import pv_dtype
 from sage_kernels.recipe import BASES, BLOCK, FP4_GROUPS, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.reference.mixed import ref_block_scores
-from sage_kernels.testing import FP32_ROUNDING, exact_attention, make_qkv, relative_l1, relative_l2
+from sage_kernels.testing import exact_attention, make_qkv, relative_l1, relative_l2
 from sage_kernels.testing_blocks import make_blocks
+from tests.kernels.mixed.mixed_cases import assert_as_reference, launch
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-
-
-def launch(q, k, v, device, *, options, causal=False, offset=0, **extra):
-    """The kernels: out, lse and blocks on the CPU. FP4 is emulated on all GPUs unless `extra` says otherwise."""
-    from sage_kernels._triton.mixed.launch import launch_mixed_attention
-
-    given = {"scale": q.shape[3] ** -0.5, "return_lse": True, "return_blocks": True}
-    given |= {"packed_fp4": False, "block_q": BLOCK} | extra
-    results = launch_mixed_attention(
-        *(x.to(device) for x in (q, k, v)), options=options, causal=causal, offset=offset, **given
-    )
-    return [None if x is None else x.cpu() for x in results]
-
-
-def assert_as_reference(out, lse, chosen, q, k, v, **options):
-    """As `testing.assert_matches_reference`: from the reference without rounding of P and of the output, a kernel may
-    be twice as far off as the reference with both. Both take the blocks that the kernel chose."""
-    half = pv_dtype(q.dtype)
-    exact = (q.float(), k.float(), v.to(half).float())
-    options |= {"chosen": chosen.bool(), "half": half}
-    unrounded, ref_lse, _ = ref_mixed_attention(*exact, round_p=False, **options)
-    rounded, _, _ = ref_mixed_attention(q, k, v, **options)
-    for dim in ((1, 3), 3):
-        floor, error = (relative_l2(x, unrounded, dim).max() for x in (rounded, out))
-        assert error <= 2 * floor + 64 * FP32_ROUNDING, (dim, float(error), float(floor))
-    assert torch.where(lse == ref_lse, 0.0, (lse - ref_lse).abs()).max() <= 128 * FP32_ROUNDING * 8
 
 
 # --- the budget ---
@@ -227,7 +201,7 @@ def test_native_fp4_is_the_reference(kernel_device, base, head_dim):
     if not has_fp4(kernel_device):
         pytest.skip("FP4 matrix units are those of NVIDIA Blackwell")
     q, k, v = make_blocks("clustered", 1, 1000, 4, 2, head_dim, dtype=torch.bfloat16)
-    options, rows = Mixed(base, budget=0.1), rows_of_block(kernel_device, base)
+    options, rows = Mixed(base, budget=0.1), rows_of_block(kernel_device, base, head_dim)
     given = {"options": options, "causal": True, "block_q": rows}
     out, lse, chosen = launch(q, k, v, kernel_device, packed_fp4=True, **given)
     assert_as_reference(out, lse, chosen, q, k, v, **given)

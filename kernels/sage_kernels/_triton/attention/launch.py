@@ -8,7 +8,7 @@ import torch
 
 from ...masking import NO_MASKING, UNLIMITED, Masking
 from ...numerics import LOG2_E, padded_head_dim, pv_dtype
-from ...recipe import DEFAULT_RECIPE, RECIPES
+from ...recipe import DEFAULT_RECIPE, INT8_MAX, RECIPES
 from ...skipping import SkipState
 from ...state import HeadState, keeps_row_max, reads_row_max
 from .. import compat
@@ -24,7 +24,7 @@ from .skip_tiles import launch_skip_tiles
 from .tiles import Tile, choose_tail, choose_tile, query_slice
 
 
-def _copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
+def copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
     """V [B, S, H, D] itself where the bulk copy engine can read it (rows aligned to 16 bytes), else a copy."""
     strides = v.stride()[:3]
     # 0 (expanded) and the absurd stride of a dimension of size 1 can't be described
@@ -173,7 +173,7 @@ def launch_attention_fwd(
         if not is_16_bit:
             v = prepared.values
         elif tile.kernel != "pointers":
-            v = _copyable_by_engine(v)
+            v = copyable_by_engine(v)
 
         # the kernel; what both of them take first: tensors, then numbers
         none = prepared.scale  # never read where a pointer does not apply
@@ -226,8 +226,8 @@ def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, mask
         hopper.attention_fwd_hopper_kernel, whole + (tiles - whole) * pieces,
         q, describe(prepared.codes.view(-1, width), [block_n, width]), scales, describe(v, value_block), *first,
         *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
-        mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes,
-        **constants, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64,
+        mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes, none,
+        **constants, LARGEST_CODE=INT8_MAX, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64,
         num_warps=4, launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -31,20 +31,23 @@ def block_range(row, seq_q, seq_kv, offset, BLOCK_Q: tl.constexpr, BLOCK: tl.con
     return visible, full, own
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "offset", "keep", "millionths", "rows"])
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "offset", "keep", "millionths", "rows", "zeroed"])
 def _select_blocks_kernel(
-    q_ptr, blocks_ptr, scores_ptr, lists_ptr, numbers_ptr, chosen_ptr, stride_qb, stride_qs, stride_qh,
-    seq_q, seq_kv, heads, group, offset, keep, millionths, rows,
+    q_ptr, blocks_ptr, scores_ptr, lists_ptr, numbers_ptr, chosen_ptr, zeroed_ptr, stride_qb, stride_qs, stride_qh,
+    seq_q, seq_kv, heads, group, offset, keep, millionths, rows, zeroed,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr, SELECTOR: tl.constexpr, SKIPS: tl.constexpr, CAUSAL: tl.constexpr,
     STORE_CHOSEN: tl.constexpr,
 ):  # fmt: skip
     """Row blocks program_id, + programs, … of all heads.
 
-    scores_ptr: int32 [programs, blocks padded to SPAN], this program's alone. lists_ptr: int16 [B·H·row blocks,
-    blocks]: ordinary blocks from the front, in order, promoted ones from the end. numbers_ptr: int32 [.., 3]: ordinary
-    blocks that need no mask, all ordinary ones, promoted ones. chosen_ptr: int8 like the lists.
+    scores_ptr: int32 [programs, blocks padded to SPAN], this program's alone. lists_ptr: int16 or int32 [B·H·row
+    blocks, blocks]: ordinary blocks from the front, in order, promoted ones from the end. numbers_ptr: int32 [.., 3]:
+    ordinary blocks that need no mask, all ordinary ones, promoted ones. chosen_ptr: int8 like the lists. zeroed_ptr:
+    int32, so many numbers become 0, which programs of the next launch count in.
     """
+    for i in range(tl.program_id(0), zeroed, tl.num_programs(0)):
+        tl.store(zeroed_ptr + i, 0)
     n_tiles = tl.cdiv(seq_kv, BLOCK)
     m_tiles = tl.cdiv(seq_q, BLOCK_Q)
     channels = tl.arange(0, WIDTH)
@@ -69,11 +72,13 @@ def _select_blocks_kernel(
                 score = _ordered(-tl.abs(j - near).to(tl.float32))
                 tl.store(scores + j, -score if SKIPS else score)
         else:
-            tokens = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
             q_base = q_ptr + b * stride_qb + h.to(tl.int64) * stride_qh
-            q = load_tokens(q_base, tokens, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
+            mean = tl.zeros([WIDTH], tl.float32)
+            for part in tl.static_range(BLOCK_Q // BLOCK):
+                tokens = row * BLOCK_Q + part * BLOCK + tl.arange(0, BLOCK)
+                q = load_tokens(q_base, tokens, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(tl.float32)
+                mean += tl.sum(q, 0)
             number = tl.minimum(seq_q - row * BLOCK_Q, BLOCK_Q).to(tl.float32)
-            mean = tl.sum(q, 0)
             mean = tl.div_rn(mean, mean * 0.0 + number)
             kv_head = b * (heads // group) + h // group
             blocks = blocks_ptr + kv_head * n_tiles * (2 * WIDTH)

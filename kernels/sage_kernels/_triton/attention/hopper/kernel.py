@@ -22,6 +22,8 @@ Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds
     finished   one that does its rows again (redo.py) copies into the ring itself, once all are through with it,
                and then waits for `landed`, barriers of its own.
 
+Of mixed attention some tiles are promoted: their keys come in 16 bit, in two slots (promoted.py).
+
 To read: types.py (what is handed on), ring.py, producer.py, consumer.py: queries.py → main_loop.py (softmax.py,
 operands.py, fp8_sums.py) → split_keys.py → epilogue.py (redo.py).
 """
@@ -34,6 +36,7 @@ from ..key_tiles import band_tiles
 from .consumer import consume
 from .fp8_sums import allocate_earlier
 from .producer import copy_keys_and_values
+from .promoted import half_codes
 from .ring import Ring
 from .types import (
     ROW_FIELDS,
@@ -84,10 +87,11 @@ def attention_fwd_hopper_kernel(
     stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
     left, right, offset, partials_ptr, arrived_ptr, whole, pieces, seq_q, seq_kv, heads, group, softmax_scale,
+    half_keys,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, KEEPS_MAX: gl.constexpr,
-    PV: gl.constexpr, GROUPS: gl.constexpr, SLICE: gl.constexpr, SPLIT: gl.constexpr,
+    PV: gl.constexpr, GROUPS: gl.constexpr, SLICE: gl.constexpr, SPLIT: gl.constexpr, LARGEST_CODE: gl.constexpr,
 ):  # fmt: skip
     _wait_for_prologue()
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
@@ -131,19 +135,31 @@ def attention_fwd_hopper_kernel(
         full = gl.load(numbers_ptr + program * 2)
         visited = gl.load(numbers_ptr + program * 2 + 1)
         first_full = full
+    elif MASK == "blocks":  # the same, of ordinary tiles and promoted ones
+        place = head_of_batch * m_tiles + m_tile
+        tiles_ptr += place.to(gl.int64) * n_tiles
+        full = gl.load(numbers_ptr + place * 3)
+        first_full = gl.load(numbers_ptr + place * 3 + 1)
+        visited = first_full + gl.load(numbers_ptr + place * 3 + 2)
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + b * list_step_b * 2)
         visited = gl.load(numbers_ptr + b * list_step_b * 2 + 1)
         reach += b.to(gl.int64) * reach_step_b
-    visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
+    if MASK != "blocks":
+        visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
     ring_first = first
     ring_full = full
     ring_visited = visited
+    ring_ordinary = visited
+    if MASK == "blocks":
+        ring_ordinary = first_full
     if SPLIT:
         ring_first = first + visited * piece // pieces
         ring_visited = first + visited * (piece + 1) // pieces - ring_first
         ring_full = gl.minimum(gl.maximum(first + full - ring_first, 0), ring_visited)
+        if MASK == "blocks":
+            ring_ordinary = gl.minimum(gl.maximum(first_full - ring_first, 0), ring_visited)
 
     # shared memory
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], QK_DTYPE)
@@ -175,24 +191,34 @@ def attention_fwd_hopper_kernel(
     if PV == "fp8_e4m3":
         earlier = (allocate_earlier(GROUPS, WIDTH), allocate_earlier(GROUPS, WIDTH))
 
+    half_tiles = k_smem
+    q_half = q_smem
+    if MASK == "blocks":
+        half_tiles = k_smem._reinterpret(PV_DTYPE, [NUM_BUFFERS] + half_keys.block_type.shape, half_keys.layout)
+        q_half = half_codes(GROUPS, WIDTH, PV_DTYPE)
+
     # what the warps are started with
     ring = Ring(
-        k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, filled=filled, freed=freed, buffers=NUM_BUFFERS
+        k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, half_tiles=half_tiles, filled=filled, freed=freed,
+        buffers=NUM_BUFFERS,
     )  # fmt: skip
     seen = Seen(
         reach=reach, tiles_ptr=tiles_ptr, n_tiles=n_tiles, first=ring_first, first_full=first_full, full=ring_full,
-        visited=ring_visited, left=left, right=right, offset=offset, seq_kv=seq_kv,
+        ordinary=ring_ordinary, visited=ring_visited, left=left, right=right, offset=offset, seq_kv=seq_kv,
     )  # fmt: skip
     inputs = Inputs(
-        q_ptr=q_ptr, k_codes=keys, v_tiles=values, k_scales=key_scales, out_ptr=out_ptr, lse_ptr=lse_ptr,
-        center_ptr=center_ptr, q_amax_ptr=q_amax_ptr, v_scale_ptr=v_scale_ptr, stride_qb=stride_qb,
+        q_ptr=q_ptr, k_codes=keys, v_tiles=values, k_scales=key_scales, k_half=half_keys, out_ptr=out_ptr,
+        lse_ptr=lse_ptr, center_ptr=center_ptr, q_amax_ptr=q_amax_ptr, v_scale_ptr=v_scale_ptr, stride_qb=stride_qb,
         stride_qs=stride_qs, stride_qh=stride_qh, softmax_scale=softmax_scale,
     )  # fmt: skip
     recorded = Recorded(
         stats_ptr=stats_ptr, row_ptr=row_ptr, counts_ptr=counts_ptr, row_max_ptr=row_max_ptr,
         q_weight_ptr=q_weight_ptr, state_width=state_width,
     )  # fmt: skip
-    shared = Shared(q_codes=q_smem, of_rows=row_smem, earlier=earlier, zeroed=zeroed, finished=finished, landed=landed)
+    shared = Shared(
+        q_codes=q_smem, q_half=q_half, of_rows=row_smem, earlier=earlier, zeroed=zeroed, finished=finished,
+        landed=landed,
+    )  # fmt: skip
     tile = Tile(
         seq_q=seq_q, heads=heads, group=group, b=b, h=h, first_row=first_row, k_row=k_row, first=first, full=full,
         visited=visited,
@@ -202,15 +228,15 @@ def attention_fwd_hopper_kernel(
         inputs=inputs, recorded=recorded, shared=shared, ring=ring, seen=seen, tile=tile, split=split
     )  # fmt: skip
     copied = Copied(
-        k_codes=keys, v_tiles=values, k_scales=key_scales, ring=ring, seen=seen, k_row=k_row, v_head=kv_head_of_batch,
-        b=b, h_kv=h_kv,
+        k_codes=keys, v_tiles=values, k_scales=key_scales, k_half=half_keys, ring=ring, seen=seen, k_row=k_row,
+        v_head=kv_head_of_batch, b=b, h_kv=h_kv,
     )  # fmt: skip
     # beside lists and with 16-bit P it was slower
     EARLY: gl.constexpr = MASK == "none" or (MASK == "tiles" and PV == "fp8_e4m3")
     KIND: gl.constexpr = Kind(
         head_dim=HEAD_DIM, width=WIDTH, block_n=BLOCK_N, scaling=SCALING, return_lse=RETURN_LSE,
         keeps_max=KEEPS_MAX, groups=GROUPS, splits=SPLIT, slice=SLICE, masking=MASKING, format=FORMAT,
-        qk_dtype=QK_DTYPE, pv_dtype=PV_DTYPE, scale_early=EARLY,
+        qk_dtype=QK_DTYPE, pv_dtype=PV_DTYPE, scale_early=EARLY, largest_code=LARGEST_CODE,
     )  # fmt: skip
 
     if GROUPS == 2:

@@ -96,7 +96,7 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
             q = _load_queries(q_base, inputs.stride_qs, first + i * SLICE, tile.seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
             top = gl.maximum(top, gl.abs(q * weight))
         amax_of_all = gl.max(gl.max(top, 1), 0)
-    if RETURN_LSE or KIND.keeps_max:
+    if RETURN_LSE or KIND.keeps_max or KIND.masking.mask == "blocks":
         center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)
     if KIND.keeps_max:
         to_midrange = _to_midrange(center, recorded, h_kv, channels, HEAD_DIM)
@@ -113,14 +113,14 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
         else:
             amax = gl.full([SLICE], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT)) + amax_of_all
         amax = gl.maximum(amax, _AMAX_FLOOR)
-        inverse = gl.div_rn(gl.full_like(amax, 127.0), amax)
+        inverse = gl.div_rn(gl.full_like(amax, KIND.largest_code), amax)
         if CODE == gl.int8:
             codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
         else:
             codes = x * inverse[:, None] * _E4M3_OF_INT8
         q_slices.index(group_index * SLICES + i).store(codes.to(CODE))
         # a NaN in a row must not be laundered into a code: max() dropped it
-        scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (inputs.softmax_scale * _LOG2_E)
+        scale = (amax * (1.0 / KIND.largest_code) + gl.sum(q * 0.0, 1)) * (inputs.softmax_scale * _LOG2_E)
         if CODE != gl.int8:  # K's scales are those of INT8 codes, too
             scale = scale * (1.0 / (_E4M3_OF_INT8 * _E4M3_OF_INT8))
         if SLICES == 1:
@@ -130,7 +130,8 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
             of_slices.index(fields + SCALE * SLICES + i).store(scale)
         if SCALING == "planned":
             q_amax = gl.maximum(q_amax, gl.abs(q))
-        if RETURN_LSE:  # smoothing lowered every score of a row by q·c: put it back
+        # smoothing lowered every score of a row by q·c: the LSE gets it back, and promoted scores are lowered alike
+        if RETURN_LSE or KIND.masking.mask == "blocks":
             lowered = gl.sum(q * center[None, :], 1) * inputs.softmax_scale
             of_slices.index(fields + LOWERED * SLICES + i).store(lowered)
         if KIND.keeps_max:

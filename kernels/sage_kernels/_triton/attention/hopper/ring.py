@@ -9,7 +9,8 @@ from ...compat import aggregate
 
 @aggregate
 class Ring:
-    """Buffers of key and value tiles, the keys' scales, and two barriers a slot: `filled` and `freed`.
+    """Buffers of key and value tiles, the keys' scales, and two barriers a slot: `filled` and `freed`. half_tiles: the
+    buffers of key tiles, as half of the channels of promoted ones.
 
     A slot holds a key tile and the value tile BEFORE it, which are multiplied at the same time. Slots are filled and
     freed in turn; the phase of a slot's barriers is 0 in the first round, 1 in the second, 0 in the third.
@@ -18,15 +19,17 @@ class Ring:
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
     k_scales: gl.shared_memory_descriptor
+    half_tiles: gl.shared_memory_descriptor
     filled: gl.shared_memory_descriptor
     freed: gl.shared_memory_descriptor
     buffers: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, k_tiles, v_tiles, k_scales, filled, freed, buffers):
+    def __init__(self, k_tiles, v_tiles, k_scales, half_tiles, filled, freed, buffers):
         self.k_tiles = k_tiles
         self.v_tiles = v_tiles
         self.k_scales = k_scales
+        self.half_tiles = half_tiles
         self.filled = filled
         self.freed = freed
         self.buffers = gl.constexpr(buffers)

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     keeps_max: the rows' largest scores are kept for a later call; splits: tiles of query rows can be cut along the
     keys; slice: query rows that are quantised together; qk_dtype, pv_dtype: of Q and K, and of P and V, as operands;
-    scale_early: a tile's scale is read as soon as it is there.
+    scale_early: a tile's scale is read as soon as it is there; largest_code: in each row of Q.
     """
 
     head_dim: gl.constexpr
@@ -59,6 +59,7 @@ class Kind(NamedTuple):
     qk_dtype: gl.constexpr
     pv_dtype: gl.constexpr
     scale_early: gl.constexpr
+    largest_code: gl.constexpr
 
 
 class Layouts(NamedTuple):
@@ -70,12 +71,15 @@ class Layouts(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors that all warpgroups read and write. k_codes, v_tiles and, one a key, k_scales are descriptors."""
+    """Tensors that all warpgroups read and write. k_codes, v_tiles and, one a key, k_scales are descriptors, and so is
+    k_half, as of `Copied`.
+    """
 
     q_ptr: gl.tensor
     k_codes: gl.tensor
     v_tiles: gl.tensor
     k_scales: gl.tensor
+    k_half: gl.tensor
     out_ptr: gl.tensor
     lse_ptr: gl.tensor
     center_ptr: gl.tensor
@@ -101,13 +105,15 @@ class Recorded(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory beside the ring.
 
-    q_codes, of_rows: codes of the query rows of each warpgroup, and ROW_FIELDS numbers of each row.
+    q_codes, of_rows: codes of the query rows of each warpgroup, and ROW_FIELDS numbers of each row. q_half: these rows
+    in 16 bit, for promoted tiles (promoted.py).
     earlier: sums of P·V over earlier tiles (8-bit P): two halves of the channels.
     zeroed, finished, landed: barriers: hidden values are zeroed; nobody needs the ring any more; a warpgroup's own
     keys, or values, have arrived (where it does its rows again).
     """
 
     q_codes: gl.shared_memory_descriptor
+    q_half: gl.shared_memory_descriptor
     of_rows: gl.shared_memory_descriptor
     earlier: gl.shared_memory_descriptor
     zeroed: gl.shared_memory_descriptor
@@ -117,9 +123,9 @@ class Shared(NamedTuple):
 
 class Seen(NamedTuple):
     """The key tiles that a program visits: `visited` of them from `first` on, or those of a list; the first `full` are
-    seen wholly. left, right, offset: of the band; the rest as in ../key_tiles.py. Of a list for each tile of query
-    rows, `first` is the place where the program's piece begins, and `first_full` how many the list has wholly; a piece
-    may be empty.
+    seen wholly, and the first `ordinary` are not promoted. left, right, offset: of the band; the rest as in
+    ../key_tiles.py. Of a list for each tile of query rows, `first` is the place where the program's piece begins, and
+    `first_full` how many the list has wholly (of mixed attention: not promoted); a piece may be empty.
     """
 
     reach: gl.tensor
@@ -128,6 +134,7 @@ class Seen(NamedTuple):
     first: gl.tensor
     first_full: gl.tensor
     full: gl.tensor
+    ordinary: gl.tensor
     visited: gl.tensor
     left: gl.tensor
     right: gl.tensor
@@ -177,13 +184,14 @@ class Program(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What the producer is started with. k_codes, v_tiles and, one a key, k_scales are descriptors; v_head: the number
-    of the key/value head among all of the batch.
+    """What the producer is started with. k_codes, v_tiles and, one a key, k_scales are descriptors, and k_half, of
+    half of the channels of promoted keys; v_head: the number of the key/value head among all of the batch.
     """
 
     k_codes: gl.tensor
     v_tiles: gl.tensor
     k_scales: gl.tensor
+    k_half: gl.tensor
     ring: Ring
     seen: Seen
     k_row: gl.tensor
@@ -194,10 +202,14 @@ class Copied(NamedTuple):
 
 class Warpgroup(NamedTuple):
     """What all key tiles of one warpgroup share. zero: [R, N] in the scores' type; row_scale, score_rows: [R], the
-    scale and the number of each query row; earlier: the warpgroup's part of `Shared.earlier`.
+    scale and the number of each query row; earlier: the warpgroup's part of `Shared.earlier`; q_half, lowered: of
+    `Shared.q_half`, and q·c of each row in shared memory (promoted.py).
     """
 
     q_codes: gl.shared_memory_descriptor
+    q_half: gl.shared_memory_descriptor
+    lowered: gl.shared_memory_descriptor
+    softmax_scale: gl.tensor
     zero: gl.tensor
     row_scale: gl.tensor
     score_rows: gl.tensor
