@@ -138,6 +138,9 @@ def _followers(i: int, rows: list, labels: dict) -> list[int]:
     if op.split(".")[0] == "BRA" and (target := _TARGET.search(rest)):
         jump = [labels[target[1]]] if target[1] in labels else []
         return jump + (falls_through if predicate else [])
+    if op == "BRX":  # by a table: how specialised warps come to their code
+        jumps = [labels[target] for target in re.findall(r"\.L_\w+", rest) if target in labels]
+        return jumps + (falls_through if predicate else [])
     return falls_through if predicate or op.split(".")[0] not in ("EXIT", "RET") else []
 
 

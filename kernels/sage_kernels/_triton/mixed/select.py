@@ -42,9 +42,9 @@ def _select_blocks_kernel(
     """Row blocks program_id, + programs, … of all heads.
 
     scores_ptr: int32 [programs, blocks padded to SPAN], this program's alone. lists_ptr: int16 or int32 [B·H·row
-    blocks, blocks]: ordinary blocks from the front, in order, promoted ones from the end. numbers_ptr: int32 [.., 3]:
-    ordinary blocks that need no mask, all ordinary ones, promoted ones. chosen_ptr: int8 like the lists. zeroed_ptr:
-    int32, so many numbers become 0, which programs of the next launch count in.
+    blocks, blocks]: ordinary blocks from the front, in order, promoted ones from the end. numbers_ptr: int32 [.., 4]:
+    ordinary blocks that need no mask, all ordinary ones, promoted ones, those of them that need no mask. chosen_ptr:
+    int8 like the lists. zeroed_ptr: int32, so many numbers become 0, which programs of the next launch count in.
     """
     for i in range(tl.program_id(0), zeroed, tl.num_programs(0)):
         tl.store(zeroed_ptr + i, 0)
@@ -127,7 +127,7 @@ def _select_blocks_kernel(
 
         # lists, in the order of the keys; of equal scores the first are chosen
         lists = lists_ptr + place.to(tl.int64) * n_tiles
-        equals, ordinary, ordinary_full, promoted = first, first, first, first
+        equals, ordinary, ordinary_full, promoted, promoted_full = first, first, first, first, first
         for start in range(0, n_tiles, SPAN):
             j = start + tl.arange(0, SPAN)
             score = tl.load(scores + j, mask=j < candidates, other=-(2**31)).to(tl.int64)
@@ -144,9 +144,11 @@ def _select_blocks_kernel(
             if not SKIPS:
                 tl.store(lists + n_tiles - promoted - tl.cumsum(taken, 0), j.to(tl.int16), mask=taken != 0)
                 promoted += tl.sum(taken, 0)
+                promoted_full += tl.sum(tl.where(j < full, taken, 0), 0)
             if STORE_CHOSEN:
                 tl.store(chosen_ptr + place.to(tl.int64) * n_tiles + j, taken.to(tl.int8), mask=j < n_tiles)
-        tl.store(numbers_ptr + place * 3, ordinary_full)
-        tl.store(numbers_ptr + place * 3 + 1, ordinary)
-        tl.store(numbers_ptr + place * 3 + 2, promoted)
+        tl.store(numbers_ptr + place * 4, ordinary_full)
+        tl.store(numbers_ptr + place * 4 + 1, ordinary)
+        tl.store(numbers_ptr + place * 4 + 2, promoted)
+        tl.store(numbers_ptr + place * 4 + 3, promoted_full)
         tl.debug_barrier()

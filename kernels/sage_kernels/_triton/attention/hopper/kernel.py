@@ -125,6 +125,8 @@ def attention_fwd_hopper_kernel(
     reach = reach_ptr
     first = 0
     first_full = 0
+    promoted = 0
+    ordinary = 0
     if MASK == "none":
         first, first_full, full, visited = band_tiles(
             first_row, seq_q, seq_kv, left, right, offset,
@@ -138,9 +140,11 @@ def attention_fwd_hopper_kernel(
     elif MASK == "blocks":  # the same, of ordinary tiles and promoted ones
         place = head_of_batch * m_tiles + m_tile
         tiles_ptr += place.to(gl.int64) * n_tiles
-        full = gl.load(numbers_ptr + place * 3)
-        first_full = gl.load(numbers_ptr + place * 3 + 1)
-        visited = first_full + gl.load(numbers_ptr + place * 3 + 2)
+        full = gl.load(numbers_ptr + place * 4)
+        first_full = full
+        promoted = full + gl.load(numbers_ptr + place * 4 + 3)
+        ordinary = gl.load(numbers_ptr + place * 4 + 1) + promoted - full
+        visited = ordinary - promoted + full + gl.load(numbers_ptr + place * 4 + 2)
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + b * list_step_b * 2)
@@ -151,15 +155,10 @@ def attention_fwd_hopper_kernel(
     ring_first = first
     ring_full = full
     ring_visited = visited
-    ring_ordinary = visited
-    if MASK == "blocks":
-        ring_ordinary = first_full
     if SPLIT:
         ring_first = first + visited * piece // pieces
         ring_visited = first + visited * (piece + 1) // pieces - ring_first
         ring_full = gl.minimum(gl.maximum(first + full - ring_first, 0), ring_visited)
-        if MASK == "blocks":
-            ring_ordinary = gl.minimum(gl.maximum(first_full - ring_first, 0), ring_visited)
 
     # shared memory
     Q_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], QK_DTYPE)
@@ -204,7 +203,8 @@ def attention_fwd_hopper_kernel(
     )  # fmt: skip
     seen = Seen(
         reach=reach, tiles_ptr=tiles_ptr, n_tiles=n_tiles, first=ring_first, first_full=first_full, full=ring_full,
-        ordinary=ring_ordinary, visited=ring_visited, left=left, right=right, offset=offset, seq_kv=seq_kv,
+        promoted=promoted, ordinary=ordinary, visited=ring_visited, left=left, right=right, offset=offset,
+        seq_kv=seq_kv,
     )  # fmt: skip
     inputs = Inputs(
         q_ptr=q_ptr, k_codes=keys, v_tiles=values, k_scales=key_scales, k_half=half_keys, out_ptr=out_ptr,

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from .fp8_sums import halves, packed, promote, store_earlier, with_earlier
 from .key_tiles import seen_tile
 from .operands import as_operand, value_operand, zero_hidden_together
-from .promoted import block_step
+from .promoted import block_step, promoted_step
 from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes
 from .types import ROWS, Place, Sums, Total
 
@@ -201,6 +201,11 @@ def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.conste
     # tiles that all rows see wholly, then those that need the mask, or are promoted
     at, sums = _walk(1, seen.full, at, sums, group, group_index, KIND, LAYOUTS, MASKED=False)
     partial = gl.maximum(seen.full, 1)
+    if MASKING.mask == "blocks":
+        promoted = gl.minimum(seen.promoted - seen.first, seen.visited)
+        for _ in range(partial, promoted):
+            at, sums = promoted_step(at, sums, group, KIND, LAYOUTS)
+        partial = gl.maximum(promoted, 1)
     before = seen_tile(partial - 1, seen, MASKING)
     tile = seen_tile(gl.minimum(partial, seen.visited - 1), seen, MASKING)
     at = Place(before=before, tile=tile, slot=at.slot, phase=at.phase, tile_scale=at.tile_scale)

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ...prologue.prepare_values import KEYS
-from .key_tiles import seen_tile
+from .key_tiles import is_promoted, seen_tile
 
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
@@ -129,14 +129,14 @@ def copy_blocks(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.
     slot = 0
     phase = 0
     tile = seen_tile(0, seen, MASKING)
-    after = tile
+    after = seen_tile(0, seen, MASKING)  # of `after = tile`, Triton takes the loop's `tile = after` to change nothing
     for i in range(seen.visited):
         before = tile  # of the first tile itself: nobody multiplies these values
         tile = after
         after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
         ring.acquire(slot, phase)
         landed = ring.filled.index(slot)
-        if i < seen.ordinary:
+        if is_promoted(i, seen) == 0:
             copy_keys(
                 copied.k_codes, copied.k_scales, copied.k_row, tile, landed, ring.k_tiles.index(slot),
                 ring.k_scales.index(slot), VALUE_BYTES, BLOCK_N, True,
@@ -149,7 +149,7 @@ def copy_blocks(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.
             BLOCK_N, FORMAT.pv,
         )  # fmt: skip
         slot, phase = ring.following(slot, phase)
-        if i >= seen.ordinary:
+        if is_promoted(i, seen):
             ring.acquire(slot, phase)
             landed = ring.filled.index(slot)
             mbarrier.expect(landed, HALF_BYTES)

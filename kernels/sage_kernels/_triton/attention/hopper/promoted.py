@@ -1,7 +1,8 @@
-"""Mixed attention: tiles that may be promoted, whose scores are of Q and K in 16 bit instead of their codes.
+"""Mixed attention: promoted tiles, whose scores are of Q and K in 16 bit instead of their codes.
 
-A promoted key tile takes two slots of the ring, half of the channels each, as large as a tile of codes. Whether a tile
-is promoted is only known when it is there, so its scores are not left in flight: few tiles are.
+A promoted key tile takes two slots of the ring, half of the channels each, as large as a tile of codes. Those that are
+seen wholly have a loop of their own (promoted_step). Where a mask is needed, tiles of both kinds come one after the
+other, few of them, and scores are not left in flight (block_step).
 """
 
 from triton.experimental import gluon
@@ -13,10 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .key_tiles import seen_tile
+from .key_tiles import is_promoted, seen_tile
 from .operands import as_operand, value_operand
 from .producer import copy_keys, copy_values, load_tile
-from .softmax import load_key_scale, masked_softmax_tile, sum_in_lanes
+from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, sum_in_lanes
 from .types import ROWS, Place, Seen, Sums
 
 
@@ -82,18 +83,61 @@ def _no_products(KIND: gl.constexpr):
 
 
 @gluon.jit
+def _half_tile(slot, seen, ring):
+    """Where half of a promoted tile lies. Its descriptors are those of an ordinary tile there, which ptxas (of Triton
+    3.6) then computes on the way to the products of that alone: promoted ones took what a register held. So it must
+    not see that they are the same."""
+    return ring.half_tiles.index(slot + gl.minimum(seen.seq_kv, 0))
+
+
+@gluon.jit
 def _scores_in_ring(i, slot, phase, group, KIND: gl.constexpr, SCORES: gl.constexpr):
     """Scores of the i-th tile, and the last slot that it takes, with its phase. All of K has been read."""
     ring = group.ring
-    if i < group.seen.ordinary:
+    if is_promoted(i, group.seen) == 0:
         scores = _ordinary_scores(ring.k_tiles.index(slot), ring.k_scales.index(slot), group, SCORES)
     else:
-        products = _products(0, ring.half_tiles.index(slot), _no_products(KIND), group, KIND)
+        first = _half_tile(slot, group.seen, ring)
         slot, phase = ring.following(slot, phase)
         ring.wait_filled(slot, phase)
+        products = _products(0, first, _no_products(KIND), group, KIND)
         products = _products(1, ring.half_tiles.index(slot), products, group, KIND)
         scores = _promoted_scores(products, group, SCORES)
     return scores, slot, phase
+
+
+@gluon.jit
+def promoted_step(at, sums, group, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """`_key_step` of a promoted tile that is seen wholly."""
+    BLOCK_N: gl.constexpr = KIND.block_n
+    SCORES: gl.constexpr = LAYOUTS.scores
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    ring = group.ring
+    second, phase = ring.following(at.slot, at.phase)
+    ring.wait_filled(second, phase)
+    products = _products(0, ring.half_tiles.index(at.slot), _no_products(KIND), group, KIND)
+    products = _products(1, ring.half_tiles.index(second), products, group, KIND)
+    p_operand = as_operand(sums.p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
+    v_tile = value_operand(ring.v_tiles.index(at.slot), KIND.width, BLOCK_N, KIND.format.pv)
+    acc = warpgroup_mma(p_operand, v_tile, sums.acc, is_async=True)
+    ring.release_before(at.slot)
+    scale = gl.full([ROWS], 0.0, gl.float32, ROW) + group.softmax_scale * _LOG2_E
+    # smoothing lowered the scores of ordinary tiles by q·c
+    reference = sums.reference + group.lowered.load(ROW) * _LOG2_E
+    _thread_barrier()
+    products = warpgroup_mma_wait(num_outstanding=1, deps=(products,))
+    p, running_sum, top = fixed_softmax_tile(
+        gl.convert_layout(products, SCORES), scale, 1.0, reference, sums.running_sum, sums.top, BLOCK_N, KIND.format
+    )  # fmt: skip
+    acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
+    ring.release_before(second)
+    slot, phase = ring.following(second, phase)
+    ring.wait_filled(slot, phase)
+    at = Place(before=at.before, tile=at.tile, slot=slot, phase=phase, tile_scale=at.tile_scale)
+    return at, Sums(
+        acc=acc, p=p, reference=sums.reference, running_sum=running_sum, top=top,
+        earlier_reference=sums.earlier_reference,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -123,7 +167,7 @@ def block_step(i, at, sums, group, KIND: gl.constexpr, LAYOUTS: gl.constexpr, FI
     if not FIRST:
         acc, p_operand, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p_operand, p))
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, LAYOUTS.out))[:, None]
-    if i >= seen.ordinary:
+    if is_promoted(i, seen):
         ring.release_before(slot)
     slot, phase = ring.following(slot, phase)
     ring.wait_filled(slot, phase)
@@ -146,16 +190,15 @@ def redo_blocks(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.con
     v_head = rows.b * (rows.heads // rows.group) + h_kv
     HALF_BYTES: gl.constexpr = inputs.k_half.block_type.nbytes
     VALUE_BYTES: gl.constexpr = inputs.v_tiles.block_type.nbytes
-    ordinary = of_ring.first_full
     seen = Seen(
         reach=of_ring.reach, tiles_ptr=of_ring.tiles_ptr, n_tiles=of_ring.n_tiles, first=rows.first,
-        first_full=ordinary, full=rows.full, ordinary=ordinary, visited=rows.visited, left=of_ring.left,
-        right=of_ring.right, offset=of_ring.offset, seq_kv=of_ring.seq_kv,
+        first_full=of_ring.first_full, full=rows.full, promoted=of_ring.promoted, ordinary=of_ring.ordinary,
+        visited=rows.visited, left=of_ring.left, right=of_ring.right, offset=of_ring.offset, seq_kv=of_ring.seq_kv,
     )  # fmt: skip
     landed = program.shared.landed.index(group_index * 2)
     half_landed = program.shared.landed.index(group_index * 2 + 1)
     k_tile = ring.k_tiles.index(group_index)
-    half_tile = ring.half_tiles.index(group_index)
+    half_tile = _half_tile(group_index, of_ring, ring)
     v_tile = ring.v_tiles.index(group_index)
     scale_tile = ring.k_scales.index(group_index)
     v_rows = value_operand(v_tile, KIND.width, BLOCK_N, KIND.format.pv)
@@ -163,12 +206,13 @@ def redo_blocks(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.con
     reference = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     running_sum = sum_in_lanes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), BLOCK_N)
     one = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, SCORES))
+    promoted = 0
     for i in range(rows.visited):
         tile = seen_tile(i, seen, KIND.masking)
         # the copy engine may overwrite what this warpgroup has read
         fence_async_shared()
         _thread_barrier()
-        if i < ordinary:
+        if is_promoted(i, seen) == 0:
             copy_keys(
                 inputs.k_codes,
                 inputs.k_scales,
@@ -189,7 +233,7 @@ def redo_blocks(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.con
             KIND.format.pv,
         )  # fmt: skip
         mbarrier.wait(landed, i & 1)
-        if i < ordinary:
+        if is_promoted(i, seen) == 0:
             scores = _ordinary_scores(k_tile, scale_tile, group, SCORES)
         else:
             products = _products(0, half_tile, _no_products(KIND), group, KIND)
@@ -198,7 +242,8 @@ def redo_blocks(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.con
             _thread_barrier()
             mbarrier.expect(half_landed, HALF_BYTES)
             load_tile(inputs.k_half, [rows.b, tile * BLOCK_N, h_kv, KIND.width // 2], half_landed, half_tile)
-            mbarrier.wait(half_landed, (i - ordinary) & 1)
+            mbarrier.wait(half_landed, promoted & 1)
+            promoted += 1
             products = _products(1, half_tile, products, group, KIND)
             scores = _promoted_scores(products, group, SCORES)
         p, reference, running_sum, _, rescale = masked_softmax_tile(

@@ -151,7 +151,8 @@ def redo(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr)
     rows = program.tile
     seen = Seen(
         reach=of_ring.reach, tiles_ptr=of_ring.tiles_ptr, n_tiles=of_ring.n_tiles, first=rows.first,
-        first_full=of_ring.first_full, full=rows.full, ordinary=rows.visited, visited=rows.visited,
+        first_full=of_ring.first_full, full=rows.full, promoted=of_ring.promoted,
+        ordinary=of_ring.ordinary, visited=rows.visited,
         left=of_ring.left, right=of_ring.right, offset=of_ring.offset, seq_kv=of_ring.seq_kv,
     )  # fmt: skip
     landed = program.shared.landed

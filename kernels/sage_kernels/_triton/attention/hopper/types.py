@@ -123,9 +123,10 @@ class Shared(NamedTuple):
 
 class Seen(NamedTuple):
     """The key tiles that a program visits: `visited` of them from `first` on, or those of a list; the first `full` are
-    seen wholly, and the first `ordinary` are not promoted. left, right, offset: of the band; the rest as in
-    ../key_tiles.py. Of a list for each tile of query rows, `first` is the place where the program's piece begins, and
-    `first_full` how many the list has wholly (of mixed attention: not promoted); a piece may be empty.
+    seen wholly. left, right, offset: of the band; the rest as in ../key_tiles.py. Of a list for each tile of query
+    rows, `first` is the place where the program's piece begins, and `first_full` how many the list has wholly; a piece
+    may be empty. promoted, ordinary: of mixed attention, where promoted ones that are seen wholly end in the order of
+    visits, and where the other ordinary ones do (key_tiles.py).
     """
 
     reach: gl.tensor
@@ -134,6 +135,7 @@ class Seen(NamedTuple):
     first: gl.tensor
     first_full: gl.tensor
     full: gl.tensor
+    promoted: gl.tensor
     ordinary: gl.tensor
     visited: gl.tensor
     left: gl.tensor
