@@ -23,8 +23,8 @@ def has_fp4(device: torch.device) -> bool:
 
 
 def rows_of_block(device: torch.device, base: str, head_dim: int) -> int:
-    """Query rows of a block: 64, but 192 where the Hopper kernel runs (INT8 and INT4, heads of up to 128 channels),
-    and 128 where matrix units take no fewer with FP4 (compute capability 10)."""
+    """Query rows of a block: 64, but 192 where the Hopper kernel runs (INT8, heads of up to 128 channels), whose tiles
+    have as many, and 128 where matrix units take no fewer with FP4 (compute capability 10)."""
     if device.type != "cuda" or torch.version.hip is not None:
         return BLOCK
     capability = torch.cuda.get_device_capability(device)
@@ -32,7 +32,8 @@ def rows_of_block(device: torch.device, base: str, head_dim: int) -> int:
         return 2 * BLOCK if has_fp4(device) and capability[0] < 12 else BLOCK
     from ._triton.compat import has_gluon
 
-    return HOPPER_ROWS if capability == (9, 0) and head_dim <= HOPPER_HEAD_DIM and has_gluon() else BLOCK
+    is_hoppers = base == "int8" and capability == (9, 0) and head_dim <= HOPPER_HEAD_DIM
+    return HOPPER_ROWS if is_hoppers and has_gluon() else BLOCK
 
 
 def visible_blocks(row: int, seq_q: int, seq_kv: int, causal: bool, offset: int, block_q: int = BLOCK) -> int:

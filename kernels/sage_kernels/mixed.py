@@ -36,8 +36,9 @@ def mixed_attention(
 ) -> Any:
     """Softmax attention with most query-key blocks in a cheap format and a budget of them in 16 bit, or left out.
 
-    A selector ranks the blocks of 64 keys for each block of 64 query rows (128 on compute capability 10 with FP4).
-    Promoted blocks have Q·Kᵀ in 16 bit; P·V is in 16 bit in all of them. One softmax runs over both.
+    A selector ranks the blocks of 64 keys for each block of 64 query rows (192 on Hopper with INT8 and heads of up to
+    128 channels, 128 on compute capability 10 with FP4). Promoted blocks have Q·Kᵀ in 16 bit; P·V is in 16 bit in all
+    of them. One softmax runs over both.
 
     Args:
         q: [B, S_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256. For fp32 promoted blocks, P and V are bf16.

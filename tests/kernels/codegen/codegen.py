@@ -36,7 +36,7 @@ from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
 from sage_kernels._triton.linear.tiles import POINTERS, choose_linear_tile, choose_weight_only_tile
 from sage_kernels._triton.linear.weight_only import _weight_only_kernel
 from sage_kernels._triton.mixed.kernel import _mixed_attention_kernel
-from sage_kernels._triton.mixed.launch import CHUNK, SPAN, preparing_warps, stages_of
+from sage_kernels._triton.mixed.launch import CHUNK, HOPPER_BUFFERS, SPAN, preparing_warps, stages_of
 from sage_kernels._triton.mixed.launch import warps_of as mixed_warps
 from sage_kernels._triton.mixed.prepare import _prepare_mixed_kernel
 from sage_kernels._triton.mixed.select import _select_blocks_kernel
@@ -46,7 +46,7 @@ from sage_kernels._triton.prologue.prepare_value_codes import _value_reach_kerne
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels.recipe import BLOCK, GATED, INT8_MAX
+from sage_kernels.recipe import BLOCK, GATED
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -148,17 +148,19 @@ def attention(
     name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
     keys: int = 16384, packed: bool = False, qk: str = "int8",
 ) -> dict:  # fmt: skip
-    """mask: "none", "keys", "rows", "tiles", "blocks" or "causal"; reference: of the softmax, "" for the tile
-    table's choice; tile: None for the tile table's. keys: how many there are. packed: of sequences, as `device_tile`
-    has it."""
+    """mask: "none", "keys", "rows", "tiles", "blocks", "causal" or "causal_blocks"; reference: of the softmax, "" for
+    the tile table's choice; tile: None for the tile table's. keys: how many there are. packed: of sequences, as
+    `device_tile` has it."""
     target, capability = TARGETS[name], _capability(name)
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
     reference = reference or ("tile" if pv == "int8" else "first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
-    constants |= {"MASK": "none" if mask == "causal" else mask, "HAS_BIAS": mask == "rows"}
-    constants |= {"HAS_LEFT": False, "HAS_RIGHT": mask == "causal", "REFERENCE": reference, "PV": pv}
+    kind = {"causal": "none", "causal_blocks": "blocks"}.get(mask, mask)
+    causal = mask.startswith("causal")
+    constants |= {"MASK": kind, "HAS_BIAS": mask == "rows"}
+    constants |= {"HAS_LEFT": False, "HAS_RIGHT": causal, "REFERENCE": reference, "PV": pv}
     constants["KEEPS_MAX"] = (qk, pv) == ("int8", "fp8_e4m3") and scaling == "planned" and mask != "rows"
     types = {"q_ptr": "*bf16", "out_ptr": "*bf16", "row_ptr": "*i32", "counts_ptr": "*i32"}
     types["keys"] = f"*{KEYS[qk]}"
@@ -179,16 +181,15 @@ def attention(
         types |= {"key_scales": "*fp32", "half_keys": "*fp32"}
         if scaling == "per_token":
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
-        if mask == "blocks":
+        if kind == "blocks":
             types["tiles_ptr"] = "*i32"
             blocks += [("half_keys", "bf16", [1, tile.block_n, 1, width // 2], gl.bfloat16)]
         for argument, kind, block, dtype in blocks:
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
         constants |= {
-            "LARGEST_CODE": INT8_MAX,
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
-            "SLICE": query_slice(keys, mask == "causal", mask == "keys", reference == "lagged"),
+            "SLICE": query_slice(keys, causal, mask == "keys", reference == "lagged"),
             "SPLIT": mask in ("none", "tiles", "blocks"),
         }
         options = {"num_warps": 4}
@@ -499,7 +500,13 @@ def mixed_types(base: str, packed_fp4: bool) -> dict:
     types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16")
     types["codes_ptr"] = "*u8" if packed_fp4 else "*i8" if base.startswith("int") else "*fp16"
     types["group_scale_ptr"] = ("*fp8e4nv" if base == "nvfp4" else "*u8") if packed_fp4 else "*fp32"
-    return types | {"lists_ptr": "*i16", "numbers_ptr": "*i32", "scores_ptr": "*i32", "chosen_ptr": "*i8"}
+    return types | {
+        "lists_ptr": "*i16",
+        "numbers_ptr": "*i32",
+        "scores_ptr": "*i32",
+        "chosen_ptr": "*i8",
+        "zeroed_ptr": "*i32",
+    }
 
 
 def mixed_prepare(name: str, width: int, base: str, selector: str = "block_mean") -> dict:
@@ -528,7 +535,10 @@ def selective(name: str):
     yield f"{name}/mixed/128/int8/causal", mixed(name, 128, "int8", causal=True)
     if name == "sm_90":
         for width in WIDTHS[:2]:
-            yield f"{name}/mixed_hopper/{width}/int8", attention(name, width, "per_token", "blocks", "running")
+            tile = choose_tile(90, width, "per_token")._replace(num_stages=HOPPER_BUFFERS[width])
+            for mask in ("blocks", "causal_blocks"):
+                facts = attention(name, width, "per_token", mask, "first", tile=tile)
+                yield f"{name}/mixed_hopper/{width}/int8/{mask}", facts
     yield f"{name}/mixed_select/128/block_mean", mixed_select(name, 128)
     if name in FULL_TARGETS:
         yield f"{name}/mixed_prepare/128/int8/quest", mixed_prepare(name, 128, "int8", "quest")

@@ -32,7 +32,7 @@ RACE = re.compile(r"(Read|Write) access at \w+\+(0x[0-9a-f]+)")
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error")
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-FP8 = "qk_int8_pv_fp8"
+FP8, MIXED = "qk_int8_pv_fp8", "mixed"
 PARTS = 6  # processes that one tool watches: a launch takes some ten seconds there
 COMPILING = 14  # processes that compile before
 REPORTED_LINES = 200  # of a tool that found something
@@ -100,6 +100,8 @@ def selection() -> list[Launch]:
         launches.append(Launch(128, "planned", "full", recipe=recipe, seq_kv=2100, skips=True))
     for scaling in ("per_token", "planned"):
         launches.append(Launch(128, scaling, "full", recipe="qk_fp8_pv_fp8"))
+    for head_dim, masking, seq_kv in ((128, "full", 2100), (64, "causal", SEQ_KV), (128, "causal", SEQ_KV)):
+        launches.append(Launch(head_dim, "per_token", masking, recipe=MIXED, seq_kv=seq_kv))
     return launches
 
 
@@ -141,6 +143,7 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel
     from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
     from sage_kernels._triton.attention.tiles import Tile
+    from sage_kernels._triton.mixed import launch as launch_mixed
     from sage_kernels._triton.primitives import head_width
     from sage_kernels._triton.prologue.rotate import launch_rotate
     from sage_kernels.numerics import padded_head_dim
@@ -160,12 +163,16 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
             launched[compiled.hash] = compiled
         return compiled
 
-    launch_attention.launch = recorded
+    launch_attention.launch = launch_mixed.launch = recorded
     start = time.monotonic()
     for head_dim, scaling, name, chosen, recipe, seq_kv, skips in launches:
         launched.clear()
         shape = (BATCH, SEQ_Q, seq_kv, HEADS, KV_HEADS, head_dim)
         q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
+        if recipe == MIXED:
+            run_mixed(q, k, v, name == "causal")
+            tell(launched, folder, start, head_dim, scaling, name, recipe)
+            continue
         if head_dim == padded_head_dim(head_dim):  # others are padded first
             for x, rotated in zip((q, k), launch_rotate(q, k), strict=True):
                 torch.testing.assert_close(rotated, ref_rotate(x))
@@ -199,12 +206,31 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
             rest |= {"block_q": tile.scale_rows, "block_k": tile.block_n, "first_max": tile.keep_first_max}
             assert_matches_reference(out, lse, q, k, v, state=before, recipe=recipe, masking=masking, **rest)
             scales.advance(1.0, 0.9)
-        torch.cuda.synchronize()
-        print(f"after {time.monotonic() - start:.0f} s:", head_dim, scaling, name, tile, recipe, flush=True)
-        if folder:
-            for key, compiled in launched.items():
-                (folder / key).write_bytes(compiled.asm["cubin"])
-            print("code", *(folder / key for key in launched), flush=True)
+        tell(launched, folder, start, head_dim, scaling, name, tile, recipe)
+
+
+def run_mixed(q, k, v, causal: bool):
+    """Mixed attention with half of the blocks promoted."""
+    from sage_kernels import Mixed
+    from sage_kernels.block_budget import rows_of_block
+    from tests.kernels.mixed.mixed_cases import assert_as_reference, launch
+
+    given = {"options": Mixed("int8", budget=0.5), "causal": causal, "offset": (k.shape[1] - q.shape[1]) * causal}
+    given["block_q"] = rows_of_block(q.device, "int8", q.shape[3])
+    results = launch(q, k, v, q.device, **given)
+    assert_as_reference(*results, *(x.cpu() for x in (q, k, v)), **given)
+
+
+def tell(launched: dict, folder: Path | None, start: float, *what) -> None:
+    """Print what a launch was and, with a folder, where its machine code is now."""
+    import torch
+
+    torch.cuda.synchronize()
+    print(f"after {time.monotonic() - start:.0f} s:", *what, flush=True)
+    if folder:
+        for key, compiled in launched.items():
+            (folder / key).write_bytes(compiled.asm["cubin"])
+        print("code", *(folder / key for key in launched), flush=True)
 
 
 def disassemble(path: str) -> str:

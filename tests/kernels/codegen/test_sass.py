@@ -35,6 +35,18 @@ def test_a_register_that_every_path_writes_is_not():
     ]  # fmt: skip
 
 
+def test_code_of_all_specialised_warps_is_read():
+    table = """
+        /*0000*/                   BRX R2 -0x4c0 (*"BRANCH_TARGETS .L_x_2,.L_x_3"*);
+.L_x_2:
+        /*0010*/                   EXIT ;
+.L_x_3:
+        /*0020*/                   UMOV UR18, UR22 ;
+        /*0030*/                   EXIT ;
+"""
+    assert undefined_uniforms(table) == ["0020 UMOV UR22"]
+
+
 def test_loops_with_matrix_instructions_are_counted():
     assert main_loops(SKIPPED) == [{"IGMMA": 1, "BRA": 1}]
 

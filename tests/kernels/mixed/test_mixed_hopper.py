@@ -27,30 +27,31 @@ def hopper():
 
 
 CASES = [
-    # base, selector, action, budget, causal, offset, S_q, S_kv, heads, kv_heads, D, dtype
-    ("int8", "block_mean", "promote", 0.05, False, 0, 1000, 1000, 4, 2, 128, BF16),
-    ("int8", "block_mean", "promote", 0.3, False, 0, 200, 333, 2, 1, 64, HALF),
-    ("int4", "quest", "promote", 0.1, False, 0, 500, 4097, 2, 1, 128, HALF),  # cut along the keys
-    ("int8", "block_mean", "promote", 0.1, False, 0, 193, 4500, 3, 3, 80, BF16),  # so, and a padded head
-    ("int4", "local", "promote", 0.3, True, 70, 130, 200, 4, 2, 64, HALF),
-    ("int8", "block_mean", "promote", 0.2, True, 0, 777, 777, 2, 1, 128, BF16),
-    ("int8", "quest", "skip", 0.3, True, 0, 660, 660, 1, 1, 80, HALF),
-    ("int4", "block_mean", "skip", 0.5, False, 0, 64, 2571, 1, 1, 40, BF16),
-    ("int8", "block_mean", "promote", 0.1, True, -40, 500, 190, 2, 1, 64, BF16),  # rows that see nothing
-    ("int8", "block_mean", "promote", 0.1, True, -400, 800, 390, 1, 1, 128, HALF),  # tiles that see nothing
-    ("int8", "block_mean", "promote", 0.0, False, 0, 300, 500, 2, 2, 128, BF16),
-    ("int8", "block_mean", "promote", 1.0, False, 0, 300, 2500, 2, 2, 128, BF16),
-    ("int4", "block_mean", "promote", 1.0, True, 0, 300, 300, 2, 2, 64, HALF),
-    ("int8", "local", "promote", 0.5, False, 0, 300, 1, 1, 1, 128, BF16),
-    ("int8", "block_mean", "promote", 0.1, False, 0, 1000, 1000, 2, 1, 128, FLOAT),
+    # selector, action, budget, causal, offset, S_q, S_kv, heads, kv_heads, D, dtype
+    ("block_mean", "promote", 0.05, False, 0, 1000, 1000, 4, 2, 128, BF16),
+    ("block_mean", "promote", 0.3, False, 0, 200, 333, 2, 1, 64, HALF),
+    ("quest", "promote", 0.1, False, 0, 500, 4097, 2, 1, 128, HALF),  # cut along the keys
+    ("block_mean", "promote", 0.1, False, 0, 193, 4500, 3, 3, 80, BF16),  # so, and a padded head
+    ("local", "promote", 0.6, False, 0, 193, 4500, 1, 1, 128, BF16),  # so, and pieces that begin with promoted ones
+    ("local", "promote", 0.3, True, 70, 130, 200, 4, 2, 64, HALF),
+    ("block_mean", "promote", 0.2, True, 0, 777, 777, 2, 1, 128, BF16),
+    ("quest", "skip", 0.3, True, 0, 660, 660, 1, 1, 80, HALF),
+    ("block_mean", "skip", 0.5, False, 0, 64, 2571, 1, 1, 40, BF16),
+    ("block_mean", "promote", 0.1, True, -40, 500, 190, 2, 1, 64, BF16),  # rows that see nothing
+    ("block_mean", "promote", 0.1, True, -400, 800, 390, 1, 1, 128, HALF),  # tiles that see nothing
+    ("block_mean", "promote", 0.0, False, 0, 300, 500, 2, 2, 128, BF16),
+    ("block_mean", "promote", 1.0, False, 0, 300, 2500, 2, 2, 128, BF16),
+    ("block_mean", "promote", 1.0, True, 0, 300, 300, 2, 2, 64, HALF),
+    ("local", "promote", 0.5, False, 0, 300, 1, 1, 1, 128, BF16),
+    ("block_mean", "promote", 0.1, False, 0, 1000, 1000, 2, 1, 128, FLOAT),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(str(x).removeprefix("torch.") for x in case))
 def test_it_is_the_reference(hopper, case):
-    base, selector, action, budget, causal, offset, seq_q, seq_kv, heads, kv_heads, head_dim, dtype = case
+    selector, action, budget, causal, offset, seq_q, seq_kv, heads, kv_heads, head_dim, dtype = case
     q, k, v = make_qkv("biased_keys", 2, seq_q, seq_kv, heads, kv_heads, head_dim, dtype=dtype)
-    options = Mixed(base, selector, budget, action)
+    options = Mixed("int8", selector, budget, action)
     given = {"options": options, "causal": causal, "offset": offset, "block_q": HOPPER_ROWS}
     out, lse, chosen = launch(q, k, v, hopper, **given)
     for row in range(chosen.shape[2]):

@@ -8,7 +8,7 @@ import torch
 
 from ...masking import NO_MASKING, UNLIMITED, Masking
 from ...numerics import LOG2_E, padded_head_dim, pv_dtype
-from ...recipe import DEFAULT_RECIPE, INT8_MAX, RECIPES
+from ...recipe import DEFAULT_RECIPE, RECIPES
 from ...skipping import SkipState
 from ...state import HeadState, keeps_row_max, reads_row_max
 from .. import compat
@@ -227,7 +227,7 @@ def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, mask
         q, describe(prepared.codes.view(-1, width), [block_n, width]), scales, describe(v, value_block), *first,
         *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
         mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes, none,
-        **constants, LARGEST_CODE=INT8_MAX, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64,
+        **constants, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64,
         num_warps=4, launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ import torch
 
 from ...block_budget import HOPPER_ROWS, has_fp4, millionths, promoted_a_row, rows_of_block
 from ...numerics import padded_head_dim, pv_dtype
-from ...recipe import BLOCK, FP4_GROUPS, INT4_MAX, INT8_MAX, Mixed
+from ...recipe import BLOCK, FP4_GROUPS, Mixed
 from ..attention.launch import copyable_by_engine
 from ..attention.tiles import choose_tail, query_slice
 from ..launch import buffer, launch, processors_of
@@ -124,7 +124,7 @@ def launch_mixed_attention(
         if on_hopper:
             _launch_hopper(
                 q, k, v, codes, k_scale, (out, lse, center, q_weight), lists, numbers, tail, partials, arrived,
-                causal, offset, sizes, float(scale), width, base,
+                causal, offset, sizes, float(scale), width,
             )  # fmt: skip
             return out, lse, chosen
         launch(
@@ -140,9 +140,8 @@ def launch_mixed_attention(
 
 
 def _launch_hopper(
-    q, k, v, codes, k_scale, tensors, lists, numbers, tail, partials, arrived, causal, offset, sizes, scale, width,
-    base,
-):  # fmt: skip
+    q, k, v, codes, k_scale, tensors, lists, numbers, tail, partials, arrived, causal, offset, sizes, scale, width
+):
     """Attention by the Gluon kernel, whose tiles are the blocks. tensors: out, lse, center, q_weight. tail, partials,
     arrived: how the last programs share their blocks."""
     from ..attention.hopper.kernel import attention_fwd_hopper_kernel
@@ -164,6 +163,6 @@ def _launch_hopper(
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=BLOCK, SCALING="per_token", RETURN_LSE=lse is not None,
         MASK="blocks", HAS_BIAS=False, HAS_LEFT=False, HAS_RIGHT=causal, REFERENCE="first", KEEPS_MAX=False,
         PV="16bit", SLICE=query_slice(seq_kv, causal, False, False), SPLIT=not causal,
-        LARGEST_CODE=INT8_MAX if base == "int8" else INT4_MAX, NUM_BUFFERS=HOPPER_BUFFERS[width],
-        GROUPS=HOPPER_ROWS // 64, num_warps=4, launch_pdl=True, enable_fp_fusion=False,
+        NUM_BUFFERS=HOPPER_BUFFERS[width], GROUPS=HOPPER_ROWS // 64, num_warps=4, launch_pdl=True,
+        enable_fp_fusion=False,
     )  # fmt: skip

@@ -36,7 +36,7 @@ from ..key_tiles import band_tiles
 from .consumer import consume
 from .fp8_sums import allocate_earlier
 from .producer import copy_keys_and_values
-from .promoted import half_codes
+from .promoted import half_queries
 from .ring import Ring
 from .types import (
     ROW_FIELDS,
@@ -91,7 +91,7 @@ def attention_fwd_hopper_kernel(
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, KEEPS_MAX: gl.constexpr,
-    PV: gl.constexpr, GROUPS: gl.constexpr, SLICE: gl.constexpr, SPLIT: gl.constexpr, LARGEST_CODE: gl.constexpr,
+    PV: gl.constexpr, GROUPS: gl.constexpr, SLICE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     _wait_for_prologue()
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
@@ -194,7 +194,7 @@ def attention_fwd_hopper_kernel(
     q_half = q_smem
     if MASK == "blocks":
         half_tiles = k_smem._reinterpret(PV_DTYPE, [NUM_BUFFERS] + half_keys.block_type.shape, half_keys.layout)
-        q_half = half_codes(GROUPS, WIDTH, PV_DTYPE)
+        q_half = half_queries(GROUPS, WIDTH, PV_DTYPE)
 
     # what the warps are started with
     ring = Ring(
@@ -236,7 +236,7 @@ def attention_fwd_hopper_kernel(
     KIND: gl.constexpr = Kind(
         head_dim=HEAD_DIM, width=WIDTH, block_n=BLOCK_N, scaling=SCALING, return_lse=RETURN_LSE,
         keeps_max=KEEPS_MAX, groups=GROUPS, splits=SPLIT, slice=SLICE, masking=MASKING, format=FORMAT,
-        qk_dtype=QK_DTYPE, pv_dtype=PV_DTYPE, scale_early=EARLY, largest_code=LARGEST_CODE,
+        qk_dtype=QK_DTYPE, pv_dtype=PV_DTYPE, scale_early=EARLY,
     )  # fmt: skip
 
     if GROUPS == 2:

@@ -26,7 +26,7 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def half_codes(GROUPS: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
+def half_queries(GROUPS: gl.constexpr, WIDTH: gl.constexpr, DTYPE: gl.constexpr):
     """Shared memory for all query rows in 16 bit: for each warpgroup, two halves of their channels."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH // 2], DTYPE)
     return gl.allocate_shared_memory(DTYPE, [GROUPS * 2, ROWS, WIDTH // 2], LAYOUT)
@@ -214,17 +214,9 @@ def redo_blocks(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.con
         _thread_barrier()
         if is_promoted(i, seen) == 0:
             copy_keys(
-                inputs.k_codes,
-                inputs.k_scales,
-                rows.k_row,
-                tile,
-                landed,
-                k_tile,
-                scale_tile,
-                VALUE_BYTES,
-                BLOCK_N,
+                inputs.k_codes, inputs.k_scales, rows.k_row, tile, landed, k_tile, scale_tile, VALUE_BYTES, BLOCK_N,
                 True,
-            )
+            )  # fmt: skip
         else:
             mbarrier.expect(landed, VALUE_BYTES + HALF_BYTES)
             load_tile(inputs.k_half, [rows.b, tile * BLOCK_N, h_kv, 0], landed, half_tile)

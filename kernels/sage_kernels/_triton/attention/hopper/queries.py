@@ -113,14 +113,14 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
         else:
             amax = gl.full([SLICE], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT)) + amax_of_all
         amax = gl.maximum(amax, _AMAX_FLOOR)
-        inverse = gl.div_rn(gl.full_like(amax, KIND.largest_code), amax)
+        inverse = gl.div_rn(gl.full_like(amax, 127.0), amax)
         if CODE == gl.int8:
             codes = (x * inverse[:, None] + _ROUND_MAGIC).to(gl.int32, bitcast=True) - _ROUND_MAGIC_BITS
         else:
             codes = x * inverse[:, None] * _E4M3_OF_INT8
         q_slices.index(group_index * SLICES + i).store(codes.to(CODE))
         # a NaN in a row must not be laundered into a code: max() dropped it
-        scale = (amax * (1.0 / KIND.largest_code) + gl.sum(q * 0.0, 1)) * (inputs.softmax_scale * _LOG2_E)
+        scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (inputs.softmax_scale * _LOG2_E)
         if CODE != gl.int8:  # K's scales are those of INT8 codes, too
             scale = scale * (1.0 / (_E4M3_OF_INT8 * _E4M3_OF_INT8))
         if SLICES == 1:

@@ -42,7 +42,7 @@ class Kind(NamedTuple):
 
     keeps_max: the rows' largest scores are kept for a later call; splits: tiles of query rows can be cut along the
     keys; slice: query rows that are quantised together; qk_dtype, pv_dtype: of Q and K, and of P and V, as operands;
-    scale_early: a tile's scale is read as soon as it is there; largest_code: in each row of Q.
+    scale_early: a tile's scale is read as soon as it is there.
     """
 
     head_dim: gl.constexpr
@@ -59,7 +59,6 @@ class Kind(NamedTuple):
     qk_dtype: gl.constexpr
     pv_dtype: gl.constexpr
     scale_early: gl.constexpr
-    largest_code: gl.constexpr
 
 
 class Layouts(NamedTuple):
