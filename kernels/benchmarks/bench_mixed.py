@@ -2,12 +2,13 @@
 
     python kernels/benchmarks/bench_mixed.py
     python kernels/benchmarks/bench_mixed.py --seq 16384 --family clustered --base nvfp4
+    python kernels/benchmarks/bench_mixed.py --family clustered --base int8 --rows 192
     python kernels/benchmarks/bench_mixed.py --time --seq 8192
 
 On a CPU, in the reference, which rounds where the kernels do: no time is measured. One head of 128 channels in fp16,
 of each family of sage_kernels.testing_blocks. Case: mixed/{family}/{base}/{selector}/{budget}. Budget 0 is the base
 format alone. "thrift" in place of a selector: block_mean with P·V of ordinary blocks in FP4, and K as it is, as
-ThriftAttention has them.
+ThriftAttention has them. With other blocks than of 64 query rows, "/{rows}_rows" is added.
 
 --time: on a GPU, the INT8 base at 0 and 5 %, beside the plain recipe with a scale a token and PyTorch's 16-bit
 attention: bench.py's gate, clock and rows, of 16 heads in bf16, quantisation and selection included.
@@ -24,7 +25,7 @@ from pathlib import Path
 import torch
 
 from sage_kernels import DEFAULT_RECIPE, Mixed, mixed_attention, sage_attention
-from sage_kernels.recipe import BASES, FP4_GROUPS, MIXED_RECIPE, SELECTORS
+from sage_kernels.recipe import BASES, BLOCK, FP4_GROUPS, MIXED_RECIPE, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.results import append_row
 from sage_kernels.testing import exact_attention, relative_l1, relative_l2
@@ -50,16 +51,16 @@ def variants(bases: tuple[str, ...] = BASES) -> Iterator[tuple[str, str, float]]
         yield "nvfp4", THRIFT, budget
 
 
-def measure(family: str, seq: int, save: bool, bases: tuple[str, ...] = BASES) -> None:
+def measure(family: str, seq: int, save: bool, bases: tuple[str, ...] = BASES, rows: int = BLOCK) -> None:
     q, k, v = make_blocks(family, 1, seq, 1, 1, HEAD_DIM, dtype=torch.float16)
     exact = torch.cat([exact_attention(rows, k, v)[0] for rows in q.split(1024, 1)], 1)
     for base, selector, budget in variants(bases):
         thrift = selector == THRIFT
         options = Mixed(base, "block_mean" if thrift else selector, budget)
         study = {"pv": "fp4", "smooth_k": False} if thrift and base in FP4_GROUPS else {}
-        out, _, _ = ref_mixed_attention(q, k, v, options=options, **study)
+        out, _, _ = ref_mixed_attention(q, k, v, options=options, block_q=rows, **study)
         l1, l2 = float(relative_l1(out, exact)), float(relative_l2(out, exact))
-        case = f"mixed/{family}/{base}/{selector}/{budget:g}"
+        case = f"mixed/{family}/{base}/{selector}/{budget:g}" + (f"/{rows}_rows" if rows != BLOCK else "")
         print(f"{case:50} relative L1 {l1:.5f}  L2 {l2:.5f}", flush=True)
         if save:
             append_row(
@@ -93,13 +94,14 @@ def main() -> int:
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--family", choices=BLOCK_FAMILIES, action="append", help="may be repeated; all by default")
     parser.add_argument("--base", choices=BASES, action="append", help="may be repeated; all by default")
+    parser.add_argument("--rows", type=int, default=BLOCK, help="query rows of a block")
     parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
     parser.add_argument("--time", action="store_true", help="time calls on a GPU in place of all else")
     arguments = parser.parse_args()
     if arguments.time:
         return min(1, time_calls(arguments.seq, not arguments.no_save))
     for family in arguments.family or BLOCK_FAMILIES:
-        measure(family, arguments.seq, not arguments.no_save, tuple(arguments.base or BASES))
+        measure(family, arguments.seq, not arguments.no_save, tuple(arguments.base or BASES), arguments.rows)
     return 0
 
 
