@@ -6,7 +6,7 @@ from sage_kernels.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, is_without_int8, read_rows
 from sage_processors.cli.main import PAGES
 from sage_processors.evaluation.headline import FIGURES, figures_markdown
-from sage_processors.evaluation.kernel_tables import cold_start, linears
+from sage_processors.evaluation.kernel_tables import cold_start, linears, mixed
 from sage_processors.evaluation.pages import PAGE, PAGE_HEADER, replace_sections, sections, update
 from sage_processors.evaluation.tables import LANGUAGE, peers, results_markdown
 from tests.support.repository import ROOT
@@ -384,3 +384,11 @@ def test_the_wait_of_a_first_call_by_recipe_and_the_newest_row_of_each():
     rows.append(row | {"metric": "warm_up", "median": "4.0"})
     *_, line = cold_start(rows).splitlines()
     assert line == "| flux | sage_kernels | a | g | c | 5.0 | – | 4.0 |"
+
+
+def test_rows_of_other_blocks_are_not_in_the_table_of_mixed_precision():
+    rows = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
+    assert any(row["case"].endswith("_rows") for row in rows)
+    table = mixed(rows)
+    assert "mixed/" not in table and "| clustered |" in table
+    assert mixed([row for row in rows if not row["case"].endswith("_rows")]) == table
