@@ -69,7 +69,7 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
     Args: model: one that `quantize_linears` or SageAttnProcessor(linears=...) swapped, with or without its 16-bit
         weights. Its config is not in the file: keep it as save_config or config.save_pretrained writes it.
     Raises: TypeError, ValueError for a model without 8-bit layers or with adapters, for a layer that can't be
-        quantised; OSError.
+        quantised, for parameters that layerwise casting keeps in FP8; OSError.
     """
     swap, path = _swap_of(model), _checked_path(path)
     tensors: dict[str, torch.Tensor] = {}
@@ -95,6 +95,11 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
         if name not in weights:
             if tensor.is_meta:
                 raise ValueError(f"model: got {name} on the meta device, expected its numbers; load the weights first")
+            if tensor.dtype == torch.float8_e4m3fn and isinstance(tensor, nn.Parameter):  # no stock model has such
+                raise ValueError(
+                    f"model: got {tensor.dtype} for parameter {name}, expected 16 bit or more; save it without "
+                    "layerwise casting"
+                )
             tensors[name] = tensor.detach().contiguous()
     metadata = _describe(model) | {"layers": layers, "balanced": balanced}
     with whole_file(path) as file:
@@ -272,7 +277,7 @@ def _expected(
     modules = dict(model.named_modules())
     found: dict[str, tuple[Any, ...]] = {}
     for name, tensor in _own_tensors(model).items():
-        dtype = None if tensor.is_floating_point() else tensor.dtype
+        dtype = None if tensor.is_floating_point() and tensor.dtype != torch.float8_e4m3fn else tensor.dtype
         found[name] = (dtype, tuple(tensor.shape))
     for name, format in layers.items():
         shape = (modules[name].out_features, modules[name].in_features)

@@ -252,6 +252,35 @@ def test_buffers_of_every_type_are_named_as_safetensors_names_them(tmp_path):
         assert read[name].dtype == x.dtype and torch.equal(read[name].view(torch.uint8), x.view(torch.uint8))
 
 
+def test_buffers_in_fp8_are_read_by_a_model_that_has_them(tmp_path):
+    def model():
+        made = nn.Sequential(nn.Linear(16, 8)).eval()
+        made.register_buffer("small", torch.zeros(6, dtype=torch.float8_e4m3fn))
+        return made
+
+    saved = model()
+    saved.small.copy_(torch.arange(6))
+    with sp.quantize_linears(saved, min_features=0):
+        saved(torch.randn(2, 16))
+        sp.save_quantized(saved, tmp_path / "x.safetensors")
+    read = model()
+    sp.load_quantized(read, tmp_path / "x.safetensors")
+    assert torch.equal(read.small.float(), torch.arange(6.0))
+
+
+def test_parameters_that_layerwise_casting_keeps_in_fp8_are_not_written(tmp_path):
+    """Who reads the file has a model whose parameters are wider, and no hooks that cast."""
+    from diffusers.hooks import apply_layerwise_casting
+
+    model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)).eval()
+    apply_layerwise_casting(model[1], torch.float8_e4m3fn, torch.float32, skip_modules_pattern=())
+    with sp.quantize_linears(model, min_features=0, keep=("1",)):
+        model(torch.randn(2, 16))
+        with pytest.raises(ValueError, match="float8_e4m3fn for parameter 1.weight, expected 16 bit or more"):
+            sp.save_quantized(model, tmp_path / "x.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_numbers_that_safetensors_does_not_know_are_not_written(tmp_path):
     model = nn.Sequential(nn.Linear(16, 8)).eval()
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
