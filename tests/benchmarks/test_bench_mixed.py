@@ -8,11 +8,9 @@ from sage_kernels.results import read_rows
 from tests.support.repository import ROOT
 
 
-ROWS = [
-    row
-    for row in read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
-    if (row["suite"], row["recipe"], row["seq_k"]) == ("attention_error", "mixed", "4096")
-]
+EVERY = read_rows(ROOT / "kernels" / "benchmarks" / "results.csv")
+OF_4096 = [row for row in EVERY if (row["suite"], row["recipe"], row["seq_k"]) == ("attention_error", "mixed", "4096")]
+ROWS = [row for row in OF_4096 if not row["case"].endswith("_rows")]  # of blocks of 64 query rows
 ERRORS = {
     tuple(row["case"].split("/")[1:]): float(row["median"]) for row in ROWS if row["commit"] == ROWS[-1]["commit"]
 }
@@ -31,3 +29,22 @@ def test_five_percent_take_away_three_quarters_where_blocks_stand_out_and_next_t
 def test_plain_int8_is_more_exact_than_fp4_with_some_blocks_in_16_bit():
     for family in dict.fromkeys(family for family, *_ in ERRORS):
         assert ERRORS[family, "int8", "block_mean", "0"] < ERRORS[family, "nvfp4", "block_mean", "0.05"], family
+
+
+def test_hoppers_blocks_of_192_rows_take_less_of_the_error_away():
+    coarse = {row["case"]: float(row["median"]) for row in OF_4096 if row["case"].endswith("/192_rows")}
+    case = "mixed/clustered/int8/block_mean/{}/192_rows"
+    assert 0.5 <= 1 - coarse[case.format("0.05")] / coarse[case.format("0")] < recovered("clustered", "int8")
+
+
+def test_five_percent_of_the_blocks_cost_an_eighth_of_the_plain_recipes_time_on_hopper():
+    case = "D128_N8192_full_BH16"
+    newest = [row for row in EVERY if row["case"] == f"{case}/int8/0.05"][-1]
+    run = [row for row in EVERY if row["commit"] == newest["commit"] and row["case"].startswith(case)]
+    rates = {
+        kind: [float(row["median"]) for row in run if row["case"] == case + kind]
+        for kind in ("", "/per_token", "/int8/0.05")
+    }
+    assert len(set(map(len, rates.values()))) == 1 and "NVIDIA H" in newest["gpu"]
+    for cudnn, plain, mixed in zip(*rates.values(), strict=True):
+        assert 1.1 <= plain / mixed <= 1.15 and 0.97 <= mixed / cudnn

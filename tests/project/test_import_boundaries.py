@@ -83,6 +83,8 @@ GROUND_FILES = {
     for name in ("base_formats", "block_budget", "compat", "masking", "numerics", "recipe", "skipping", "state")
 }
 TRITON = "sage_kernels._triton"  # its own files: what its rooms share
+# versions of Triton and nothing of ours: which kernels there are is asked on a GPU, by the block budget too
+GROUND_FILES |= {f"{TRITON}.compat"}
 KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "heads", "linear", "mixed")}
 BELOW = {
     "sage_processors": set(),
