@@ -116,7 +116,7 @@ BELOW = {
     f"{TRITON}.mixed": {GROUND, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue", f"{TRITON}.attention"},
     f"{TRITON}.heads": {GROUND, TRITON, f"{TRITON}.launch"},
     f"{TRITON}.linear": {GROUND, TRITON, f"{TRITON}.launch"},
-    f"{TRITON}.launch": {TRITON},
+    f"{TRITON}.launch": {GROUND, TRITON},
     TRITON: {GROUND},
     GROUND: set(),
 }
