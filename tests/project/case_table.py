@@ -92,7 +92,9 @@ def read_outcomes(folder: Path = TESTS / "outcomes", sources: str | None = None)
                     found[column]["other"].append(path.name)
                 found[column]["where"].append(about)
                 for case, outcome in tried.items():
-                    if found[column]["cases"].get(case, OTHER).endswith(OTHER):  # the first that is of these sources
+                    known = found[column]["cases"].get(case, OTHER)
+                    # the first that is of these sources; what was skipped there shows nothing
+                    if known.endswith(OTHER) or known == "skipped":
                         found[column]["cases"][case] = outcome
     return found
 

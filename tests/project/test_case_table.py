@@ -92,9 +92,9 @@ def test_a_run_that_was_stopped_is_named_so(tmp_path):
     assert "(gpu.json), stopped before its end" in stopped and "stopped" not in whole
 
 
-def outcome_file(folder, name: str, **meta) -> None:
+def outcome_file(folder, name: str, outcome: str = "passed", **meta) -> None:
     about = {"gpu": "a GPU", "torch": "2", "triton": "3", "date": "today", "commit": "abc+dirty"}
-    (folder / f"{name}.json").write_text(json.dumps({"meta": about | meta, "cases": {"V01": "passed"}}))
+    (folder / f"{name}.json").write_text(json.dumps({"meta": about | meta, "cases": {"V01": outcome}}))
 
 
 def test_Q34_outcomes_of_other_sources_are_marked(tmp_path):
@@ -108,6 +108,13 @@ def test_Q34_outcomes_of_other_sources_are_marked(tmp_path):
     assert "on commit abc+dirty (gpu.json), of other sources" in page(cases(), found)
     outcome_file(tmp_path, "gpu")  # of a time when none was recorded
     assert read_outcomes(tmp_path, sources="these")["GPU"]["other"] == ["gpu.json"]
+
+
+def test_what_one_run_skipped_another_may_have_shown(tmp_path):
+    """On one GPU the tests of two are skipped; they were run elsewhere, if with other sources."""
+    outcome_file(tmp_path, "gpu", "skipped", kernel_sources="these")
+    outcome_file(tmp_path, "two_gpus", kernel_sources="others")
+    assert read_outcomes(tmp_path, "these")["GPU"]["cases"] == {"V01": "passed, of other sources"}
 
 
 def test_Q34_an_edited_kernel_makes_its_outcomes_those_of_other_sources(tmp_path):
