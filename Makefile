@@ -19,8 +19,8 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-all test-every test-gpu mutants test-versions sanitize codegen cases notebooks docs quality types style bench
-.PHONY: clean
+.PHONY: demo test test-all test-every test-gpu mutants test-versions sanitize codegen prebuilt cases notebooks docs quality types
+.PHONY: style bench clean
 
 demo: $(INSTALLED)
 	$(RUN) -m sage_processors.cli demo $(ARGS)
@@ -66,6 +66,10 @@ sanitize: $(INSTALLED)
 # After a change of the kernels: it compiles all targets where the table is of other sources, else sm_80 and sm_90
 codegen: $(INSTALLED)
 	PYTHONPATH=kernels $(RUN) tests/kernels/codegen/codegen.py --write tests/codegen.json
+
+# the kernels that come compiled with the package, for each version of Triton; after a change of the kernels
+prebuilt: $(INSTALLED)
+	$(RUN) tests/kernels/codegen/prebuild.py $(or $(ARGS),3.6.0 3.7.1)
 
 # kernels/CASES.md; its CPU column comes from `make test-all ARGS="--outcomes tests/outcomes/cpu.json"`
 cases: $(INSTALLED)

@@ -57,6 +57,9 @@ def test_wheel_holds_both_packages_typed_and_one_pipeline(wheel):
     sources |= {str(f.relative_to(ROOT / "kernels")) for f in files("kernels/sage_kernels")}
     data = {str(f.relative_to(ROOT)) for f in data_files(ROOT / "sage_processors" / "pipelines")}
     assert any(name.endswith(".safetensors") for name in data)
+    prebuilt = {str(f.relative_to(ROOT / "kernels")) for f in data_files(ROOT / "kernels/sage_kernels/prebuilt")}
+    assert prebuilt
+    data |= prebuilt
     assert (
         sources | data | {"sage_processors/py.typed", "sage_processors/__init__.pyi", "sage_kernels/py.typed"}
     ) - names == set()

@@ -8,9 +8,12 @@ sage_kernels/compat.py.
 import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib
 import logging
 import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -26,11 +29,15 @@ NAMES = (
     "triton.language.extra.cuda.gdc_wait",
     "triton.tools.tensor_descriptor.TensorDescriptor",
     "triton.backends.nvidia.driver.TMA_DTYPE_DEVICE_TO_HOST",
+    "triton.compiler.compiler.make_backend",
+    "triton.runtime.cache.get_cache_key",
+    "triton.runtime.cache.get_cache_manager",
+    "triton._C.libtriton.get_cache_invalidating_env_vars",
 )
 # of Triton's kernels and compiled kernels
 ATTRIBUTES = (
     "params", "do_not_specialize", "do_not_specialize_on_alignment", "arg_names", "device_caches", "ASTSource",
-    "run", "function", "packed_metadata", "metadata", "src", "signature", "target", "num_warps", "shared",
+    "compile", "run", "function", "packed_metadata", "metadata", "src", "signature", "target", "num_warps", "shared",
     "launcher_cls",
 )  # fmt: skip
 DRIVER = ("cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo")  # the last one from CUDA 12.4 on
@@ -225,6 +232,70 @@ def told_when_read(kernel, told):
         yield
     finally:
         _told.read = None
+
+
+class Wanted(NamedTuple):
+    """A kernel that Triton is about to compile, or to read from its cache.
+
+    Attributes:
+        name: the kernel's.
+        key: SHA-256 of all that decides its machine code: sources, types, constants, options, GPU, and the versions of
+            Triton and ptxas.
+        cached: () -> the hash that Triton's cache knows it by, another for each build of Triton, and where it is kept
+            there: get_group, put, put_group.
+    """
+
+    name: str
+    key: str
+    cached: Callable[[], tuple[str, Any]]
+
+
+_make_backend = find("triton.compiler.compiler.make_backend")
+_cache_key = find("triton.runtime.cache.get_cache_key")
+_cache_of = find("triton.runtime.cache.get_cache_manager")
+_environment = find("triton._C.libtriton.get_cache_invalidating_env_vars")
+
+
+def wanted(src, target, options) -> Wanted | None:
+    """What a compile with these arguments is to give. None where it may give something else than usual, as variables
+    of the environment or hooks change what Triton does; and where that can't be told."""
+    if None in (_make_backend, _cache_key, _cache_of, _environment) or target is None:
+        return None
+    if any(getattr(_compilation, name, True) for name in ("always_compile", "override", "dump_ir")) or _environment():
+        return None
+    if getattr(_knobs, "add_stages_inspection_hook", None) is not None:
+        return None
+    backend = _make_backend(target)
+    parsed = backend.parse_options(dict(options or {}, **src.parse_options()))
+    decides = (triton.__version__, src.hash(), backend.hash(), parsed.hash())
+
+    def cached():
+        known = hashlib.sha256(_cache_key(src, backend, parsed, {}).encode()).hexdigest()
+        return known, _cache_of(known)
+
+    return Wanted(src.name, hashlib.sha256("-".join(decides).encode()).hexdigest(), cached)
+
+
+def told_before_compiles(kernel, told) -> None:
+    """told(Wanted) is called before each compile of the kernel from now on, also where Triton's cache has it. Harmless
+    when repeated. It is not called where Triton can't tell, or compiles in an unusual way."""
+    try:
+        attribute(kernel, "device_caches")[current_device()]  # its compiler is set here
+        compile = attribute(kernel, "compile")
+    except AttributeError:
+        return
+    if getattr(compile, "_tells", False):
+        return
+
+    @functools.wraps(compile)
+    def telling(src, target=None, options=None, **others):
+        found = wanted(src, target, options)
+        if found is not None:
+            told(found)
+        return compile(src, target=target, options=options, **others)
+
+    telling._tells = True
+    kernel.compile = telling
 
 
 def build_launcher(compiled) -> None:

@@ -19,10 +19,11 @@ from tests.support.recording_driver import run  # noqa: E402
 # in a process of its own: compiled for an sm_90 that is not there, with a driver that keeps what it is handed
 SCRIPT = """
 import ctypes, re, struct
-import torch
+import torch, triton
 from tests.support.recording_driver import install
 
 install(device=None, stream=7)
+triton.knobs.compilation.always_compile = True  # of what is prebuilt there is no PTX
 from sage_kernels._triton import launch as launching
 from sage_kernels._triton.attention import launch as launch_attention
 from sage_kernels._triton.prologue import prologue

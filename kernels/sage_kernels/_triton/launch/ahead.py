@@ -19,6 +19,7 @@ from collections import deque
 import torch
 
 from .. import compat
+from .prebuilt import offer
 from .recording import Tape, recording
 
 
@@ -58,6 +59,7 @@ class Job:
                 compat.told_of_cache_hits() as hits,
                 compat.told_when_read(self.kernel, turn.give_back),
             ):
+                offer(self.kernel)
                 compat.build_launcher(self.kernel.warmup(*self.arguments, grid=(1,), **self.constants))
             self.cached = all(hits) if hits else None
         except Exception as error:  # whatever it is: the launch meets it again, and raises it

@@ -4,6 +4,7 @@ import torch
 
 from .. import compat
 from .ahead import before_compile, kind_of
+from .prebuilt import offer
 from .recording import recording
 
 
@@ -70,6 +71,7 @@ def launch(kernel, programs: int, *arguments, **constants):
     else:
         if usual:
             before_compile(kind_of(key))
+        offer(kernel)
         compiled = kernel[(programs,)](*arguments, **constants)
         start = compat.starter(compiled) if usual else None
         usual = start is not None

@@ -13,7 +13,7 @@ import triton.language as tl
 from ...masking import FAINT, UNLIMITED
 from ...numerics import divide, sampled_balance, sampled_center
 from ...state import HeadState, shape_key
-from ..compat import gdc_launch_dependents
+from ..compat import gdc_launch_dependents, parameters
 from ..launch import buffer, launch, processors_of
 from ..sequences import Packed, packed_arguments
 from .mask_tiles import MaskTiles
@@ -223,6 +223,6 @@ def launch_prologue(
         HEAD_DIM=head_dim, WIDTH=width, BLOCK_N=block_n, SCALING=scaling, SMOOTH=smooth_k,
         STORE_CENTER=return_center, HAS_MASK=has_mask, HAS_VALUES=has_values, **constants, OVERLAP=overlap,
         PACKED=packed is not None, HAS_LEFT=packed is not None and left != UNLIMITED, PV=pv if has_values else "16bit",
-        num_warps=num_warps, maxnreg=_REGISTERS if k.is_cuda else None, enable_fp_fusion=False,
+        num_warps=num_warps, maxnreg=_REGISTERS if parameters(_prologue_kernel) else None, enable_fp_fusion=False,
     )  # fmt: skip
     return prepared

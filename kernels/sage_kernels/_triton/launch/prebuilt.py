@@ -1,0 +1,61 @@
+"""Prebuilt kernels: machine code that comes with the package, for the kernels that most models need first.
+
+Compiling takes seconds a kernel, on every machine anew. What `make prebuilt` compiled is put where Triton keeps what
+it has compiled, just before it looks there; so Triton loads it as it would on a second run. A kernel is known by all
+that decides its machine code (compat.Wanted), so that of other sources, options, GPUs or versions is never taken.
+Whatever is in the way of that, the kernel is compiled; TRITON_ALWAYS_COMPILE=1 has all of them compiled.
+"""
+
+import functools
+import json
+import logging
+import zipfile
+from pathlib import Path
+
+import triton
+
+from .. import compat
+
+
+logger = logging.getLogger("sage_kernels")
+FOLDER = Path(__file__).resolve().parents[2] / "prebuilt"
+CODE, METADATA = "cubin", "json"
+
+
+@functools.cache
+def _stored() -> tuple[Path, frozenset[str]]:
+    """The archive for this Triton, and what it holds: KEY.cubin and KEY.json of each kernel."""
+    path = FOLDER / f"triton-{triton.__version__}.zip"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return path, frozenset(archive.namelist())
+    except FileNotFoundError:
+        pass  # nothing is prebuilt for this version
+    except (OSError, zipfile.BadZipFile) as error:
+        logger.warning("%s can't be read, kernels are compiled: %s", path, error)
+    return path, frozenset()
+
+
+def offer(kernel) -> None:
+    """Have what is prebuilt of a kernel found by its compiles from now on."""
+    if _stored()[1]:
+        compat.told_before_compiles(kernel, _place)
+
+
+def _place(wanted: compat.Wanted) -> None:
+    """Put a kernel where Triton looks for it, if it is prebuilt and not there."""
+    path, names = _stored()
+    metadata = f"{wanted.name}.{METADATA}"
+    if f"{wanted.key}.{METADATA}" not in names:
+        return
+    try:
+        known, cache = wanted.cached()
+        if cache.get_group(metadata):
+            return
+        with zipfile.ZipFile(path) as archive:
+            found = {kind: archive.read(f"{wanted.key}.{kind}") for kind in (CODE, METADATA)}
+        found[METADATA] = json.dumps(json.loads(found[METADATA]) | {"hash": known}).encode()
+        group = {f"{wanted.name}.{kind}": cache.put(data, f"{wanted.name}.{kind}") for kind, data in found.items()}
+        cache.put_group(metadata, group)
+    except Exception as error:  # whatever is wrong with the archive or the cache
+        logger.warning("%s is compiled, although it is prebuilt: %s", wanted.name, error)
