@@ -1,12 +1,14 @@
 """Time a model's first forwards with an empty kernel cache: rows of suite cold_start.
 
-    python kernels/benchmarks/bench_cold_start.py                          # both recipes, under 150 s on an H200
+    python kernels/benchmarks/bench_cold_start.py                          # both recipes, under 200 s on an H200
+    python kernels/benchmarks/bench_cold_start.py --recipe qk_int8_pv_bf16 --linears int8
     python kernels/benchmarks/bench_cold_start.py --recipe qk_int8_pv_fp8 --layers 99 --no-save
 
 Each measurement is a process of its own with a new TRITON_CACHE_DIR, begun when the model lies on the GPU:
     first_forward        from `apply`, for stock from the forward, to the end of the first forward
     worst_later_forward  the longest of the next ones: kernels that later steps need
     warm_up              `handle.warm_up()` from `apply` on; the forwards after it are rows of {case}/warmed_up
+Rows of {case}/compiled have no prebuilt kernels, as on GPUs and with versions of Triton that there are none for.
 Random weights and true widths; of few blocks, so a step is short: what step 4 needs must be ready sooner than in the
 whole model, and a later forward waits longer than there. The GPU itself is warm (its context is there), cuBLAS is not.
 """
@@ -30,12 +32,13 @@ from model_cases import CASES, ModelCase, make_inputs, make_model
 import sage_processors as sp
 from sage_kernels.recipe import DEFAULT_RECIPE, FP8_RECIPE, RECIPES
 from sage_kernels.results import append_row, check_appendable
+from sage_processors.options import LINEARS
 
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
 STEPS = 9  # row maxima come into use in the fifth; a later one shows what is usual
-STOCK, OURS, WARMED = "stock", "ours", "warmed_up"
-PROVIDERS = {STOCK: "torch_sdpa_cudnn", OURS: "sage_kernels", WARMED: "sage_kernels"}
+STOCK, OURS, WARMED, COMPILED = "stock", "ours", "warmed_up", "compiled"
+PROVIDERS = {STOCK: "torch_sdpa_cudnn", OURS: "sage_kernels", WARMED: "sage_kernels", COMPILED: "sage_kernels"}
 
 
 def chosen_case(name: str, layers: int, tiny: bool) -> ModelCase:
@@ -66,7 +69,9 @@ def measure(options) -> dict:
     found, times = {}, []
     start = time.perf_counter()
     if options.measure != STOCK:
-        handle = sp.apply(model, sp.SageAttnProcessor(recipe=options.recipe, min_tokens=0 if options.tiny else None))
+        least = 0 if options.tiny else None
+        config = sp.SageAttnProcessor(recipe=options.recipe, linears=options.linears, min_tokens=least)
+        handle = sp.apply(model, config)
         handle.new_run()
     if options.measure == WARMED:
         done = handle.warm_up(progress=False)
@@ -91,10 +96,12 @@ def measure(options) -> dict:
 def run_alone(options, what: str, recipe: str) -> dict:
     """`measure` in a process of its own, with an empty cache of kernels."""
     command = [sys.executable, __file__, "--measure", what, "--recipe", recipe, "--case", options.case]
-    command += ["--layers", str(options.layers), "--device", options.device, *["--tiny"] * options.tiny]
+    command += ["--layers", str(options.layers), "--device", options.device, "--linears", options.linears]
+    command += ["--tiny"] * options.tiny
+    always = {"TRITON_ALWAYS_COMPILE": "1"} if what == COMPILED else {}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
-            command, env=os.environ | {"TRITON_CACHE_DIR": folder}, capture_output=True, text=True, check=False
+            command, env=os.environ | {"TRITON_CACHE_DIR": folder} | always, capture_output=True, text=True, check=False
         )
     if done.returncode:
         raise RuntimeError(f"{what}, {recipe}: {done.stderr.strip()[-2000:]}")
@@ -102,7 +109,7 @@ def run_alone(options, what: str, recipe: str) -> dict:
 
 
 def save(csv: Path | None, case: ModelCase, what: str, recipe: str, found: dict) -> None:
-    name = f"{case.name}/{WARMED}" if what == WARMED else case.name
+    name = f"{case.name}/{what}" if what in (WARMED, COMPILED) else case.name
     first, *later = found["times"]
     metrics = {"first_forward": first, "worst_later_forward": max(later)}
     if what == WARMED:
@@ -127,6 +134,7 @@ def parse(arguments=None) -> argparse.Namespace:
     denoisers = sorted(name for name, case in CASES.items() if case.is_denoiser)
     parser.add_argument("--case", choices=denoisers, default="flux_2048")
     parser.add_argument("--recipe", choices=sorted(RECIPES), action="append", help="may be repeated; two by default")
+    parser.add_argument("--linears", choices=sorted(LINEARS), default="none", help="8-bit linear layers, too")
     parser.add_argument("--layers", type=int, default=1, help="at most so many blocks of each kind")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model of the same class; needs --csv to save")
@@ -151,8 +159,9 @@ def main(arguments=None) -> int:
     case = chosen_case(options.case, options.layers, options.tiny)
     save(csv, case, STOCK, "", run_alone(options, STOCK, DEFAULT_RECIPE))
     for recipe in options.recipe or (DEFAULT_RECIPE, FP8_RECIPE):
-        for what in (OURS, WARMED):
-            save(csv, case, what, recipe, run_alone(options, what, recipe))
+        name = recipe if options.linears == "none" else f"{recipe}+linears_{options.linears}"
+        for what in (OURS, WARMED, COMPILED):
+            save(csv, case, what, name, run_alone(options, what, recipe))
     return 0
 
 
