@@ -100,9 +100,8 @@ def run_alone(options, what: str, recipe: str) -> dict:
     command += ["--tiny"] * options.tiny
     always = {"TRITON_ALWAYS_COMPILE": "1"} if what == COMPILED else {}
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command, env=os.environ | {"TRITON_CACHE_DIR": folder} | always, capture_output=True, text=True, check=False
-        )
+        environment = os.environ | {"TRITON_CACHE_DIR": folder} | always
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{what}, {recipe}: {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
