@@ -17,6 +17,7 @@ from tests.support.repository import ROOT, files, fresh
 
 
 MAX_BYTES = 12_000_000
+PREBUILT = "kernels/sage_kernels/prebuilt"
 DATA = ("tiny_classifier", "tiny_flux", "tiny_lm")  # in sage-processors-demo
 
 
@@ -47,6 +48,12 @@ def demo_wheel(tmp_path_factory):
     return built(tmp_path_factory.mktemp("demo"), "demo/pyproject.toml", "demo/README.md", "demo/sage_processors_demo")
 
 
+@pytest.fixture(scope="module")
+def hopper_wheel(tmp_path_factory):
+    files = [f"{PREBUILT}/{path.name}" for path in (ROOT / PREBUILT).iterdir()]
+    return built(tmp_path_factory.mktemp("hopper"), *files)
+
+
 def data_files(folder: Path) -> set[Path]:
     return {f for f in folder.rglob("*") if f.is_file() and f.suffix not in (".py", ".pyc")}
 
@@ -57,9 +64,6 @@ def test_wheel_holds_both_packages_typed_and_one_pipeline(wheel):
     sources |= {str(f.relative_to(ROOT / "kernels")) for f in files("kernels/sage_kernels")}
     data = {str(f.relative_to(ROOT)) for f in data_files(ROOT / "sage_processors" / "pipelines")}
     assert any(name.endswith(".safetensors") for name in data)
-    prebuilt = {str(f.relative_to(ROOT / "kernels")) for f in data_files(ROOT / "kernels/sage_kernels/prebuilt")}
-    assert prebuilt
-    data |= prebuilt
     assert (
         sources | data | {"sage_processors/py.typed", "sage_processors/__init__.pyi", "sage_kernels/py.typed"}
     ) - names == set()
@@ -82,11 +86,28 @@ def test_the_other_models_are_a_wheel_of_their_own(wheel, demo_wheel):
         found = {str(f.relative_to(home)) for f in data_files(home / "sage_processors_demo" / name)}
         assert found and found - names == set()
     assert not {name for name in zipfile.ZipFile(wheel).namelist() if any(f"/{folder}/" in name for folder in DATA)}
-    numbers = [
-        re.search(r'^version = "(.*)"', path.read_text(), re.M)[1]
-        for path in (ROOT / "pyproject.toml", home / "pyproject.toml")
-    ]
-    assert numbers[0] == numbers[1], "one repository, one version"
+
+
+def test_compiled_kernels_are_a_wheel_of_their_own_and_found_beside_the_other(wheel, hopper_wheel, tmp_path):
+    archives = {f"sage_kernels/prebuilt/{path.name}" for path in (ROOT / PREBUILT).glob("*.zip")}
+    names = {name for name in zipfile.ZipFile(hopper_wheel).namelist() if ".dist-info/" not in name}
+    assert names == archives and not archives & set(zipfile.ZipFile(wheel).namelist())
+    code = """
+        from sage_kernels._triton.launch import prebuilt
+        path, names = prebuilt._stored()
+        print(len(names) > 0, path)
+        """
+    for wheels, expected in (([wheel], "False"), ([wheel, hopper_wheel], "True")):
+        site = tmp_path / expected
+        for one in wheels:
+            zipfile.ZipFile(one).extractall(site)
+        found, path = fresh(code, path=(site,), cwd=tmp_path).split()
+        assert found == expected and path.startswith(str(site))
+
+
+def test_all_packages_of_this_repository_have_one_version():
+    projects = [ROOT / folder / "pyproject.toml" for folder in ("", "demo", PREBUILT)]
+    assert len({re.search(r'^version = "(.*)"', path.read_text(), re.M)[1] for path in projects}) == 1
 
 
 def test_wheel_runs_outside_of_the_checkout(wheel, demo_wheel, tmp_path):
