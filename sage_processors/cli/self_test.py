@@ -7,6 +7,7 @@ Needs torch alone.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,10 @@ from sage_kernels.numerics import pv_dtype
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import BASES, INT8_MAX, MIXED_RECIPE, P_CODE_EXPONENT, P_SIGNED_EXPONENT
 from sage_kernels.testing import make_qkv, relative_l2
+from sage_kernels.warm_up import LONG, SHORT, CallKind, compile_ahead
 
 
+logger = logging.getLogger("sage_processors")
 LARGEST_TILE = 128  # keys of a tile, with P in INT8
 CREST = 5  # largest of some thousand normal numbers, in standard deviations
 
@@ -42,7 +45,7 @@ class Case:
     kv_heads: int
     head_dim: int
     mask: str | None = None
-    causal: bool | str = False
+    causal: str = ""
     same_values: bool = False
 
 
@@ -87,6 +90,8 @@ def summary(error: Exception) -> str:
 
 def self_test(device: torch.device) -> list[Outcome]:
     """Every recipe, scaling and case on `device` against exact attention (SDPA's MATH back end in fp64)."""
+    if device.type == "cuda":
+        _compile_ahead(device)
     outcomes = []
     for case in CASES:
         q, k, v = make_qkv(
@@ -99,13 +104,13 @@ def self_test(device: torch.device) -> list[Outcome]:
         exact = _exact(q, k, v, mask if mask is not None else _causal_mask(case, device))
         for recipe in RECIPES:
             skipped = recipe_problem(recipe, device)
-            for scaling in (*RECIPES[recipe].scalings, *(() if RECIPES[recipe].plain else ("timestep",))):
+            for scaling in scalings_of(recipe):
                 named: dict[str, Any] = {"recipe": recipe, "scaling": scaling, "case": case.name}
                 if skipped:
                     outcomes.append(Outcome(**named, skipped=skipped))
                     continue
                 try:
-                    out = _run(q, k, v, recipe, scaling, attn_mask=mask, causal=case.causal)
+                    out = _run(q, k, v, recipe, scaling, attn_mask=mask, causal=case.causal or False)
                     error = relative_l2(out, exact, (1, 3)).max().item()
                     if not math.isfinite(error):
                         raise ArithmeticError("the output is not finite")
@@ -118,11 +123,46 @@ def self_test(device: torch.device) -> list[Outcome]:
     return outcomes
 
 
+def scalings_of(recipe: str) -> tuple[str, ...]:
+    """Those that the self-test runs the recipe with."""
+    return (*RECIPES[recipe].scalings, *(() if RECIPES[recipe].plain else ("timestep",)))
+
+
+def kinds_of_calls(device: torch.device) -> list[CallKind]:
+    """What `self_test` calls on a GPU, for `compile_ahead`, in its order; not masks that differ from row to row."""
+    kinds = []
+    for case in CASES:
+        for recipe in RECIPES:
+            if case.mask == "bias" or recipe_problem(recipe, device):
+                continue
+            for scaling in scalings_of(recipe):
+                kinds.append(
+                    CallKind(
+                        torch.bfloat16,
+                        case.head_dim,
+                        recipe,
+                        "planned" if scaling == "timestep" else scaling,
+                        causal=case.causal,
+                        by_key=torch.bool if case.mask == "bool" else None,
+                        tokens=(LONG if case.seq_kv >= LONG else SHORT,),
+                    )  # fmt: skip
+                )
+    return list(dict.fromkeys(kinds))
+
+
+def _compile_ahead(device: torch.device) -> None:
+    """Start to compile its kernels side by side: one after the other they take minutes on a new machine."""
+    try:
+        compile_ahead(kinds_of_calls(device), device)
+    except Exception as error:  # the case that makes such a call says what is wrong
+        logger.debug("kernels are compiled when they are called for: %s", error)
+
+
 def _mixed_outcome(q, k, v, exact, case: Case, base: str) -> Outcome:
     """Mixed precision with this format, which stands in the place of the scaling."""
     named: dict[str, Any] = {"recipe": MIXED_RECIPE, "scaling": base, "case": case.name}
     try:
-        out = mixed_attention(q, k, v, options=Mixed(base), causal=case.causal)
+        out = mixed_attention(q, k, v, options=Mixed(base), causal=case.causal or False)
         error = relative_l2(out, exact, (1, 3)).max().item()
         if not math.isfinite(error):
             raise ArithmeticError("the output is not finite")

@@ -15,6 +15,7 @@ import sage_kernels
 from sage_kernels.recipe import BASES
 from sage_processors.cli import doctor, self_test
 from sage_processors.cli import main as cli
+from tests.support.recording_driver import run
 from tests.support.repository import OPTIONAL, fresh
 
 
@@ -315,6 +316,49 @@ def test_the_file_system_is_that_of_the_nearest_mount(monkeypatch, tmp_path):
         "/twice": "lustre",
     }
     assert {place: doctor.file_system(doctor.Path(place)) for place in expected} == expected
+
+
+KERNELS = """
+import torch
+from tests.support.usual_kernels import CPU, as_on_hopper
+
+as_on_hopper()
+from sage_kernels import warm_up
+from sage_kernels._triton.attention.launch import launch_attention_fwd
+from sage_kernels._triton.launch import ahead
+from sage_kernels.masking import make_masking
+from sage_kernels.recipe import RECIPES
+from sage_kernels.state import new_head_state
+from sage_kernels.testing import make_qkv
+from sage_processors.cli import self_test
+
+self_test.recipe_problem = lambda recipe, device: ""
+kinds = self_test.kinds_of_calls(CPU)
+ahead_of_all = ahead.collect([call for kind in kinds for call in warm_up._calls(kind, CPU)])
+calls = []
+for case in self_test.CASES:
+    q, k, v = make_qkv("biased_keys", 2, case.seq_q, case.seq_kv, case.heads, case.kv_heads, case.head_dim,
+                       dtype=torch.bfloat16)
+    masking = make_masking(self_test._mask(case, CPU), case.causal, None, 0.0, None, case.seq_q, case.seq_kv)[0]
+    for recipe in RECIPES:
+        for scaling in self_test.scalings_of(recipe):
+            state = new_head_state(case.kv_heads, case.head_dim, CPU) if scaling == "timestep" else None
+            calls.append((case, lambda q=q, k=k, v=v, masking=masking, recipe=recipe, scaling=scaling, state=state:
+                launch_attention_fwd(
+                    q, k, v, scale=0.1, scaling=scaling, smooth_k=not RECIPES[recipe].plain, state=state,
+                    return_lse=False, recipe=recipe, masking=masking)))
+wanted = ahead.collect([call for case, call in calls if case.mask != "bias"])
+others = {(ahead_of_all | wanted)[kind].name for kind in set(wanted) ^ set(ahead_of_all)}
+assert len(wanted) > 60 and others <= {"_key_mask_kernel"}, others  # small, and compiled for the mask's length
+"""
+
+
+def test_the_kernels_of_the_self_test_are_compiled_side_by_side(tmp_path, monkeypatch):
+    done = run(KERNELS, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    # whatever speaks against it, the cases are run
+    monkeypatch.setattr(self_test, "compile_ahead", lambda kinds, device: 1 / 0)
+    self_test._compile_ahead(CPU)
 
 
 @pytest.mark.gpu
