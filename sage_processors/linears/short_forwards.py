@@ -1,7 +1,8 @@
 """Forwards in which all linear layers have too little work for 8 bit: once they are known, nobody is asked again.
 
-What is asked at each call (is it short, is the weight fresh) takes the host longer than such a call may take: a
-twentieth of SDXL's forward. A forward is known by what the model is called with; its calls are counted all at once.
+What is asked at each call (is it short, is it captured, is the weight fresh) adds up in models of many small layers
+that wait for the host, such as SDXL. A forward is known by what the model is called with; its calls are counted all at
+once.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class ShortForwards:
 
     def _take_in(self, states: list[LinearState]) -> None:
         """The forward that was watched is over."""
-        before, self._before = self._before or [], None
+        before, self._before = self._before, None
+        if before is None:  # another thread's forward took it in
+            return
         if self._shared.had_work or not self._shared.was_called:
             self._busy = self._latest
             return

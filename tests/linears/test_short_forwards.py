@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -163,6 +164,18 @@ def test_what_was_known_is_forgotten_by_a_refresh_and_not_known_to_a_copy(timed)
         model(short)
     handle.remove()
     assert torch.equal(model(long), stock(long)) and not modules.is_swapped(model.blocks[0].up)
+
+
+def test_threads_with_forwards_of_both_kinds_do_not_disturb_each_other(timed):
+    model, stock, _ = made(timed)
+    inputs = [torch.randn(SHORT, 64), torch.randn(LONG, 64)]
+    wanted = [stock(inputs[0]), model(inputs[1])]
+
+    def run(which: int) -> bool:
+        return torch.equal(model(inputs[which]), wanted[which])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(run, [i // 3 % 2 for i in range(240)]))
 
 
 def test_dropped_weights_have_no_16_bit_forward(timed):
