@@ -37,7 +37,6 @@ EVENTS = (
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
-SHORT = _EVENT["short"]
 CHOSEN = ("empty", "short")  # nothing is lost by these
 # Multiply-adds of a call on a GPU below which the 16-bit layer is called: what 8 bit saves there on the GPU is less
 # than what they take on the host (SDXL: kernels/NOTES.md). Not while a CUDA graph is captured, which has no host.
@@ -75,16 +74,11 @@ class Shared:
 
     Attributes: may_wait: results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary
         tensors alone. least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from
-        Python, since the last forward of the model began. had_work: one was that did not find its call short.
-        all_short: no call of this forward has work for 8 bit (short_forwards.py).
+        Python, since the last forward of the model began.
     """
 
     def __init__(self, least_work: int = 0):
         self.may_wait, self.least_work, self.was_called = CAN_WAIT, least_work, False
-        self.had_work = self.all_short = False
-
-    def __getstate__(self):  # nobody tells the layers of a copy when a forward begins
-        return self.__dict__ | {"all_short": False}
 
 
 class LinearState:

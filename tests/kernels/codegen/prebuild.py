@@ -31,7 +31,7 @@ def compiled() -> dict[str, bytes]:
     from tests.support.usual_kernels import as_on_hopper, usual_jobs
 
     triton.knobs.propagate_env = False
-    triton.knobs.compilation.disable_line_info = True  # of a kernel's bytes, four fifths
+    triton.knobs.compilation.disable_line_info = True  # they are most of a kernel's bytes
     as_on_hopper()
     found, asked = {}, []
     for job in usual_jobs().values():
