@@ -155,9 +155,7 @@ def attention(
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
-    if pv == "int8" and tile.kernel != "hopper":
-        reference = "tile"
-    reference = reference or ("first" if tile.keep_first_max else "running")
+    reference = reference or ("tile" if pv == "int8" else "first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     kind = {"causal": "none", "causal_blocks": "blocks"}.get(mask, mask)
     causal = mask.startswith("causal")
@@ -179,8 +177,7 @@ def attention(
         if pv == "16bit":
             blocks += [("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16)]
         else:
-            value_type = gl.int8 if pv == "int8" else gl.float8e4nv
-            blocks += [("values", VALUES[pv], [width, tile.block_n], value_type)]
+            blocks += [("values", "fp8e4nv", [width, tile.block_n], gl.float8e4nv)]
         types |= {"key_scales": "*fp32", "half_keys": "*fp32"}
         if scaling == "per_token":
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]

@@ -13,7 +13,6 @@ import torch
 from sage_kernels import RECIPES, sage_attention
 from sage_kernels._triton.attention.tiles import Tile
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import INT8_RECIPE
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from sage_kernels.testing import FP32_ROUNDING
 from tests.kernels.attention.attention_cases import FP8, Attend, key_padding, normal
@@ -69,11 +68,9 @@ def rounded_like(exponent: float, recipe: str) -> float:
 
 
 def skip_what_is_the_same(hopper, recipe):
-    """FP8 P knows no reference of the first tile, INT8 P no other: both tiles of two consumers run the same."""
+    """8-bit P knows no reference of the first tile: both tiles of two consumers run the same."""
     if recipe == FP8 and hopper.tile == TILES["two_first"][1]:
         pytest.skip("as two_running")
-    if recipe == INT8_RECIPE and hopper.tile == TILES["two_running"][1]:
-        pytest.skip("as two_first")
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -50,16 +50,16 @@ def value_rows(n_steps: int, block_n: int) -> int:
 
 
 @triton.jit
-def rows_before_sums(seq_kv):
+def _rows_before_sums(seq_kv):
     """How many rows of a head's numbers come before those of its tiles, and how many steps of KEYS keys it has."""
     n_steps = tl.cdiv(seq_kv, KEYS)
     return tl.cdiv(n_steps, LOST_STEPS) + FIRST_LOST, n_steps
 
 
 @triton.jit
-def numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+def _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     """Where a head's numbers begin."""
-    before, n_steps = rows_before_sums(seq_kv)
+    before, n_steps = _rows_before_sums(seq_kv)
     return numbers_ptr + kv_head_of_batch.to(tl.int64) * (before + n_steps * (KEYS // BLOCK_N)) * WIDTH
 
 
@@ -67,8 +67,8 @@ def numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WID
 def sums_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     """Where the numbers of a head's tiles begin, [tiles, WIDTH]: 128 times the sum of each channel's codes, which P's
     codes are 128 too small for, less what makes integers the bits of floats (ROUND_MAGIC). Exact."""
-    before, _ = rows_before_sums(seq_kv)
-    return numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + before * WIDTH
+    before, _ = _rows_before_sums(seq_kv)
+    return _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + before * WIDTH
 
 
 @triton.jit
@@ -211,7 +211,7 @@ def prepare_value_codes(
     amax = tl.maximum(amax, _V_AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + INT8_MAX, amax)
     sums = sums_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels[None, :]
-    numbers_ptr = numbers_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
+    numbers_ptr = _numbers_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
     TILES: tl.constexpr = KEYS // BLOCK_N
     tiles = tl.arange(0, TILES)[:, None] * WIDTH
     if span == 0:
@@ -242,7 +242,7 @@ def prepare_value_codes(
 def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     """Scale and center of V's channels, the center NaN where one of the channel's values is no finite number."""
     rows = tl.cdiv(tl.cdiv(seq_kv, KEYS), LOST_STEPS)
-    numbers_ptr = numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
+    numbers_ptr = _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
     scale = tl.load(numbers_ptr)
     lost = tl.zeros([_ROWS, WIDTH], tl.float32)
     for first in range(0, rows, _ROWS):
