@@ -194,7 +194,7 @@ def launch_prologue(
     )
     v_amax, chunk_keys = None, 0
     if has_values and is_int8:
-        v_amax = launch_value_reach(v, mask=mask, width=width)
+        v_amax = launch_value_reach(v, mask=mask, width=width, pv=pv)
     elif has_values and not planned:
         v_amax, chunk_keys = launch_value_amax(v, mask=mask, width=width, packed=packed, seq_q=q.shape[1], left=left)
     num_warps = warps_of(block_n, width)
