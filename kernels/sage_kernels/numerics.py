@@ -212,6 +212,8 @@ def quantize_centered_values(v, seen=None, counts=None) -> tuple[torch.Tensor, t
     amax = amax.clamp_min(V_AMAX_FLOOR)
     codes = torch.round((centred * divide(float(INT8_MAX), amax)).clamp(-INT8_MAX, INT8_MAX)).nan_to_num(0.0)
     scale = amax / torch.full_like(amax, INT8_MAX)
+    if counts is None and seen is None:  # see prepare_value_codes.py
+        center = center + (centred - codes * scale).mean(2, keepdim=True)
     return codes, scale, center + lost.sum(2, keepdim=True)
 
 

@@ -109,7 +109,7 @@ RECIPES = {
     for r in (
         Recipe("qk_int8_pv_bf16", qk="int8", pv="16bit"),
         Recipe("qk_int8_pv_fp8", qk="int8", pv="fp8_e4m3"),
-        Recipe("qk_int8_pv_int8", qk="int8", pv="int8", hopper=False, packed=False),
+        Recipe("qk_int8_pv_int8", qk="int8", pv="int8", packed=False),
         Recipe("qk_fp8_pv_fp8", qk="fp8_e4m3", pv="fp8_e4m3", packed=False, study=True),
         Recipe("int_flash_half", qk="int8", pv="16bit", packed=False, plain=True, study=True),
         Recipe(

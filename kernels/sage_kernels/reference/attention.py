@@ -77,7 +77,8 @@ def ref_attention(
         round_p: False keeps P, and V as it is given (in 8 bit: V as it is rounded), in fp32: the difference is the
             rounding floor of the test tolerances.
         first_max: P is rounded as with the largest score of the first block_k keys as the softmax's reference, which
-            some kernels keep: the largest P is then no power of two, and rounding moves it.
+            some kernels keep: the largest P is then no power of two, and rounding moves it. With P in INT8, whose
+            tiles have a reference each, the same kernel's other trait: the sum is of P as it was rounded.
         rotated_dtype: what rotated Q and K are rounded to; None: the dtype of q. They are what the scales and codes
             are made of, so the reference with round_p=False, of fp32 inputs, has to round them too.
         skip: lists of key tiles that need not be visited, of tiles of skip.block_q and skip.block_k.
@@ -175,8 +176,9 @@ def ref_attention(
                     kept.copy_(torch.where(torch.isfinite(top), top, 0.0))
                 if round_p and is_int8:
                     round_ = (_tile_rounding if own.pv == "int8" else _running_rounding)(s, reference, block_k)
+                sums_codes = own.sums_codes or (first_max and own.pv == "int8")
                 o, log_sum, share = _softmax_values(
-                    s, vf[b, kv], shift, masking, h, reference, round_, own.sums_codes
+                    s, vf[b, kv], shift, masking, h, reference, round_, sums_codes
                 )  # fmt: skip
                 if v_center is not None and v_scale is not None:
                     o = o * v_scale[b, kv] + share * v_center[b, kv]

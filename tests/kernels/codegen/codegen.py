@@ -155,7 +155,9 @@ def attention(
     tile = tile or choose_tile(capability, width, scaling, mask == "rows", pv, reference != "lagged")
     if packed and tile.kernel == "hopper":
         tile = choose_tile(capability, width, scaling, True, pv, True)
-    reference = reference or ("tile" if pv == "int8" else "first" if tile.keep_first_max else "running")
+    if pv == "int8" and tile.kernel != "hopper":
+        reference = "tile"
+    reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
     kind = {"causal": "none", "causal_blocks": "blocks"}.get(mask, mask)
     causal = mask.startswith("causal")
@@ -177,7 +179,8 @@ def attention(
         if pv == "16bit":
             blocks += [("values", "bf16", [1, tile.block_n, 1, width], gl.bfloat16)]
         else:
-            blocks += [("values", "fp8e4nv", [width, tile.block_n], gl.float8e4nv)]
+            value_type = gl.int8 if pv == "int8" else gl.float8e4nv
+            blocks += [("values", VALUES[pv], [width, tile.block_n], value_type)]
         types |= {"key_scales": "*fp32", "half_keys": "*fp32"}
         if scaling == "per_token":
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
@@ -246,9 +249,9 @@ def value_amax(name: str, width: int, packed: bool = False) -> dict:
     return {"kernel": "value_amax", **read(build(_value_amax_kernel, constants, types, TARGETS[name], num_warps=8))}
 
 
-def value_reach(name: str, width: int, pv: str = "int8") -> dict:
-    constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": True, "PV": pv}
-    types = {"v_ptr": "*bf16", "extent_ptr": "*i32"}
+def value_reach(name: str, width: int) -> dict:
+    constants = {"HEAD_DIM": width, "WIDTH": width, "HAS_MASK": True}
+    types = {"v_ptr": "*bf16"}
     return {"kernel": "value_reach", **read(build(_value_reach_kernel, constants, types, TARGETS[name], num_warps=8))}
 
 
@@ -565,7 +568,6 @@ def compared(name: str):
         for mask in MASKS:
             yield f"{name}/int_flash_full/128/{mask}", attention(name, 128, "per_token", mask, pv="int8_tensor")
         yield f"{name}/int_flash_prepare/128", prepare(name, 128, "per_token", pv="int8_tensor")
-        yield f"{name}/int_flash_value_reach/128", value_reach(name, 128, "int8_tensor")
     if name not in FP8_TARGETS:
         return
     fp8 = {"pv": "fp8_e4m3", "qk": "fp8_e4m3"}

@@ -13,6 +13,7 @@ import torch
 from sage_kernels import RECIPES, sage_attention
 from sage_kernels._triton.attention.tiles import Tile
 from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.recipe import INT8_RECIPE
 from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from sage_kernels.testing import FP32_ROUNDING
 from tests.kernels.attention.attention_cases import FP8, Attend, key_padding, normal
@@ -68,9 +69,11 @@ def rounded_like(exponent: float, recipe: str) -> float:
 
 
 def skip_what_is_the_same(hopper, recipe):
-    """8-bit P knows no reference of the first tile: both tiles of two consumers run the same."""
+    """FP8 P knows no reference of the first tile, INT8 P no other: both tiles of two consumers run the same."""
     if recipe == FP8 and hopper.tile == TILES["two_first"][1]:
         pytest.skip("as two_running")
+    if recipe == INT8_RECIPE and hopper.tile == TILES["two_running"][1]:
+        pytest.skip("as two_first")
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -114,7 +117,9 @@ def test_planned_steps_match_the_reference(recipe, mask, hopper, monkeypatch):
         tried, redone = int(counts[COUNT_TRIED]), int(counts[COUNT_REDONE])
         # the 64 rows of each of 5 warpgroups once (a sixth has none) but for unknown ones (the first step); those that
         # outgrew their maxima again
-        assert tried in (0, 4 * 5) and (redone > 0) == (recipe == FP8 and step == 2), step
+        assert tried in (0, 4 * 5), step
+        # sums of codes of P and V end 2^22 sooner than those of P and V themselves: from step 2 on some do
+        assert (redone > 0) == (recipe == FP8 and step == 2) or (recipe == INT8_RECIPE and step >= 2), step
         assert recipe != FP8 or (tried == 0) == (step == 0)
         scales.advance(1.0 - step / 4, 0.9 - step / 4)
 

@@ -113,6 +113,9 @@ _INT8 = {
     120: {64: _INT8_64, 128: Tile(128, 64, 8, 2, "pointers", adds_bits=True)},
     0: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
 }
+# On Hopper, in its own kernel: as many keys as fit. A scale per key leaves fewer registers.
+_INT8_HOPPER = Tile(128, 128, 4, 4, "hopper", True)
+_INT8_HOPPER_PER_TOKEN = Tile(128, 64, 4, 6, "hopper", True)
 _INT8_ROWS = {90: Tile(64, 64, 8, 2, "tma"), 0: Tile(32, 64, 8, 2, "pointers")}
 
 
@@ -140,6 +143,8 @@ def choose_tile(
         pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on, "int8" and "int8_tensor" everywhere.
         running: with 8-bit P, whether no maxima of the step before are known.
     """
+    if pv == "int8" and capability == 90 and width <= 128 and not by_row:
+        return _INT8_HOPPER_PER_TOKEN if scaling == "per_token" and width == 128 else _INT8_HOPPER
     if pv in ("int8", "int8_tensor"):
         return _int8_tile(capability, width, by_row)
     if by_row and capability == 90 and width <= 128:

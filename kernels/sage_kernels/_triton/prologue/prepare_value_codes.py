@@ -2,11 +2,15 @@
 
 Codes lie as in prepare_values.py. Softmax weights sum to 1, so a vector shared by all values of a head may be taken
 off and added to the output: here the mean of a sample. Scales come from the channels' largest distance to the center,
-which a launch of its own finds, beside a plan of K's scales too: INT8 has no room for values that grew, and what was
-clipped cost more than that launch (kernels/NOTES.md).
+for which a launch of its own finds how far values reach, beside a plan of K's scales too: INT8 has no room for values
+that grew, and what was clipped cost more than that launch (kernels/NOTES.md).
+
+Values of 16 bit lie on a grid of their own, so what rounding takes from them does not average out about a center that
+is none of its points, and softmax averages many values: the mean of it belongs to the center. (Not beside a mask,
+whose keys count for unlike much.)
 
 INT8 has no code for NaN and inf. Each program says what it met in numbers that the attention kernel adds to its
-output: 0, or NaN.
+output: the part of that mean which it found, or NaN.
 """
 
 import triton
@@ -21,8 +25,6 @@ from .prepare_values import (
     AMAX_ROWS,
     KEYS,
     QUADS,
-    _finite_size,
-    _found_amax,
     _load,
     _load_step,
     _seen_step,
@@ -35,6 +37,7 @@ from .prepare_values import (
 _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 _FAINT = tl.constexpr(FAINT)
 _ROWS = tl.constexpr(32)  # of numbers, loaded at once
+_FOUND = tl.constexpr(4)  # rows of a chunk: see `_reach_of`
 
 _OFFSET = tl.constexpr(float(recipe.P_CODE_OFFSET))
 
@@ -50,16 +53,16 @@ def value_rows(n_steps: int, block_n: int) -> int:
 
 
 @triton.jit
-def _rows_before_sums(seq_kv):
+def rows_before_sums(seq_kv):
     """How many rows of a head's numbers come before those of its tiles, and how many steps of KEYS keys it has."""
     n_steps = tl.cdiv(seq_kv, KEYS)
     return tl.cdiv(n_steps, LOST_STEPS) + FIRST_LOST, n_steps
 
 
 @triton.jit
-def _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
+def numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     """Where a head's numbers begin."""
-    before, n_steps = _rows_before_sums(seq_kv)
+    before, n_steps = rows_before_sums(seq_kv)
     return numbers_ptr + kv_head_of_batch.to(tl.int64) * (before + n_steps * (KEYS // BLOCK_N)) * WIDTH
 
 
@@ -67,8 +70,8 @@ def _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WI
 def sums_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     """Where the numbers of a head's tiles begin, [tiles, WIDTH]: 128 times the sum of each channel's codes, which P's
     codes are 128 too small for, less what makes integers the bits of floats (ROUND_MAGIC). Exact."""
-    before, _ = _rows_before_sums(seq_kv)
-    return _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + before * WIDTH
+    before, _ = rows_before_sums(seq_kv)
+    return numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + before * WIDTH
 
 
 @triton.jit
@@ -124,53 +127,83 @@ def _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM: tl.c
 
 
 @triton.jit
-def _reach_of(v_base, first, end, center, channels, stride_vs, reach_ptr, HEAD_DIM: tl.constexpr,
-              HAS_MASK: tl.constexpr):  # fmt: skip
-    """Largest |v - center| of `channels` in tokens first to end: of those that count, and of all that are seen."""
-    counting = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
-    seen = tl.zeros([AMAX_ROWS, channels.shape[0]], tl.float32)
+def _reach_of(v_base, first, end, channels, stride_vs, reach_ptr, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
+    """Largest v and largest -v of `channels` in tokens first to end, of those that count and then of all that are
+    seen; -inf where there are none."""
+    nothing = tl.full([AMAX_ROWS, channels.shape[0]], float("-inf"), tl.float32)
+    counting_high = nothing
+    counting_low = nothing
+    high = nothing
+    low = nothing
     for token in range(first, end, AMAX_ROWS):
         tokens = token + tl.arange(0, AMAX_ROWS)
         v = _load(v_base, tokens, channels, stride_vs, end, HEAD_DIM).to(tl.float32)
         is_seen, is_counted = _seen_and_counted(tokens, end, reach_ptr, HAS_MASK)
-        size = tl.where(is_seen[:, None], _finite_size(v - center[None, :]), 0.0)
+        is_finite = tl.abs(v) < float("inf")
+        is_seen = is_seen[:, None] & is_finite
+        high = tl.maximum(high, tl.where(is_seen, v, nothing))
+        low = tl.maximum(low, tl.where(is_seen, -v, nothing))
         if HAS_MASK:
-            counting = tl.maximum(counting, tl.where(is_counted[:, None], size, 0.0))
-        seen = tl.maximum(seen, size)
-    seen = tl.max(seen, 0)
+            is_counted = is_counted[:, None] & is_finite
+            counting_high = tl.maximum(counting_high, tl.where(is_counted, v, nothing))
+            counting_low = tl.maximum(counting_low, tl.where(is_counted, -v, nothing))
+    high = tl.max(high, 0)
+    low = tl.max(low, 0)
     if HAS_MASK:
-        counting = tl.max(counting, 0)
+        counting_high = tl.max(counting_high, 0)
+        counting_low = tl.max(counting_low, 0)
     else:
-        counting = seen
-    return counting, seen
+        counting_high = high
+        counting_low = low
+    return counting_high, counting_low, high, low
 
 
-@triton.jit(do_not_specialize=["seq_kv", "kv_heads", "chunks", "chunk_keys", "stride_rb", "stride_rh", "padded"])
+@triton.jit(do_not_specialize=["seq_kv", "kv_heads", "chunks", "chunk_keys", "stride_rb", "stride_rh"])
 def _value_reach_kernel(
-    v_ptr, reach_of_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, extent_ptr, stride_rb, stride_rh, seq_kv,
-    kv_heads, chunks, chunk_keys, padded,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr, PV: tl.constexpr,
+    v_ptr, found_ptr, stride_vb, stride_vs, stride_vh, reach_ptr, stride_rb, stride_rh, seq_kv, kv_heads, chunks,
+    chunk_keys,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, HAS_MASK: tl.constexpr,
 ):  # fmt: skip
-    """`_reach_of` one chunk of keys. padded: keys of a row of `reach_ptr`."""
+    """`_reach_of` one chunk of keys."""
     chunk = tl.program_id(0) % chunks
     head_of_batch = tl.program_id(0) // chunks  # b * H_kv + h
     b = (head_of_batch // kv_heads).to(tl.int64)
     h = head_of_batch % kv_heads
     channels = tl.arange(0, WIDTH)
     v_base = v_ptr + b * stride_vb + h.to(tl.int64) * stride_vh
-    extent = seq_kv
     if HAS_MASK:
-        at = b * stride_rb + h * stride_rh
-        extent = tl.load(extent_ptr + at // padded)
-        reach_ptr += at
-    center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK, PV)
+        reach_ptr += b * stride_rb + h * stride_rh
     end = tl.minimum(chunk * chunk_keys + chunk_keys, seq_kv)
-    counting, seen = _reach_of(
-        v_base, chunk * chunk_keys, end, center, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK
+    counting_high, counting_low, high, low = _reach_of(
+        v_base, chunk * chunk_keys, end, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK
     )
-    found = reach_of_ptr + tl.program_id(0).to(tl.int64) * 2 * WIDTH + channels
-    tl.store(found, counting)
-    tl.store(found + WIDTH, seen)
+    found = found_ptr + tl.program_id(0).to(tl.int64) * _FOUND * WIDTH + channels
+    tl.store(found, counting_high)
+    tl.store(found + WIDTH, counting_low)
+    tl.store(found + 2 * WIDTH, high)
+    tl.store(found + 3 * WIDTH, low)
+
+
+@triton.jit
+def _distance(found, center, chunk, chunks, WIDTH: tl.constexpr):
+    """Largest |v - center| of what `_value_reach_kernel` found in some chunks; 0 where nothing was."""
+    is_one = (chunk < chunks)[:, None]
+    high = tl.max(tl.load(found, mask=is_one, other=float("-inf")), 0)
+    low = tl.max(tl.load(found + WIDTH, mask=is_one, other=float("-inf")), 0)
+    return tl.maximum(tl.maximum(high - center, low + center), 0.0)
+
+
+@triton.jit
+def _found_distance(found_ptr, center, channels, chunks, WIDTH: tl.constexpr):
+    """`_distance` of all chunks: of the keys that count, and of all that are seen."""
+    counting = tl.zeros([channels.shape[0]], tl.float32)
+    seen = tl.zeros([channels.shape[0]], tl.float32)
+    for first in range(0, chunks, AMAX_ROWS):
+        chunk = first + tl.arange(0, AMAX_ROWS)
+        found = found_ptr + chunk[:, None] * (_FOUND * WIDTH) + channels[None, :]
+        counting = tl.maximum(counting, _distance(found, center, chunk, chunks, WIDTH))
+        seen = tl.maximum(seen, _distance(found + 2 * WIDTH, center, chunk, chunks, WIDTH))
+    return counting, seen
 
 
 @triton.jit
@@ -198,24 +231,27 @@ def prepare_value_codes(
     end = tl.minimum(end_step * KEYS, seq_kv)
 
     center = _value_center(v_base, channels, stride_vs, extent, reach_ptr, HEAD_DIM, HAS_MASK, PV)
-    found_ptr += head_of_batch.to(tl.int64) * chunks * 2 * WIDTH
+    found_ptr += head_of_batch.to(tl.int64) * chunks * _FOUND * WIDTH
     OFFSET: tl.constexpr = _OFFSET if PV == "int8" else 0.0
     if PV == "int8":
-        counting, seen = _found_amax(found_ptr, channels, chunks, WIDTH)
-    else:  # of the head
-        counting, seen = _found_amax(found_ptr, tl.arange(0, WIDTH), chunks, WIDTH)
+        counting, seen = _found_distance(found_ptr, center, channels, chunks, WIDTH)
+    else:  # of the head, whose center is 0
+        counting, seen = _found_distance(found_ptr, 0.0, tl.arange(0, WIDTH), chunks, WIDTH)
         counting = tl.zeros([CHANNELS], tl.float32) + tl.max(counting, 0)
         seen = tl.zeros([CHANNELS], tl.float32) + tl.max(seen, 0)
     # where every key that counts is at the center, of all keys that are seen
     amax = tl.where(counting > 0, counting, seen)
     amax = tl.maximum(amax, _V_AMAX_FLOOR)
     inverse = tl.div_rn(amax * 0.0 + INT8_MAX, amax)
+    scale = tl.div_rn(amax, amax * 0.0 + INT8_MAX)
+    share = 0.0
+    if PV == "int8" and not HAS_MASK:
+        share = 1.0 / seq_kv.to(tl.float32)
     sums = sums_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels[None, :]
-    numbers_ptr = _numbers_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
+    numbers_ptr = numbers_of(numbers_ptr, head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
     TILES: tl.constexpr = KEYS // BLOCK_N
     tiles = tl.arange(0, TILES)[:, None] * WIDTH
     if span == 0:
-        scale = tl.div_rn(amax, amax * 0.0 + INT8_MAX)
         tl.store(numbers_ptr, tl.where(channels < HEAD_DIM, scale, 1.0))
         tl.store(numbers_ptr + WIDTH, center)
 
@@ -226,23 +262,26 @@ def prepare_value_codes(
         loaded = _load_step(v_base, step * KEYS, channels, stride_vs, end, HEAD_DIM)
         x, _ = _seen_step(loaded, step * KEYS, end, reach_ptr, False)
         is_seen = _seen_step_of(step * KEYS, end, reach_ptr, HAS_MASK)
-        lost += tl.sum(tl.where(is_seen, x * 0.0, 0.0), 2)
+        bad = tl.where(is_seen, x * 0.0, 0.0)
         x = tl.where(is_seen, x - center[None, :, None], 0.0)
         y = x * inverse[None, :, None]
         y = tl.where(y == y, tl.minimum(tl.maximum(y, -INT8_MAX), INT8_MAX), 0.0)
         y = round_to_int(y)
+        lost += tl.sum(bad + (x - y.to(tl.float32) * scale[None, :, None]) * share, 2)
         _store_step(codes + step * (WIDTH * KEYS), y.to(tl.int8))
         total = tl.sum(tl.reshape(tl.sum(y, 2), (TILES, QUADS // TILES, CHANNELS)), 1).to(tl.float32)
         tl.store(sums + step * (TILES * WIDTH) + tiles, total * OFFSET - ROUND_MAGIC)
+    total_lost = tl.sum(lost, 0)
     for step in range(first_step, end_step, LOST_STEPS):
-        tl.store(numbers_ptr + (step // LOST_STEPS + FIRST_LOST) * WIDTH, tl.sum(lost, 0))
+        tl.store(numbers_ptr + (step // LOST_STEPS + FIRST_LOST) * WIDTH, total_lost)
+        total_lost = tl.zeros([CHANNELS], tl.float32)  # of this program's rows, the first has it
 
 
 @triton.jit
 def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
     """Scale and center of V's channels, the center NaN where one of the channel's values is no finite number."""
     rows = tl.cdiv(tl.cdiv(seq_kv, KEYS), LOST_STEPS)
-    numbers_ptr = _numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
+    numbers_ptr = numbers_of(numbers_ptr, kv_head_of_batch, seq_kv, BLOCK_N, WIDTH) + channels
     scale = tl.load(numbers_ptr)
     lost = tl.zeros([_ROWS, WIDTH], tl.float32)
     for first in range(0, rows, _ROWS):
@@ -252,18 +291,17 @@ def value_numbers(numbers_ptr, kv_head_of_batch, seq_kv, channels, BLOCK_N: tl.c
     return scale, tl.load(numbers_ptr + WIDTH) + tl.sum(lost, 0)
 
 
-def launch_value_reach(v, *, mask: MaskTiles, width: int, pv: str = "int8"):
-    """V's largest distance to its center, of keys that count and of all: as `launch_value_amax`. pv: of the recipe."""
+def launch_value_reach(v, *, mask: MaskTiles, width: int):
+    """How far V's values reach up and down, of keys that count and of all: for `prepare_value_codes`."""
     batch, seq_kv, kv_heads, head_dim = v.shape
     chunk_keys = chunk_of(seq_kv)
     chunks = -(-seq_kv // chunk_keys)
-    found = buffer(batch * kv_heads, chunks, 2, width, device=v.device)
+    found = buffer(batch * kv_heads, chunks, _FOUND.value, width, device=v.device)
     has_mask = mask.reach is not None
     launch(
         _value_reach_kernel, chunks * batch * kv_heads,
-        v, found, v.stride(0), v.stride(1), v.stride(2), mask.reach if has_mask else found,
-        mask.extent if mask.extent is not None else found, *mask.reach_strides, seq_kv, kv_heads, chunks, chunk_keys,
-        mask.reach.shape[-1] if has_mask else 1,
-        HEAD_DIM=head_dim, WIDTH=width, HAS_MASK=has_mask, PV=pv, num_warps=8, enable_fp_fusion=False,
+        v, found, v.stride(0), v.stride(1), v.stride(2), mask.reach if has_mask else found, *mask.reach_strides,
+        seq_kv, kv_heads, chunks, chunk_keys,
+        HEAD_DIM=head_dim, WIDTH=width, HAS_MASK=has_mask, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return found

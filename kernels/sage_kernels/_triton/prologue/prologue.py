@@ -30,7 +30,8 @@ _WARPS_OF_PROCESSOR = 16  # which then fit on an SM of 65,536 registers
 _ZEROS = tl.constexpr(128)  # numbers that are zeroed at a time
 CODE_TYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "16bit": None}
 # of KEYS values, of one program, in calls of few and of many tokens of all heads
-_VALUE_STEPS, _LONG_VALUE_STEPS, _LONG = 4, 8, 2**20
+_VALUE_STEPS, _LONG = (4, 8), 2**20
+_CODE_STEPS = (16, 32)  # the same in INT8, where a program finds center and scales of its channels first
 
 
 @triton.jit(
@@ -194,7 +195,7 @@ def launch_prologue(
     )
     v_amax, chunk_keys = None, 0
     if has_values and is_int8:
-        v_amax = launch_value_reach(v, mask=mask, width=width, pv=pv)
+        v_amax = launch_value_reach(v, mask=mask, width=width)
     elif has_values and not planned:
         v_amax, chunk_keys = launch_value_amax(v, mask=mask, width=width, packed=packed, seq_q=q.shape[1], left=left)
     num_warps = warps_of(block_n, width)
@@ -202,7 +203,7 @@ def launch_prologue(
     at_once = processors_of(k.device) * (_WARPS_OF_PROCESSOR // num_warps)
     tiles = -(-heads * n_tiles // at_once)
     programs = -(-n_tiles // tiles) if packed is None else packed.slots(seq_kv, tiles * block_n)
-    steps = _LONG_VALUE_STEPS if heads * seq_kv >= _LONG else _VALUE_STEPS
+    steps = (_CODE_STEPS if is_int8 else _VALUE_STEPS)[heads * seq_kv >= _LONG]
     spans = -(-n_steps // steps) if packed is None else packed.slots(seq_kv, steps * KEYS.value)
     value_programs = spans * (width // constants["CHANNELS"]) * heads if has_values else 0
     none = prepared.scale  # never read where a pointer does not apply

@@ -6,6 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .... import recipe
 from .epilogue import finish
+from .int8_loop import sum_up_codes
+from .int8_sums import value_sums
 from .main_loop import sum_up
 from .promoted import keep_half_queries
 from .queries import quantize_queries
@@ -30,6 +32,16 @@ def _kept_reference(program, score_rows, group_index, ROW: gl.constexpr):
 
 
 @gluon.jit
+def _sum_up(reference, program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """`sum_up`, whatever P and V are in."""
+    if KIND.format.pv == "int8":
+        total = sum_up_codes(value_sums(program, KIND), group_index, group, KIND, LAYOUTS)
+    else:
+        total = sum_up(reference, group, group_index, KIND, LAYOUTS)
+    return total
+
+
+@gluon.jit
 def consume(program, group_index, KIND: gl.constexpr):
     """One warpgroup: quantise its query rows, walk the key tiles, write the output."""
     WIDTH: gl.constexpr = KIND.width
@@ -45,7 +57,12 @@ def consume(program, group_index, KIND: gl.constexpr):
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 256 // BITS]
     )
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=OUT, k_width=32 // BITS)
-    LAYOUTS: gl.constexpr = Layouts(scores=SCORES, out=OUT, p_operand=P_OPERAND)
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(
+        operand_index=0,
+        parent=gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, WIDTH, 16]),
+        k_width=2,
+    )
+    LAYOUTS: gl.constexpr = Layouts(scores=SCORES, out=OUT, p_operand=P_OPERAND, weights=WEIGHTS)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
     if KIND.masking.mask == "blocks":
@@ -81,9 +98,9 @@ def consume(program, group_index, KIND: gl.constexpr):
             largest_p=gl.zeros([ROWS], gl.int32, ROW),
         )
         if program.seen.visited > 0:
-            total = sum_up(reference, group, group_index, KIND, LAYOUTS)
+            total = _sum_up(reference, program, group, group_index, KIND, LAYOUTS)
     else:
-        total = sum_up(reference, group, group_index, KIND, LAYOUTS)
+        total = _sum_up(reference, program, group, group_index, KIND, LAYOUTS)
     if FORMAT.reference != "running":
         # the ring is free for other use once all warpgroups are through
         mbarrier.arrive(program.shared.finished, count=1)

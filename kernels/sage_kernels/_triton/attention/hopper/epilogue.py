@@ -8,6 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .... import recipe
 from ....state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
+from ...prologue.prepare_value_codes import FIRST_LOST, numbers_of, rows_before_sums
 from .promoted import redo_blocks
 from .redo import redo
 from .softmax import outgrown
@@ -28,7 +29,28 @@ _SMALLEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_LOWEST))
 _LARGEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_HIGHEST))
 _INFINITY = gl.constexpr(bits_of(float("inf")))
 _LN_2 = gl.constexpr(0.6931471805599453)
+_FIRST_LOST = gl.constexpr(FIRST_LOST.value)
+_LOST_ROWS = gl.constexpr(32)  # of numbers, loaded at once
 _RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
+
+
+@gluon.jit
+def _value_numbers(program, KIND: gl.constexpr, OUT: gl.constexpr):
+    """As value_numbers of ../../prologue/prepare_value_codes.py, [WIDTH] each."""
+    WIDTH: gl.constexpr = KIND.width
+    SUMS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [4, 1], [1, 0])
+    tile = program.tile
+    before, _ = rows_before_sums(program.seen.seq_kv)
+    rows = before - _FIRST_LOST
+    v_head = tile.b * (tile.heads // tile.group) + tile.h // tile.group
+    numbers = numbers_of(program.inputs.v_scale_ptr, v_head, program.seen.seq_kv, KIND.block_n, WIDTH)
+    lost = gl.zeros([_LOST_ROWS, WIDTH], gl.float32, SUMS)
+    at = numbers + gl.arange(0, WIDTH, gl.SliceLayout(0, SUMS))[None, :]
+    for first in range(0, rows, _LOST_ROWS):
+        row = first + gl.arange(0, _LOST_ROWS, gl.SliceLayout(1, SUMS))[:, None]
+        lost += gl.load(at + (row + _FIRST_LOST) * WIDTH, mask=row < rows, other=0.0)
+    at = numbers + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
+    return gl.load(at), gl.load(at + WIDTH) + gl.convert_layout(gl.sum(lost, 0), gl.SliceLayout(0, OUT))
 
 
 @gluon.jit
@@ -94,6 +116,9 @@ def finish(program, group, total, group_index, KIND: gl.constexpr, LAYOUTS: gl.c
     acc = acc * gl.convert_layout(1.0 / running_sum, gl.SliceLayout(1, OUT))[:, None]
     sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
     acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
+    if KIND.format.pv == "int8":
+        v_scale, v_center = _value_numbers(program, KIND, OUT)
+        acc = acc * v_scale[None, :] + gl.where(sees_nothing[:, None], gl.zeros_like(acc), v_center[None, :])
     if FP8:
         v_scale = (
             inputs.v_scale_ptr
@@ -101,6 +126,7 @@ def finish(program, group, total, group_index, KIND: gl.constexpr, LAYOUTS: gl.c
             + gl.arange(0, WIDTH, gl.SliceLayout(0, OUT))
         )
         acc = acc * gl.load(v_scale)[None, :]
+    if KIND.format.pv != "16bit":
         # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
         LARGEST: gl.constexpr = 65504.0 if inputs.out_ptr.dtype.element_ty == gl.float16 else 3.38e38
         acc = gl.where(acc > LARGEST, LARGEST, gl.where(acc < -LARGEST, -LARGEST, acc))

@@ -25,7 +25,7 @@ Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds
 Of mixed attention some tiles are promoted: their keys come in 16 bit, in two slots (promoted.py).
 
 To read: types.py (what is handed on), ring.py, producer.py, consumer.py: queries.py → main_loop.py (softmax.py,
-operands.py, fp8_sums.py) → split_keys.py → epilogue.py (redo.py).
+operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py (redo.py).
 """
 
 from triton.experimental import gluon
@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..key_tiles import band_tiles
 from .consumer import consume
 from .fp8_sums import allocate_earlier
+from .int8_sums import allocate_lacking
 from .producer import copy_keys_and_values
 from .promoted import half_queries
 from .ring import Ring
@@ -187,6 +188,8 @@ def attention_fwd_hopper_kernel(
         mbarrier.init(freed.index(i), count=GROUPS)
     fence_async_shared()
     earlier = (landed, landed)
+    if PV == "int8":
+        earlier = allocate_lacking(GROUPS, WIDTH)
     if PV == "fp8_e4m3":
         earlier = (allocate_earlier(GROUPS, WIDTH), allocate_earlier(GROUPS, WIDTH))
 

@@ -26,7 +26,7 @@ def as_operand(p, PV_DTYPE: gl.constexpr, P_OPERAND: gl.constexpr, BLOCK_N: gl.c
 @gluon.jit
 def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.constexpr):
     """A value tile in shared memory as [BLOCK_N, WIDTH]."""
-    if PV == "fp8_e4m3":
+    if PV != "16bit":
         rows = v_tile.permute((1, 0))
     else:
         rows = v_tile.reshape((BLOCK_N, WIDTH))

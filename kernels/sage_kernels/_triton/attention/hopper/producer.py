@@ -30,7 +30,7 @@ def copy_keys(keys, key_scales, k_row, tile, landed, k_tile, scale_tile, OTHER_B
 def copy_values(values, v_head, b, h_kv, tile, seq_kv, landed, v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
                 PV: gl.constexpr):  # fmt: skip
     """Start the copy of a value tile. v_head: the head's number among all of the batch, for values laid out by us."""
-    if PV == "fp8_e4m3":
+    if PV != "16bit":
         step = v_head * ((seq_kv + _STEP_KEYS - 1) // _STEP_KEYS) + tile * BLOCK_N // _STEP_KEYS
         load_tile(values, [step * WIDTH, tile * BLOCK_N % _STEP_KEYS], landed, v_tile)
     else:

@@ -15,10 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .fp8_sums import packed
+from .int8_loop import masked_tile_softmax
+from .int8_sums import add_lacking, add_product, code_product, less_128, packed_codes, sum_of_codes, value_sums
 from .key_tiles import seen_tile
 from .operands import as_operand, value_operand, zero_hidden
 from .producer import copy_keys, copy_values
-from .softmax import load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes
+from .softmax import load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes, to_lanes
 from .types import ROWS, Seen
 
 
@@ -110,7 +112,20 @@ def _redo_tiles(
         if FP8:
             if i + 1 < seen.visited:
                 _copy_again(after, places, program, KIND, KEYS=True, VALUES=False)
-        if MASKED:
+        if FORMAT.pv == "int8":
+            p, own = masked_tile_softmax(
+                scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, SCORES, BLOCK_N,
+                KIND.masking, FORMAT,
+            )  # fmt: skip
+            finite = gl.maximum(reference, own)
+            finite = gl.where(finite == float("-inf"), 0.0, finite)
+            rescale = gl.exp2(reference - finite)
+            weight = gl.exp2(own - finite)
+            reference = gl.maximum(reference, own)
+            p = packed_codes(p, SCORES, BLOCK_N)
+            of_tile = sum_of_codes(p, running_sum, BLOCK_N) * to_lanes(weight, running_sum)
+            running_sum = gl.fma(running_sum, to_lanes(rescale, running_sum), of_tile)
+        elif MASKED:
             p, reference, running_sum, _, rescale = masked_softmax_tile(
                 scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, reference, running_sum,
                 running_sum, SCORES, BLOCK_N, KIND.masking, FORMAT, False,
@@ -125,12 +140,17 @@ def _redo_tiles(
         p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
         if FP8:
             mbarrier.wait(places.values_landed, i & 1)
-        if MASKED and KIND.masking.mask == "keys" and not FP8:
+        if MASKED and KIND.masking.mask == "keys" and FORMAT.pv == "16bit":
             zero_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, KIND.width)
             _thread_barrier()
         if FP8:  # each tile a sum of its own: this is not the fast path
             product = warpgroup_mma(p_operand, v_rows, gl.zeros_like(acc), use_acc=False, is_async=True)
             acc += warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+        elif FORMAT.pv == "int8":
+            product = code_product(less_128(p), v_rows, KIND, LAYOUTS)
+            product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+            acc = add_product(acc, product, weight, LAYOUTS)
+            acc = add_lacking(acc, weight, value_sums(program, KIND), tile, KIND, LAYOUTS)
         else:
             acc = warpgroup_mma(p_operand, v_rows, acc, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))

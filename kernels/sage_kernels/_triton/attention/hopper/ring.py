@@ -51,6 +51,6 @@ class Ring:
         mbarrier.wait(self.filled.index(slot), phase)
 
     @gluon.jit
-    def release_before(self, slot):
-        """One warpgroup is done with the slot before this one."""
-        mbarrier.arrive(self.freed.index(gl.where(slot == 0, self.buffers, slot) - 1), count=1)
+    def release_before(self, slot, pred=True):
+        """One warpgroup is done with the slot before this one. pred: whether there was one."""
+        mbarrier.arrive(self.freed.index(gl.where(slot == 0, self.buffers, slot) - 1), count=1, pred=pred)

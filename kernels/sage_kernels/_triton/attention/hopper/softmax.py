@@ -13,7 +13,7 @@ from .types import ROWS
 
 _P_EXPONENT = gl.constexpr(recipe.P_EXPONENT)
 _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
-_SCORE_LIMIT = gl.constexpr(2.0**27)  # as in ../softmax.py
+SCORE_LIMIT = gl.constexpr(2.0**27)  # as in ../softmax.py
 
 
 @gluon.jit
@@ -78,7 +78,7 @@ def softmax_tile(scores, row_scale, key_scale, reference, running_sum, BLOCK_N: 
     else:
         top = gl.max(scores, 1).to(gl.float32) * tile_scale
     if FORMAT.pv == "fp8_e4m3":  # no number, rather than a P that saturates beside a sum that does not
-        top = gl.where(gl.abs(top) < _SCORE_LIMIT, top, float("inf"))
+        top = gl.where(gl.abs(top) < SCORE_LIMIT, top, float("inf"))
     new_reference = gl.maximum(reference, reference_below(top, FORMAT.pv))
     rescale = gl.exp2(reference - new_reference)
     p = gl.exp2(gl.fma(values, tile_scale[:, None], -new_reference[:, None]))
@@ -98,10 +98,9 @@ def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top
 
 
 @gluon.jit
-def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, reference, running_sum, top,
-                        SCORES: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
-                        LAGGED: gl.constexpr):  # fmt: skip
-    """As masked_step of ../softmax.py."""
+def masked_values(scores, row_scale, key_scale, rows, first_key, seen, SCORES: gl.constexpr, BLOCK_N: gl.constexpr,
+                  MASKING: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
+    """Scores in base 2, fp32 [ROWS, BLOCK_N], the hidden ones too, and which of them are visible."""
     keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
     if MASKING.mask == "keys":
@@ -116,7 +115,17 @@ def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, ref
             visible = visible & (keys[None, :] >= rows[:, None] + (seen.offset - seen.left))
         if MASKING.has_right:
             visible = visible & (keys[None, :] <= rows[:, None] + (seen.offset + seen.right))
-    values = values * tile_scale[:, None]
+    return values * tile_scale[:, None], visible
+
+
+@gluon.jit
+def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, reference, running_sum, top,
+                        SCORES: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
+                        LAGGED: gl.constexpr):  # fmt: skip
+    """As masked_step of ../softmax.py."""
+    values, visible = masked_values(
+        scores, row_scale, key_scale, rows, first_key, seen, SCORES, BLOCK_N, MASKING, FORMAT
+    )
     seen_values = gl.where(visible, values, gl.full_like(values, float("-inf")))
     if LAGGED:
         p = gl.where(visible, gl.exp2(values - reference[:, None]), 0.0)

@@ -62,11 +62,12 @@ class Kind(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Registers of scores, of P·V, and of P as its operand."""
+    """Registers of scores, of P·V, of P as its operand, and of weights as one (int8_sums.py)."""
 
     scores: gl.constexpr
     out: gl.constexpr
     p_operand: gl.constexpr
+    weights: gl.constexpr
 
 
 class Inputs(NamedTuple):
@@ -106,7 +107,7 @@ class Shared(NamedTuple):
 
     q_codes, of_rows: codes of the query rows of each warpgroup, and ROW_FIELDS numbers of each row. q_half: these rows
     in 16 bit, for promoted tiles (promoted.py).
-    earlier: sums of P·V over earlier tiles (8-bit P): two halves of the channels.
+    earlier: sums of P·V over earlier tiles (FP8): two halves of the channels; or places for what they lack (INT8).
     zeroed, finished, landed: barriers: hidden values are zeroed; nobody needs the ring any more; a warpgroup's own
     keys, or values, have arrived (where it does its rows again).
     """

@@ -1,0 +1,161 @@
+"""Products of P and V in INT8, each of one key tile: exact sums, which become floats as they are added up.
+
+P's codes are 128 too small, so a product lacks 128 times the sum of each channel's values (`sums_of` of the prologue)
+times the weight of its tile in the row: a matrix product of weights and sums, which is added for many tiles together.
+The tensor cores take each number as two of bf16, the second what the first is off by; without the product of both
+seconds, which is 2^-18 of the whole.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from ...primitives import ROUND_MAGIC
+from ...prologue.prepare_value_codes import sums_of
+from .key_tiles import seen_tile
+from .operands import as_operand
+from .types import ROWS
+
+
+_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
+TILES = gl.constexpr(16)  # as many as the tensor cores multiply at a time
+KEPT_TILES = gl.constexpr(64)  # whose weights are kept until what their products lack is added
+_ROUND_MAGIC = gl.constexpr(ROUND_MAGIC.value)
+_ROUND_AND_PACK = gl.constexpr(
+    """{
+    .reg .b32 a, b, c, d, high;
+    cvt.rni.s32.f32 a, $1;
+    cvt.rni.s32.f32 b, $2;
+    cvt.rni.s32.f32 c, $3;
+    cvt.rni.s32.f32 d, $4;
+    cvt.pack.sat.u8.s32.b32 high, d, c, 0;
+    cvt.pack.sat.u8.s32.b32 $0, b, a, high;
+    }"""
+)
+
+
+@gluon.jit
+def packed_codes(p, SCORES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """P [ROWS, BLOCK_N] from 0 to 254.5 as codes from 0 to 255: words of four, as `packed` of fp8_sums.py.
+
+    Rounded down after a step that differs from key to key has been added: see P_CODE_EXPONENT of recipe.py.
+    """
+    j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    # a thread has two of the eight: see `_codes_of` of ../operands.py
+    step = 0.0625 - 0.5 + 0.5 * ((j ^ j // 8) % 2).to(gl.float32)
+    step += 0.25 * (j // 2 % 2).to(gl.float32) + 0.125 * (j // 4 % 2).to(gl.float32)
+    p = p + step[None, :]
+    even, odd = gl.split(gl.reshape(p, (ROWS, BLOCK_N // 16, 2, 4, 2)))
+    even_low, even_high = gl.split(gl.permute(even, (0, 1, 3, 2)))
+    odd_low, odd_high = gl.split(gl.permute(odd, (0, 1, 3, 2)))
+    return gl.inline_asm_elementwise(
+        _ROUND_AND_PACK, "=r,f,f,f,f", [even_low, odd_low, even_high, odd_high], dtype=gl.uint32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def less_128(words):
+    """`packed_codes` as an operand. Made behind the wait for the product before: of an operand that is made while a
+    product is under way, the compiler lets none run beside anything."""
+    return words ^ 0x80808080
+
+
+@gluon.jit
+def sum_of_codes(words, lanes, BLOCK_N: gl.constexpr):
+    """[ROWS, 4]: each row's sum of P's codes over the keys that one thread holds, exact. lanes: of that shape."""
+    fours = gl.inline_asm_elementwise(
+        "dp4a.u32.u32 $0, $1, $2, 0;", "=r,r,r", [words, gl.full_like(words, 0x01010101)], dtype=gl.int32,
+        is_pure=True, pack=1,
+    )  # fmt: skip
+    total = gl.sum(fours, 1)
+    return gl.convert_layout(total.to(gl.float32), lanes.type.layout)
+
+
+@gluon.jit
+def value_sums(program, KIND: gl.constexpr):
+    """`sums_of` the program's head."""
+    tile = program.tile
+    v_head = tile.b * (tile.heads // tile.group) + tile.h // tile.group
+    return sums_of(program.inputs.v_scale_ptr, v_head, program.seen.seq_kv, KIND.block_n, KIND.width)
+
+
+@gluon.jit
+def code_product(words, v_tile, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """Start the product of P's codes and a value tile."""
+    operand = as_operand(words, KIND.pv_dtype, LAYOUTS.p_operand, KIND.block_n)
+    nothing = gl.zeros((ROWS, KIND.width), gl.int32, LAYOUTS.out)
+    return warpgroup_mma(operand, v_tile, nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_product(acc, product, weight, LAYOUTS: gl.constexpr):
+    """acc plus the rows' weights of the tile times the product."""
+    weight = gl.convert_layout(weight, gl.SliceLayout(1, LAYOUTS.out))
+    return gl.fma(product.to(gl.float32), weight[:, None], acc)
+
+
+@gluon.jit
+def add_lacking(acc, weight, sums, tile, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """acc plus what the product of one tile lacks. sums: `sums_of` the head."""
+    at = sums + tile * KIND.width + gl.arange(0, KIND.width, gl.SliceLayout(0, LAYOUTS.out))
+    weight = gl.convert_layout(weight, gl.SliceLayout(1, LAYOUTS.out))
+    return gl.fma((gl.load(at) + _ROUND_MAGIC)[None, :], weight[:, None], acc)
+
+
+@gluon.jit
+def allocate_lacking(GROUPS: gl.constexpr, WIDTH: gl.constexpr):
+    """Place for the rows' weights of KEPT_TILES tiles, and for the two halves of TILES tiles' sums, of each
+    warpgroup."""
+    WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    HALVES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILES, WIDTH], gl.bfloat16)
+    weights = gl.allocate_shared_memory(gl.float32, [GROUPS * KEPT_TILES, ROWS], WEIGHTS)
+    return weights, gl.allocate_shared_memory(gl.bfloat16, [GROUPS * 2, TILES, WIDTH], HALVES)
+
+
+@gluon.jit
+def keep_weight(weight, place, group_index, group):
+    """The rows' weights of one tile to their place among KEPT_TILES."""
+    group.earlier[0].index(group_index * KEPT_TILES + place).store(weight)
+
+
+@gluon.jit
+def _lacking(first, sums, group, KIND: gl.constexpr, LOADED: gl.constexpr):
+    """What products of the tiles that were visited from the first-th on lack, for a weight of 1: [TILES, WIDTH]."""
+    seen = group.seen
+    i = gl.minimum(first + gl.arange(0, TILES, gl.SliceLayout(1, LOADED)), seen.visited - 1)
+    channels = gl.arange(0, KIND.width, gl.SliceLayout(0, LOADED))
+    at = seen_tile(i, seen, KIND.masking)[:, None] * KIND.width + channels[None, :]
+    return gl.load(sums + at) + _ROUND_MAGIC
+
+
+@gluon.jit
+def add_all_lacking(acc, first, number, sums, group_index, group, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
+    """acc plus what the products of the `number` tiles lack that were visited from the first-th on, whose weights are
+    kept from place 0 on. All that was started on acc is done."""
+    WIDTH: gl.constexpr = KIND.width
+    LOADED: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [4, 1], [1, 0])
+    high_half = group.earlier[1].index(group_index * 2)
+    low_half = group.earlier[1].index(group_index * 2 + 1)
+    CHUNK: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    chunks = group.earlier[0]._reinterpret(gl.float32, [KIND.groups * KEPT_TILES // TILES, TILES, ROWS], CHUNK)
+    acc = gl.convert_layout(acc, LAYOUTS.weights.parent)
+    after = _lacking(first, sums, group, KIND, LOADED)
+    for start in range(0, number, TILES):
+        high = after.to(gl.bfloat16)
+        high_half.store(high)
+        low_half.store((after - high.to(gl.float32)).to(gl.bfloat16))
+        fence_async_shared()
+        after = _lacking(first + start + TILES, sums, group, KIND, LOADED)  # on its way under the products
+        chunk = chunks.index(group_index * (KEPT_TILES // TILES) + start // TILES)
+        weights = chunk.permute((1, 0)).load(LAYOUTS.weights)
+        is_kept = start + gl.arange(0, TILES, gl.SliceLayout(0, LAYOUTS.weights)) < number
+        weights = gl.where(is_kept[None, :], weights, 0.0)
+        high_weights = weights.to(gl.bfloat16)
+        low_weights = (weights - high_weights.to(gl.float32)).to(gl.bfloat16)
+        _thread_barrier()
+        acc = warpgroup_mma(high_weights, high_half, acc, is_async=True)
+        acc = warpgroup_mma(low_weights, high_half, acc, is_async=True)
+        acc = warpgroup_mma(high_weights, low_half, acc, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        _thread_barrier()
+    return gl.convert_layout(acc, LAYOUTS.out)
