@@ -32,7 +32,7 @@ RACE = re.compile(r"(Read|Write) access at \w+\+(0x[0-9a-f]+)")
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) error")
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
-FP8, MIXED = "qk_int8_pv_fp8", "mixed"
+FP8, INT8, MIXED = "qk_int8_pv_fp8", "qk_int8_pv_int8", "mixed"
 PARTS = 6  # processes that one tool watches: a launch takes some ten seconds there
 COMPILING = 14  # processes that compile before
 REPORTED_LINES = 200  # of a tool that found something
@@ -88,14 +88,18 @@ def selection() -> list[Launch]:
         for head_dim in (64, 128):
             launches.append(Launch(head_dim, "planned", masking, recipe=FP8))
             launches.append(Launch(head_dim, "per_token", masking, recipe=FP8))
+    for masking in ("full", "causal", "keys"):
+        launches.append(Launch(64, "per_token", masking, recipe=INT8))
+        launches.append(Launch(128, "planned", masking, recipe=INT8))
     for scaling in ("per_token", "planned"):
         launches.append(Launch(64, scaling, "full", (192, 64, 4, 6, "hopper", True)))
-    for recipe in ("qk_int8_pv_bf16", FP8):  # so many keys that programs share them
+    for recipe in ("qk_int8_pv_bf16", FP8, INT8):  # so many keys that programs share them
         launches.append(Launch(128, "planned", "full", recipe=recipe, seq_kv=2100))
     for recipe in ("qk_int8_pv_bf16", FP8):
         for head_dim in (64, 128):
             launches.append(Launch(head_dim, "planned", "full", recipe=recipe, seq_kv=400, skips=True))
     launches.append(Launch(256, "planned", "full", seq_kv=400, skips=True))
+    launches.append(Launch(128, "planned", "full", recipe=INT8, seq_kv=400, skips=True))
     for recipe in ("qk_int8_pv_bf16", FP8):  # programs share a list
         launches.append(Launch(128, "planned", "full", recipe=recipe, seq_kv=2100, skips=True))
     for scaling in ("per_token", "planned"):
