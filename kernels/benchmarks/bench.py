@@ -17,7 +17,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -305,16 +305,22 @@ def race(case, entrants: list[Entrant], sets: list, save: bool, pacers: int = 0)
         report(case, entrant, cudnn, best, sets[0], save)
 
 
-def run_cases(description: str, cases: list, run_one: Callable) -> int:
-    """`main` of a bench whose only option is whether it saves. run_one: (case, save) → the failures."""
+def run_cases(description: str, cases: list, run_one: Callable, recipes: Sequence[str] = ()) -> int:
+    """`main` of a bench whose options are whether it saves and, where it has several, which `recipes` it times.
+
+    run_one: (case, save), and those recipes if there are any → the failures.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
+    if recipes:
+        parser.add_argument("--recipe", action="append", choices=recipes, help="only this one; may be repeated")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"{Path(sys.argv[0]).name} times GPU kernels: no CUDA GPU was found here.", file=sys.stderr)
         return 2
     torch.manual_seed(0)
-    failures = [failure for case in cases for failure in run_one(case, not arguments.no_save)]
+    chosen = [arguments.recipe or recipes] if recipes else []
+    failures = [failure for case in cases for failure in run_one(case, not arguments.no_save, *chosen)]
     return 1 if failures else 0
 
 

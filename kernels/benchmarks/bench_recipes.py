@@ -1,7 +1,7 @@
 """Time every recipe on the same inputs, beside PyTorch's attention in 16 bit: bench.py's gate, clock and rows.
 
     python kernels/benchmarks/bench_recipes.py
-    python kernels/benchmarks/bench_recipes.py --no-save
+    python kernels/benchmarks/bench_recipes.py --recipe qk_int8_pv_int8 --recipe qk_int8_pv_bf16 --no-save
 
 What each call pays is counted: scales, centres, quantisation. Recipes that can be planned have the plan of an earlier
 step, "/per_token" and "/per_block" have none; qk_int8_pv_fp8 takes its rows' maxima from the call before.
@@ -10,6 +10,7 @@ step, "/per_token" and "/per_block" have none; qk_int8_pv_fp8 takes its rows' ma
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from functools import partial
 
 from bench import gate, make_sets, planned_attention, race, run_cases, torch_sdpa
@@ -22,11 +23,12 @@ from sage_kernels import RECIPES, sage_attention
 CASES = [square(128, seq) for seq in (4096, 16384)]
 
 
-def offered(case: Case, inputs):
-    """As `bench.providers`: cuDNN, and every recipe with a plan, if it can have one, and without."""
+def offered(case: Case, inputs, recipes):
+    """As `bench.providers`: cuDNN, and each of the recipes with a plan, if it can have one, and without."""
     yield "torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION)
     yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION)
-    for name, recipe in RECIPES.items():
+    for name in recipes:
+        recipe = RECIPES[name]
         if not recipe.plain:
             yield (
                 "sage_kernels", "", name,
@@ -36,12 +38,12 @@ def offered(case: Case, inputs):
         yield "sage_kernels", f"/{scaling}", name, partial(sage_attention, recipe=name, scaling=scaling)
 
 
-def run_case(case: Case, save: bool) -> list[str]:
+def run_case(case: Case, save: bool, recipes: Sequence[str]) -> list[str]:
     sets = make_sets(case)
-    entrants, failures = gate(case, sets[0], offered(case, sets[0]))
+    entrants, failures = gate(case, sets[0], offered(case, sets[0], recipes))
     race(case, entrants, sets, save)
     return failures
 
 
 if __name__ == "__main__":
-    sys.exit(run_cases(__doc__, CASES, run_case))
+    sys.exit(run_cases(__doc__, CASES, run_case, list(RECIPES)))

@@ -7,7 +7,7 @@ import torch
 
 from sage_kernels import new_head_state, sage_attention, sage_attention_varlen
 from sage_kernels.masking import NO_MASKING
-from sage_kernels.numerics import quantize_centered_values
+from sage_kernels.numerics import quantize_centered_values, value_center
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_attention
 from sage_kernels.state import COUNT_CLIPPED, STAT_V_AMAX, HeadState
@@ -73,6 +73,8 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     assert torch.equal(numbers[:, :, 0, :head_dim], scale[:, :, 0])
     steps = -(-seq // codes.shape[1])
     first_sum = 2 + -(-steps // 4)
+    sampled = value_center(v.transpose(1, 2).float(), seen)
+    assert torch.equal(numbers[:, :, 1, :head_dim], sampled[:, :, 0])
     found = numbers[:, :, 1:first_sum, :head_dim].sum(2)
     torch.testing.assert_close(found, center[:, :, 0], rtol=2**-21, atol=0, equal_nan=True)  # a mean, in any order
     assert center.isnan().sum() == 2 and not scale.isnan().any()

@@ -118,7 +118,7 @@ def test_planned_steps_match_the_reference(recipe, mask, hopper, monkeypatch):
         # the 64 rows of each of 5 warpgroups once (a sixth has none) but for unknown ones (the first step); those that
         # outgrew their maxima again
         assert tried in (0, 4 * 5), step
-        # sums of codes of P and V end 2^22 sooner than those of P and V themselves: from step 2 on some do
+        # sums of codes of P and V end 2^22 sooner than those of P and V themselves: from step 2 on some may
         assert (redone > 0) == (recipe == FP8 and step == 2) or (recipe == INT8_RECIPE and step >= 2), step
         assert recipe != FP8 or (tried == 0) == (step == 0)
         scales.advance(1.0 - step / 4, 0.9 - step / 4)
