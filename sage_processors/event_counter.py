@@ -36,8 +36,12 @@ class EventCounter:
         if torch.compiler.is_compiling() or (self.traced.is_cuda and torch.cuda.is_current_stream_capturing()):
             self.traced[event].add_(1)
         else:
-            with _counting:
-                self.eager[event] += 1
+            self.add_eager(event)
+
+    def add_eager(self, event: int, calls: int = 1) -> None:
+        """Count calls of which is known that they are neither traced nor captured."""
+        with _counting:
+            self.eager[event] += calls
 
     def numbers(self) -> list[int]:
         """Both counts together, one number an event. Syncs."""

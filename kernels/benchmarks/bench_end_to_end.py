@@ -9,7 +9,8 @@
     python kernels/benchmarks/bench_end_to_end.py --case wan21_1_3b_480p81 --skip 50 --recipe qk_int8_pv_fp8
 
 Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
-the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one. Ours is what a user
+the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one; with `--rounds 4` four
+times so, for a model that waits for the host, whose speed comes and goes by the minute. Ours is what a user
 gets: `apply` with timestep scaling for denoisers, `sage_int8` for language models, warmed up, each forward a denoising
 step further; calls that it leaves exact run on the back end that it is compared with. `attention_removed` returns the
 queries: the floor of what attention alone can give.
@@ -115,11 +116,11 @@ class Bench:
 
     def __init__(
         self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
-        skip=0,
+        skip=0, rounds=1,
     ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
-        self.linears, self.lists, self.skip = linears, None, skip
+        self.linears, self.lists, self.skip, self.rounds = linears, None, skip, rounds
         self.forwards = 0  # of all providers
         if skip:
             sizes = case.attention()
@@ -136,10 +137,11 @@ class Bench:
     def providers(self):
         """(provider, what measures it), stock ones first, cuDNN last as well unless a forward is timed only once."""
         backends = [name for name in BACKENDS if not self.case.is_denoiser or name == "torch_sdpa_cudnn"]
-        for name in backends:
-            yield name, partial(self.stock, name)
-        yield REMOVED, self.removed
-        yield OURS, self.ours_denoiser if self.case.is_denoiser else self.ours_language
+        for _ in range(self.rounds):
+            for name in backends:
+                yield name, partial(self.stock, name)
+            yield REMOVED, self.removed
+            yield OURS, self.ours_denoiser if self.case.is_denoiser else self.ours_language
         if self.reps > 1:
             yield "torch_sdpa_cudnn", partial(self.stock, "torch_sdpa_cudnn")
 
@@ -274,10 +276,11 @@ def run_case(bench: Bench, csv: Path | None) -> list[str]:
         except (Gated, RuntimeError, NotImplementedError, ValueError) as error:
             failures.append(f"{case.name} {provider}: {str(error).strip().splitlines()[0]}")
             print(f"FAILED {failures[-1]}", flush=True)
+            results.pop(provider, None)  # of turns before
             continue
         if stock is None:
             stock = result.output
-        if provider in results:  # its second turn
+        if provider in results:  # not its first turn
             earlier, errors = results[provider]
             result = earlier._replace(times=earlier.times + result.times)
         results[provider] = result, errors
@@ -329,6 +332,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; all by default")
     parser.add_argument("--recipe", choices=sorted(RECIPES), default=DEFAULT_RECIPE)
     parser.add_argument("--reps", type=int, help="timed forwards; the case's own number by default")
+    parser.add_argument("--rounds", type=int, default=1, help="turns of each provider")
     parser.add_argument("--layers", type=int, help="at most so many blocks of each kind; the case's name says so")
     parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
     parser.add_argument("--linears", choices=("none", "int8", "fp8"), default="none", help="of our options")
@@ -341,6 +345,8 @@ def parse(arguments=None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.called == "cuda_graph" and not options.device.startswith("cuda"):
         parser.error("--called cuda_graph: needs --device cuda")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: expected 1 or more")
     if not 0 <= options.skip < 100:
         parser.error(f"--skip {options.skip}: expected a percentage from 0 to 99")
     return options
@@ -378,7 +384,7 @@ def main(arguments=None) -> int:
         bench = Bench(
             case if options.min_tokens is None else case.renamed(f"min_tokens{options.min_tokens}"), model, device,
             torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens, reps=options.reps or case.reps,
-            called=options.called, linears=options.linears, skip=options.skip,
+            called=options.called, linears=options.linears, skip=options.skip, rounds=options.rounds,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0

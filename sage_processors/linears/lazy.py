@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -10,6 +11,26 @@ from sage_kernels.compat import make_wrapper_subclass
 
 
 CAN_WAIT = make_wrapper_subclass is not None  # else every result is computed at once
+
+
+def may_wait_in(model: Any) -> bool:
+    """Whether results may wait in a forward of this model, which nothing inside of it compiles. Runs at each one."""
+    return CAN_WAIT and not ("torch._dynamo" in sys.modules and _has_compiled_part(model))
+
+
+def _has_compiled_part(model: Any) -> bool:
+    """Whether something inside of the model is compiled by itself."""
+    left = list(model._modules.values())
+    while left:
+        module = left.pop()
+        if module is not None:
+            if module._compiled_call_impl is not None:
+                return True
+            if parts := module._modules:
+                if "_orig_mod" in parts:
+                    return True
+                left.extend(parts.values())
+    return False
 
 
 class Lazy(torch.Tensor):

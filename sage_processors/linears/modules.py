@@ -20,7 +20,7 @@ from .lazy_columns import LazyColumns
 from .lazy_linear import LazyLinear, product
 from .lazy_norm import LazyNorm
 from .storage import CODES, SCALE, put_buffer
-from .weights import CALLED, DTYPES, EVENTS, LinearState, is_timed
+from .weights import CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
 
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ else:
 
 _DEVICES = ("cpu", "cuda")
 _READY = (LazyNorm, LazyColumns)  # which are quantised as they are
-_CALLED, _SHORT = EVENTS.index(CALLED), EVENTS.index("short")
+_CALLED = EVENTS.index(CALLED)
 
 
 def _reason_against(module, state: LinearState, x, weight) -> str | None:
@@ -81,22 +81,26 @@ def _in_8_bit(module, base, x):
     A weight-only one takes and gives ordinary tensors: what comes before it and after it is of a few rows.
     """
     state = module._sage_linear
-    state.shared.was_called = True
+    shared = state.shared
+    shared.was_called = True
     is_lazy = type(x) in _READY
     if not (is_lazy or type(x) is torch.Tensor):
         if isinstance(x, Lazy):
             x = x.real()
         if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
+            shared.had_work = True
             state.stay_exact("subclass")
             return _exact(module, base, x)
     if state.is_resting:
+        shared.had_work = True
         return _exact(module, base, real_of(x))
     if x.numel() < state.short_below and is_timed(x.device):
         if not (is_captured(x.device) and state.is_ready(module, x.device)):
             if is_lazy:
                 x = x.real_from_now_on() if type(x) is LazyNorm else x.real()
-            state.events.add(_SHORT)
+            state.events.add(SHORT)
             return _exact(module, base, x)
+    shared.had_work = True
     weight = module._parameters.get("weight")
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
     if reason is None and not state.prepare(module):
@@ -238,10 +242,14 @@ def placeholder(shape, dtype, device) -> nn.Parameter:
 @functools.cache
 def linear_class(base: Any) -> type:
     """The 8-bit subclass of nn.Linear or of a subclass of it with the same forward."""
+    is_stock = base.forward is nn.Linear.forward
 
     def forward(self, input):
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)
+        state = self._sage_linear
+        if state.shared.all_short and is_stock and type(input) is torch.Tensor and input.numel() < state.short_below:
+            return F.linear(input, self._parameters["weight"], self._parameters["bias"])
         return _in_8_bit(self, base, input)
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}

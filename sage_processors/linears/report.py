@@ -69,6 +69,7 @@ def notes_of(swap) -> list[str]:
 
 def rows_of(swap) -> list[dict]:
     """One row for every linear layer of a LinearSwap. Syncs."""
+    swap.count_known_forwards()
     rows = []
     forwards = swap.forwards_without_eager_calls()
     for choice in swap.choices:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,15 +14,16 @@ from sage_kernels.compat import keep_out_of_dynamo
 from ..on_import import when_imported
 from ..options import LINEARS, POLICIES
 from .balance import find_neighbours, share_known
+from .captured import is_captured
 from .graph_pass import fuse_in_compiled_code
 from .layers import Choice, choose
-from .lazy import CAN_WAIT
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run
 from .report import LinearReport, notes_of, rows_of
+from .short_forwards import ShortForwards, shapes_of
 from .storage import Storage
-from .weights import LEAST_WORK, LinearState, Shared
+from .weights import LEAST_WORK, LinearState, Shared, is_timed
 
 
 DROPPED = (
@@ -42,17 +42,17 @@ class PrepareHook:
     def __init__(self, swap: LinearSwap | None = None) -> None:
         self.swap = swap
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.swap is not None and not torch.compiler.is_compiling():
-            _prepare(self.swap)
+            _prepare(self.swap, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrepareHook, ()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _prepare(swap: LinearSwap) -> None:
-    swap._before_forward()
+def _prepare(swap: LinearSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    swap._before_forward(args, kwargs)
 
 
 keep_out_of_dynamo(PrepareHook.__call__)
@@ -89,7 +89,8 @@ class LinearSwap:
             "layers": layers,
             "min_features": min_features,
         }
-        self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0)
+        self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0, model)
+        self._short = ShortForwards(self._shared)
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms: dict[int, Any] = {}
         self.choices: list[Choice] = []
@@ -98,7 +99,7 @@ class LinearSwap:
         self._active, self._hook = True, None
         try:
             self.refresh(ready)
-            self._hook = model.register_forward_pre_hook(PrepareHook(self), prepend=True)
+            self._hook = model.register_forward_pre_hook(PrepareHook(self), prepend=True, with_kwargs=True)
             when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
         except Exception:
             self._put_back()
@@ -134,6 +135,7 @@ class LinearSwap:
 
     def _take_up(self) -> None:
         """Give the layers that are chosen now the class they have in 8 bit, and give it back to those that are not."""
+        self._short.forget(self.states())
         self.choices = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
         wanted = {id(c.module): c for c in self.choices if c.format != "none"}
         for key, (module, state) in list(self._states.items()):
@@ -240,11 +242,14 @@ class LinearSwap:
         state.dropped = True
         state.find_short()
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shared, ran_before = self._shared, self._forward_seen
-        shared.may_wait = CAN_WAIT and not ("torch._dynamo" in sys.modules and _has_compiled_part(self.model))
         self.unseen_forwards += ran_before and not shared.was_called
-        shared.was_called, self._forward_seen = False, True
+        self._forward_seen = True
+        shared.look_anew()
+        shared.all_short = shared.was_called = self._is_known_as_short(args, kwargs)
+        if shared.all_short:
+            return
         for module, state in self._states.values():
             weight = module._parameters.get("weight")
             if state.dropped or weight is None or (state.is_fresh(weight) and not self.drop_weights):
@@ -252,6 +257,17 @@ class LinearSwap:
             # compiled code makes no weights: offloaded ones are made here once it has run
             if state.is_filled or ran_before or not self._waits(module):
                 self._prepare_one(module, state)
+
+    def _is_known_as_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether no call of this forward has work for 8 bit."""
+        given = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+        if given is None or not is_timed(given.device) or is_captured(given.device):
+            return False
+        return self._short.begins(shapes_of(args, kwargs), self.states())
+
+    def count_known_forwards(self) -> None:
+        """Before anybody reads the layers' counts."""
+        self._short.count(self.states())
 
     def forwards_without_eager_calls(self) -> int:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
@@ -307,21 +323,6 @@ class LinearSwap:
     def __repr__(self) -> str:
         state = f"{len(self._states)} layers" if self._active else "removed"
         return f"<sage_processors.LinearSwap: {self._options['linears']}, {state}>"
-
-
-def _has_compiled_part(model: nn.Module) -> bool:
-    """Whether something inside of the model is compiled by itself. Runs at every forward."""
-    left = list(model._modules.values())
-    while left:
-        module = left.pop()
-        if module is not None:
-            if module._compiled_call_impl is not None:
-                return True
-            if parts := module._modules:
-                if "_orig_mod" in parts:
-                    return True
-                left.extend(parts.values())
-    return False
 
 
 def _base_of(module: Any) -> Any:

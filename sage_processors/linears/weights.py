@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
 from sage_kernels import QuantizedRows, quantize_weight
 
@@ -14,7 +15,7 @@ from ..event_counter import EventCounter
 from ..options import UnsupportedLinearError
 from .captured import is_captured
 from .layers import WEIGHT_ONLY
-from .lazy import CAN_WAIT
+from .lazy import CAN_WAIT, may_wait_in
 from .storage import Storage
 
 
@@ -37,6 +38,7 @@ EVENTS = (
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
+SHORT = _EVENT["short"]
 CHOSEN = ("empty", "short")  # nothing is lost by these
 # Multiply-adds of a call on a GPU below which the 16-bit layer is called: what 8 bit saves there on the GPU is less
 # than what they take on the host (SDXL: kernels/NOTES.md). Not while a CUDA graph is captured, which has no host.
@@ -72,13 +74,31 @@ def is_timed(device: torch.device) -> bool:
 class Shared:
     """What the layers and norms of one model have in common.
 
-    Attributes: may_wait: results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary
-        tensors alone. least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from
-        Python, since the last forward of the model began.
+    Attributes: least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from Python,
+        since the last forward of the model began. had_work: one was that did not find its call short. all_short: no
+        call of this forward has work for 8 bit (short_forwards.py).
     """
 
-    def __init__(self, least_work: int = 0):
-        self.may_wait, self.least_work, self.was_called = CAN_WAIT, least_work, False
+    def __init__(self, least_work: int = 0, model: nn.Module | None = None):
+        self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
+        self._may_wait: bool | None = None
+        self.was_called = self.had_work = self.all_short = False
+
+    def __getstate__(self) -> dict[str, Any]:  # nobody tells the layers of a copy when a forward begins
+        return self.__dict__ | {"_model": _nothing, "_may_wait": self.may_wait, "all_short": False}
+
+    def look_anew(self) -> None:
+        """A forward of the model begins: `may_wait` may be another one."""
+        self._may_wait = None
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary tensors
+        alone. Found once a forward, by the first who asks: nobody does where all calls are short."""
+        if self._may_wait is None:
+            model = self._model()
+            self._may_wait = CAN_WAIT if model is None else may_wait_in(model)
+        return self._may_wait
 
 
 class LinearState:
@@ -261,4 +281,7 @@ def _nothing():
 
 
 def _version(weight) -> int:
-    return -1 if weight.is_inference() else weight._version
+    try:
+        return weight._version
+    except RuntimeError:  # an inference tensor has none
+        return -1

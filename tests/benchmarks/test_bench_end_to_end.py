@@ -192,6 +192,27 @@ def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path
     assert float(ratio) == pytest.approx(times["torch_sdpa_cudnn"] / times["sage_kernels"], abs=1e-3)
 
 
+@pytest.mark.parametrize("fails_at", [None, 5])
+def test_rounds_are_one_row_and_none_where_one_of_them_fails(fails_at, bench, small, tmp_path, monkeypatch):
+    one, path, measured = small("flux_1024", reps=2), tmp_path / "rows.csv", []
+    one.rounds, measure = 2, one.measure
+
+    def watched(*arguments):
+        result = measure(*arguments)
+        measured.append([100.0 * len(measured) + i for i in range(2)])
+        wrong = len(measured) - 1 == fails_at
+        return result._replace(times=measured[-1], output=torch.zeros_like(result.output) if wrong else result.output)
+
+    monkeypatch.setattr(one, "measure", watched)
+    with torch.no_grad():
+        assert len(bench.run_case(one, path)) == (fails_at is not None)
+    times = {row["provider"]: float(row["median"]) for row in read_rows(path) if row["metric"] == "time"}
+    wanted = {"torch_sdpa_cudnn": 300.5, "attention_removed": 250.5, "sage_kernels": 350.5}
+    if fails_at is not None:  # in its second turn
+        del wanted["sage_kernels"]
+    assert len(measured) == 7 and times == wanted
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_case_knows_its_largest_attention(name, small, bench, monkeypatch):
     """Sizes and number of the calls are those that reach the op."""
