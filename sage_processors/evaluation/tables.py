@@ -334,7 +334,7 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
             # of the same run, where it was measured there: the others' rows come before ours
             same_run = by_run if provider == "sage_kernels" else before
             found = same_run.get((*key, commit), by_key.get(key))
-            return "–" if found is None else found["median"]
+            return "–" if found is None else _with_spread(found)
 
         stock = [value(name) for name in ("torch_sdpa_cudnn", "torch_sdpa_flash", "attention_removed")]
         peaks = [value("torch_sdpa_cudnn", "peak_memory"), value("sage_kernels", "peak_memory", recipe)]
@@ -343,10 +343,17 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
         calls = by_run.get((case, gpu, "sage_kernels", recipe, "int8_calls", row["commit"]))
         without = is_without_int8(row, None if calls is None else calls["median"])
         ratio = NO_INT8 if without else row["ratio_vs_cudnn"] or "–"
-        lines.append([case, recipe, gpu, row["median"], *stock, ratio, *peaks, error])
+        lines.append([case, recipe, gpu, _with_spread(row), *stock, ratio, *peaks, error])
     header = ["model", "recipe", "on", "ours, ms", "cuDNN, ms", "flash, ms", "attention removed, ms"]
     header += ["cuDNN / ours, same run", "peak GiB, cuDNN", "peak GiB, ours", "relative L1"]
-    return markdown_table(header, lines)
+    note = "In brackets, where they are more than a quarter apart: the 20th and 80th percentile; a busy host does that."
+    return f"{note}\n\n{markdown_table(header, lines)}"
+
+
+def _with_spread(row: dict[str, str]) -> str:
+    """A row's median, and how far its values lie apart where that is far."""
+    low, high = (float(row.get(name) or 0) for name in ("p20", "p80"))
+    return row["median"] + (f" ({low:.1f} – {high:.1f})" if high > 1.25 * low else "")
 
 
 LAYERS = re.compile(r"(?P<model>.+)/(?P<variant>everything|without_\w+)$")  # rows of bench_launch_layers.py

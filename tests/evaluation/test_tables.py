@@ -312,8 +312,21 @@ def test_Q41_no_committed_ratio_is_of_a_model_without_int8_calls():
     for file in ("docs/results.md", "kernels/benchmarks/RESULTS.md"):
         text = (ROOT / file).read_text(encoding="utf-8")
         lines = [line for line in text.splitlines() if line.startswith("| sdxl_1024 | qk")]
-        assert len(lines) == 3  # with 8-bit linear layers, all of whose calls were short, and on each GPU without
+        assert len(lines) == 4  # on each GPU with 8-bit linear layers, all of whose calls were short, and without
         assert all("none: no call ran in INT8" in line and "1.058" not in line for line in lines)
+
+
+def test_times_that_lie_far_apart_are_shown_with_how_far(tmp_path):
+    path = tmp_path / "results.csv"
+    timed = {"suite": "end_to_end", "case": "model", "gpu": "H200", "metric": "time", "unit": "ms", "recipe": ""}
+    append_row(path, **timed, provider="torch_sdpa_cudnn", median=70.0, p20=60.0, p80=75.0)
+    append_row(path, **timed, provider="attention_removed", median=50.0)
+    append_row(
+        path, **timed | {"recipe": "r"}, provider="sage_kernels", median=71.0, p20=64.0, p80=80.4, ratio_vs_cudnn=0.986
+    )
+    for summary in (True, False):
+        text = results_markdown(read_rows(path), summary=summary)
+        assert "| model | r | H200 | 71.0 (64.0 – 80.4) | 70.0 | – | 50.0 | 0.986 |" in text
 
 
 def test_update_rewrites_between_the_markers_only(tmp_path):
