@@ -346,7 +346,7 @@ def _whole_models(rows: list[dict[str, str]], summary: bool = False) -> str:
         lines.append([case, recipe, gpu, _with_spread(row), *stock, ratio, *peaks, error])
     header = ["model", "recipe", "on", "ours, ms", "cuDNN, ms", "flash, ms", "attention removed, ms"]
     header += ["cuDNN / ours, same run", "peak GiB, cuDNN", "peak GiB, ours", "relative L1"]
-    note = "In brackets, where they are more than a quarter apart: the 20th and 80th percentile; a busy host does that."
+    note = "In brackets, where they lie more than a quarter apart: the 20th and 80th percentile, of a busy host."
     return f"{note}\n\n{markdown_table(header, lines)}"
 
 
