@@ -14,7 +14,7 @@ CAN_WAIT = make_wrapper_subclass is not None  # else every result is computed at
 
 
 def may_wait_in(model: Any) -> bool:
-    """Whether results may wait in a forward of this model, which nothing inside of it compiles. Runs at each one."""
+    """Whether results may wait in a forward of this model: not where something inside of it is compiled by itself."""
     return CAN_WAIT and not ("torch._dynamo" in sys.modules and _has_compiled_part(model))
 
 
