@@ -33,34 +33,40 @@ class LazyLinear(Lazy):
         self._module, self._x, self._activation, self._gate = module, x, activation, gate
         state = module._sage_linear
         self._storage = state.storage
+        modules = state.storage.modules if activation in _GATED else [module]
+        self._weights = [(m, m._sage_linear, m._sage_linear.version) for m in modules]
         # taken now: the next call of the layer may find another one
         self._bias = state.storage.bias(0, len(state.storage.modules) - 1) if activation in _GATED else state.bias
 
     def _finish(self, residual=None, dtype=None) -> torch.Tensor:
         if self._gate is not None and self._gate.is_changed:
             raise ChangedInputError(
-                f"gate of {self._module._sage_linear.label}: got a tensor that was written to in place after the "
+                f"gate of {self._weights[0][1].label}: got a tensor that was written to in place after the "
                 "layer's output was multiplied by it, expected the one of the multiplication; keep this layer in "
-                f'16 bit: layer_linears={{"{self._module._sage_linear.label}": "none"}}'
+                f'16 bit: layer_linears={{"{self._weights[0][1].label}": "none"}}'
             )
         options = {"activation": self._activation, "residual": residual, "dtype": dtype or self._dtype}
         options["gate"] = None if self._gate is None else self._gate.tensor
-        if self._activation not in _GATED:
-            return product(self._module, self._x, self._bias, **options)
-        storage = self._module._sage_linear.storage
-        if storage is not self._storage:
-            raise ChangedInputError(
-                f"weight of {self._module._sage_linear.label}: got one that was exchanged between the call and the "
-                "use of its result, expected the one of the call"
-            )
-        return quantized_linear(self._x, storage.all_rows, self._bias, **options)
+        state, is_gated = self._weights[0][1], self._activation in _GATED
+        with state.shared.lock:
+            is_current = all(m.__dict__.get("_sage_linear") is s and s.version == made for m, s, made in self._weights)
+            if not is_current or (is_gated and state.storage is not self._storage):
+                raise ChangedInputError(
+                    f"weight of {state.label}: got one that was exchanged between the call and the use of its result, "
+                    "expected the one of the call"
+                )
+            if not is_gated:
+                return product(self._module, self._x, self._bias, **options)
+            return quantized_linear(self._x, self._storage.all_rows, self._bias, **options)
 
     def _compute(self):
         return self._finish()
 
     def _with(self, dtype=None, **changes):
         kept = {"activation": self._activation, "gate": self._gate} | changes
-        return LazyLinear(self._shape, dtype or self._dtype, self._device, self._module, self._x, **kept)
+        lazy = LazyLinear(self._shape, dtype or self._dtype, self._device, self._module, self._x, **kept)
+        lazy._weights = self._weights
+        return lazy
 
     def _cast(self, dtype):
         """Rounded once, to the type that is asked for."""
@@ -108,7 +114,10 @@ class LazyLinear(Lazy):
 
 
 def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=None, residual=None) -> torch.Tensor:
-    """residual + gate · activation(x · weightᵀ + bias) of a swapped layer [..., N], in the order of its own weight."""
+    """residual + gate · activation(x · weightᵀ + bias) of a swapped layer [..., N], in the order of its own weight.
+
+    Under the lock.
+    """
     state = module._sage_linear
     storage = state.storage
     rows = storage.rows_of(state.index, state.index)
@@ -161,18 +170,19 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 def _put_in_turns(module, *, gate_first: bool) -> bool:
     """Store a layer's rows as its gated activation wants them; whether they are."""
     state = module._sage_linear
-    storage = state.storage
-    if storage.in_turns or len(storage.modules) > 1:
-        return len(storage.modules) == 1 and storage.gate_first == gate_first
-    if storage.is_fixed:
-        return False
-    turned = Storage([module], in_turns=True, gate_first=gate_first)
-    with torch.no_grad(), torch.inference_mode(False):
-        rows = storage.all_rows
-        storage.clear()  # not written over: whoever reads the old tensors still finds the old order
-        turned.write(0, rows)
-    state.storage = turned
-    return True
+    with state.shared.lock:
+        storage = state.storage
+        if storage.in_turns or len(storage.modules) > 1:
+            return len(storage.modules) == 1 and storage.gate_first == gate_first
+        if storage.is_fixed:
+            return False
+        turned = Storage([module], in_turns=True, gate_first=gate_first)
+        with torch.no_grad(), torch.inference_mode(False):
+            rows = storage.all_rows
+            storage.clear()  # not written over: whoever reads the old tensors still finds the old order
+            turned.write(0, rows)
+        state.storage = turned
+        return True
 
 
 def _gated_pair(a: LazyLinear, b: LazyLinear) -> LazyLinear | None:
@@ -185,28 +195,33 @@ def _gated_pair(a: LazyLinear, b: LazyLinear) -> LazyLinear | None:
     if modules[0] is modules[1]:
         return None
     states = [module._sage_linear for module in modules]
-    storage = states[0].storage
-    if not (storage.in_turns and len(storage.modules) == 2 and all(s.storage is storage for s in states)):
-        if any(len(s.storage.modules) > 1 or s.storage.in_turns for s in states):
-            return None
-        if any(s.storage.is_fixed for s in states):
-            return None
-        pair = Storage(modules, in_turns=True)
-        with torch.no_grad(), torch.inference_mode(False):
-            parts = [s.storage.all_rows for s in states]
-            if parts[0].codes.device != parts[1].codes.device:
+    with states[0].shared.lock:
+        storage = states[0].storage
+        if not (storage.in_turns and len(storage.modules) == 2 and all(s.storage is storage for s in states)):
+            if not _pair_up(modules, states):
                 return None
-            for state in states:
-                state.storage.clear()
-            for index, part in enumerate(parts):
-                pair.write(index, part)
-        for index, state in enumerate(states):
-            state.storage, state.index = pair, index
-        storage = pair
-    elif storage.modules[0] is not modules[0]:
-        return None  # the other way round than the first time
-    kind = GATED[gate._activation]
-    return LazyLinear(value._shape, value._dtype, value._device, modules[0], value._x, kind)
+        elif storage.modules[0] is not modules[0]:
+            return None  # the other way round than the first time
+        kind = GATED[gate._activation]
+        return LazyLinear(value._shape, value._dtype, value._device, modules[0], value._x, kind)
+
+
+def _pair_up(modules, states) -> bool:
+    """Store the rows of two layers in turns; whether they are."""
+    if any(len(s.storage.modules) > 1 or s.storage.in_turns or s.storage.is_fixed for s in states):
+        return False
+    pair = Storage(modules, in_turns=True)
+    with torch.no_grad(), torch.inference_mode(False):
+        parts = [s.storage.all_rows for s in states]
+        if parts[0].codes.device != parts[1].codes.device:
+            return False
+        for state in states:
+            state.storage.clear()
+        for index, part in enumerate(parts):
+            pair.write(index, part)
+    for index, state in enumerate(states):
+        state.storage, state.index = pair, index
+    return True
 
 
 def _gelu(args, kwargs):

@@ -66,10 +66,12 @@ def _exact(module, base, x):
         if base.forward is nn.Linear.forward:  # without `weight` below, which takes the caller for one who may write
             return F.linear(x, module._parameters["weight"], module._parameters["bias"])
         return base.forward(module, x)
-    codes, scale = state.storage.rows_of(state.index, state.index)
+    with state.shared.lock:
+        storage = state.storage
+        codes, scale = storage.rows_of(state.index, state.index)
     weight = codes.to(torch.float32) * scale[:, None]
-    if state.storage.in_turns and len(state.storage.modules) == 1:
-        weight = state.storage.turned_back(weight.t()).t()
+    if storage.in_turns and len(storage.modules) == 1:
+        weight = storage.turned_back(weight.t()).t()
     if state.balance is not None:
         weight = weight * state.balance.vector.to(weight.device)
     return F.linear(x, weight.to(x.dtype), module._parameters.get("bias"))
@@ -103,11 +105,17 @@ def _in_8_bit(module, base, x):
     shared.had_work = True
     weight = module._parameters.get("weight")
     reason = "other" if weight is None else _reason_against(module, state, x, weight)
-    if reason is None and not state.prepare(module):
-        reason = "weight" if state.failed else "other"
-    if reason is not None:
-        state.stay_exact(reason)
-        return _exact(module, base, real_of(x))
+    if reason is None:
+        with shared.lock:
+            if state.prepare(module):
+                return _multiplied(module, state, x, is_lazy)
+            reason = "weight" if state.failed else "other"
+    state.stay_exact(reason)
+    return _exact(module, base, real_of(x))
+
+
+def _multiplied(module, state: LinearState, x, is_lazy: bool):
+    """The call in 8 bit, by a weight that is ready. Under the lock: the weight stays where and as it is meanwhile."""
     dtype = _output_dtype(x)
     storage = state.storage
     if storage.device != x.device:

@@ -52,7 +52,8 @@ class PrepareHook:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _prepare(swap: LinearSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    swap._before_forward(args, kwargs)
+    with swap._shared.lock:
+        swap._before_forward(args, kwargs)
 
 
 keep_out_of_dynamo(PrepareHook.__call__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -76,16 +77,23 @@ class Shared:
 
     Attributes: least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from Python,
         since the last forward of the model began. had_work: one was that did not find its call short. all_short: no
-        call of this forward has work for 8 bit (short_forwards.py).
+        call of this forward has work for 8 bit (short_forwards.py). lock: held while a weight in 8 bit is made, laid
+        out anew or taken for a call: forwards of several threads may do so at once. Nobody takes a lock of attention's
+        meanwhile.
     """
 
     def __init__(self, least_work: int = 0, model: nn.Module | None = None):
         self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
         self._may_wait: bool | None = None
         self.was_called = self.had_work = self.all_short = False
+        self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:  # nobody tells the layers of a copy when a forward begins
-        return self.__dict__ | {"_model": _nothing, "_may_wait": self.may_wait, "all_short": False}
+        kept = {name: value for name, value in self.__dict__.items() if name != "lock"}
+        return kept | {"_model": _nothing, "_may_wait": self.may_wait, "all_short": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= state | {"lock": threading.RLock()}
 
     def look_anew(self) -> None:
         """A forward of the model begins: `may_wait` may be another one."""
