@@ -32,6 +32,7 @@ from sage_kernels._triton.decode.tiles import LONG, decode_tile
 from sage_kernels._triton.heads.qk_norm_rope import _HEADS, _TOKENS, _qk_norm_rope_kernel
 from sage_kernels._triton.linear.launch import _GROUP, quantize_shape
 from sage_kernels._triton.linear.matmul import _linear_kernel
+from sage_kernels._triton.linear.parts import STRIP, _add_parts_kernel
 from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
 from sage_kernels._triton.linear.tiles import POINTERS, choose_linear_tile, choose_weight_only_tile
 from sage_kernels._triton.linear.weight_only import _weight_only_kernel
@@ -398,9 +399,11 @@ LINEARS = {
 }
 
 
-def linear(name: str, kind: str, fp8: bool = False, copied: bool = True, out: str = "bf16") -> dict:
+def linear(
+    name: str, kind: str, fp8: bool = False, copied: bool = True, out: str = "bf16", split: bool = False
+) -> dict:
     """An 8-bit matmul with a bias and what follows. copied: by the copy engine, where the table says so. out: type of
-    the output and of the residual."""
+    the output and of the residual. split: programs share the last tiles."""
     target, (rows, columns, activation, gate) = TARGETS[name], LINEARS[kind]
     capability = target.arch if target.backend == "cuda" else 0
     tile = choose_linear_tile(capability, rows, columns)
@@ -430,7 +433,8 @@ def linear(name: str, kind: str, fp8: bool = False, copied: bool = True, out: st
             ("residual_desc", out, [half, tile.block_k // size], outs),
         ):
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
-        constants |= {"SLOTS": tile.num_stages, "BUFFERS": 4 // size}
+        constants |= {"SLOTS": tile.num_stages, "BUFFERS": 4 // size, "SPLIT": split}
+        types["sums_ptr"] = "*i32" if split and not fp8 else "*fp32"
         options = {"num_warps": tile.num_warps}
     else:
         kernel = _linear_kernel
@@ -440,6 +444,20 @@ def linear(name: str, kind: str, fp8: bool = False, copied: bool = True, out: st
         kernel, constants, types, target, ("columns", "columns_out", "depth"), enable_fp_fusion=True, **options
     )
     return {"kernel": f"linear_{tile.kernel}", **read(compiled)}
+
+
+def add_parts(name: str, kind: str, fp8: bool = False) -> dict:
+    """The sums of tiles that programs shared, with a bias and what follows."""
+    _, _, activation, gate = LINEARS[kind]
+    constants = {
+        "BLOCK_M": 256, "BLOCK_N": 128, "STRIP": STRIP, "GROUP": _GROUP, "HAS_BIAS": True,
+        "ACTIVATION": GATED.get(activation, activation), "GATED": activation in GATED,
+        "GATE": gate, "HAS_RESIDUAL": gate != "none", "ASM": True,
+    }  # fmt: skip
+    types = {"sums_ptr": "*fp32" if fp8 else "*i32"}
+    types |= dict.fromkeys(("out_ptr", "residual_ptr", "bias_ptr", "gate_ptr"), "*bf16")
+    compiled = build(_add_parts_kernel, constants, types, TARGETS[name], ("columns", "columns_out"), num_warps=4)
+    return {"kernel": "add_parts", **read(compiled)}
 
 
 WEIGHT_ONLY_ROWS = {"few": 1, "many": 512}
@@ -481,6 +499,10 @@ def linears(name: str):
     if name == "sm_90":  # rows that the copy engine can't read
         for kind in ("many", "many/gate_residual"):
             yield f"{name}/linear/int8/{kind}/pointers", linear(name, kind, copied=False)
+        for kind in ("few", "many", "many/gelu_tanh", "many/one_gate_residual", "many/gate_residual"):
+            for format in ("int8", "fp8"):
+                yield f"{name}/linear/{format}/split/{kind}", linear(name, kind, fp8=format == "fp8", split=True)
+                yield f"{name}/add_parts/{format}/{kind}", add_parts(name, kind, fp8=format == "fp8")
 
 
 def mixed(name: str, width: int, base: str, causal: bool = False) -> dict:

@@ -70,9 +70,25 @@ class Launch(NamedTuple):
     skips: bool = False
 
 
-def selection() -> list[Launch]:
+class LinearLaunch(NamedTuple):
+    """An 8-bit linear layer on Hopper. rows: of the output, which decide its tile. activation, gated: what follows.
+    shared: of its last tiles, how many are shared by two programs."""
+
+    format: str
+    rows: int
+    activation: str = "none"
+    gated: bool = False
+    shared: int = 0
+
+
+def selection() -> list[Launch | LinearLaunch]:
     """Every kernel, every code path."""
-    launches = []
+    launches: list[Launch | LinearLaunch] = []
+    for format in ("int8", "fp8"):
+        for rows in (300, 700):
+            for shared in (0, 2):
+                launches.append(LinearLaunch(format, rows, gated=True, shared=shared))
+        launches.append(LinearLaunch(format, 300, "swiglu", shared=1))
     for head_dim in (64, 128):
         for scaling in ("per_token", "per_block", "per_head", "planned"):
             launches.append(Launch(head_dim, scaling, "full"))
@@ -138,8 +154,8 @@ def unordered_races(report: str, disassemble) -> tuple[list[str], int]:
     return unordered + [str(accesses) for accesses in pairs], number
 
 
-def run_kernels(launches: list[Launch], folder: Path | None = None):
-    """folder: where the machine code of the Hopper kernel goes, printed after each launch."""
+def run_kernels(launches: list[Launch | LinearLaunch], folder: Path | None = None):
+    """folder: where the machine code of the Hopper kernels goes, printed after each launch."""
     import torch
 
     from sage_kernels import HeadState, new_skip_state
@@ -147,6 +163,8 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
     from sage_kernels._triton.attention.hopper.kernel import attention_fwd_hopper_kernel
     from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
     from sage_kernels._triton.attention.tiles import Tile
+    from sage_kernels._triton.linear import launch as launch_linear
+    from sage_kernels._triton.linear.hopper.kernel import linear_hopper_kernel
     from sage_kernels._triton.mixed import launch as launch_mixed
     from sage_kernels._triton.primitives import head_width
     from sage_kernels._triton.prologue.rotate import launch_rotate
@@ -163,14 +181,19 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
 
     def recorded(kernel, *arguments, **constants):
         compiled = launch(kernel, *arguments, **constants)
-        if kernel is attention_fwd_hopper_kernel:
+        if kernel in (attention_fwd_hopper_kernel, linear_hopper_kernel):
             launched[compiled.hash] = compiled
         return compiled
 
-    launch_attention.launch = launch_mixed.launch = recorded
+    launch_attention.launch = launch_mixed.launch = launch_linear.launch = recorded
     start = time.monotonic()
-    for head_dim, scaling, name, chosen, recipe, seq_kv, skips in launches:
+    for each in launches:
         launched.clear()
+        if isinstance(each, LinearLaunch):
+            run_linear(each, launch_linear)
+            tell(launched, folder, start, *each)
+            continue
+        head_dim, scaling, name, chosen, recipe, seq_kv, skips = each
         shape = (BATCH, SEQ_Q, seq_kv, HEADS, KV_HEADS, head_dim)
         q, k, v = make_qkv("normal", *shape, dtype=torch.float16, device=device)
         if recipe == MIXED:
@@ -211,6 +234,36 @@ def run_kernels(launches: list[Launch], folder: Path | None = None):
             assert_matches_reference(out, lse, q, k, v, state=before, recipe=recipe, masking=masking, **rest)
             scales.advance(1.0, 0.9)
         tell(launched, folder, start, head_dim, scaling, name, tile, recipe)
+
+
+def run_linear(each: LinearLaunch, launch):
+    """A layer of an odd number of slots and with edges on both sides, on a GPU that is taken for one of two SMs, so
+    that a program has several tiles and its ring goes round."""
+    import torch
+
+    from sage_kernels._triton.linear.tiles import LinearTile
+    from sage_kernels.recipe import GATED
+    from tests.kernels.linear.linear_cases import exact, normal, rows
+
+    tile = LinearTile(256, 128, 128, 4, 4, "hopper") if each.rows > 512 else LinearTile(128, 128, 128, 4, 6, "hopper")
+    asked = []
+
+    def split(tile, tiles, *_):
+        asked.append(tile)
+        return tiles - each.shared, 2 if each.shared else 1
+
+    launch.processors_of, launch.split_last_tiles = lambda device: 2, split
+    x, w = rows(each.rows, 1104, format=each.format), rows(288, 1104, format=each.format, seed=1)
+    bias, columns = normal(288, seed=2), 288 // (2 if each.activation in GATED else 1)
+    options = {"activation": each.activation, "gate": None, "residual": None, "dtype": torch.float16}
+    if each.gated:
+        options |= {"gate": normal(columns, seed=3).half(), "residual": normal(each.rows, columns, seed=4).half()}
+    on_gpu = {name: y.cuda() if isinstance(y, torch.Tensor) else y for name, y in options.items()}
+    given = [y.cuda() for y in (*x, *w, bias)]
+    out = launch.launch_quantized_linear(*given, **on_gpu, tile=tile)
+    assert asked == [tile]  # Hopper's kernel ran
+    wanted, bound = exact(x, w, bias, **options, tier="cuda")
+    assert ((out.cpu().double() - wanted).abs() <= bound).all()
 
 
 def run_mixed(q, k, v, causal: bool):

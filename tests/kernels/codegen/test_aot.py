@@ -288,8 +288,9 @@ def test_linear_layers_do_not_spill(kernels):
         if "/linear/" in key:
             inner = [loop for loop in facts.get("loops", []) if not is_rare or loop["instructions"] < 1000]
             assert all(loop["spills"] == 0 and loop["matrix"] for loop in inner), (key, facts)
-        if "/quantize_rows/" in key or "/linear/" in key:
-            assert facts.get("stack", 0) <= (32 if is_rare else 0), (key, facts)
+        if any(f"/{kind}/" in key for kind in ("quantize_rows", "linear", "add_parts")):
+            allowed = (48 if "/split/" in key else 32) if is_rare else 0
+            assert facts.get("stack", 0) <= allowed, (key, facts)
 
 
 def test_weights_in_8_bit_are_multiplied_in_16_bit_without_spilling(kernels):

@@ -65,3 +65,25 @@ def finish_tile(
         inside = (m < rows)[:, None] & (o < columns_out)[None, :]
         y *= tl.load(gate_ptr + base[:, None] + o[None, :], mask=inside, other=0.0).to(tl.float32)
     return y
+
+
+@triton.jit
+def finish_and_store(
+    sums, m, j, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr, residual_ptr, out_ptr, rows, columns, columns_out,
+    tokens, stride_gb, stride_gt, stride_r, BLOCK_N: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """All that follows sums [rows m, BLOCK_N], of column j of tiles, up to their place in the output."""
+    x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
+    y = finish_tile(
+        sums, m, j * BLOCK_N, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb,
+        stride_gt, m.shape[0], BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, ASM,
+    )  # fmt: skip
+    BLOCK_OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    o = j * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    inside = (m < rows)[:, None] & (o < columns_out)[None, :]
+    if HAS_RESIDUAL:
+        at = residual_ptr + m.to(tl.int64)[:, None] * stride_r + o[None, :]
+        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    at = out_ptr + m.to(tl.int64)[:, None] * columns_out + o[None, :]
+    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=inside)

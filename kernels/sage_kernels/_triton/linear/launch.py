@@ -7,8 +7,9 @@ from ...recipe import GATED
 from .. import compat
 from ..launch import buffer, launch, processors_of
 from .matmul import _linear_kernel
+from .parts import STRIP, _add_parts_kernel
 from .quantize_rows import _quantize_rows_kernel
-from .tiles import POINTERS, LinearTile, choose_linear_tile, choose_weight_only_tile
+from .tiles import POINTERS, LinearTile, choose_linear_tile, choose_weight_only_tile, split_last_tiles
 from .weight_only import _weight_only_kernel
 
 
@@ -137,13 +138,34 @@ def _launch_hopper(tile: LinearTile, tiles: int, x, w, out, residual, vectors, s
     from .hopper.kernel import linear_hopper_kernel
     from .hopper.types import PART
 
-    programs = min(tiles, processors_of(x.device))
-    half = tile.block_m // 2
+    processors = processors_of(x.device)
+    whole, parts = split_last_tiles(tile, tiles, processors, sizes[3])
+    shared = tiles - whole
+    half, sums = tile.block_m // 2, vectors[0]  # which is never read nor written where all tiles are whole
+    if shared:
+        dtype = torch.float32 if constants["FP8"] else torch.int32
+        sums = buffer(shared, parts, tile.block_m, tile.block_n, dtype=dtype, device=x.device)
+    programs = min(whole + shared * parts, processors)
     launch(
         linear_hopper_kernel, programs, describe(x, [half, tile.block_k]), describe(w, [tile.block_n, tile.block_k]),
         describe(out, [half, PART.value]), describe(residual, [half, tile.block_k // residual.element_size()]),
-        *vectors, *sizes, programs, *gate_strides,
-        SLOTS=tile.num_stages, BUFFERS=4 // out.element_size(), **constants, num_warps=tile.num_warps,
+        sums, *vectors, *sizes, programs, whole, parts, *gate_strides,
+        SLOTS=tile.num_stages, BUFFERS=4 // out.element_size(), SPLIT=shared > 0, **constants,
+        num_warps=tile.num_warps,
+    )  # fmt: skip
+    if shared:
+        launch_add_parts(sums, whole, out, residual, vectors, sizes, gate_strides, constants)
+
+
+def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strides, constants):
+    """The tiles from `whole` on, of the sums [tiles, parts, block_m, block_n] of their parts."""
+    rows, columns, columns_out, _, tokens = sizes
+    tiles, parts, block_m, _ = sums.shape
+    options = {name: value for name, value in constants.items() if name != "FP8"}
+    launch(
+        _add_parts_kernel, tiles * (block_m // STRIP), sums, out, residual, *vectors,
+        rows, columns, columns_out, tokens, whole, parts, *gate_strides, residual.stride(0),
+        STRIP=STRIP, ASM=sums.is_cuda, **options,
     )  # fmt: skip
 
 

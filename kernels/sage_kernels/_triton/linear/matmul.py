@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .epilogue import finish_tile
+from .epilogue import finish_and_store
 
 
 @triton.jit
@@ -51,16 +51,7 @@ def _linear_kernel(
         x = tl.load(x_rows + (start + k)[None, :], mask=inside, other=0.0)
         w = tl.load(w_rows + (start + k)[None, :], mask=inside, other=0.0)
         sums = multiply_add(sums, x, tl.trans(w), FP8)
-    x_scale = tl.load(x_scale_ptr + m, mask=m < rows, other=0.0)
-    y = finish_tile(
-        sums, m, j * BLOCK_N, x_scale, w_scale_ptr, bias_ptr, gate_ptr, rows, columns, columns_out, tokens, stride_gb,
-        stride_gt, BLOCK_M, BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, ASM,
+    finish_and_store(
+        sums, m, j, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr, residual_ptr, out_ptr, rows, columns, columns_out,
+        tokens, stride_gb, stride_gt, stride_r, BLOCK_N, ACTIVATION, GATED, HAS_BIAS, GATE, HAS_RESIDUAL, ASM,
     )  # fmt: skip
-    BLOCK_OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    o = j * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    inside = (m < rows)[:, None] & (o < columns_out)[None, :]
-    if HAS_RESIDUAL:
-        at = residual_ptr + m.to(tl.int64)[:, None] * stride_r + o[None, :]
-        y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    at = out_ptr + m.to(tl.int64)[:, None] * columns_out + o[None, :]
-    tl.store(at, y.to(out_ptr.dtype.element_ty), mask=inside)

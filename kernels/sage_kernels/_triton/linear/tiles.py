@@ -23,6 +23,9 @@ class LinearTile(NamedTuple):
 POINTERS = LinearTile(128, 128, 64, 8, 4)  # of many rows, where the copy engine can't read them or there is no Gluon
 _FEW_TILES = 264  # of 256 x 128: two for each SM of an H200; below, smaller ones keep more of them busy
 
+_LEAST_PART = 512  # channels that a program multiplies at least
+_LEAST_SAVED = 2048 * 256 * 128  # multiply-adds of a program: some 10 µs on an H200
+
 
 def choose_linear_tile(capability: int, rows: int, columns: int) -> LinearTile:
     """The tile for x [rows, K] and a weight [columns, K] on a GPU of this capability (90: Hopper; 0: AMD).
@@ -38,6 +41,19 @@ def choose_linear_tile(capability: int, rows: int, columns: int) -> LinearTile:
     if -(-rows // 256) * -(-columns // 128) < _FEW_TILES:
         return LinearTile(128, 128, 128, 4, 6, "hopper")
     return LinearTile(256, 128, 128, 4, 4, "hopper")
+
+
+def split_last_tiles(tile: LinearTile, tiles: int, processors: int, depth: int) -> tuple[int, int]:
+    """(how many of the tiles are multiplied whole, how many programs share each of the others).
+
+    Programs take tile after tile, and the last round may have work for a few of them only: then a tile of that round
+    is shared, some channels each. Their sums go through memory and are added by a launch of its own (parts.py), so the
+    shorter round has to save more than that costs.
+    """
+    rest = tiles % processors
+    parts = min(processors // max(rest, 1), depth // _LEAST_PART)
+    saved = (depth - depth // max(parts, 1)) * tile.block_m * tile.block_n
+    return (tiles - rest, parts) if rest and saved >= _LEAST_SAVED else (tiles, 1)
 
 
 def choose_weight_only_tile(capability: int, rows: int, *, fp32: bool = False) -> LinearTile:

@@ -14,7 +14,10 @@ Who waits for whom (slot s holds BLOCK_K channels of a tile's codes, or a part o
     then, tile by tile (epilogue.py): scales, bias, activation, gate, residual, from the ring too; the copy engine
     writes parts of the output from shared memory while the next ones, and the next tile, are computed.
 
-To read: types.py (what is handed on), ring.py, producer.py, sums.py, epilogue.py.
+Programs take tile after tile; where the last round of tiles has work for few of them, they share those tiles, some
+channels each, and ../parts.py adds up their sums (units.py).
+
+To read: types.py (what is handed on), units.py, ring.py, producer.py, sums.py, epilogue.py.
 """
 
 from triton.experimental import gluon
@@ -27,6 +30,7 @@ from .producer import copy_codes
 from .ring import Ring
 from .sums import fp8_sums, int8_sums
 from .types import BLOCK_K, PART, Kind, Operands, Sizes, Vectors
+from .units import keep_sums, unit_of
 
 
 # registers of a thread: what the producer does not need, the two warpgroups have
@@ -45,7 +49,9 @@ def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
     sizes = operands.sizes
     slot = 0
     phase = 0
-    for tile in range(gl.program_id(0), sizes.tiles, sizes.programs):
+    for unit in range(gl.program_id(0), sizes.units, sizes.programs):
+        tile, first, end = unit_of(unit, sizes, KIND)
+        depth = (end - first) * BLOCK_K
         i, j = tile_of(tile, sizes.rows, sizes.columns, 2 * KIND.rows, KIND.block_n, KIND.group)
         row = (2 * i + HALF) * KIND.rows
         # read before the loop that hides their latency
@@ -58,29 +64,33 @@ def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
         if KIND.gate == "all":
             gate = load_vector(vectors.gate_ptr, j * BLOCK_OUT, sizes.columns_out, BLOCK_OUT)
         if KIND.fp8:
-            acc, slot, phase = fp8_sums(operands.ring, slot, phase, sizes.depth, HALF, KIND, SUMS)
+            acc, slot, phase = fp8_sums(operands.ring, slot, phase, depth, HALF, KIND, SUMS)
         else:
-            acc, slot, phase = int8_sums(operands.ring, slot, phase, sizes.depth, HALF, KIND, SUMS)
-        y = finish(acc, x_scale, w_scale, bias, gate, KIND, SUMS)
-        slot, phase = add_and_store(y, row, j * BLOCK_OUT, slot, phase, operands, HALF, 0, KIND)
+            acc, slot, phase = int8_sums(operands.ring, slot, phase, depth, HALF, KIND, SUMS)
+        if KIND.split and unit >= sizes.whole:
+            keep_sums(acc, unit, operands, HALF, KIND)
+        else:
+            y = finish(acc, x_scale, w_scale, bias, gate, KIND, SUMS)
+            slot, phase = add_and_store(y, row, j * BLOCK_OUT, slot, phase, operands, HALF, 0, KIND)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["rows", "tokens", "programs"])
+@gluon.jit(do_not_specialize=["rows", "tokens", "programs", "whole", "parts"])
 def linear_hopper_kernel(
-    x_desc, w_desc, out_desc, residual_desc, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr,
-    rows, columns, columns_out, depth, tokens, programs, stride_gb, stride_gt,
+    x_desc, w_desc, out_desc, residual_desc, sums_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, gate_ptr,
+    rows, columns, columns_out, depth, tokens, programs, whole, parts, stride_gb, stride_gt,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SLOTS: gl.constexpr, GROUP: gl.constexpr, BUFFERS: gl.constexpr,
     ACTIVATION: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr,
-    HAS_RESIDUAL: gl.constexpr, FP8: gl.constexpr,
+    HAS_RESIDUAL: gl.constexpr, FP8: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """As `_linear_kernel`; descriptors of codes x [rows, depth], w [columns, depth], out and residual [rows,
-    columns_out]. What lies beyond their edges is read as zero and not written. Grid: programs."""
+    columns_out]. What lies beyond their edges is read as zero and not written. SPLIT: of the tiles beyond `whole` the
+    sums of `parts` parts each go to sums [parts of tiles, BLOCK_M, BLOCK_N], for ../parts.py. Grid: programs."""
     ROWS: gl.constexpr = BLOCK_M // 2
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     x_smem = gl.allocate_shared_memory(x_desc.dtype, [2 * SLOTS, ROWS, BLOCK_K], x_desc.layout)
     w_smem = gl.allocate_shared_memory(w_desc.dtype, [SLOTS, BLOCK_N, BLOCK_K], w_desc.layout)
-    parts = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, ROWS, PART], out_desc.layout)
+    pieces = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, ROWS, PART], out_desc.layout)
     filled = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     freed = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], BARRIER)
     for i in gl.static_range(SLOTS):
@@ -91,18 +101,21 @@ def linear_hopper_kernel(
     ring = Ring(x=x_smem, w=w_smem, filled=filled, freed=freed, slots=SLOTS)
     tiles = ((rows + BLOCK_M - 1) // BLOCK_M) * ((columns + BLOCK_N - 1) // BLOCK_N)
     sizes = Sizes(
-        rows=rows, columns=columns, columns_out=columns_out, depth=depth, programs=programs, tiles=tiles
+        rows=rows, columns=columns, columns_out=columns_out, depth=depth, programs=programs,
+        units=whole + (tiles - whole) * parts, whole=whole, parts=parts,
     )  # fmt: skip
     vectors = Vectors(
         x_scale_ptr=x_scale_ptr, w_scale_ptr=w_scale_ptr, bias_ptr=bias_ptr, gate_ptr=gate_ptr, tokens=tokens,
         stride_gb=stride_gb, stride_gt=stride_gt,
     )  # fmt: skip
     operands = Operands(
-        ring=ring, parts=parts, out_desc=out_desc, residual_desc=residual_desc, vectors=vectors, sizes=sizes
+        ring=ring, parts=pieces, out_desc=out_desc, residual_desc=residual_desc, sums_ptr=sums_ptr, vectors=vectors,
+        sizes=sizes,
     )  # fmt: skip
     KIND: gl.constexpr = Kind(
         rows=ROWS, block_n=BLOCK_N, block_out=BLOCK_N // 2 if GATED else BLOCK_N, group=GROUP, buffers=BUFFERS,
         activation=ACTIVATION, gated=GATED, has_bias=HAS_BIAS, gate=GATE, has_residual=HAS_RESIDUAL, fp8=FP8,
+        split=SPLIT,
     )  # fmt: skip
     gl.warp_specialize(
         [

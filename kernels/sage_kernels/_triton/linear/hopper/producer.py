@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from ..matmul import tile_of
 from .types import BLOCK_K
+from .units import unit_of
 
 
 load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
@@ -18,13 +19,13 @@ def copy_codes(x_desc, w_desc, residual_desc, ring, sizes, KIND: gl.constexpr):
     ROWS: gl.constexpr = KIND.rows
     BLOCK_N: gl.constexpr = KIND.block_n
     BLOCK_OUT: gl.constexpr = KIND.block_out
-    AT_ONCE: gl.constexpr = residual_desc.block_type.shape[1]
     slot = 0
     phase = 0
-    for tile in range(gl.program_id(0), sizes.tiles, sizes.programs):
+    for unit in range(gl.program_id(0), sizes.units, sizes.programs):
+        tile, first_slot, end_slot = unit_of(unit, sizes, KIND)
         i, j = tile_of(tile, sizes.rows, sizes.columns, 2 * ROWS, BLOCK_N, KIND.group)
         row = i * (2 * ROWS)
-        for start in range(0, sizes.depth, BLOCK_K):
+        for start in range(first_slot * BLOCK_K, end_slot * BLOCK_K, BLOCK_K):
             ring.acquire(slot, phase)
             filled = ring.filled.index(slot)
             mbarrier.expect(filled, 2 * x_desc.block_type.nbytes + w_desc.block_type.nbytes)
@@ -33,14 +34,22 @@ def copy_codes(x_desc, w_desc, residual_desc, ring, sizes, KIND: gl.constexpr):
             load_tile(x_desc, [row + ROWS, start], filled, ring.x.index(2 * slot + 1))
             slot, phase = ring.following(slot, phase)
         if KIND.has_residual:
-            for first in gl.static_range(0, BLOCK_OUT, AT_ONCE):
-                ring.acquire(slot, phase)
-                filled = ring.filled.index(slot)
-                mbarrier.expect(filled, 2 * residual_desc.block_type.nbytes)
-                for half in gl.static_range(2):
-                    place = residual_tile(ring, slot, half, residual_desc)
-                    load_tile(residual_desc, [row + half * ROWS, j * BLOCK_OUT + first], filled, place)
-                slot, phase = ring.following(slot, phase)
+            if not KIND.split or unit < sizes.whole:
+                slot, phase = _copy_residual(residual_desc, row, j * BLOCK_OUT, slot, phase, ring, KIND)
+
+
+@gluon.jit
+def _copy_residual(residual_desc, row, column, slot, phase, ring, KIND: gl.constexpr):
+    AT_ONCE: gl.constexpr = residual_desc.block_type.shape[1]
+    for first in gl.static_range(0, KIND.block_out, AT_ONCE):
+        ring.acquire(slot, phase)
+        filled = ring.filled.index(slot)
+        mbarrier.expect(filled, 2 * residual_desc.block_type.nbytes)
+        for half in gl.static_range(2):
+            place = residual_tile(ring, slot, half, residual_desc)
+            load_tile(residual_desc, [row + half * KIND.rows, column + first], filled, place)
+        slot, phase = ring.following(slot, phase)
+    return slot, phase
 
 
 @gluon.jit

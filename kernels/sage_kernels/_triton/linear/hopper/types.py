@@ -13,14 +13,16 @@ PART = gl.constexpr(32)  # columns of the output that are stored together
 
 class Sizes(NamedTuple):
     """x [rows, depth] and w [columns, depth] give out [rows, columns_out]; each program takes every `programs`-th of
-    the `tiles`."""
+    the `units`: `whole` tiles, then `parts` parts of each of the other tiles (units.py)."""
 
     rows: gl.tensor
     columns: gl.tensor
     columns_out: gl.tensor
     depth: gl.tensor
     programs: gl.tensor
-    tiles: gl.tensor
+    units: gl.tensor
+    whole: gl.tensor
+    parts: gl.tensor
 
 
 class Vectors(NamedTuple):
@@ -38,12 +40,13 @@ class Vectors(NamedTuple):
 
 class Operands(NamedTuple):
     """What both warpgroups are started with. out_desc, residual_desc: descriptors; parts: shared memory [2 · buffers,
-    rows of a warpgroup, PART] from which the output is copied."""
+    rows of a warpgroup, PART] from which the output is copied; sums_ptr: where the sums of parts of tiles go."""
 
     ring: Ring
     parts: gl.shared_memory_descriptor
     out_desc: gl.tensor
     residual_desc: gl.tensor
+    sums_ptr: gl.tensor
     vectors: Vectors
     sizes: Sizes
 
@@ -52,7 +55,8 @@ class Kind(NamedTuple):
     """What the kernel is compiled for.
 
     rows: of a warpgroup, half of a tile's; block_n: columns of a tile, block_out: of its output; group: rows of tiles
-    walked together; buffers: of `Operands.parts`, one warpgroup's; the others as in ../matmul.py.
+    walked together; buffers: of `Operands.parts`, one warpgroup's; split: the last tiles are multiplied in parts; the
+    others as in ../matmul.py.
     """
 
     rows: gl.constexpr
@@ -66,3 +70,4 @@ class Kind(NamedTuple):
     gate: gl.constexpr
     has_residual: gl.constexpr
     fp8: gl.constexpr
+    split: gl.constexpr
