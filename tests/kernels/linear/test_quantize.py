@@ -54,7 +54,7 @@ def test_one_to_four_dimensions(linears, shape):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("columns", [1, 16, 100, 272, 2520])
+@pytest.mark.parametrize("columns", [1, 16, 100, 272, 2520, 13400])
 def test_any_number_of_columns(linears, columns, format):
     x = normal(5, columns)
     for norm in NORMS:

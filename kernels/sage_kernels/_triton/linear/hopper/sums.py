@@ -37,14 +37,20 @@ def int8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, 
 
 
 @gluon.jit
-def _two_slots(ring, slot, after, zero, FIRST: gl.constexpr, HALF: gl.constexpr):
-    """Products of 64 rows, from FIRST on, over two slots that are filled."""
+def _two_slots(ring, slot, after, zero, FIRST: gl.constexpr, HALF: gl.constexpr, LAST: gl.constexpr):
+    """Products of 64 rows, from FIRST on, over two slots that are filled. LAST: these rows free them, each at once."""
     x = ring.x.index(2 * slot + HALF).slice(FIRST, _HALF, 0)
     part = warpgroup_mma(x, ring.w.index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(num_outstanding=1, deps=(part,))
     x = ring.x.index(2 * after + HALF).slice(FIRST, _HALF, 0)
     part = warpgroup_mma(x, ring.w.index(after).permute((1, 0)), part, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+    if LAST:
+        part = warpgroup_mma_wait(num_outstanding=1, deps=(part,))
+        ring.release(slot)
+    part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+    if LAST:
+        ring.release(after)
+    return part
 
 
 @gluon.jit
@@ -69,11 +75,9 @@ def fp8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, S
         ring.wait_filled(slot, phase)
         after, phase_after = ring.following(slot, phase)
         ring.wait_filled(after, phase_after)
-        upper += _two_slots(ring, slot, after, zero, 0, HALF)
+        upper += _two_slots(ring, slot, after, zero, 0, HALF, KIND.rows == _HALF)
         if KIND.rows > _HALF:
-            lower += _two_slots(ring, slot, after, zero, _HALF, HALF)
-        ring.release(slot)
-        ring.release(after)
+            lower += _two_slots(ring, slot, after, zero, _HALF, HALF, True)
         slot, phase = ring.following(after, phase_after)
     if (depth + BLOCK_K - 1) // BLOCK_K % 2 == 1:
         ring.wait_filled(slot, phase)
