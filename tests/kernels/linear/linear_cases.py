@@ -138,7 +138,7 @@ def exact(
         depth = codes.shape[-1]
         error += depth * _FP32 * (codes.abs() @ w.abs().mT) * scales
         if tier == "cuda":  # as many times as there are products, and sums of 32 of them
-            largest = (codes.abs()[..., None, :] * w.abs()).amax(-1)
+            largest = _largest_products(codes.abs(), w.abs())
             error += (depth + depth // 32 + 1) * 2.0**-13 * largest * scales
     y = y + bias
     if activation in GATED:
@@ -156,6 +156,13 @@ def exact(
         y = y + residual.double()
     half_unit = _HALF_UNIT[dtype] * (2 if tier == "interpreter" and dtype == torch.bfloat16 else 1)
     return y, error + half_unit * (y.abs() + error) + _SMALLEST[dtype]
+
+
+def _largest_products(codes, w):
+    """[..., N] of codes [..., K] and w [N, K], on the GPU, some columns at a time: there are many products."""
+    x = codes.float().cuda()
+    parts = [(x[..., None, :] * part).amax(-1) for part in w.float().cuda().split(16)]
+    return torch.cat(parts, -1).double().cpu()
 
 
 def exact_weight_only(x, weight, bias=None, *, tier="reference"):
