@@ -22,6 +22,7 @@ def test_which_tiles_are_shared():
     assert split_last_tiles(WIDE, 18 * 24, SMS, 12288) == (3 * SMS, 3)
     assert split_last_tiles(WIDE, 18 * 96, SMS, 3072) == (13 * SMS, 6)
     assert split_last_tiles(WIDE, 18 * 72, SMS, 3072) == (18 * 72, 1)  # 108 of 132 have work in the last round
+    assert split_last_tiles(WIDE, 18 * 24, SMS, 3072) == (18 * 24, 1)  # 2,048 channels would be saved
     assert split_last_tiles(WIDE, 3 * SMS, SMS, 12288) == (3 * SMS, 1)
     assert split_last_tiles(SMALL, 288, SMS, 3072) == (288, 1)  # text: too little
     assert split_last_tiles(SMALL, 12, SMS, 15360) == (0, 11)
