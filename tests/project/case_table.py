@@ -19,10 +19,12 @@ PAGE = TESTS.parent / "kernels" / "CASES.md"
 TIERS = {"C": "CPU, eager", "I": "CPU, Triton's interpreter", "G": "one GPU", "2G": "two GPUs"}
 WORST_FIRST = ("failed", "skipped", "passed")
 # the column of the table, and the files that fill it, each for the cases that it has
-COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "two_gpus", "sanitizer")}
+COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "gpu_part", "two_gpus", "sanitizer")}
 RENEWED_BY = {
     "cpu": 'make test-all ARGS="--outcomes tests/outcomes/cpu.json"',
     "gpu": "make test-gpu",
+    # after a change of a few kernels: their tests, beside those of earlier sources
+    "gpu_part": 'make test-gpu ARGS="tests/kernels/linear --outcomes tests/outcomes/gpu_part.json"',
     "two_gpus": 'make test-gpu ARGS="-m two_gpus --outcomes tests/outcomes/two_gpus.json"',
     "sanitizer": "make sanitize",
 }

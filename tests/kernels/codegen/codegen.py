@@ -121,6 +121,9 @@ def read(compiled) -> dict:
             text.count("mbarrier.init"),
             text.count("mbarrier.init") - text.count("mbarrier.inval"),
         )
+    if "griddepcontrol" in text:  # the launch before may not have ended yet, the next one may begin
+        facts["waits"] = text.count("griddepcontrol.wait")
+        facts["lets_begin"] = text.count("griddepcontrol.launch_dependents")
     if "cubin" in compiled.asm:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
@@ -377,7 +380,7 @@ def quantize_rows(name: str, columns: int, norm: str = "none", fp8: bool = False
         "WIDTH": width, "PIECES": pieces, "ROWS": rows, "NORM": "none" if norm == "beside" else norm,
         "HAS_WEIGHT": norm == "rms", "HAS_BIAS": False,
         "HAS_GAIN": is_modulated, "HAS_SHIFT": is_modulated, "HAS_BALANCE": False, "HAS_BESIDE": norm == "beside",
-        "FP8": fp8,
+        "FP8": fp8, "OVERLAP": name == "sm_90",
     }  # fmt: skip
     types = dict.fromkeys(("x_ptr", "beside_ptr", "weight_ptr", "gain_ptr", "shift_ptr"), "*bf16") | {"eps": "fp32"}
     types["codes_ptr"] = "*fp8e4nv" if fp8 else "*i8"
@@ -452,7 +455,7 @@ def add_parts(name: str, kind: str, fp8: bool = False) -> dict:
     constants = {
         "BLOCK_M": 256, "BLOCK_N": 128, "STRIP": STRIP, "GROUP": _GROUP, "HAS_BIAS": True,
         "ACTIVATION": GATED.get(activation, activation), "GATED": activation in GATED,
-        "GATE": gate, "HAS_RESIDUAL": gate != "none", "ASM": True,
+        "GATE": gate, "HAS_RESIDUAL": gate != "none", "ASM": True, "OVERLAP": True,
     }  # fmt: skip
     types = {"sums_ptr": "*fp32" if fp8 else "*i32"}
     types |= dict.fromkeys(("out_ptr", "residual_ptr", "bias_ptr", "gate_ptr"), "*bf16")

@@ -293,6 +293,18 @@ def test_linear_layers_do_not_spill(kernels):
             assert facts.get("stack", 0) <= allowed, (key, facts)
 
 
+def test_a_launch_that_may_begin_early_waits_before_it_reads(kernels):
+    """A kernel of Hopper's that is launched so has one wait; those that let it begin are no use elsewhere."""
+    early = [row for row in kernels.values() if row["kernel"] in ("linear_hopper", "add_parts", "hopper")]
+    assert len(early) > 20 and all(row["waits"] == 1 for row in early)
+    assert {row["lets_begin"] for row in early if row["kernel"] != "linear_hopper"} == {0}
+    for name, row in kernels.items():
+        if row["kernel"] == "linear_hopper":
+            assert row["lets_begin"] == ("/split" in name), name  # the launch that adds up its parts
+        if row["kernel"] == "quantize_rows":
+            assert row.get("lets_begin", 0) == name.startswith("sm_90/") and not row.get("waits"), name
+
+
 def test_weights_in_8_bit_are_multiplied_in_16_bit_without_spilling(kernels):
     name = target_of(kernels)
     found = {key: facts for key, facts in kernels.items() if "/weight_only/" in key}

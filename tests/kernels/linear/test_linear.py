@@ -268,6 +268,48 @@ def test_which_kernel_multiplies(monkeypatch):
     assert multiplied_by(monkeypatch, residual=torch.zeros(300, 264))[0] == hopper
 
 
+@pytest.mark.parametrize("capability, begins", [(90, True), (80, False), (120, False)])
+def test_on_hopper_the_matmul_may_begin_before_its_codes_are_made(monkeypatch, capability, begins):
+    from sage_kernels._triton.linear import launch
+
+    calls = []
+    monkeypatch.setattr(launch, "_capability", lambda device: capability)
+    monkeypatch.setattr(launch, "processors_of", lambda device: 132)
+    monkeypatch.setattr(launch, "launch", lambda kernel, *_, **options: calls.append(options))
+    x, w = torch.zeros(300, 272), torch.zeros(264, 272, dtype=torch.int8)
+    vectors = dict.fromkeys(("weight", "bias", "gain", "shift", "balance", "beside"))
+    codes, scale = launch.launch_quantize_activation(x, format="int8", norm="none", eps=1e-6, **vectors)
+    options = {"activation": "none", "gate": None, "residual": None, "dtype": torch.bfloat16}
+    launch.launch_quantized_linear(codes, scale, w, torch.ones(264), None, **options)
+    quantise, multiply = calls
+    assert quantise["OVERLAP"] == begins and multiply.get("launch_pdl", False) == begins
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["cuda"], indirect=True)
+@pytest.mark.parametrize("format", FORMATS)
+def test_codes_are_never_read_before_they_are_made(linears, format):
+    """Calls one behind the other, in turns of two inputs, whose codes lie in the memory of the call before; among them
+    launches of others, and copies that end late."""
+    from sage_kernels import quantize_activation, quantized_linear
+
+    w = linears.to_device(rows(640, 8000, format=format, seed=1))
+    inputs = [normal(2100, 8000, seed=seed).cuda() for seed in (2, 3)]
+    late = torch.empty(2**26, device="cuda")
+    wanted = []
+    for x in inputs:
+        codes = quantize_activation(x, format=format)
+        torch.cuda.synchronize()
+        wanted.append(quantized_linear(codes, w))
+    results = []
+    for i in range(30):
+        if i % 5 == 4:
+            late.fill_(i)
+        y = quantized_linear(quantize_activation(inputs[i % 2], format=format), w)
+        results.append(y + 0 if i % 3 else y)
+    assert all(torch.equal(y, wanted[i % 2]) for i, y in enumerate(results))
+
+
 def test_without_gluon_pointers_multiply(monkeypatch):
     from sage_kernels._triton import compat
 

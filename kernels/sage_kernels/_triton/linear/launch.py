@@ -85,7 +85,8 @@ def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shif
             number, columns, x.shape[-1], tokens, eps, flat.stride(0), other.stride(0), stride, *strides,
             WIDTH=width, PIECES=pieces, ROWS=rows, NORM=norm, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
             HAS_GAIN=gain is not None, HAS_SHIFT=shift is not None, HAS_BALANCE=balance is not None,
-            HAS_BESIDE=beside is not None, FP8=format == "fp8", num_warps=warps, enable_fp_fusion=False,
+            HAS_BESIDE=beside is not None, FP8=format == "fp8", OVERLAP=_overlaps(x.device), num_warps=warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return codes if stride == columns else codes[..., :columns], scale
 
@@ -153,7 +154,7 @@ def _launch_hopper(tile: LinearTile, tiles: int, x, w, out, residual, vectors, s
         describe(out, [half, PART.value]), describe(residual, [half, tile.block_k // residual.element_size()]),
         sums, *vectors, *sizes, programs, whole, parts, *gate_strides,
         SLOTS=tile.num_stages, BUFFERS=4 // out.element_size(), SPLIT=shared > 0, **constants,
-        num_warps=tile.num_warps,
+        num_warps=tile.num_warps, launch_pdl=True,
     )  # fmt: skip
     if shared:
         launch_add_parts(sums, whole, out, residual, vectors, sizes, gate_strides, constants)
@@ -164,10 +165,11 @@ def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strid
     rows, columns, columns_out, _, tokens = sizes
     tiles, parts, block_m, _ = sums.shape
     options = {name: value for name, value in constants.items() if name != "FP8"}
+    overlap = sums.is_cuda and compat.PROGRAMMATIC
     launch(
         _add_parts_kernel, tiles * (block_m // STRIP), sums, out, residual, *vectors,
         rows, columns, columns_out, tokens, whole, parts, *gate_strides, residual.stride(0),
-        STRIP=STRIP, ASM=sums.is_cuda, **options,
+        STRIP=STRIP, ASM=sums.is_cuda, OVERLAP=overlap, **options, **({"launch_pdl": True} if overlap else {}),
     )  # fmt: skip
 
 
@@ -203,6 +205,11 @@ def _capability(device: torch.device) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def _overlaps(device: torch.device) -> bool:
+    """Whether the matmul's launch may begin before that of the quantisation ends: hopper/ waits until it has."""
+    return _capability(device) == 90 and compat.PROGRAMMATIC and compat.has_gluon()
 
 
 def _device_tile(device: torch.device, rows: int, columns: int) -> LinearTile:

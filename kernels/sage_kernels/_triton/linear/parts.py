@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..compat import gdc_wait
 from .epilogue import finish_and_store
 from .matmul import tile_of
 
@@ -16,9 +17,12 @@ def _add_parts_kernel(
     rows, columns, columns_out, tokens, whole, parts, stride_gb, stride_gt, stride_r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STRIP: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr, GATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """out [rows, columns_out] of the tiles from `whole` on, of sums [tiles, parts, BLOCK_M, BLOCK_N], int32 or fp32,
-    added in this order. Grid: STRIP rows of a tile a program."""
+    added in this order. Grid: STRIP rows of a tile a program. OVERLAP: these may begin before the sums are there."""
+    if OVERLAP:
+        gdc_wait()
     STRIPS: tl.constexpr = BLOCK_M // STRIP
     tile, strip = tl.program_id(0) // STRIPS, tl.program_id(0) % STRIPS
     i, j = tile_of(whole + tile, rows, columns, BLOCK_M, BLOCK_N, GROUP)

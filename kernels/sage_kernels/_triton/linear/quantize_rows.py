@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from ..compat import gdc_launch_dependents
 from ..primitives import AMAX_FLOOR, E4M3_MAX, INT8_MAX, round_to_int8, to_e4m3
 
 
@@ -49,12 +50,15 @@ def _quantize_rows_kernel(
     stride_st,
     WIDTH: tl.constexpr, PIECES: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr, HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_GAIN: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BALANCE: tl.constexpr,
-    HAS_BESIDE: tl.constexpr, FP8: tl.constexpr,
+    HAS_BESIDE: tl.constexpr, FP8: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Quantise rows [number, count], of which the columns from width_x on lie in `beside`. Grid: groups of ROWS.
 
-    A row is PIECES of WIDTH, a power of two: most models' widths are a few of those.
+    A row is PIECES of WIDTH, a power of two: most models' widths are a few of those. OVERLAP: the next launch may
+    begin where programs have ended; it waits until all have before it reads.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     base = rows.to(tl.int64)[:, None]
     pieces = ()

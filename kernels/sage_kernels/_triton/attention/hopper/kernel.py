@@ -32,6 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ...programmatic import wait_for_launch_before
 from ..key_tiles import band_tiles
 from .consumer import consume
 from .fp8_sums import allocate_earlier
@@ -63,12 +64,6 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _wait_for_prologue():
-    """What the launch before has written is there from here on: this one's programs may begin before that one ends."""
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     """`consume` of one warpgroup. Which one is a value there, so that Triton reads all of it once, and not once for
     each of them; the compiler knows it again when all is inlined. Where hidden values are zeroed it cuts up a tile,
@@ -94,7 +89,7 @@ def attention_fwd_hopper_kernel(
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, KEEPS_MAX: gl.constexpr,
     PV: gl.constexpr, GROUPS: gl.constexpr, SLICE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    _wait_for_prologue()
+    wait_for_launch_before()
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
 

@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from ...programmatic import let_next_launch_begin, wait_for_launch_before
 from ..matmul import tile_of
 from .epilogue import add_and_store, finish, load_vector
 from .producer import copy_codes
@@ -117,6 +118,9 @@ def linear_hopper_kernel(
         activation=ACTIVATION, gated=GATED, has_bias=HAS_BIAS, gate=GATE, has_residual=HAS_RESIDUAL, fp8=FP8,
         split=SPLIT,
     )  # fmt: skip
+    if SPLIT:
+        let_next_launch_begin()
+    wait_for_launch_before()
     gl.warp_specialize(
         [
             (_consume, (operands, 0, KIND)),
