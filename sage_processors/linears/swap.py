@@ -17,6 +17,7 @@ from .balance import find_neighbours, share_known
 from .captured import is_captured
 from .graph_pass import fuse_in_compiled_code
 from .layers import Choice, choose
+from .leaving import compute_what_leaves
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run
@@ -97,10 +98,12 @@ class LinearSwap:
         self.choices: list[Choice] = []
         self._forward_seen = False
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
-        self._active, self._hook = True, None
+        self._active, self._hooks = True, []
         try:
             self.refresh(ready)
-            self._hook = model.register_forward_pre_hook(PrepareHook(self), prepend=True, with_kwargs=True)
+            self._hooks.append(model.register_forward_pre_hook(PrepareHook(self), prepend=True, with_kwargs=True))
+            if not is_swapped(model):  # a layer alone is a part of what calls it
+                self._hooks.append(model.register_forward_hook(compute_what_leaves))
             when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
         except Exception:
             self._put_back()
@@ -304,8 +307,8 @@ class LinearSwap:
 
     def _put_back(self) -> None:
         self._active = False
-        if self._hook is not None:
-            self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for module in self._norms.values():
             if is_swapped(module):
                 put_class(module, type(module)._sage_base)

@@ -1,0 +1,127 @@
+"""What leaves a model is computed, whatever it is in; inside of it results go on waiting."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+import sage_processors as sp
+from sage_processors.linears.lazy import Lazy
+from tests.linears.counting import OpCounter
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass
+class Named:
+    first: torch.Tensor
+    second: object
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    first: torch.Tensor
+
+
+def hugging_face(y):
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    return outputs.BaseModelOutput(last_hidden_state=y, hidden_states=(y, y))
+
+
+def of_diffusers(y):
+    outputs = pytest.importorskip("diffusers.models.modeling_outputs")
+    return outputs.Transformer2DModelOutput(sample=y)
+
+
+OUTPUTS = {
+    "alone": lambda y: y,
+    "tuple": lambda y: (y, None, 1),
+    "list": lambda y: [y, [y]],
+    "named tuple": lambda y: Pair(y, (y,)),
+    "dict": lambda y: {"a": y, "b": {"c": [y]}},
+    "ordered dict": lambda y: OrderedDict(a=y),
+    "dataclass": lambda y: Named(y, [y]),
+    "frozen": Frozen,
+    "transformers": hugging_face,
+    "diffusers": of_diffusers,
+}
+
+
+class Model(nn.Module):
+    def __init__(self, put=lambda y: y):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.put = nn.Linear(64, 128), nn.Linear(128, 64), put
+
+    def forward(self, x):
+        return self.put(self.down(nn.functional.gelu(self.up(x))))
+
+
+def tensors(value):
+    """All tensors of an output, and what kinds of things they are in."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        assert all(getattr(value, name, x) is x for name, x in value.items())  # attributes of model outputs
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [x for part in value for x in tensors(part)] if isinstance(value, (list, tuple)) else []
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_outputs_of_every_kind_are_ordinary_tensors(kind, mode):
+    model = Model(OUTPUTS[kind]).eval()
+    x = torch.randn(3, 64)
+    with mode():
+        stock = model(x)
+        with sp.quantize_linears(model, "int8", min_features=16), OpCounter() as ops:
+            found = model(x)
+        again = model(x)
+    assert (ops.quantized, ops.multiplied) == (2, 2)  # gelu in the first one's last pass
+    assert type(found) is type(stock)
+    assert tensors(found) and not any(isinstance(y, Lazy) for y in tensors(found))
+    for a, b, c in zip(tensors(found), tensors(stock), tensors(again), strict=True):
+        assert 0 < (a - b).norm() / b.norm() < 0.03 and torch.equal(b, c)
+
+
+def test_an_output_without_lazy_tensors_is_the_one_that_the_model_made():
+    kept = []
+    model = Model(lambda y: kept.append([y + 0.0, {"a": 1}]) or kept[-1]).eval().requires_grad_(False)
+    with sp.quantize_linears(model, "int8", min_features=16):
+        assert model(torch.randn(3, 64)) is kept[-1]
+
+
+def test_a_layer_alone_is_a_part_of_what_calls_it():
+    layer = nn.Linear(64, 64).eval().requires_grad_(False)
+    with sp.quantize_linears(layer, "int8", min_features=16):
+        assert isinstance(layer(torch.randn(3, 64)), Lazy)
+    assert not layer._forward_hooks
+
+
+def test_hooks_go_with_the_swap_and_copies_have_their_own():
+    model = Model().eval().requires_grad_(False)
+    with sp.quantize_linears(model, "int8", min_features=16):
+        twin = copy.deepcopy(model)
+        assert len(model._forward_hooks) == 1
+    assert not model._forward_hooks and not model._forward_pre_hooks
+    assert type(twin(torch.randn(3, 64))) is torch.Tensor
+    with pytest.raises(TypeError):
+        sp.quantize_linears(model, "int8", min_features="many")
+    assert not model._forward_hooks
+
+
+def test_compiled_code_has_nothing_to_compute():
+    model = Model(OUTPUTS["dict"]).eval().requires_grad_(False)
+    x = torch.randn(3, 64)
+    with sp.quantize_linears(model, "int8", min_features=16):
+        wanted = model(x)["a"]
+        found = torch.compile(model, backend="eager", fullgraph=True)(x)["a"]
+    assert torch.allclose(found, wanted, atol=1e-4)
