@@ -20,7 +20,10 @@ def compute_what_leaves(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _ordinary(value: Any) -> Any:
-    """`value` with ordinary tensors in place of lazy ones; the same object where it can be written to, or had none."""
+    """`value` with ordinary tensors in place of lazy ones; the same object where it can be written to, or had none.
+
+    `lazy.real_of` is for arguments: it copies plain containers, and leaves all others as they are.
+    """
     if isinstance(value, Lazy):
         return value.real()
     if isinstance(value, (tuple, list)):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
+from sage_processors.linears import leaving, swap
 from sage_processors.linears.lazy import Lazy
 from tests.linears.counting import OpCounter
 
@@ -92,9 +93,10 @@ def test_outputs_of_every_kind_are_ordinary_tensors(kind, mode):
         assert 0 < (a - b).norm() / b.norm() < 0.03 and torch.equal(b, c)
 
 
-def test_an_output_without_lazy_tensors_is_the_one_that_the_model_made():
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_an_output_without_lazy_tensors_is_the_one_that_the_model_made(kind):
     kept = []
-    model = Model(lambda y: kept.append([y + 0.0, {"a": 1}]) or kept[-1]).eval().requires_grad_(False)
+    model = Model(lambda y: kept.append(OUTPUTS[kind](y + 0.0)) or kept[-1]).eval().requires_grad_(False)
     with sp.quantize_linears(model, "int8", min_features=16):
         assert model(torch.randn(3, 64)) is kept[-1]
 
@@ -113,15 +115,27 @@ def test_hooks_go_with_the_swap_and_copies_have_their_own():
         assert len(model._forward_hooks) == 1
     assert not model._forward_hooks and not model._forward_pre_hooks
     assert type(twin(torch.randn(3, 64))) is torch.Tensor
-    with pytest.raises(TypeError):
-        sp.quantize_linears(model, "int8", min_features="many")
-    assert not model._forward_hooks
 
 
-def test_compiled_code_has_nothing_to_compute():
+def test_a_swap_that_fails_at_its_end_leaves_no_hook(monkeypatch):
+    model = Model().eval().requires_grad_(False)
+
+    def fails(*_, **__):
+        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+        raise RuntimeError("no passes")
+
+    monkeypatch.setattr(swap, "when_imported", fails)
+    with pytest.raises(RuntimeError, match="no passes"):
+        sp.quantize_linears(model, "int8", min_features=16)
+    assert not model._forward_hooks and not model._forward_pre_hooks and type(model.up) is nn.Linear
+
+
+def test_compiled_code_looks_for_nothing(monkeypatch):
+    """Each container that is looked into would be guarded."""
     model = Model(OUTPUTS["dict"]).eval().requires_grad_(False)
     x = torch.randn(3, 64)
     with sp.quantize_linears(model, "int8", min_features=16):
         wanted = model(x)["a"]
+        monkeypatch.setattr(leaving, "_ordinary", lambda value: pytest.fail("was called"))
         found = torch.compile(model, backend="eager", fullgraph=True)(x)["a"]
     assert torch.allclose(found, wanted, atol=1e-4)
