@@ -39,11 +39,8 @@ FIGURES = "figures"
 # %%
 FIGURES = Path(FIGURES)
 LIVE = {"full": measure.Size(images=2, steps=4, batch=2), "small": measure.Size(images=1, steps=2, batch=1)}[SIZE]
-# a small run draws with one recipe less
 USED = sorted(name for name, recipe in RECIPES.items() if not recipe.study)
-RECIPES_OF = dict.fromkeys(sp.pipelines.names(), USED)
-if SIZE == "small":
-    RECIPES_OF["tiny_flux"] = [DEFAULT_RECIPE]
+RECIPES_OF = dict.fromkeys(sp.pipelines.names(), {"full": USED, "small": [DEFAULT_RECIPE]}[SIZE])
 torch.set_num_threads(1)
 
 # %% [markdown]

@@ -31,12 +31,16 @@ _device_constructors()
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not name
 def pytest_collection_modifyitems(items):
-    """A test that `make test` leaves out says why."""
+    """A test that `make test` leaves out says why. Files with such tests come first: processes are handed whole files,
+    and one would be left alone with a long one at the end."""
     mark_repeats(items)
+    long_files = set()
     for item in items:
         for mark in item.iter_markers("slow"):
             if not mark.args:
                 raise pytest.UsageError(f'{item.nodeid}: got pytest.mark.slow, expected a reason: slow("…")')
+            long_files.add(item.path)
+    items.sort(key=lambda item: item.path not in long_files)
 
 
 def pytest_collection_finish():

@@ -24,7 +24,7 @@ def target(name: str):
 
 TARGETS = [target(name) for name in ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942")]
 # Compiled in every run; the table's rows of the others are taken where it was made of these sources by this Triton
-ALWAYS = ("sm_80", "sm_90")
+ALWAYS = ("sm_80",)
 # Registers that one turn of a plain key loop of some 500 instructions may put away and take back, by kernel.
 SPILLS = {"hopper": 6, "tma": 0, "pointers": 0}
 
