@@ -23,7 +23,6 @@ import importlib.util
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -124,7 +123,7 @@ def _patches(off: frozenset) -> list:
 
         patches.append(change(calls, "DirectLaunch", NoDirectLaunch))
     if "replay" in off:
-        patches.append(change(attention, "_make_again", lambda *_: (None, None)))
+        patches.append(change(attention, "_make_again", lambda *_, **__: (None, None)))
         patches.append(change(decode, "remember", lambda key, call, given, numbers=None: call()))
         anew = (lambda *_: decode._ANEW) if "way_round" in off else None
         attend = anew or (lambda q, cache, lengths, sinks, options: plain_without_replay(q, *cache, lengths, sinks))
@@ -133,11 +132,11 @@ def _patches(off: frozenset) -> list:
     if "way_round" in off:
         patches.append(change(attention, "is_plain_call", lambda *_: False))
         if "replay" not in off:
-            # the op's implementation looks up with the real is_plain_call; sage_attention before it does not
-            inner = types.FunctionType(attention._make_again.__code__, dict(vars(attention)))
+            # the op's implementation looks calls up; sage_attention before it does not
+            inner = attention._make_again
 
-            def behind_the_op(q, k, v, state, options, skip=None):
-                return inner(q, k, v, state, options, skip) if options[0] == "op" else (None, None)
+            def behind_the_op(*arguments, dispatched=False):
+                return inner(*arguments, dispatched=True) if dispatched else (None, None)
 
             patches.append(change(attention, "_make_again", behind_the_op))
             patches += replaced(sage_kernels.sage_decode_attention, dispatched_decode)

@@ -11,6 +11,7 @@ from .checks.attention import REASONS, unsupported
 from .decode import append_kv, sage_decode_attention
 from .heads import qk_norm_rope
 from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
+from .linear_dynamic import dynamic_linear
 from .mixed import mixed_attention
 from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Mixed, Recipe
 from .skip_state import new_skip_state
@@ -33,6 +34,7 @@ __all__ = [
     "SkipState",
     "append_kv",
     "differentiable_attention",
+    "dynamic_linear",
     "has_fused_backward",
     "mixed_attention",
     "new_head_state",

@@ -20,7 +20,7 @@ from .checks.tensors import check_called_below, without_tangents
 from .compat import differentiates_forward
 from .masking import make_masking
 from .recipe import DEFAULT_RECIPE, RECIPES
-from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
+from .replay import TENSOR, is_plain_call, is_usual, layout_of, make_again, remember
 from .skipping import SkipState
 from .state import HeadState
 
@@ -211,12 +211,12 @@ def sage_attention(
 
 def _make_again(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: HeadState | None, options: tuple[Any, ...],
-    skip: SkipState | None = None,
+    skip: SkipState | None = None, *, dispatched: bool = False,
 ) -> Any:  # fmt: skip
     """A call's key (all that decides whether it is valid and what it launches), and its results if it was made before.
 
     The key holds all that the checks read, so a known call need not be checked. Results are None where the call has to
-    be made anew; both are None without a GPU, and where someone looks on (`is_plain_call`).
+    be made anew; both are None without a GPU, and where someone looks on (`is_usual`, which says what dispatched is).
     """
     if type(q) not in TENSOR or type(k) not in TENSOR or type(v) not in TENSOR or not q.is_cuda:
         return None, None
@@ -227,7 +227,7 @@ def _make_again(
         if type(skip) is not SkipState or state is None:
             return None, None
         tensors, options = (*tensors, *skip.tensors), (*options, *skip[len(skip.tensors) :])
-    if not is_plain_call(*tensors):
+    if not is_usual(tensors, dispatched):
         return None, None
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None, None
@@ -314,7 +314,7 @@ def _implementation(planned: bool, return_lse: bool) -> Any:
         key = None
         if attn_mask is None and sinks is None:
             # other keys than those of sage_attention, whose options are not checked yet
-            key, result = _make_again(q, k, v, state, ("op", *options, return_lse))
+            key, result = _make_again(q, k, v, state, ("op", *options, return_lse), dispatched=True)
             if result is not None:
                 return result
         return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse, key=key)

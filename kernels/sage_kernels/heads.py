@@ -81,7 +81,6 @@ def _without_gradients(arguments: Sequence[Any]) -> list[Any]:
 def _qk_norm_rope(
     q: Any, k: Any, q_weight: Any, k_weight: Any, norm: bool, eps: float, cos: Any, sin: Any, pairs: bool
 ) -> Any:
-    check_called_below("qk_norm_rope")
     if q[0].is_cuda and q[0].numel():
         from ._triton.heads.qk_norm_rope import launch_qk_norm_rope
 
@@ -97,10 +96,11 @@ def _fake(q: Any, k: Any, *_: Any) -> Any:
 def _of_op(*arguments: Any) -> Any:
     """What the dispatcher hands the op's arguments to, compiled code's above all: a call like an earlier one is only
     launched."""
+    check_called_below("qk_norm_rope")
     q, k, q_weight, k_weight, norm, eps, cos, sin, pairs = arguments
     lists = (q, k, q_weight, k_weight, cos, sin)
     given = tuple(x for values in lists for x in values)
-    key, result = made_before("op heads", given, (norm, eps, pairs, *map(len, lists)))
+    key, result = made_before("op heads", given, (norm, eps, pairs, *map(len, lists)), dispatched=True)
     if result is not None:
         return result
     if key is None:

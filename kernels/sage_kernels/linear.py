@@ -81,7 +81,7 @@ def quantize_activation(
     if result is None:
         check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside)
         arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance, beside)
-        result = _run(key, _quantize_activation, "quantize_activation", arguments)
+        result = run_op(key, compute_codes, "quantize_activation", arguments)
     return QuantizedRows(*result)
 
 
@@ -172,7 +172,7 @@ def quantized_linear(
     if result is None:
         check_linear(x, weight, bias, activation, gate, residual, dtype)
         arguments = (*x, *weight, bias, activation, gate, residual, dtype)
-        result = _run(key, _quantized_linear, "quantized_linear", arguments)
+        result = run_op(key, compute_linear, "quantized_linear", arguments)
     return result
 
 
@@ -193,11 +193,11 @@ def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tenso
     key, result = made_before("weight_only", given, ())
     if result is None:
         check_weight_only(x, weight, bias)
-        result = _run(key, _weight_only_linear, "weight_only_linear", (x, *weight, bias))
+        result = run_op(key, _weight_only_linear, "weight_only_linear", (x, *weight, bias))
     return result
 
 
-def _run(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[Any]) -> Any:
+def run_op(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[Any]) -> Any:
     """The checked call: its launches are remembered under the key, if there is one."""
     if key is None:
         call = getattr(torch.ops.sage_kernels, op)
@@ -211,7 +211,7 @@ def _run(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[An
     return remember(key, lambda: function(*arguments), given)
 
 
-def _quantize_activation(
+def compute_codes(
     x: torch.Tensor, format: str, norm: str, weight: Any, bias: Any, eps: float, gain: Any, shift: Any, balance: Any,
     beside: Any,
 ) -> Any:  # fmt: skip
@@ -226,7 +226,7 @@ def _quantize_activation(
     return _aligned(*reference.ref_quantize_activation(x, **options))
 
 
-def _quantized_linear(
+def compute_linear(
     codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any,
     activation: str, gate: Any, residual: Any, dtype: torch.dtype,
 ) -> Any:  # fmt: skip
@@ -264,7 +264,7 @@ def _fake_weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
+def of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
     """What the dispatcher hands an op's arguments to, compiled code's above all: a call like an earlier one is only
     launched. tensors: which arguments are."""
 
@@ -272,7 +272,7 @@ def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) ->
         check_called_below(name)
         given = tuple(arguments[i] for i in tensors)
         options = tuple(x for i, x in enumerate(arguments) if i not in tensors)
-        key, result = made_before(f"op {name}", given, options)
+        key, result = made_before(f"op {name}", given, options, dispatched=True)
         if result is not None:
             return result
         if key is None:
@@ -283,11 +283,11 @@ def _of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) ->
 
 
 for _name, _function, _fake, _tensors in (
-    ("quantize_activation", _quantize_activation, _fake_quantize_activation, (0, 3, 4, 6, 7, 8, 9)),
-    ("quantized_linear", _quantized_linear, _fake_quantized_linear, (0, 1, 2, 3, 4, 6, 7)),
+    ("quantize_activation", compute_codes, _fake_quantize_activation, (0, 3, 4, 6, 7, 8, 9)),
+    ("quantized_linear", compute_linear, _fake_quantized_linear, (0, 1, 2, 3, 4, 6, 7)),
     ("weight_only_linear", _weight_only_linear, _fake_weight_only_linear, (0, 1, 2, 3)),
 ):
-    _implementation = _of_op(_name, _function, _tensors)
+    _implementation = of_op(_name, _function, _tensors)
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _implementation, _device)
     torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)

@@ -1,7 +1,7 @@
 """Calls of an op like an earlier one: found by all that decides what they launch, then only launched.
 
 Imported without Triton; what is remembered is a Replay of `_triton/launch`. An op asks in this order:
-    is_plain_call(*tensors)          nobody has to see this call but its implementation
+    is_usual(tensors, dispatched)    nobody has to see this call but its implementation
     make_again(key, given)           the results, if a call of this key was made before
     remember(key, call, given)       else, checked: make the call, and keep its launches under the key
 """
@@ -33,6 +33,15 @@ def is_plain_call(*tensors) -> bool:
     resolves first: subclasses, wrappers, negative bits, zeros without memory. What can't be told is not plain.
     """
     return compat.nobody_looks_on() and _PLAIN.issuperset(map(type, tensors)) and compat.are_ordinary(tensors)
+
+
+def is_usual(tensors, dispatched: bool) -> bool:
+    """Whether a call may be one that is made again, as far as PyTorch can change what it means.
+
+    dispatched: whether the dispatcher has handed it to its implementation for this device. Then all who look on have
+    seen it and what has to be resolved is; a tensor of another class is the only one that may not be what it seems.
+    """
+    return _PLAIN.issuperset(map(type, tensors)) if dispatched else is_plain_call(*tensors)
 
 
 def layout_of(x: torch.Tensor | None) -> tuple | None:
@@ -75,17 +84,19 @@ def keep(key: tuple, again: Callable) -> None:
     made[key] = again
 
 
-def made_before(op: str, given: tuple, options: tuple):
+def made_before(op: str, given: tuple, options: tuple, *, dispatched: bool = False):
     """A call's key, and its results if it was made before.
 
     Both are None where the call is neither found nor remembered: without a GPU, where someone looks on, and where a
     gradient is wanted.
 
-    given: all tensors that the op takes, None for those that are missing, the first one never. options: all else.
+    Args:
+        given: all tensors that the op takes, None for those that are missing, the first one never. options: all else.
+        dispatched: see `is_usual`.
     """
     if torch.compiler.is_compiling() or not given or type(given[0]) not in TENSOR or not given[0].is_cuda:
         return None, None
-    if not is_plain_call(*given):
+    if not is_usual(given, dispatched):
         return None, None
     tensors = [x for x in given if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

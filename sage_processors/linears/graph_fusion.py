@@ -1,4 +1,4 @@
-"""In compiled code: norms, projections of one input and what follows a linear layer, in one call of an op each.
+"""In compiled code: norms, projections of one input and what follows a linear layer, in one call of an op.
 
 Works on the graph as Dynamo writes it, where norms and activation functions are still calls of theirs. Nothing is
 moved across a write in place.
@@ -34,6 +34,8 @@ def fuse(graph: torch.fx.Graph) -> None:
         _take_columns(graph, node)
     for node in calls_of(graph, "quantized_linear"):
         _finish(graph, node)
+    for node in calls_of(graph, "quantize_activation"):
+        _join(graph, node)
     graph.lint()
 
 
@@ -249,6 +251,24 @@ def _takes(args: list[Any], user: torch.fx.Node, node: torch.fx.Node, shape: tor
                 args[_RESIDUAL] = _before_casts(other, torch.float32)  # the op reads any type
                 return True
     return False
+
+
+def _join(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """One call where a single product needs the rows: calls are what the host is busy with."""
+    parts = {part.args[1]: part for part in node.users if part.target is operator.getitem}
+    users = {user for part in parts.values() for user in part.users}
+    if len(parts) != len(node.users) or set(parts) != {0, 1} or len(users) != 1:
+        return
+    product = users.pop()
+    is_product = product in calls_of(graph, "quantized_linear") and product.args[:2] == (parts[0], parts[1])
+    if not is_product or product.kwargs or node.kwargs or not is_free(node, product):
+        return
+    others = {x for x in product.all_input_nodes if x not in product.args[:2]}
+    if others & {*node.all_input_nodes, *parts.values()}:
+        return  # a call that is given a tensor twice is not made again, but anew
+    op = torch.ops.sage_kernels.dynamic_linear.default
+    product.replace_all_uses_with(add_call(graph, product, op, *node.args, *product.args[2:]))
+    erase(graph, product, *parts.values(), node)
 
 
 def _activation(node: torch.fx.Node) -> str | None:

@@ -8,17 +8,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import sage_kernels
 
 
+def ops_of(function) -> tuple[bool, bool]:
+    """Whether calling it quantises an activation, and whether it multiplies one by a weight."""
+    name, both = str(function), "sage_kernels.dynamic_linear" in str(function)
+    return both or "sage_kernels.quantize_activation" in name, both or "sage_kernels.quantized_linear" in name
+
+
 class OpCounter(TorchDispatchMode):
-    """Counts calls of the two ops while it is on."""
+    """Counts calls of the two ops while it is on; one that does both counts as both."""
 
     def __init__(self):
         super().__init__()
         self.quantized = self.multiplied = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func)
-        self.quantized += "sage_kernels.quantize_activation" in name
-        self.multiplied += "sage_kernels.quantized_linear" in name
+        quantized, multiplied = ops_of(func)
+        self.quantized, self.multiplied = self.quantized + quantized, self.multiplied + multiplied
         return func(*args, **(kwargs or {}))
 
 

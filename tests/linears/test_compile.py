@@ -14,10 +14,10 @@ from torch import nn
 
 import sage_processors as sp
 from sage_kernels.compat import add_graph_pass
-from sage_processors.linears.graph_edits import is_own, written_by
+from sage_processors.linears.graph_edits import is_call, is_own, written_by
 from sage_processors.linears.graph_fusion import fuse
 from sage_processors.linears.graph_pass import fuse_in_compiled_code
-from tests.linears.counting import OpCounter, relative_error
+from tests.linears.counting import OpCounter, ops_of, relative_error
 from tests.support.inductor import passes_alone
 from tests.support.tiny_models import MODELS
 
@@ -33,8 +33,8 @@ class Backend:
 
         self.graphs += 1
         for node in graph.graph.nodes:
-            self.quantized += "quantize_activation" in str(node.target)
-            self.multiplied += "quantized_linear" in str(node.target)
+            quantized, multiplied = ops_of(node.target)
+            self.quantized, self.multiplied = self.quantized + quantized, self.multiplied + multiplied
         return aot_eager(graph, inputs)
 
 
@@ -148,7 +148,7 @@ def test_compiled_code_quantises_an_activation_once(overwrites):
     counted = []
 
     def count(graph):
-        counted.append(sum("quantize_activation" in str(node.target) for node in graph.nodes))
+        counted.append(sum(ops_of(node.target)[0] for node in graph.nodes))
 
     with sp.quantize_linears(block, min_features=0), torch.no_grad():
         from torch._inductor import config
@@ -185,17 +185,24 @@ def test_the_pass_keeps_what_was_there_before():
 
 
 def compiled_ops(model, call, backend=passes_alone):
-    """What `call()` returns, compiled, and the calls of our ops in its graphs: name → arguments."""
+    """What `call()` returns, compiled, and the calls of our ops in its graphs: name → arguments.
+
+    A call of dynamic_linear is one of each of the other two, but for the rows that one hands to the other.
+    """
     from torch._inductor import config
 
     torch._dynamo.reset()
     fuse_in_compiled_code()
-    before, found = config.pre_grad_custom_pass, {"quantize_activation": [], "quantized_linear": []}
+    before = config.pre_grad_custom_pass
+    found = {"quantize_activation": [], "quantized_linear": [], "dynamic_linear": []}
 
     def look(graph):
         for node in graph.nodes:
+            if is_call(node, "dynamic_linear"):
+                found["quantize_activation"].append(node.args[:10])
+                found["quantized_linear"].append((None, None, *node.args[10:]))
             for name, calls in found.items():
-                if name in str(node.target):
+                if is_call(node, name):
                     calls.append(node.args)
 
     try:
@@ -316,6 +323,49 @@ def test_compiled_models_make_what_eager_ones_make(finish, norm):
     elif finish not in ("casts", "input written to", "keys of another input"):
         assert all(args[9] is None for args in found["quantize_activation"])
         assert all(args[5:8] == ("none", None, None) for args in found["quantized_linear"])
+
+
+JOINED = {
+    # name: (what a model does, calls that quantise and multiply at once, calls that only multiply)
+    "one product": (lambda m, x, v, r: F.gelu(m.out(m.norm(x))) + r, 1, 0),
+    "projections": (lambda m, x, v, r: m.to_q(y := m.norm(x)) + m.to_k(y) - m.to_v(y), 1, 0),
+    "two in a row": (lambda m, x, v, r: r + m.out(F.silu(m.to_q(x))), 2, 0),
+    "two of one activation": (lambda m, x, v, r: torch.cat([m.out(x), m.to_q(x)], -1), 0, 2),
+    "its own residual": (lambda m, x, v, r: x + m.to_q(m.norm(x)), 0, 1),
+    "written to behind it": (lambda m, x, v, r: (z := x * 1, y := m.out(z), z.add_(9), y + r)[-1], 1, 0),
+}
+
+
+@pytest.mark.parametrize("name", JOINED)
+def test_rows_that_one_product_needs_are_quantised_in_its_call(name, monkeypatch):
+    function, joined, alone = JOINED[name]
+    model = Layers(function)
+    x, vector, residual = torch.randn(2, 6, 48), torch.randn(2, 1, 48), torch.randn(2, 6, 64)
+    with sp.quantize_linears(model, min_features=0):
+        got, found = compiled_ops(model, lambda compiled: compiled(x, vector, residual))
+        monkeypatch.setattr("sage_processors.linears.graph_fusion._join", lambda *_: None)
+        apart, others = compiled_ops(model, lambda compiled: compiled(x, vector, residual))
+    assert torch.equal(got, apart) and not others["dynamic_linear"]
+    assert len(found["dynamic_linear"]) == joined and len(found["quantized_linear"]) == joined + alone
+    assert len(others["quantized_linear"]) == joined + alone
+
+
+def test_nothing_is_quantised_behind_a_write_to_it():
+    ops, graph = torch.ops.sage_kernels, torch.fx.Graph()
+    x, codes, scale = (graph.placeholder(name) for name in ("x", "codes", "scale"))
+    rows = graph.call_function(
+        ops.quantize_activation.default, (x, "int8", "none", None, None, 1e-6, None, None, None, None)
+    )
+    parts = [graph.call_function(operator.getitem, (rows, i)) for i in (0, 1)]
+    graph.call_method("add_", (x, 1))
+    given = (*parts, codes, scale, None, "none", None, None, torch.float32)
+    graph.output(graph.call_function(ops.quantized_linear.default, given))
+    fuse(graph)
+    assert not any(is_call(node, "dynamic_linear") for node in graph.nodes)
+    next(node for node in graph.nodes if node.target == "add_").replace_all_uses_with(x)
+    graph.erase_node(next(node for node in graph.nodes if node.target == "add_"))
+    fuse(graph)
+    assert [is_call(node, "dynamic_linear") for node in graph.nodes].count(True) == 1
 
 
 def in_fp32(m, x, v, r):

@@ -1,4 +1,4 @@
-"""Launches on Hopper that may begin before the one before them ends: which says so, and what the next one waits for."""
+"""Launches on Hopper that may begin before the one before them ends: what lets them, and what they wait for."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -15,7 +15,8 @@ NORMS = ("none", "layer", "rms")
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", *GATED)
 
 
-def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside=None) -> None:
+def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside=None, *, prefix="") -> None:
+    """prefix: of the names of the norm's own weight and bias, where there are others."""
     _check_rows(x)
     columns = x.shape[-1]
     if beside is not None:
@@ -28,10 +29,11 @@ def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, b
     _check_choice("format", format, CODE_TYPES)
     _check_choice("norm", norm, NORMS)
     if norm == "none" and not (weight is None and bias is None):
-        raise ValueError('weight, bias: got them with norm="none", expected None; they are the norm\'s own')
+        names = f"{prefix}weight, {prefix}bias"
+        raise ValueError(f'{names}: got them with norm="none", expected None; they are the norm\'s own')
     if not (isinstance(eps, (int, float)) and math.isfinite(eps) and eps >= 0):
         raise ValueError(f"eps: got {eps!r}, expected a finite number >= 0")
-    for name, vector in (("weight", weight), ("bias", bias), ("balance", balance)):
+    for name, vector in ((f"{prefix}weight", weight), (f"{prefix}bias", bias), ("balance", balance)):
         if vector is not None:
             check_tensor(name, vector, DTYPES, x.device)
             if vector.shape != shape[-1:]:
@@ -40,7 +42,8 @@ def check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, b
         if tensor is not None:
             check_tensor(name, tensor, DTYPES, x.device)
             _check_broadcasts(name, tensor, shape)
-    _refuse_gradients(x=x, weight=weight, bias=bias, gain=gain, shift=shift, balance=balance, beside=beside)
+    own = {f"{prefix}weight": weight, f"{prefix}bias": bias}
+    _refuse_gradients(x=x, **own, gain=gain, shift=shift, balance=balance, beside=beside)
 
 
 def check_weight(weight, format, balance, is_gated: bool) -> None:
@@ -146,7 +149,7 @@ def _refuse_gradients(**tensors) -> None:
         if (
             x is not None
             and x.requires_grad
-            and not (isinstance(x, torch.nn.Parameter) and name in ("weight", "bias"))
+            and not (isinstance(x, torch.nn.Parameter) and name.endswith(("weight", "bias")))
         ):
             raise NotImplementedError(
                 f"{name}: got a tensor that requires a gradient, expected none; 8-bit linear layers have no backward: "

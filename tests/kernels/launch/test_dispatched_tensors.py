@@ -315,6 +315,32 @@ def test_E24_an_op_called_by_its_own_name_refuses_derivatives(qkv):
     assert torch.equal(sage_attention(q, k, v), ops.attention(q, k, v, *options[:2], q.shape[3] ** -0.5, *options[3:]))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_E24_a_call_that_was_made_before_refuses_derivatives_too(device):
+    """Whoever looks on has to be seen again: what the dispatcher hands on is not asked whether somebody does."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    ops, x = torch.ops.sage_kernels, torch.randn(1, 256, 2, 64, device=device)
+    weight = sage_kernels.quantize_weight(torch.randn(64, 64, device=device))
+    of_rows, of_product = ("int8", "none", None, None, 1e-6, *(None,) * 4), (*weight, None, "none", None, None)
+    rows = sage_kernels.quantize_activation(x)
+    options = (None, None, 0.1, "per_token", True, "", None, 0.0, DEFAULT_RECIPE, "none")
+    calls = {
+        "attention": lambda x: ops.attention(x, x, x, *options),
+        "qk_norm_rope": lambda x: ops.qk_norm_rope([x], [x + 0], [None], [None], True, 1e-6, [], [], True)[0],
+        "quantize_activation": lambda x: ops.quantize_activation(x, *of_rows)[1],
+        "quantized_linear": lambda x: ops.quantized_linear(*rows, *weight, None, "none", None, x, torch.float32),
+        "dynamic_linear": lambda x: ops.dynamic_linear(x, *of_rows, *of_product, torch.float32),
+    }
+    for name, call in calls.items():
+        sage_kernels.replay.forget()
+        for _ in range(3):
+            call(x)
+        assert device == "cpu" or name == "attention" or sage_kernels.replay.made, name
+        with pytest.raises(NotImplementedError, match=f"{name}: got a call under forward-mode"):
+            torch.func.jvp(call, (x,), (x,))
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_E21_transforms_and_tracers_see_the_op(attention, qkv):
     run, device = attention

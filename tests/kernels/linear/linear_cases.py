@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import sage_kernels.linear_dynamic
 from sage_kernels import (
     QuantizedRows,
     linear,
@@ -45,7 +46,8 @@ class Linears:
             return launch.launch_weight_only_linear(*given, **options, tile=self.tile)
 
         # a call that is made again has its tile from the first one
-        patch.setattr(linear, "made_before", lambda *_: (None, None))
+        for module in (linear, sage_kernels.linear_dynamic):
+            patch.setattr(module, "made_before", lambda *_, **__: (None, None))
         if tier == "interpreter":
             patch.setattr(linear.reference, "ref_quantize_activation", launch.launch_quantize_activation)
             patch.setattr(linear.reference, "ref_quantized_linear", launch_linear)

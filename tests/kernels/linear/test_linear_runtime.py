@@ -198,7 +198,8 @@ def keys_of(patch):
     """A list that grows by the key of each call, on any device."""
     seen = []
 
-    def make_again(op, given, options):
+    def make_again(op, given, options, dispatched=False):
+        assert dispatched == op.startswith("op ")
         seen.append(replay.key_of(op, given, options))
         return None, None
 

@@ -216,7 +216,7 @@ CALLS = {
 def test_calls_that_differ_in_anything_have_other_keys(monkeypatch):
     seen = []
 
-    def make_again(op, given, options):
+    def make_again(op, given, options, dispatched=False):
         seen.append(replay.key_of(op, given, options))
         return None, None
 

@@ -59,16 +59,25 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def launch_quantize_activation(x, *, format, norm, weight, bias, eps, gain, shift, balance, beside):
-    """See `sage_kernels.quantize_activation`. Rows of codes lie ALIGNMENT bytes apart or a multiple of that."""
+def launch_dynamic_linear(x, quantize: dict, weight, weight_scale, bias, **options):
+    """See `sage_kernels.dynamic_linear`; quantize: how `launch_quantize_activation` is called."""
+    rows = launch_quantize_activation(x, **quantize, returned=False)
+    return launch_quantized_linear(*rows, weight, weight_scale, bias, **options)
+
+
+def launch_quantize_activation(
+    x, *, format, norm, weight, bias, eps, gain, shift, balance, beside, returned: bool = True
+):
+    """See `sage_kernels.quantize_activation`. Rows of codes lie ALIGNMENT bytes apart or a multiple of that. returned:
+    whether they are the result of the op's call, not read by it alone."""
     flat = _as_rows(x)
     other = flat if beside is None else _as_rows(beside)
     columns = x.shape[-1] + (0 if beside is None else beside.shape[-1])
     shape = torch.Size((*x.shape[:-1], columns))
     number = flat.shape[0]
     stride, width, pieces, rows, warps = quantize_shape(columns)
-    codes = buffer(*x.shape[:-1], stride, dtype=CODE_TYPES[format], device=x.device, returned=True)
-    scale = buffer(*x.shape[:-1], device=x.device, returned=True)
+    codes = buffer(*x.shape[:-1], stride, dtype=CODE_TYPES[format], device=x.device, returned=returned)
+    scale = buffer(*x.shape[:-1], device=x.device, returned=returned)
     none = scale  # never read where a pointer does not apply
     tokens, strides, given = 1, [], []
     for tensor in (gain, shift):
