@@ -23,8 +23,8 @@ COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "gpu_part", "two_gpus", "sanitizer")}
 RENEWED_BY = {
     "cpu": 'make test-all ARGS="--outcomes tests/outcomes/cpu.json"',
     "gpu": "make test-gpu",
-    # after a change of a few kernels: their tests, beside those of earlier sources
-    "gpu_part": 'make test-gpu ARGS="tests/kernels/linear --outcomes tests/outcomes/gpu_part.json"',
+    # as many as there was a GPU for, beside the last whole run, which may be of earlier sources
+    "gpu_part": 'make test-gpu ARGS="--outcomes tests/outcomes/gpu_part.json"',
     "two_gpus": 'make test-gpu ARGS="-m two_gpus --outcomes tests/outcomes/two_gpus.json"',
     "sanitizer": "make sanitize",
 }

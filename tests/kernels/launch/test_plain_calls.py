@@ -40,6 +40,18 @@ def test_the_same_bits_with_and_without_the_dispatcher(planned, return_lse, auto
     assert all(torch.equal(a, b) for a, b in zip(direct, run(), strict=True))
 
 
+def test_behind_the_dispatcher_only_the_class_of_a_tensor_is_asked_for(qkv):
+    """There a profiler, a mode and negative bits have been seen to; a subclass may be anything."""
+
+    class Own(torch.Tensor):
+        pass
+
+    assert replay.is_usual((*qkv, None), True) and replay.is_usual((torch.nn.Parameter(qkv[0]),), True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not replay.is_usual(qkv, False) and replay.is_usual(qkv, True)
+    assert not replay.is_usual((*qkv, qkv[0].as_subclass(Own)), True)
+
+
 def test_a_dispatch_mode_sees_the_op(qkv):
     seen = []
 
