@@ -1,4 +1,4 @@
-"""In compiled code: norms, projections of one input and what follows a linear layer, in one call of an op.
+"""In compiled code: norms, projections of one input and what follows a linear layer, in one call of an op each.
 
 Works on the graph as Dynamo writes it, where norms and activation functions are still calls of theirs. Nothing is
 moved across a write in place.
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from .graph_edits import add_call, calls_of, erase, is_free, value_of
+from .graph_edits import add_call, calls_of, erase, is_call, is_free, value_of
 from .lazy import is_by_token
 
 
@@ -260,7 +260,7 @@ def _join(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     if len(parts) != len(node.users) or set(parts) != {0, 1} or len(users) != 1:
         return
     product = users.pop()
-    is_product = product in calls_of(graph, "quantized_linear") and product.args[:2] == (parts[0], parts[1])
+    is_product = is_call(product, "quantized_linear") and product.args[:2] == (parts[0], parts[1])
     if not is_product or product.kwargs or node.kwargs or not is_free(node, product):
         return
     others = {x for x in product.all_input_nodes if x not in product.args[:2]}
