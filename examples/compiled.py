@@ -22,6 +22,8 @@ def main() -> None:
     handle = pipe.set_attn_processor(line.attention())  # the one line, first
     mode = {"mode": "reduce-overhead"} if args.cuda_graphs else {}
     pipe.transformer.compile_repeated_blocks(fullgraph=True, backend=args.backend, **mode)  # then the compiler
+    if args.cuda_graphs:  # PyTorch asks to be told when the results of a forward may be written over
+        pipe.transformer.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     inputs = {"prompt": args.prompt, "guidance_scale": 3.5}
     first = line.draw(pipe, **inputs)
     frames = torch._dynamo.utils.counters["frames"]["total"]

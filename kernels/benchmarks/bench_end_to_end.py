@@ -4,7 +4,7 @@
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --min-tokens 0 --no-save
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
-    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph
+    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph  # or compiled_graphs
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --linears int8
     python kernels/benchmarks/bench_end_to_end.py --case wan21_1_3b_480p81 --skip 50 --recipe qk_int8_pv_fp8
 
@@ -16,7 +16,8 @@ step further; calls that it leaves exact run on the back end that it is compared
 queries: the floor of what attention alone can give.
 
 Denoisers are also timed as others call them: their repeated blocks compiled, as diffusers advises, or the whole
-forward from a CUDA graph, captured once warmed up, whose inputs are copied into place for every replay. Compiled ones
+forward from a CUDA graph, captured once warmed up, whose inputs are copied into place for every replay. Of
+`compiled_graphs` the compiler records a CUDA graph of each block (mode="reduce-overhead"). Compiled ones
 have some more seconds of warm-up, in which the host becomes as fast again as it is without a compiler beside it.
 
 `--skip 50` leaves out so many percent of the key tiles of the largest attention, at random: what skip="temporal" would
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from cuda_graphs import replayed
 from model_cases import CASES, ModelCase, make_inputs, make_model
 from random_lists import Shape, check_share, give_lists, listed_attention, random_lists
 from replaced_attention import attention_removed
@@ -59,7 +61,8 @@ MAX_ERROR = 0.08
 # fourth keeps row maxima (8-bit P) and the fifth reads them.
 WARM_UP = 5
 SETTLE_S = 4.0  # after a compile, for which all of Python is slower: a model that waits for the host shows it
-CALLED = ("eager", "compiled", "cuda_graph")
+CALLED = ("eager", "compiled", "compiled_graphs", "cuda_graph")
+COMPILES = ("compiled", "compiled_graphs")
 COMPILER = "inductor"
 OURS, REMOVED = "sage_kernels", "attention_removed"
 BACKENDS = {"torch_sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "torch_sdpa_flash": SDPBackend.FLASH_ATTENTION}
@@ -78,32 +81,20 @@ class Measured(NamedTuple):
 
 
 @contextmanager
-def compiled_blocks(model):
-    """The model's repeated blocks compiled, each kind once; what was compiled is forgotten at the end."""
+def compiled_blocks(model, *, graphs: bool = False):
+    """The model's repeated blocks compiled, each kind once; what was compiled is forgotten at the end.
+
+    Args: graphs: a CUDA graph of each block, as the compiler records them.
+    """
     torch.compiler.reset()
-    model.compile_repeated_blocks(fullgraph=True, backend=COMPILER)
+    mode = {"mode": "reduce-overhead"} if graphs else {}
+    model.compile_repeated_blocks(fullgraph=True, backend=COMPILER, **mode)
     try:
         yield
     finally:
         for module in model.modules():
             module._compiled_call_impl = None
         torch.compiler.reset()
-
-
-def replayed(forward, inputs: dict):
-    """`forward` from a CUDA graph; where its inputs lie is where every later call copies its own to."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        output = forward(inputs)
-
-    def replay(others):
-        for name, place in inputs.items():
-            if isinstance(place, torch.Tensor) and others is not inputs:
-                place.copy_(others[name])
-        graph.replay()
-        return output
-
-    return replay
 
 
 def held_to(provider: str, device):
@@ -116,11 +107,12 @@ class Bench:
 
     def __init__(
         self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
-        skip=0, rounds=1,
+        min_features=None, skip=0, rounds=1,
     ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
-        self.linears, self.lists, self.skip, self.rounds = linears, None, skip, rounds
+        self.linears, self.min_features = linears, min_features
+        self.lists, self.skip, self.rounds = None, skip, rounds
         self.forwards = 0  # of all providers
         if skip:
             sizes = case.attention()
@@ -156,8 +148,9 @@ class Bench:
 
     def ours_denoiser(self) -> Measured:
         options = sp.SageAttnProcessor(
-            recipe=self.recipe, scaling="timestep", min_tokens=self.min_tokens, linears=self.linears
-        )
+            recipe=self.recipe, scaling="timestep", min_tokens=self.min_tokens, linears=self.linears,
+            linears_min_features=self.min_features,
+        )  # fmt: skip
         with sp.apply(self.model, options) as handle, held_to("torch_sdpa_cudnn", self.device):
             before = self.forwards
             if self.lists is not None:
@@ -172,7 +165,8 @@ class Bench:
         self.model.set_attn_implementation(name)
         before, swap = sp.attention_report(self.model), None
         try:
-            swap = None if self.linears == "none" else sp.quantize_linears(self.model, linears=self.linears)
+            options = {"linears": self.linears, "min_features": self.min_features}
+            swap = None if self.linears == "none" else sp.quantize_linears(self.model, **options)
             with held_to("torch_sdpa_cudnn", self.device):
                 result = self.measure(1)
         finally:
@@ -191,8 +185,9 @@ class Bench:
 
     def measure(self, warm_up: int, new_run=lambda: None) -> Measured:
         """Timed forwards at steps WARM_UP to WARM_UP + reps - 1, after `warm_up` ones at the steps before."""
-        with compiled_blocks(self.model) if self.called == "compiled" else nullcontext():
-            if self.called == "compiled":
+        compiles, graphs = self.called in COMPILES, self.called == "compiled_graphs"
+        with compiled_blocks(self.model, graphs=graphs) if compiles else nullcontext():
+            if compiles:
                 self.settle()
             new_run()
             return self._measure(max(warm_up, int(self.called != "eager")))
@@ -225,6 +220,7 @@ class Bench:
 
     def _forward(self, inputs: dict) -> torch.Tensor:
         self.forwards += 1
+        torch.compiler.cudagraph_mark_step_begin()  # of blocks' graphs: one's output is read by the next until then
         return self.model(**inputs, return_dict=True)[0]
 
     def wait(self) -> None:
@@ -336,6 +332,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="at most so many blocks of each kind; the case's name says so")
     parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
     parser.add_argument("--linears", choices=("none", "int8", "fp8"), default="none", help="of our options")
+    parser.add_argument("--min-features", type=int, help="of our options: short linear calls run in 8 bit; named so")
     parser.add_argument("--called", choices=CALLED, default="eager", help="denoisers only; the case's name says so")
     parser.add_argument("--skip", type=int, default=0, help="percent of the key tiles; denoisers only; named so")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
@@ -343,8 +340,10 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    if options.called == "cuda_graph" and not options.device.startswith("cuda"):
-        parser.error("--called cuda_graph: needs --device cuda")
+    if options.called in ("compiled_graphs", "cuda_graph") and not options.device.startswith("cuda"):
+        parser.error(f"--called {options.called}: needs --device cuda")
+    if options.min_features is not None and options.linears == "none":
+        parser.error("--min-features: needs --linears")
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds}: expected 1 or more")
     if not 0 <= options.skip < 100:
@@ -360,7 +359,10 @@ def chosen_cases(options) -> list[ModelCase]:
         cases = [case.renamed(f"skip{options.skip}") for case in cases if case.is_denoiser]
     if options.layers is not None:
         cases = [case.thinned(options.layers) for case in cases]
-    return [case.tiny() for case in cases] if options.tiny else cases
+    cases = [case.tiny() for case in cases] if options.tiny else cases
+    for name, number in (("min_tokens", options.min_tokens), ("min_features", options.min_features)):
+        cases = cases if number is None else [case.renamed(f"{name}{number}") for case in cases]
+    return cases
 
 
 @torch.no_grad()
@@ -382,9 +384,9 @@ def main(arguments=None) -> int:
                 torch.cuda.empty_cache()
             model, built = make_model(case, device, torch.bfloat16), (type(case), case.config)
         bench = Bench(
-            case if options.min_tokens is None else case.renamed(f"min_tokens{options.min_tokens}"), model, device,
-            torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens, reps=options.reps or case.reps,
-            called=options.called, linears=options.linears, skip=options.skip, rounds=options.rounds,
+            case, model, device, torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens,
+            reps=options.reps or case.reps, called=options.called, linears=options.linears,
+            min_features=options.min_features, skip=options.skip, rounds=options.rounds,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0

@@ -38,3 +38,19 @@ class Replayed:
         graph, out = self._graphs[inputs[0].data_ptr()]
         graph.replay()
         return out
+
+
+def replayed(forward: Callable, inputs: dict) -> Callable:
+    """`forward` from a CUDA graph; where its inputs lie is where every later call copies its own to."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = forward(inputs)
+
+    def replay(others):
+        for name, place in inputs.items():
+            if isinstance(place, torch.Tensor) and others is not inputs:
+                place.copy_(others[name])
+        graph.replay()
+        return output
+
+    return replay

@@ -1,4 +1,4 @@
-"""Ordinary activations in 8 bit, each quantised once although several layers ask for it."""
+"""Ordinary activations in 8 bit, each quantised once in a forward although several layers ask for it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,6 @@ import torch
 from sage_kernels import QuantizedRows, quantize_activation
 
 from .captured import is_captured
-
-
-# id of a tensor → (weak reference to it, version, stream, RowsOf); entries leave with their tensors
-_known: dict[int, tuple] = {}
 
 
 class RowsOf:
@@ -36,32 +32,48 @@ def _key_of(format, balance):
     return (format,) if balance is None else (format, id(balance), balance._version)
 
 
-def quantized(x: torch.Tensor, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
+class Activations:
+    """Those that layers were given in one forward of a model, and what they are in 8 bit.
+
+    Not kept for the next forward: the same object, whose writes are counted, may have other numbers by then. Not every
+    write is counted: a CUDA graph that is replayed, as the compiler does between eager layers, leaves its results in
+    the tensors that it gave out before.
+    """
+
+    def __init__(self):
+        # id of a tensor → (weak reference to it, version, stream, RowsOf); entries leave with their tensors
+        self._known: dict[int, tuple] = {}
+
+    def quantized(self, x: torch.Tensor, format: str, balance: torch.Tensor | None) -> QuantizedRows:
+        """As `quantized`, which says for which tensors."""
+        stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+        key, version = id(x), x._version
+        known = self._known.get(key)
+        if known is not None and known[0]() is x and known[1] == version and known[2] == stream:
+            found = known[3]
+            rows = found.get(format, balance)
+            if rows is not None:
+                return rows
+        else:
+            found = RowsOf()
+            self._known[key] = (weakref.ref(x, functools.partial(_forget, self._known, key)), version, stream, found)
+        return found.put(format, balance, quantize_activation(x, format=format, balance=balance))
+
+
+def quantized(
+    x: torch.Tensor, format: str, balance: torch.Tensor | None = None, known: Activations | None = None
+) -> QuantizedRows:
     """Codes [..., K] and scale [...] of an ordinary tensor [..., K], multiplied by balance [K].
 
-    The same object, not written to in between, is quantised once. An inference tensor does not know whether it was
-    written to: it is quantised at every call.
+    With `known`, of the forward that runs, the same object, not written to in between, is quantised once. An inference
+    tensor does not know whether it was written to: it is quantised at every call.
     """
-    if x.is_inference():
+    if known is None or x.is_inference() or is_captured(x.device):
         return quantize_activation(x, format=format, balance=balance)
-    stream = 0
-    if is_captured(x.device):
-        return quantize_activation(x, format=format, balance=balance)
-    if x.is_cuda:
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-    key, version = id(x), x._version
-    known = _known.get(key)
-    if known is not None and known[0]() is x and known[1] == version and known[2] == stream:
-        rows = known[3].get(format, balance)
-        if rows is None:
-            rows = known[3].put(format, balance, quantize_activation(x, format=format, balance=balance))
-        return rows
-    rows, found = quantize_activation(x, format=format, balance=balance), RowsOf()
-    _known[key] = (weakref.ref(x, functools.partial(_forget, key)), version, stream, found)
-    return found.put(format, balance, rows)
+    return known.quantized(x, format, balance)
 
 
-def _forget(key: int, reference) -> None:
-    entry = _known.get(key)
+def _forget(known: dict, key: int, reference) -> None:
+    entry = known.get(key)
     if entry is not None and entry[0] is reference:
-        del _known[key]
+        del known[key]

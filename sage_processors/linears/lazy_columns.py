@@ -6,7 +6,7 @@ import torch
 
 from sage_kernels import QuantizedRows, quantize_activation
 
-from .activations import RowsOf, quantized
+from .activations import RowsOf
 from .errors import ChangedInputError
 from .lazy import Lazy, Operand, can_wait, real_of
 
@@ -35,7 +35,7 @@ class LazyColumns(Lazy):
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
         """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these."""
         if self._real is not None:
-            return quantized(self._real, format, balance)
+            return quantize_activation(self._real, format=format, balance=balance)
         rows = self._rows.get(format, balance)
         if rows is None:
             first, second = self._operands()

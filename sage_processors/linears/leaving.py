@@ -9,14 +9,24 @@ import torch
 from torch import nn
 
 from .lazy import Lazy
+from .weights import Shared
 
 
-def compute_what_leaves(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook of a model. Returns the output without lazy tensors, None where there were none."""
-    if torch.compiler.is_compiling():  # nothing waits there
-        return None
-    found = _ordinary(output)
-    return None if found is output else found
+class LeavingHook:
+    """Forward hook of a model: returns the output without lazy tensors, None where there were none.
+
+    shared: weights.Shared, which is told that the forward is over.
+    """
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling():  # nothing waits there
+            return None
+        self.shared.forget_activations()
+        found = _ordinary(output)
+        return None if found is output else found
 
 
 def _ordinary(value: Any) -> Any:

@@ -129,7 +129,8 @@ def _multiplied(module, state: LinearState, x, is_lazy: bool):
         rows = x.rows(state.format, balance)
         version = version_of(x.real()) if x.is_changed else 0
     else:
-        rows = quantized(x, state.format, balance)
+        shared = state.shared
+        rows = quantized(x, state.format, balance, shared.activations if shared.may_wait else None)
         version = version_of(x)
     if state.probe is not None and state.probe.shared.on:
         state.probe.compare(module, x, rows)

@@ -30,11 +30,17 @@ class Run:
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
         self.columns = sum(module.out_features for module in storage.modules[first : last + 1])
-        # (weak reference to the input, its version, dtype, {index: (version of the weight, result)})
+        # (weak reference to the input, its version, dtype, the forward's Activations, {index: (version of the weight,
+        # result)})
         self._waiting: tuple | None = None
 
     def __getstate__(self):
         return self.__dict__ | {"_waiting": None}
+
+    @property
+    def _forward(self):
+        """Whose results may wait: what comes in the next forward may be the same object with other numbers."""
+        return self.storage.modules[self.first]._sage_linear.shared.activations
 
     def output(self, index: int, x: torch.Tensor, version: int, rows: QuantizedRows, dtype) -> torch.Tensor | None:
         """[..., N] of the module at `index`; None: it is to be computed alone.
@@ -45,7 +51,9 @@ class Run:
         if index != self.first:
             if waiting is None:
                 return None
-            reference, known_version, known_dtype, results = waiting
+            reference, known_version, known_dtype, forward, results = waiting
+            if forward is not self._forward:
+                return None
             if reference() is x and known_version == version and known_dtype == dtype:
                 weight_version, result = results.pop(index, (None, None))
                 if not results:
@@ -54,8 +62,8 @@ class Run:
                 return result if is_current else None
             self._break_up(index)
             return None
-        if waiting is not None and waiting[0]() is not None and waiting[3]:
-            self._break_up(min(waiting[3]))  # nobody asked for them
+        if waiting is not None and waiting[0]() is not None and waiting[-1]:
+            self._break_up(min(waiting[-1]))  # nobody asked for them
             return None
         return self._all(x, version, rows, dtype)
 
@@ -74,7 +82,7 @@ class Run:
         parts = together.split([module.out_features for module in modules], -1)
         results = {i: (s.version, y) for i, s, y in zip(range(first, last + 1), states, parts, strict=True)}
         own = results.pop(first)[1]
-        self._waiting = (weakref.ref(x, self._forget), version, dtype, results)
+        self._waiting = (weakref.ref(x, self._forget), version, dtype, self._forward, results)
         return own
 
     def _forget(self, reference) -> None:

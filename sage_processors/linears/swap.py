@@ -17,7 +17,7 @@ from .balance import find_neighbours, share_known
 from .captured import is_captured
 from .graph_pass import fuse_in_compiled_code
 from .layers import Choice, choose
-from .leaving import compute_what_leaves
+from .leaving import LeavingHook
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run
@@ -103,7 +103,7 @@ class LinearSwap:
             self.refresh(ready)
             self._hooks.append(model.register_forward_pre_hook(PrepareHook(self), prepend=True, with_kwargs=True))
             if not is_swapped(model):  # a layer alone is a part of what calls it
-                self._hooks.append(model.register_forward_hook(compute_what_leaves))
+                self._hooks.append(model.register_forward_hook(LeavingHook(self._shared)))
             when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
         except Exception:
             self._put_back()

@@ -14,6 +14,7 @@ from sage_kernels import QuantizedRows, quantize_weight
 
 from ..event_counter import EventCounter
 from ..options import UnsupportedLinearError
+from .activations import Activations
 from .captured import is_captured
 from .layers import WEIGHT_ONLY
 from .lazy import CAN_WAIT, may_wait_in
@@ -86,18 +87,28 @@ class Shared:
         self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
         self._may_wait: bool | None = None
         self.was_called = self.had_work = self.all_short = False
+        self._forward = threading.local()
         self.lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:  # nobody tells the layers of a copy when a forward begins
-        kept = {name: value for name, value in self.__dict__.items() if name != "lock"}
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("lock", "_forward")}
         return kept | {"_model": _nothing, "_may_wait": self.may_wait, "all_short": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"lock": threading.RLock()}
+        self.__dict__ |= state | {"lock": threading.RLock(), "_forward": threading.local()}
+
+    @property
+    def activations(self) -> Activations | None:
+        """Of this thread's forward; None between forwards."""
+        return getattr(self._forward, "activations", None)
 
     def look_anew(self) -> None:
-        """A forward of the model begins: `may_wait` may be another one."""
-        self._may_wait = None
+        """A forward of the model begins: `may_wait` may be another one, and activations are."""
+        self._may_wait, self._forward.activations = None, Activations()
+
+    def forget_activations(self) -> None:
+        """This thread's forward is over."""
+        self._forward.activations = None
 
     @property
     def may_wait(self) -> bool:

@@ -148,10 +148,10 @@ def test_compiled_blocks_are_timed_and_forgotten(bench, tmp_path, monkeypatch):
     path, calls = tmp_path / "rows.csv", []
     compile_blocks = bench.compiled_blocks
 
-    def watched(model):
+    def watched(model, **options):
         assert not any(module._compiled_call_impl for module in model.modules())
         calls.append(model)
-        return compile_blocks(model)
+        return compile_blocks(model, **options)
 
     monkeypatch.setattr(bench, "compiled_blocks", watched)
     cases = ["--case", "wan21_1_3b_480p81", "--case", "llama8b_prefill_512"]
@@ -161,8 +161,20 @@ def test_compiled_blocks_are_timed_and_forgotten(bench, tmp_path, monkeypatch):
     assert not any(module._compiled_call_impl for module in calls[-1].modules())
     [error] = [row for row in rows if row["metric"] == "rel_l1"]
     assert 0 < float(error["median"]) <= bench.MAX_ERROR
+    for called in ("cuda_graph", "compiled_graphs"):
+        with pytest.raises(SystemExit):
+            bench.main(["--tiny", "--device", "cpu", "--called", called])
+
+
+def test_short_linear_calls_run_in_8_bit_where_they_are_asked_to(bench, tmp_path):
+    """Rows of such runs are named so."""
+    path = tmp_path / "rows.csv"
+    case = ["--tiny", "--device", "cpu", "--case", "flux_1024", "--csv", str(path)]
     with pytest.raises(SystemExit):
-        bench.main(["--tiny", "--device", "cpu", "--called", "cuda_graph"])
+        bench.main([*case, "--min-features", "0"])
+    assert bench.main([*case, "--linears", "int8", "--min-features", "0"]) == 0
+    calls = [row for row in read_rows(path) if row["metric"] == "int8_calls"]
+    assert [row["case"] for row in calls] == ["flux_1024/tiny/min_features0"] and int(calls[0]["median"]) > 20
 
 
 def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path, monkeypatch):
