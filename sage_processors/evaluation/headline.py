@@ -71,8 +71,8 @@ FIGURES = (
         "cuDNN, {}", _milliseconds, ("flux_1024", CUDNN), f"{DEFAULT_RECIPE}+linears_int8", True,
     ),
     Figure(
-        "the same, compiled, INT8 linear layers", "end_to_end", "flux_1024/compiled", "time",
-        "cuDNN, {}", _milliseconds, ("flux_1024/compiled", CUDNN),
+        "the same, compiled, CUDA graphs, INT8 linear layers", "end_to_end", "flux_1024/compiled_graphs", "time",
+        "cuDNN, {}", _milliseconds, ("flux_1024/compiled_graphs", CUDNN),
         f"{DEFAULT_RECIPE}+linears_int8", True,
     ),
     Figure(

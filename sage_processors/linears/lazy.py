@@ -33,6 +33,15 @@ def _has_compiled_part(model: Any) -> bool:
     return False
 
 
+def compiled_parts(model: Any) -> set[int]:
+    """The ids of all modules that are compiled, by themselves or in another one."""
+    found: set[int] = set()
+    for module in model.modules():
+        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+            found.update(map(id, module.modules()))
+    return found
+
+
 class Lazy(torch.Tensor):
     """Shape, dtype and device of a result, and how to compute it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
 from .layers import layers_of_others
+from .lazy import compiled_parts
 from .probe import relative_error
 from .weights import CALLED, EVENTS, REMEDIES
 
@@ -71,7 +72,7 @@ def rows_of(swap) -> list[dict]:
     """One row for every linear layer of a LinearSwap. Syncs."""
     swap.count_known_forwards()
     rows = []
-    forwards = swap.forwards_without_eager_calls()
+    forwards, parts = swap.forwards_without_eager_calls(), compiled_parts(swap.model)
     for choice in swap.choices:
         known = swap.state_of(choice.module)
         row = {"layer": choice.name, "status": "active", "format": None, "calls": 0, "compiled_calls": 0}
@@ -85,6 +86,8 @@ def rows_of(swap) -> list[dict]:
             row["fallbacks"] = {name: n for name, n in events.items() if n and name != CALLED}
             traced = sum(known.events.traced.tolist())
             compiled = max(0, forwards - traced)
+            if id(choice.module) in parts:  # layers outside of these were called from Python in the same forwards
+                compiled = max(compiled, known.shared.forwards - sum(known.events.eager) - traced)
             if known.is_short_compiled:
                 row["fallbacks"]["short"] = row["fallbacks"].get("short", 0) + compiled
             else:

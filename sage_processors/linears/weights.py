@@ -78,15 +78,16 @@ class Shared:
 
     Attributes: least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from Python,
         since the last forward of the model began. had_work: one was that did not find its call short. all_short: no
-        call of this forward has work for 8 bit (short_forwards.py). lock: held while a weight in 8 bit is made, laid
-        out anew or taken for a call: forwards of several threads may do so at once. Nobody takes a lock of attention's
-        meanwhile.
+        call of this forward has work for 8 bit (short_forwards.py). forwards: of the model, so far. lock: held while a
+        weight in 8 bit is made, laid out anew or taken for a call: forwards of several threads may do so at once.
+        Nobody takes a lock of attention's meanwhile.
     """
 
     def __init__(self, least_work: int = 0, model: nn.Module | None = None):
         self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
         self._may_wait: bool | None = None
         self.was_called = self.had_work = self.all_short = False
+        self.forwards = 0
         self._forward = threading.local()
         self.lock = threading.RLock()
 
@@ -105,6 +106,7 @@ class Shared:
     def look_anew(self) -> None:
         """A forward of the model begins: `may_wait` may be another one, and activations are."""
         self._may_wait, self._forward.activations = None, Activations()
+        self.forwards += 1
 
     def forget_activations(self) -> None:
         """This thread's forward is over."""

@@ -114,6 +114,24 @@ def test_a_compiled_part_gets_ordinary_tensors():
         assert relative_error(got, expected) < 0.03
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_layers_of_compiled_parts_are_counted_beside_eager_ones(wrapped):
+    torch._dynamo.reset()
+    model, x = nn.Sequential(Block(), Block()).eval().requires_grad_(False), torch.randn(2, 6, 48)
+    with sp.quantize_linears(model, min_features=0) as swap, torch.no_grad():
+        for _ in range(2):
+            model(x)
+        if wrapped:
+            model[0] = torch.compile(model[0], backend="eager")
+        else:
+            model[0].compile(backend="eager")
+        for _ in range(3):
+            model(x)
+        found = {row["layer"]: (row["calls"], row["compiled_calls"]) for row in swap.report().rows}
+    layers = [(f"{i}.{name}", counts) for i, counts in ((0, (2, 3)), (1, (5, 0))) for name in ("one", "two")]
+    assert found == dict(layers)
+
+
 def test_layers_that_stay_exact_are_counted_in_graphs_too():
     torch._dynamo.reset()
     layer, x = nn.Linear(48, 64).requires_grad_(False).train(), torch.randn(4, 48)

@@ -1,4 +1,4 @@
-"""Blocks with 8-bit layers in the compiler's own CUDA graphs (mode="reduce-overhead"), over steps and changed weights."""
+"""Blocks with 8-bit layers in the compiler's own CUDA graphs (mode="reduce-overhead"), and eager layers round them."""
 
 from __future__ import annotations
 
@@ -38,13 +38,28 @@ def on_gpu(x):
     return x.cuda().bfloat16() if x.is_floating_point() else x.cuda()
 
 
-def walk(model, inputs, kind, handle) -> list[torch.Tensor]:
+def compiled(model, whole: bool):
+    if whole:
+        return torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    model.compile_repeated_blocks(fullgraph=True, mode="reduce-overhead")
+    return model
+
+
+def uncompile(model) -> None:
+    for module in model.modules():
+        module._compiled_call_impl = None
+    torch.compiler.reset()
+
+
+def walk(model, inputs, kind, handle=None) -> list[torch.Tensor]:
     """Outputs of a run's steps. Memory that was let go is overwritten between them."""
     outputs, (name, longest, _) = [], KINDS[kind]
-    handle.new_run()
+    if handle is not None:
+        handle.new_run()
     for step in range(STEPS):
         t = torch.full((1,), longest * (1 - step / 20), device="cuda", dtype=torch.bfloat16)
-        given = inputs | {"timestep": t, name: inputs[name] * (1 + step / 4)}
+        noise = torch.randn(inputs[name].shape, generator=torch.Generator().manual_seed(step))
+        given = inputs | {"timestep": t, name: inputs[name] + on_gpu(noise)}
         torch.compiler.cudagraph_mark_step_begin()  # one block's output is the next one's input until then
         outputs.append(model(**given, return_dict=False)[0].clone())
         filler = [torch.full((1 << n,), 77.0, device="cuda") for n in range(4, 20)]
@@ -66,23 +81,22 @@ def is_same(outputs, others) -> bool:
 def test_E25_blocks_that_the_compiler_replays_make_what_eager_ones_make(format, kind, whole):
     model, inputs = MODELS[kind]()
     model, inputs = model.to("cuda", torch.bfloat16), on_gpu(inputs)
+    stock = walk(model, inputs, kind)
+    compiled_stock = walk(compiled(model, whole), inputs, kind)
+    uncompile(model)
+    gap = farthest(compiled_stock, stock)  # the compiler rounds less often: in bf16 that is 0.02 of a tiny FLUX
     options = sp.SageAttnProcessor(linears=format, linears_min_features=0, min_tokens=1)
     with sp.apply(model, options) as handle:
-        eager = walk(model, inputs, kind, handle)
+        bound = farthest(walk(model, inputs, kind, handle), stock) + gap
         counters.clear()
-        if whole:
-            call = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        else:
-            model.compile_repeated_blocks(fullgraph=True, mode="reduce-overhead")
-            call = model
+        call = compiled(model, whole)
         walk(call, inputs, kind, handle)
         before, first = handle.report(), walk(call, inputs, kind, handle)
         after = handle.report()
         assert is_same(walk(call, inputs, kind, handle), first)
         # but for what plans a step without a scheduler, everything was recorded
         assert counters["inductor"]["cudagraph_skips"] == int(whole)
-        # matrix products in 16 bit may be others, and what they round moves codes
-        assert farthest(first, eager) < 0.02 and not torch.equal(first[0], first[-1])
+        assert 0 < farthest(first, stock) < bound < 0.1
         assert after.calls > before.calls and not after.fallbacks
         for row, old in zip(after.linears.rows, before.linears.rows, strict=True):
             calls = row["calls"] + row["compiled_calls"] - old["calls"] - old["compiled_calls"]
@@ -94,11 +108,8 @@ def test_E25_blocks_that_the_compiler_replays_make_what_eager_ones_make(format, 
         changed = walk(call, inputs, kind, handle)
         with torch.compiler.set_stance("force_eager"):
             expected = walk(call, inputs, kind, handle)
-        assert farthest(changed, first) > 0.05 and farthest(changed, expected) < 0.02
+        assert farthest(changed, expected) < bound < farthest(changed, first)
         layer.weight.neg_()
         handle.refresh()
         assert is_same(walk(call, inputs, kind, handle), first)
-    with torch.compiler.set_stance("force_eager"):
-        stock = model(**inputs, return_dict=False)[0]
-    # removed: stock again, compiled anew
-    assert float(relative_l2(call(**inputs, return_dict=False)[0], stock)) < 0.02
+    assert farthest(walk(call, inputs, kind), compiled_stock) < 0.5 * bound  # removed: stock again, compiled anew
