@@ -63,7 +63,7 @@ def test_figures_are_of_one_gpu(tmp_path):
     text = figures_markdown(read_rows(path))
     assert text.endswith("Measured on: H200.") and text.count("600 ms") == 2
     # but for what says that it is of the newest run
-    compiled = {"case": "flux_1024/compiled", "gpu": "H100"}
+    compiled = {"case": "flux_1024/compiled_graphs", "gpu": "H100"}
     for gpu in ("H200", "H100"):
         append_row(path, **timed | compiled | {"gpu": gpu}, provider="torch_sdpa_cudnn", median=900)
         recipe = f"{DEFAULT_RECIPE}+linears_int8"
