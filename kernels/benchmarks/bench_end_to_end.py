@@ -220,7 +220,8 @@ class Bench:
 
     def _forward(self, inputs: dict) -> torch.Tensor:
         self.forwards += 1
-        torch.compiler.cudagraph_mark_step_begin()  # of blocks' graphs: one's output is read by the next until then
+        if self.called == "compiled_graphs":  # until then one block's output is the next one's input
+            torch.compiler.cudagraph_mark_step_begin()
         return self.model(**inputs, return_dict=True)[0]
 
     def wait(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -15,31 +16,25 @@ CAN_WAIT = make_wrapper_subclass is not None  # else every result is computed at
 
 def may_wait_in(model: Any) -> bool:
     """Whether results may wait in a forward of this model: not where something inside of it is compiled by itself."""
-    return CAN_WAIT and not ("torch._dynamo" in sys.modules and _has_compiled_part(model))
+    return CAN_WAIT and not ("torch._dynamo" in sys.modules and any(True for _ in _compiled(model._modules.values())))
 
 
-def _has_compiled_part(model: Any) -> bool:
-    """Whether something inside of the model is compiled by itself."""
-    left = list(model._modules.values())
+def _compiled(modules: Iterable[Any]) -> Iterator[Any]:
+    """Of these modules and what is inside of them: those that are compiled, but for those inside of such."""
+    left = list(modules)
     while left:
         module = left.pop()
         if module is not None:
-            if module._compiled_call_impl is not None:
-                return True
-            if parts := module._modules:
-                if "_orig_mod" in parts:
-                    return True
+            parts = module._modules
+            if module._compiled_call_impl is not None or "_orig_mod" in parts:
+                yield module
+            elif parts:
                 left.extend(parts.values())
-    return False
 
 
-def compiled_parts(model: Any) -> set[int]:
-    """The ids of all modules that are compiled, by themselves or in another one."""
-    found: set[int] = set()
-    for module in model.modules():
-        if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-            found.update(map(id, module.modules()))
-    return found
+def modules_in_compiled_parts(model: Any) -> set[int]:
+    """The ids of the model's modules that are compiled, by themselves or in another one."""
+    return {id(module) for part in _compiled([model]) for module in part.modules()}
 
 
 class Lazy(torch.Tensor):

@@ -33,7 +33,8 @@ class LazyColumns(Lazy):
         return torch.cat(self._operands(), -1)
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
-        """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these."""
+        """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these,
+        unless somebody has had the ordinary tensor, which may be written to."""
         if self._real is not None:
             return quantize_activation(self._real, format=format, balance=balance)
         rows = self._rows.get(format, balance)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
 from .layers import layers_of_others
-from .lazy import compiled_parts
+from .lazy import modules_in_compiled_parts
 from .probe import relative_error
 from .weights import CALLED, EVENTS, REMEDIES
 
@@ -20,7 +20,8 @@ class LinearReport(LayerReport):
             format: "int8", "fp8", or "int8_weights": the weight is in 8 bit, the activation as it is; None unless
                 active.
             calls: calls in 8 bit. compiled_calls: forwards of the model in which torch.compile ran the layer, as far
-                as they are known: those in which no layer was called eagerly.
+                as they are known: those in which no layer was called eagerly, or, of a layer in a part of the model
+                that is compiled, those in which it was not.
             fallbacks: {reason: calls in 16 bit}.
             rel_l2: relative L2 error against the 16-bit layer, over what a probe that is on has compared; else None.
             bytes_saved: of the weight that was read, over all calls.
@@ -72,7 +73,7 @@ def rows_of(swap) -> list[dict]:
     """One row for every linear layer of a LinearSwap. Syncs."""
     swap.count_known_forwards()
     rows = []
-    forwards, parts = swap.forwards_without_eager_calls(), compiled_parts(swap.model)
+    forwards, compiled_parts = swap.forwards_without_eager_calls(), modules_in_compiled_parts(swap.model)
     for choice in swap.choices:
         known = swap.state_of(choice.module)
         row = {"layer": choice.name, "status": "active", "format": None, "calls": 0, "compiled_calls": 0}
@@ -86,7 +87,7 @@ def rows_of(swap) -> list[dict]:
             row["fallbacks"] = {name: n for name, n in events.items() if n and name != CALLED}
             traced = sum(known.events.traced.tolist())
             compiled = max(0, forwards - traced)
-            if id(choice.module) in parts:  # layers outside of these were called from Python in the same forwards
+            if id(choice.module) in compiled_parts:  # others were called from Python in the same forwards
                 compiled = max(compiled, known.shared.forwards - sum(known.events.eager) - traced)
             if known.is_short_compiled:
                 row["fallbacks"]["short"] = row["fallbacks"].get("short", 0) + compiled

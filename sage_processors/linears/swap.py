@@ -96,7 +96,6 @@ class LinearSwap:
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms: dict[int, Any] = {}
         self.choices: list[Choice] = []
-        self._forward_seen = False
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
         self._active, self._hooks = True, []
         try:
@@ -247,9 +246,8 @@ class LinearSwap:
         state.find_short()
 
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        shared, ran_before = self._shared, self._forward_seen
+        shared, ran_before = self._shared, self._shared.forwards > 0
         self.unseen_forwards += ran_before and not shared.was_called
-        self._forward_seen = True
         shared.look_anew()
         shared.all_short = shared.was_called = self._is_known_as_short(args, kwargs)
         if shared.all_short:
@@ -275,7 +273,7 @@ class LinearSwap:
 
     def forwards_without_eager_calls(self) -> int:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
-        return self.unseen_forwards + (self._forward_seen and not self._shared.was_called)
+        return self.unseen_forwards + (self._shared.forwards > 0 and not self._shared.was_called)
 
     def states(self) -> list[LinearState]:
         """Of every swapped layer."""
