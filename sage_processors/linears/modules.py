@@ -139,7 +139,7 @@ def _multiplied(module, state: LinearState, x, is_lazy: bool):
         y = run.output(state.index, x, version, rows, dtype)
         if y is not None:
             return y
-    if not state.shared.may_wait:
+    if not state.shared.may_wait or module._forward_hooks:  # a hook may keep what it gets for longer than that can wait
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
     return LazyLinear(shape, dtype, x.device, module, rows)
@@ -254,9 +254,11 @@ def linear_class(base: Any) -> type:
     is_stock = base.forward is nn.Linear.forward
 
     def forward(self, input):
+        state = getattr(self, "_sage_linear", None)
+        if state is None:  # removed, and called by somebody's wrapper, which holds this function
+            return base.forward(self, input)
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)
-        state = self._sage_linear
         if state.shared.all_short and is_stock and type(input) is torch.Tensor and input.numel() < state.short_below:
             return F.linear(input, self._parameters["weight"], self._parameters["bias"])
         return _in_8_bit(self, base, input)
@@ -279,12 +281,11 @@ def norm_class(base: Any) -> type:
     """The subclass of a norm class whose result may be computed by the linear layers behind it."""
 
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or kwargs or len(args) != 1:
+        if not hasattr(self, "_sage_norm") or torch.compiler.is_compiling() or kwargs or len(args) != 1:
             return base.forward(self, *args, **kwargs)
-        x = args[0]
-        if isinstance(x, Lazy):
-            x = x.real()
-        lazy = self._sage_norm.postpone(self, x, base.forward)
+        x = real_of(args[0])
+        # a hook gets numbers, which it may keep for longer than a result can wait
+        lazy = None if self._forward_hooks else self._sage_norm.postpone(self, x, base.forward)
         return base.forward(self, x) if lazy is None else lazy
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}

@@ -164,6 +164,43 @@ def test_removal_gives_back_the_modules_bit_for_bit():
     assert all(torch.equal(v, state[k]) for k, v in block.state_dict().items())
 
 
+def test_a_wrapper_that_holds_the_swapped_forward_works_after_removal():
+    """Whoever wraps a layer's forward with the bound method of the swap keeps it, whatever happens to the class."""
+    torch.manual_seed(0)
+    block = Block()
+    block.norm = nn.LayerNorm(48)
+    block.eval().requires_grad_(False)
+    x = torch.randn(5, 48)
+    expected = 2 * block.first(block.norm(x))
+    swap = swapped(block)
+    for module in (block.first, block.norm):
+        held = module.forward
+        module.forward = lambda x, held=held, factor=1 + (module is block.first): factor * held(x)
+    assert 0 < relative_error(block.first(block.norm(x)) + 0, expected) < 0.03
+    swap.remove()
+    assert torch.equal(block.first(block.norm(x)), expected)
+    with swapped(block):
+        assert 0 < relative_error(block.first(block.norm(x)) + 0, expected) < 0.03
+
+
+def test_what_a_hook_gets_outlives_the_weight_of_the_call():
+    """Features that a hook collects are numbers of their own call, once weights are others or the swap is gone."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.LayerNorm(48), nn.Linear(48, 64), nn.Linear(64, 48)).eval().requires_grad_(False)
+    x, kept = torch.randn(5, 48), {}
+    for name, module in block.named_children():
+        module.register_forward_hook(lambda _, __, output, name=name: kept.update({name: output}))
+    block(x)
+    expected = dict(kept)
+    with swapped(block) as swap:
+        block(x)
+        assert all(type(output) is torch.Tensor for output in kept.values())
+        assert [row["calls"] for row in swap.report().rows] == [1, 1]
+        block[1].weight.mul_(2)
+    for name, output in kept.items():
+        assert relative_error(output, expected[name]) < 0.03
+
+
 def test_a_swapped_layer_is_a_linear_layer_with_the_same_state():
     block = Block().eval()
     weight = block.first.weight
