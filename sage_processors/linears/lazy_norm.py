@@ -21,13 +21,15 @@ class NormCall:
         vectors: {weight, bias: [K] or None, eps: float}: what `quantize_activation` takes.
         is_careful: the result is computed at once as well: whether the model writes to the input before the result
             is used is not known yet.
+        gave_rows, gave_numbers: a layer in 8 bit took it, one that stays in 16 bit did.
     """
 
-    __slots__ = ("state", "x", "forward", "vectors", "is_careful")
+    __slots__ = ("state", "x", "forward", "vectors", "is_careful", "gave_rows", "gave_numbers")
 
     def __init__(self, state, x, forward, vectors, is_careful):
         self.state, self.x, self.forward, self.vectors = state, Operand(x), forward, vectors
         self.is_careful = is_careful
+        self.gave_rows = self.gave_numbers = False
 
 
 class LazyNorm(Lazy):
@@ -41,10 +43,20 @@ class LazyNorm(Lazy):
             self.real()
 
     def real_from_now_on(self) -> torch.Tensor:
-        """The ordinary tensor, which those who use it want: the norm's next ones of this size are computed at once."""
-        state = self._call.state
-        state.at_once_up_to = max(state.at_once_up_to, self._shape.numel())
+        """The ordinary tensor, for a layer that stays in 16 bit. Where all who use it do, the norm's next ones of this
+        size are computed at once."""
+        self._call.gave_numbers = True
+        self._look_who_asked()
         return self.real()
+
+    def _look_who_asked(self) -> None:
+        """Where one layer takes it in 8 bit, all of its next ones wait, as this one did: they have the same bits."""
+        call, state, size = self._call, self._call.state, self._shape.numel()
+        if call.gave_rows and call.gave_numbers:
+            state.waits_from = min(state.waits_from, size)
+            state.at_once_up_to = min(state.at_once_up_to, state.waits_from - 1)
+        elif call.gave_numbers and size < state.waits_from:
+            state.at_once_up_to = max(state.at_once_up_to, size)
 
     def _operands(self):
         return [x for x in (self._call.x, self._gain, self._shift) if x is not None]
@@ -89,6 +101,9 @@ class LazyNorm(Lazy):
                 )  # fmt: skip
                 call.state.is_proven = True
             self._rows.put(format, balance, rows)
+            if not self._call.gave_rows:
+                self._call.gave_rows = True
+                self._look_who_asked()
         return rows
 
     def _next(self, other, step, dtype, **operands):

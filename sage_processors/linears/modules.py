@@ -139,7 +139,8 @@ def _multiplied(module, state: LinearState, x, is_lazy: bool):
         y = run.output(state.index, x, version, rows, dtype)
         if y is not None:
             return y
-    if not state.shared.may_wait or module._forward_hooks:  # a hook may keep what it gets for longer than that can wait
+    # a hook may keep what it gets for longer than a result can wait
+    if state.columns is not None or not state.shared.may_wait or module._forward_hooks:
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
     return LazyLinear(shape, dtype, x.device, module, rows)

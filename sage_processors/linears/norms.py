@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import torch
 from torch import nn
@@ -47,6 +48,7 @@ class NormState:
         kind: "layer" or "rms". plus_one: the weight that it multiplies by is 1 + its parameter.
         is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
         at_once_up_to: results of so many numbers or fewer do not wait: linear layers behind the norm stay in 16 bit.
+        waits_from: of results of so many numbers, some layers behind the norm do and others don't.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
         waits_when_captured: also while a CUDA graph is captured.
         copies_weights: also where hooks move the weights away before the result is used, with a copy of them.
@@ -59,7 +61,7 @@ class NormState:
         self.behind = f"{label.rpartition('.')[0]}.*" if "." in label else "*"
         self.is_postponed, self.is_proven = True, False
         self.dtypes: dict = {}
-        self.at_once_up_to = 0
+        self.at_once_up_to, self.waits_from = 0, sys.maxsize
         self._weight: tuple = (None, None, None)
 
     def __getstate__(self):

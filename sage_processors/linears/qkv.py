@@ -29,7 +29,6 @@ class Run:
 
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
-        self.columns = sum(module.out_features for module in storage.modules[first : last + 1])
         # (weak reference to the input, its version, dtype, the forward's Activations, {index: (version of the weight,
         # result)})
         self._waiting: tuple | None = None
@@ -97,4 +96,3 @@ class Run:
             run = Run(self.storage, first, last) if last > first else None
             for module in self.storage.modules[first : last + 1]:
                 module._sage_linear.run = run
-                module._sage_linear.find_short()

@@ -1,0 +1,86 @@
+"""The first forward of a swapped model gives the bits of all later ones, whatever it learns of the model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import sage_processors as sp
+from sage_processors.linears import modules, swap
+from tests.support.tiny_models import MODELS
+
+
+# Cross-attention, whose queries turn out to have another input than keys and values; a norm in front of layers of
+# unlike widths; GEGLU; layers of one token.
+NAMES = ("unet_sdxl", "wan_t2v", "flux", "ltx")
+REPEATS = 3
+
+
+def cast(x, dtype=torch.bfloat16):
+    if isinstance(x, torch.Tensor):
+        return x.to(dtype, copy=True) if x.is_floating_point() else x.clone()
+    return {key: cast(value) for key, value in x.items()} if isinstance(x, dict) else x
+
+
+def forwards(model, inputs, least_work=0):
+    """(outputs of a model that was swapped just now, called again and again with the same inputs; how many calls of
+    its linear layers ran in 8 bit)."""
+    options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears="int8", linears_min_features=0)
+    with sp.apply(model, options) as handle, torch.no_grad():
+        for module in model.modules():
+            if "_sage_linear" in module.__dict__:
+                module._sage_linear.shared.least_work = least_work
+                module._sage_linear.find_short()
+        outputs = [model(**cast(inputs), return_dict=False)[0] for _ in range(REPEATS)]
+        return outputs, handle.report().linears.calls
+
+
+def work_of_calls(model, inputs) -> list[int]:
+    """Multiply-adds of the linear layers' calls, each number once."""
+    found = set()
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    hooks = [
+        x.register_forward_pre_hook(lambda m, given: found.add(given[0].numel() * m.out_features)) for x in layers
+    ]
+    with torch.no_grad():
+        model(**cast(inputs))
+    for hook in hooks:
+        hook.remove()
+    return sorted(found)
+
+
+def all_same(outputs) -> bool:
+    return all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_calls_are_short(name, monkeypatch):
+    """As on a GPU: the CPU is taken for one. The border lies between each two kinds of calls once."""
+    for home in (modules, swap):
+        monkeypatch.setattr(home, "is_timed", lambda device: True)
+    model, inputs = MODELS[name]()
+    model.to(torch.bfloat16)
+    work = work_of_calls(model, inputs)
+    found = set()
+    for least_work in (*(number + 1 for number in work[:-1]), *(3 * number for number in work[:-1])):
+        outputs, calls = forwards(model, inputs, least_work)
+        assert all_same(outputs), least_work
+        found.add(calls)
+    assert len(found) > 2
+
+
+@pytest.mark.parametrize("target", ["to_q", "to_k", "to_v"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_follows_a_projection_is_rounded_as_it_was_at_first(name, target):
+    """A LoRA adds to the projection's result."""
+    peft = pytest.importorskip("peft")
+    model, inputs = MODELS[name]()
+    torch.manual_seed(0)
+    model.add_adapter(peft.LoraConfig(r=4, lora_alpha=8, target_modules=[target]))
+    for key, parameter in model.named_parameters():
+        if "lora_B" in key:
+            nn.init.normal_(parameter, std=0.2)
+    model.eval().requires_grad_(False).to(torch.bfloat16)
+    outputs, calls = forwards(model, inputs)
+    assert all_same(outputs) and calls > 0
