@@ -36,25 +36,28 @@ DROPPED = (
 class PrepareHook:
     """Forward pre-hook of a model: 8-bit weights are made, and made anew, before code that may be compiled.
 
-    In a copy of the model it does nothing: its layers look after themselves, and a compiled copy runs in 16 bit until
+    In a copy of the model it makes none: its layers look after themselves, and a compiled copy runs in 16 bit until
     it was called once or is given to `quantize_linears`.
     """
 
-    def __init__(self, swap: LinearSwap | None = None) -> None:
-        self.swap = swap
+    def __init__(self, shared: Shared, swap: LinearSwap | None = None) -> None:
+        self.shared, self.swap = shared, swap
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.swap is not None and not torch.compiler.is_compiling():
-            _prepare(self.swap, args, kwargs)
+        if not torch.compiler.is_compiling():
+            _prepare(self, module, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return PrepareHook, ()
+        return PrepareHook, (self.shared,)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _prepare(swap: LinearSwap, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    with swap._shared.lock:
-        swap._before_forward(args, kwargs)
+def _prepare(hook: PrepareHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    with hook.shared.lock:
+        if hook.swap is None:
+            hook.shared.look_anew(module)
+        else:
+            hook.swap._before_forward(args, kwargs)
 
 
 keep_out_of_dynamo(PrepareHook.__call__)
@@ -100,7 +103,8 @@ class LinearSwap:
         self._active, self._hooks = True, []
         try:
             self.refresh(ready)
-            self._hooks.append(model.register_forward_pre_hook(PrepareHook(self), prepend=True, with_kwargs=True))
+            hook = PrepareHook(self._shared, self)
+            self._hooks.append(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             if not is_swapped(model):  # a layer alone is a part of what calls it
                 self._hooks.append(model.register_forward_hook(LeavingHook(self._shared)))
             when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
@@ -379,8 +383,7 @@ def quantize_linears(
     names = [c.name for c in choose(model, label=str, linears="none")]
     check_linear_patterns("keep", keep, names)
     check_linear_patterns("layers", [pattern for pattern, _ in layers], names)
-    earlier = swap_of(model)
-    if earlier is not None:
+    if (earlier := swap_of(model)) is not None:
         earlier.remove()
     options: dict[str, Any] = {"linears": linears, "keep": tuple(keep), "layers": layers, "min_features": min_features}
     swap = LinearSwap(model, policy=policy, drop_weights=drop_weights, **options)
@@ -393,6 +396,5 @@ def swap_of(model: nn.Module) -> LinearSwap | None:
     """The live swap of a model, or None."""
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, PrepareHook) and hook.swap is not None and hook.swap._active:
-            found: LinearSwap = hook.swap
-            return found
+            return hook.swap
     return None

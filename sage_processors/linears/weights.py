@@ -91,7 +91,7 @@ class Shared:
         self._forward = threading.local()
         self.lock = threading.RLock()
 
-    def __getstate__(self) -> dict[str, Any]:  # nobody tells the layers of a copy when a forward begins
+    def __getstate__(self) -> dict[str, Any]:  # the layers of a copy learn whose they are when its forward begins
         kept = {name: value for name, value in self.__dict__.items() if name not in ("lock", "_forward")}
         return kept | {"_model": _nothing, "_may_wait": self.may_wait, "all_short": False}
 
@@ -103,8 +103,10 @@ class Shared:
         """Of this thread's forward; None between forwards."""
         return getattr(self._forward, "activations", None)
 
-    def look_anew(self) -> None:
-        """A forward of the model begins: `may_wait` may be another one, and activations are."""
+    def look_anew(self, copied: nn.Module | None = None) -> None:
+        """A forward of the model, or of its copy, begins: `may_wait` may be another one, and activations are."""
+        if copied is not None and self._model() is not copied:
+            self._model = weakref.ref(copied)
         self._may_wait, self._forward.activations = None, Activations()
         self.forwards += 1
 

@@ -150,7 +150,7 @@ def test_results_that_wait_for_another_layer_leave_with_the_forward():
 
 
 @torch.no_grad()
-def test_copies_whose_forwards_nobody_announces_keep_nothing():
+def test_copies_keep_nothing_for_their_next_forward():
     net, stock, x = model(), model(), draw(1)
     with sp.quantize_linears(net, min_features=0):
         net(x)

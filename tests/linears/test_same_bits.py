@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,15 @@ def work_of_calls(model, inputs) -> list[int]:
 
 def all_same(outputs) -> bool:
     return all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+@pytest.mark.parametrize("name", (*NAMES, "hidream"))
+def test_a_copy_gives_the_bits_of_its_original(name):
+    """Of two layers with one input, too, that wait for each other (SwiGLU)."""
+    model, inputs = MODELS[name]()
+    with sp.quantize_linears(model.to(torch.bfloat16), min_features=0), torch.no_grad():
+        outputs = [each(**cast(inputs), return_dict=False)[0] for each in (model, copy.deepcopy(model))]
+    assert all_same(outputs)
 
 
 @pytest.mark.parametrize("name", NAMES)
