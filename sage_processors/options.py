@@ -264,6 +264,7 @@ class SageAttnProcessor:
             )
         if number(self, "margin", "a number > 0") <= 0:
             raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")
+        object.__setattr__(self, "margin", float(self.margin))
         if self.gamma != "fit":
             number(self, "gamma", 'a number or "fit"')
         for name, least in (

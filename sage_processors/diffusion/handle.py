@@ -14,7 +14,8 @@ from torch import nn
 from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
 
 from ..linears.layers import choose
-from ..linears.swap import check_linear_patterns, swap_of
+from ..linears.swap import swap_of
+from ..linears.swap_checks import check_patterns_of
 from ..options import LAYER_OPTIONS, REMEDIES, SageAttnProcessor
 from .auto_rotation import AutoRotation
 from .denoiser import Part, RootHook
@@ -83,8 +84,7 @@ class Handle:
             check_patterns(f"layer_{option}", [p for p, _ in getattr(self.config, f"layer_{option}")], names)
         if self.config.keep_linears or self.config.layer_linears:
             names = [x.name for part in self._parts for x in choose(part.model, label=part._label, linears="none")]
-            check_linear_patterns("keep_linears", self.config.keep_linears, names)
-            check_linear_patterns("layer_linears", [pattern for pattern, _ in self.config.layer_linears], names)
+            check_patterns_of(self.config, names)
         if self.following.followed:
             return
         without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import nn
 from sage_kernels.compat import keep_out_of_dynamo
 
 from ..on_import import when_imported
-from ..options import LINEARS, POLICIES
 from .balance import find_neighbours, share_known
 from .captured import is_captured
 from .graph_pass import fuse_in_compiled_code
@@ -24,6 +22,7 @@ from .qkv import TOGETHER, Run
 from .report import LinearReport, notes_of, rows_of
 from .short_forwards import ShortForwards, shapes_of
 from .storage import Storage
+from .swap_checks import checked_options
 from .weights import LEAST_WORK, LinearState, Shared, is_timed
 
 
@@ -337,16 +336,6 @@ def _base_of(module: Any) -> Any:
     return getattr(module, "base_layer", module)
 
 
-def check_linear_patterns(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
-    """Raise ValueError for a pattern that matches none of the names."""
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise ValueError(
-                f"{option}: got {pattern!r}, which matches no linear layer, expected a pattern of names such as "
-                f"{list(names)[:3]}"
-            )
-
-
 def quantize_linears(
     model: nn.Module,
     linears: str = "int8",
@@ -369,23 +358,11 @@ def quantize_linears(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     model = getattr(model, "_orig_mod", model)
-    layers = tuple(layers.items()) if isinstance(layers, Mapping) else tuple(layers)
-    for name, value, allowed in (("linears", linears, LINEARS), ("policy", policy, POLICIES)):
-        if value not in allowed:
-            raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
-    for pair in layers:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
-            raise TypeError(f"layers: got {pair!r}, expected (layer pattern, format) pairs or a dict")
-        if pair[1] not in LINEARS:
-            raise ValueError(f"layers: got {pair[1]!r}, expected one of {sorted(LINEARS)}")
-    if isinstance(keep, str) or not all(isinstance(pattern, str) for pattern in keep):
-        raise TypeError(f"keep: got {keep!r}, expected a tuple of patterns")
     names = [c.name for c in choose(model, label=str, linears="none")]
-    check_linear_patterns("keep", keep, names)
-    check_linear_patterns("layers", [pattern for pattern, _ in layers], names)
+    keep, layers = checked_options(names, linears, keep, layers, min_features, policy, drop_weights)
     if (earlier := swap_of(model)) is not None:
         earlier.remove()
-    options: dict[str, Any] = {"linears": linears, "keep": tuple(keep), "layers": layers, "min_features": min_features}
+    options: dict[str, Any] = {"linears": linears, "keep": keep, "layers": layers, "min_features": min_features}
     swap = LinearSwap(model, policy=policy, drop_weights=drop_weights, **options)
     if drop_weights:
         swap.drop()

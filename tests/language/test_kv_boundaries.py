@@ -112,6 +112,21 @@ def test_keys_are_written_by_update_alone(layer):
             setattr(layer, name, torch.zeros(1, 2, 3, 16))
 
 
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_cache_len": 0}, ValueError),
+        ({"max_cache_len": True}, TypeError),
+        ({"max_cache_len": 8.0}, TypeError),
+        ({"offloading": 1}, TypeError),
+        ({"offload_only_non_sliding": torch.zeros(3)}, TypeError),
+    ],
+)
+def test_a_cache_says_which_option_it_can_t_take(options, error):
+    with pytest.raises(error, match=f"{next(iter(options))}: got .*expected"):
+        sp.Int8KVCache(MODELS["llama"]()[0].config, **options)
+
+
 def test_a_cache_may_have_room_for_one_token():
     config = MODELS["llama"]()[0].config
     cache = sp.Int8KVCache(config, 1)

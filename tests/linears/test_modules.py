@@ -272,6 +272,13 @@ def test_casts_and_moves_leave_the_codes_alone():
         ({"layers": {"third": "int8"}}, ValueError, "layers: got 'third', which matches no"),
         ({"layers": {"first": "int4"}}, ValueError, "layers: got 'int4'"),
         ({"layers": ("first",)}, TypeError, "layers: got 'first'"),
+        ({"layers": 3}, TypeError, "layers: got 3"),
+        ({"layers": (("first", 8),)}, ValueError, "layers: got 8"),
+        ({"keep": 3}, TypeError, "keep: got 3"),
+        ({"linears": 8}, TypeError, "linears: got int"),
+        ({"min_features": torch.zeros(3)}, TypeError, "min_features: got Tensor"),
+        ({"min_features": -1}, ValueError, "min_features: got -1"),
+        ({"drop_weights": 1}, TypeError, "drop_weights: got int"),
     ],
 )
 def test_bad_options_leave_the_model_alone(options, error, words):

@@ -1,0 +1,62 @@
+"""What options of linear layers are asked, before a model is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from ..option_checks import short
+from ..options import LINEARS, POLICIES, SageAttnProcessor
+
+
+def check_patterns_of(config: SageAttnProcessor, names: Collection[str]) -> None:
+    """Raise ValueError for a pattern of `keep_linears` or `layer_linears` that matches none of the layers' names."""
+    _check_patterns("keep_linears", config.keep_linears, names)
+    _check_patterns("layer_linears", [pattern for pattern, _ in config.layer_linears], names)
+
+
+def _check_patterns(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"{option}: got {pattern!r}, which matches no linear layer, expected a pattern of names such as "
+                f"{list(names)[:3]}"
+            )
+
+
+def checked_options(
+    names: Collection[str], linears: Any, keep: Any, layers: Any, min_features: Any, policy: Any, drop_weights: Any
+) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    """`keep` as a tuple, and `layers` as one of pairs. names: of the model's linear layers.
+
+    Raises: TypeError, ValueError: see `quantize_linears`.
+    """
+    for name, value, allowed in (("linears", linears, LINEARS), ("policy", policy, POLICIES)):
+        if not isinstance(value, str):
+            raise TypeError(f"{name}: got {type(value).__name__}, expected one of {sorted(allowed)}")
+        if value not in allowed:
+            raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
+    if isinstance(layers, str) or not isinstance(layers, Iterable):
+        raise TypeError(f"layers: got {layers!r}, expected (layer pattern, format) pairs or a dict")
+    pairs = tuple(layers.items()) if isinstance(layers, Mapping) else tuple(layers)
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"layers: got {pair!r}, expected (layer pattern, format) pairs or a dict")
+        if not isinstance(pair[1], str) or pair[1] not in LINEARS:
+            raise ValueError(f"layers: got {pair[1]!r}, expected one of {sorted(LINEARS)}")
+    if isinstance(keep, str) or not isinstance(keep, Iterable):
+        raise TypeError(f"keep: got {keep!r}, expected a tuple of patterns")
+    keep = tuple(keep)
+    if not all(isinstance(pattern, str) for pattern in keep):
+        raise TypeError(f"keep: got {keep!r}, expected a tuple of patterns")
+    if min_features is not None:
+        if isinstance(min_features, bool) or not isinstance(min_features, int):
+            raise TypeError(f"min_features: got {type(min_features).__name__}, expected an int >= 0, or None")
+        if not 0 <= min_features < 2**63:
+            raise ValueError(f"min_features: got {short(min_features)}, expected at least 0, and an int64")
+    if not isinstance(drop_weights, bool):
+        raise TypeError(f"drop_weights: got {type(drop_weights).__name__}, expected a bool")
+    _check_patterns("keep", keep, names)
+    _check_patterns("layers", [pattern for pattern, _ in pairs], names)
+    return keep, pairs
