@@ -43,3 +43,11 @@ def expected_error(x: torch.Tensor, *weights: torch.Tensor, format: str = "int8"
     parts = [rounding(x, sage_kernels.quantize_activation(x, format=format))]
     parts += [max(rounding(w, sage_kernels.quantize_weight(w, format=format)) for w in weights)] if weights else []
     return sum(part**2 for part in parts) ** 0.5
+
+
+def set_least_work(model, work: int) -> None:
+    """Calls of fewer multiply-adds than `work` are short for the swapped layers of a model."""
+    for module in model.modules():
+        if "_sage_linear" in module.__dict__:
+            module._sage_linear.shared.least_work = work
+            module._sage_linear.find_short()

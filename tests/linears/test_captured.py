@@ -10,6 +10,7 @@ from torch import nn
 import sage_processors as sp
 from sage_processors.linears import activations, modules, norms, storage, weights
 from sage_processors.linears.storage import CODES
+from tests.linears.counting import set_least_work
 
 
 WIDTH = 1024
@@ -52,12 +53,6 @@ def draw(tokens: int, seed: int) -> torch.Tensor:
 
 def error(out, wanted) -> float:
     return float((out - wanted).norm() / wanted.norm())
-
-
-def set_least_work(net, work: int) -> None:
-    for module in linears(net):
-        module._sage_linear.shared.least_work = work
-        module._sage_linear.find_short()
 
 
 def linears(net):

@@ -10,6 +10,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.linears import modules, swap
+from tests.linears.counting import set_least_work
 from tests.support.tiny_models import MODELS
 
 
@@ -30,10 +31,7 @@ def forwards(model, inputs, least_work=0):
     its linear layers ran in 8 bit)."""
     options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears="int8", linears_min_features=0)
     with sp.apply(model, options) as handle, torch.no_grad():
-        for module in model.modules():
-            if "_sage_linear" in module.__dict__:
-                module._sage_linear.shared.least_work = least_work
-                module._sage_linear.find_short()
+        set_least_work(model, least_work)
         outputs = [model(**cast(inputs), return_dict=False)[0] for _ in range(REPEATS)]
         return outputs, handle.report().linears.calls
 
@@ -95,3 +93,23 @@ def test_what_follows_a_projection_is_rounded_as_it_was_at_first(name, target):
     model.eval().requires_grad_(False).to(torch.bfloat16)
     outputs, calls = forwards(model, inputs)
     assert all_same(outputs) and calls > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_language_model_whatever_calls_are_short(name, monkeypatch):
+    """Keys and values have fewer heads than queries; gate and value of the feed-forward are one multiplication."""
+    pytest.importorskip("transformers")
+    from tests.support.tiny_language_models import MODELS as LANGUAGE_MODELS
+
+    for home in (modules, swap):
+        monkeypatch.setattr(home, "is_timed", lambda device: True)
+    model, inputs = LANGUAGE_MODELS[name]()
+    model.to(torch.bfloat16)
+    work, found = work_of_calls(model, inputs), set()
+    for least_work in (*(number + 1 for number in work[:-1]), *(3 * number for number in work[:-1])):
+        with sp.quantize_linears(model, min_features=0) as linears, torch.no_grad():
+            set_least_work(model, least_work)
+            outputs = [model(**cast(inputs)).logits for _ in range(REPEATS)]
+            found.add(linears.report().calls)
+        assert all_same(outputs), least_work
+    assert len(found) > 1

@@ -9,6 +9,7 @@ from torch import nn
 import sage_processors as sp
 from sage_processors.linears import modules
 from sage_processors.linears.weights import LEAST_WORK, Shared
+from tests.linears.counting import set_least_work
 
 
 class Block(nn.Module):
@@ -43,13 +44,6 @@ def model(width=64, seed=0):
 
 def row_of(swap, name: str) -> dict:
     return next(row for row in swap.report().rows if row["layer"] == name)
-
-
-def set_least_work(net, work: int) -> None:
-    for module in net.modules():
-        if "_sage_linear" in module.__dict__:
-            module._sage_linear.shared.least_work = work
-            module._sage_linear.find_short()
 
 
 def draw(*shape, seed=1):
