@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 
-def number(config: Any, name: str, expected: str) -> float:
-    value: object = getattr(config, name)
+def number(name: str, value: object, expected: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: got {type(value).__name__}, expected {expected}")
     if not abs(value) <= sys.float_info.max:  # an int may be beyond it
@@ -23,12 +22,23 @@ def short(number: int | float) -> str:
     return str(number)
 
 
-def whole(config: Any, name: str, least: int) -> None:
-    value = getattr(config, name)
+def whole(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= {least}")
     if not least <= value < 2**63:
         raise ValueError(f"{name}: got {short(value)}, expected at least {least}, and an int64")
+
+
+def flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected a bool")
+
+
+def one_of(name: str, value: object, allowed: Collection[str]) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: got {type(value).__name__}, expected one of {sorted(allowed)}")
+    if value not in allowed:
+        raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
 
 
 def patterns(name: str, value: object) -> tuple[str, ...]:

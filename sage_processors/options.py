@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from .option_checks import borders, limits, number, pairs, patterns, short, span, whole
+from .option_checks import borders, flag, limits, number, one_of, pairs, patterns, short, span, whole
 
 
 if TYPE_CHECKING:
@@ -252,39 +252,34 @@ class SageAttnProcessor:
         named |= {"rotation": ROTATIONS, "policy": POLICIES, "linears": LINEARS}
         named |= {"training": TRAININGS, "exchange": EXCHANGES, "skip": SKIPS}
         for name, allowed in named.items():
-            value = getattr(self, name)
-            if not isinstance(value, str):
-                raise TypeError(f"{name}: got {type(value).__name__}, expected one of {sorted(allowed)}")
-            if value not in allowed:
-                raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
+            one_of(name, getattr(self, name), allowed)
         if self.skip != "none" and self.scaling in BY_CALL:
             raise ValueError(
                 f"skip: got {self.skip!r} with scaling={self.scaling!r}, expected a planned scaling such as "
                 '"timestep": lists are kept with what it plans'
             )
-        if number(self, "margin", "a number > 0") <= 0:
+        if number("margin", self.margin, "a number > 0") <= 0:
             raise ValueError(f"margin: got {self.margin}, expected a finite number > 0")
         object.__setattr__(self, "margin", float(self.margin))
         if self.gamma != "fit":
-            number(self, "gamma", 'a number or "fit"')
+            number("gamma", self.gamma, 'a number or "fit"')
         for name, least in (
             ("history", 1), ("keep_first_steps", 0), ("keep_last_steps", 0),
             ("skip_every", 1), ("skip_first_steps", 0), ("skip_last_steps", 0),
         ):  # fmt: skip
-            whole(self, name, least)
+            whole(name, getattr(self, name), least)
         if self.skip_every > MOST_STEPS:
             raise ValueError(f"skip_every: got {short(self.skip_every)}, expected at most {MOST_STEPS} steps")
-        if not 0 < number(self, "skip_limit", "a share of probability, 0 < skip_limit < 1") < 1:
+        if not 0 < number("skip_limit", self.skip_limit, "a share of probability, 0 < skip_limit < 1") < 1:
             raise ValueError(f"skip_limit: got {self.skip_limit}, expected 0 < skip_limit < 1")
         object.__setattr__(self, "skip_noise", borders("skip_noise", self.skip_noise, MOST_BORDERS))
         found = limits("layer_skip_limit", self.layer_skip_limit, len(self.skip_noise) + 1)
         object.__setattr__(self, "layer_skip_limit", found)
         for name in ("min_tokens", "linears_min_features"):
             if getattr(self, name) is not None:
-                whole(self, name, 0)
+                whole(name, getattr(self, name), 0)
         for name in ("drop_weights", "keep_blocks"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}: got {type(getattr(self, name)).__name__}, expected a bool")
+            flag(name, getattr(self, name))
         object.__setattr__(self, "mixed", Mixed.of(self.mixed))
         for name, only in (("rotation", "none"), ("training", "exact"), ("skip", "none")):
             if self.recipe == MIXED_RECIPE and getattr(self, name) != only:
@@ -302,7 +297,7 @@ class SageAttnProcessor:
             raise ValueError(
                 f"skip: got {self.skip!r} with recipe {self.recipe!r}, expected 'none': INT8 codes are measured"
             )
-        if not 0 <= number(self, "keep_below_noise", "a noise level from 0 to 1") <= 1:
+        if not 0 <= number("keep_below_noise", self.keep_below_noise, "a noise level from 0 to 1") <= 1:
             raise ValueError(f"keep_below_noise: got {self.keep_below_noise}, expected a noise level from 0 to 1")
         for name in ("keep_layers", "only_layers", "keep_linears"):
             object.__setattr__(self, name, patterns(name, getattr(self, name)))

@@ -23,6 +23,7 @@ if not hasattr(DynamicLayer, "get_max_length"):
         "follows; the rest of sage_processors runs with 5.10.1"
     )
 
+from ..option_checks import flag
 from .kv_layers import Int8Layer
 from .kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer
 from .quantized_kv import Int8KVCacheError, StoredKV, attend, stored_int8
@@ -81,9 +82,8 @@ class Int8KVCache(Cache):
                 raise TypeError(f"max_cache_len: got {type(max_cache_len).__name__}, expected an int or None")
             if max_cache_len < 1:
                 raise ValueError(f"max_cache_len: got {max_cache_len}, expected at least 1, or None to grow")
-        for name, value in (("offloading", offloading), ("offload_only_non_sliding", offload_only_non_sliding)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name}: got {type(value).__name__}, expected a bool")
+        flag("offloading", offloading)
+        flag("offload_only_non_sliding", offload_only_non_sliding)
         decoder = config.get_text_config(decoder=True)
         super().__init__(
             layers=_layers(decoder, max_cache_len),

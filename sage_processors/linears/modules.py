@@ -139,8 +139,9 @@ def _multiplied(module, state: LinearState, x, is_lazy: bool):
         y = run.output(state.index, x, version, rows, dtype)
         if y is not None:
             return y
+    # what is joined is an ordinary tensor in some calls: in all of them, then, as what follows rounds otherwise;
     # a hook may keep what it gets for longer than a result can wait
-    if state.columns is not None or not state.shared.may_wait or module._forward_hooks:
+    if storage.is_joined or not state.shared.may_wait or module._forward_hooks:
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
     return LazyLinear(shape, dtype, x.device, module, rows)
@@ -282,7 +283,7 @@ def norm_class(base: Any) -> type:
     """The subclass of a norm class whose result may be computed by the linear layers behind it."""
 
     def forward(self, *args, **kwargs):
-        if not hasattr(self, "_sage_norm") or torch.compiler.is_compiling() or kwargs or len(args) != 1:
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage_norm"):
             return base.forward(self, *args, **kwargs)
         x = real_of(args[0])
         # a hook gets numbers, which it may keep for longer than a result can wait

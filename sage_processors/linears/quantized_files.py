@@ -22,6 +22,7 @@ from torch import nn
 from sage_kernels import QuantizedRows
 
 from ..config_hash import config_hash
+from ..option_checks import one_of
 from ..options import POLICIES
 from ..strict_json import some, strict_json, strict_object
 from ..version import __version__
@@ -121,8 +122,7 @@ def load_quantized(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    if policy not in POLICIES:
-        raise ValueError(f"policy: got {policy!r}, expected one of {sorted(POLICIES)}")
+    one_of("policy", policy, POLICIES)
     path = _checked_path(path)
     _refuse_swapped(model)
     entries, metadata = _read_header(path)

@@ -39,6 +39,11 @@ class Storage:
         self._bias: Any = None
 
     @property
+    def is_joined(self) -> bool:
+        """Whether it holds what an attention module names side by side (qkv.TOGETHER), for one matmul."""
+        return len(self.modules) > 1 and not self.in_turns
+
+    @property
     def all_rows(self) -> QuantizedRows:
         """Codes [N, K] and scale [N] of the whole matrix."""
         buffers = self.modules[0]._buffers

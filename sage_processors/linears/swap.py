@@ -199,9 +199,8 @@ class LinearSwap:
             return
         storage = Storage(modules)
         run = Run(storage, 0, len(modules) - 1)
-        columns = sum(module.out_features for module in modules)
         for index, state in enumerate(states):
-            state.storage, state.index, state.run, state.columns = storage, index, run, columns
+            state.storage, state.index, state.run = storage, index, run
 
     def _postpone_norms(self) -> None:
         widths = {module.in_features for module, state in self._states.values() if not state.is_weight_only}

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ..option_checks import short
+from ..option_checks import flag, one_of, whole
 from ..options import LINEARS, POLICIES, SageAttnProcessor
 
 
@@ -33,10 +33,7 @@ def checked_options(
     Raises: TypeError, ValueError: see `quantize_linears`.
     """
     for name, value, allowed in (("linears", linears, LINEARS), ("policy", policy, POLICIES)):
-        if not isinstance(value, str):
-            raise TypeError(f"{name}: got {type(value).__name__}, expected one of {sorted(allowed)}")
-        if value not in allowed:
-            raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
+        one_of(name, value, allowed)
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise TypeError(f"layers: got {layers!r}, expected (layer pattern, format) pairs or a dict")
     pairs = tuple(layers.items()) if isinstance(layers, Mapping) else tuple(layers)
@@ -51,12 +48,8 @@ def checked_options(
     if not all(isinstance(pattern, str) for pattern in keep):
         raise TypeError(f"keep: got {keep!r}, expected a tuple of patterns")
     if min_features is not None:
-        if isinstance(min_features, bool) or not isinstance(min_features, int):
-            raise TypeError(f"min_features: got {type(min_features).__name__}, expected an int >= 0, or None")
-        if not 0 <= min_features < 2**63:
-            raise ValueError(f"min_features: got {short(min_features)}, expected at least 0, and an int64")
-    if not isinstance(drop_weights, bool):
-        raise TypeError(f"drop_weights: got {type(drop_weights).__name__}, expected a bool")
+        whole("min_features", min_features, 0)
+    flag("drop_weights", drop_weights)
     _check_patterns("keep", keep, names)
     _check_patterns("layers", [pattern for pattern, _ in pairs], names)
     return keep, pairs

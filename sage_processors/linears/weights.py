@@ -135,9 +135,6 @@ class LinearState:
         bias: the bias [N] as the latest call found it, or None: offloading takes the module's own away, and casting
             by layer casts it, before a result that waits is computed.
         run: qkv.Run, where it is multiplied together with others of the same input; None alone.
-        columns: outputs of all that its module names beside it (qkv.TOGETHER), whether they turn out to have one input
-            or not; None without. What a call computes, to the bit, must not hang on what was learnt since: such a
-            layer's calls are short by these, and its results never wait.
         balance: balance.Balance of its input's channels, shared with layers that read the same; None where there is
             nothing to balance. is_balanced: that was decided.
         neighbours: balance.Neighbours, which decide; None in a copy.
@@ -159,7 +156,6 @@ class LinearState:
         self.index = 0
         self.bias: Any = None
         self.run: Any = None
-        self.columns: int | None = None
         self.balance: Any = None
         self.neighbours: Any = None
         self.probe: Any = None
@@ -270,8 +266,13 @@ class LinearState:
             self.storage.write(self.index, QuantizedRows(*(part.to(device) for part in rows)))
 
     def find_short(self) -> None:
-        """Find `short_below` anew: the layer has others beside it now, or no longer, or was dropped."""
-        columns = self.columns or self.storage.modules[self.index].out_features
+        """Find `short_below` anew: the layer has others beside it now, or no longer, or was dropped.
+
+        Of what is named side by side all columns count, whether it turns out to have one input or not: the first call
+        would be in 8 bit and later ones in 16.
+        """
+        storage = self.storage
+        columns = storage.starts[-1] if storage.is_joined else storage.modules[self.index].out_features
         has_16_bit = not (self.dropped or self.is_weight_only)
         self.short_below = -(-self.shared.least_work // columns) if has_16_bit else 0
 
@@ -285,7 +286,7 @@ class LinearState:
         shared.clear()
         for other, part in zip(shared.modules, kept, strict=True):
             state = other._sage_linear
-            state.storage, state.index, state.run, state.columns = Storage([other]), 0, None, None
+            state.storage, state.index, state.run = Storage([other]), 0, None
             state.find_short()
             if part is not None:
                 state.storage.write(0, QuantizedRows(*part))
