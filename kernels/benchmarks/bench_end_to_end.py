@@ -10,15 +10,14 @@
 
 Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
 the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one; with `--rounds 4` four
-times so, for a model that waits for the host, whose speed comes and goes by the minute. Ours is what a user
-gets: `apply` with timestep scaling for denoisers, `sage_int8` for language models, warmed up, each forward a denoising
-step further; calls that it leaves exact run on the back end that it is compared with. `attention_removed` returns the
-queries: the floor of what attention alone can give.
+times so. A forward that met a slow host is timed again (host_speed.py). Ours is what users get: `apply` with timestep
+scaling for denoisers, `sage_int8` for language models, warmed up, each forward a denoising step further; calls that it
+leaves exact run on the back end that it is compared with. `attention_removed` returns the queries: the floor of what
+attention alone can give.
 
-Denoisers are also timed as others call them: their repeated blocks compiled, as diffusers advises, or the whole
-forward from a CUDA graph, captured once warmed up, whose inputs are copied into place for every replay. Of
-`compiled_graphs` the compiler records a CUDA graph of each block (mode="reduce-overhead"). Compiled ones
-have some more seconds of warm-up, in which the host becomes as fast again as it is without a compiler beside it.
+Denoisers are also timed as others call them: under torch.inference_mode(), their repeated blocks compiled, as
+diffusers advises, or the whole forward from a CUDA graph, captured once warmed up, whose inputs are copied into place
+for every replay. Of `compiled_graphs` the compiler records a CUDA graph of each block (mode="reduce-overhead").
 
 `--skip 50` leaves out so many percent of the key tiles of the largest attention, at random: what skip="temporal" would
 bring at that share, for models of random weights have none of their own. The lists stay as they are and nothing is
@@ -33,7 +32,6 @@ import argparse
 import gc
 import statistics
 import sys
-import time
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -41,6 +39,7 @@ from typing import NamedTuple
 
 import torch
 from cuda_graphs import replayed
+from host_speed import HostSpeed
 from model_cases import CASES, ModelCase, make_inputs, make_model
 from random_lists import Shape, check_share, give_lists, listed_attention, random_lists
 from replaced_attention import attention_removed
@@ -60,8 +59,7 @@ MAX_ERROR = 0.08
 # Forwards before the first timed one, in which kernels compile: the first has no plan, the second makes one, the
 # fourth keeps row maxima (8-bit P) and the fifth reads them.
 WARM_UP = 5
-SETTLE_S = 4.0  # after a compile, for which all of Python is slower: a model that waits for the host shows it
-CALLED = ("eager", "compiled", "compiled_graphs", "cuda_graph")
+CALLED = ("eager", "inference_mode", "compiled", "compiled_graphs", "cuda_graph")
 COMPILES = ("compiled", "compiled_graphs")
 COMPILER = "inductor"
 OURS, REMOVED = "sage_kernels", "attention_removed"
@@ -113,7 +111,7 @@ class Bench:
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
         self.linears, self.min_features = linears, min_features
         self.lists, self.skip, self.rounds = None, skip, rounds
-        self.forwards = 0  # of all providers
+        self.forwards, self.host = 0, HostSpeed()  # of all providers
         if skip:
             sizes = case.attention()
             self.shape = Shape(*(sizes[name] for name in ("batch", "heads", "seq_q", "seq_kv", "head_dim")))
@@ -163,7 +161,7 @@ class Bench:
         name = f"sage_bench_{self.recipe}"
         sp.register_transformers(name, recipe=self.recipe, min_tokens=self.min_tokens)
         self.model.set_attn_implementation(name)
-        before, swap = sp.attention_report(self.model), None
+        before, swap, forwards = sp.attention_report(self.model), None, self.forwards
         try:
             options = {"linears": self.linears, "min_features": self.min_features}
             swap = None if self.linears == "none" else sp.quantize_linears(self.model, **options)
@@ -173,7 +171,7 @@ class Bench:
             if swap is not None:
                 swap.remove()
             self.model.set_attn_implementation("sdpa")
-        self.check_report(sp.attention_report(self.model), 1 + self.reps, before)
+        self.check_report(sp.attention_report(self.model), self.forwards - forwards, before)
         return result
 
     def expected(self, stock: torch.Tensor) -> torch.Tensor:
@@ -187,18 +185,10 @@ class Bench:
         """Timed forwards at steps WARM_UP to WARM_UP + reps - 1, after `warm_up` ones at the steps before."""
         compiles, graphs = self.called in COMPILES, self.called == "compiled_graphs"
         with compiled_blocks(self.model, graphs=graphs) if compiles else nullcontext():
-            if compiles:
-                self.settle()
             new_run()
-            return self._measure(max(warm_up, int(self.called != "eager")))
-
-    def settle(self) -> None:
-        """Compile, and go on until the host is as fast as before: for some seconds it is busy with what compiled."""
-        inputs, until = make_inputs(self.case, 0, self.device, self.dtype), 0.0
-        while not until or time.perf_counter() < until:
-            self._forward(inputs)
-            self.wait()
-            until = until or time.perf_counter() + (SETTLE_S if self.device.type == "cuda" else 0.0)
+            with torch.inference_mode() if self.called == "inference_mode" else nullcontext():
+                # CUDA graphs of blocks are recorded in the third forward
+                return self._measure(WARM_UP if compiles else max(warm_up, int(self.called != "eager")))
 
     def _measure(self, warm_up: int) -> Measured:
         on_gpu, times, forward = self.device.type == "cuda", [], self._forward
@@ -210,11 +200,11 @@ class Bench:
                 if self.called == "cuda_graph":
                     forward = replayed(forward, inputs)
             self.wait()
-            start = time.perf_counter()
-            output = forward(inputs)
-            self.wait()
-            if step >= WARM_UP:
-                times.append((time.perf_counter() - start) * 1e3)
+            if step < WARM_UP:
+                output = self.finished(forward, inputs)
+            else:
+                took, output = self.host.timed(partial(self.finished, forward, inputs))
+                times.append(took)
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
         return Measured(times, peak, output.clone())
 
@@ -223,6 +213,11 @@ class Bench:
         if self.called == "compiled_graphs":  # until then one block's output is the next one's input
             torch.compiler.cudagraph_mark_step_begin()
         return self.model(**inputs, return_dict=True)[0]
+
+    def finished(self, forward, inputs: dict) -> torch.Tensor:
+        output = forward(inputs)
+        self.wait()
+        return output
 
     def wait(self) -> None:
         if self.device.type == "cuda":

@@ -16,6 +16,7 @@ from sage_kernels.planning.rules import RULES, rule_for
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import MIXED_RECIPE
 
+from ..inference_mode import AsUnderNoGrad
 from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS
 from .announced import signs_of
@@ -108,7 +109,9 @@ class Part:
         self.device = self._home = device_of(model)
         self._reader = TimestepReader(type(model).forward, self.device)
         self.forwards = Forwards(self.device)
-        self._hook = model.register_forward_pre_hook(RootHook(handle, self), with_kwargs=True, prepend=True)
+        root = RootHook(handle, self)
+        self._hooks = [model.register_forward_pre_hook(root, with_kwargs=True, prepend=True)]
+        self._hooks += AsUnderNoGrad().install(model)
 
     def install(self) -> None:
         """Swap every processor that is not ours, keep the others; new call sites get a new state."""
@@ -351,7 +354,8 @@ class Part:
             self.linears.remove()
             self.linears = None
         self._head_norms.remove()
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         for _, module in attention_modules(self.model):
             if is_sage(module.processor):
                 put_processor(module, self._stock(module))

@@ -40,7 +40,7 @@ class Balance:
     def on(self, device: torch.device) -> torch.Tensor:
         """The vector where a call is."""
         if self.vector.device != device:
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 self.vector = self.vector.to(device)
             mark_static_address(self.vector, guard=False)
         return self.vector
@@ -101,7 +101,7 @@ class Neighbours:
         if state.is_balanced:
             return
         modules = [x for unit in self.units for x in self._members(unit)]
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             weights = [weight_on_hand(x) for x in modules]
             if self._is_open and all(weight is not None for weight in weights):
                 self._decide_all()
@@ -132,7 +132,7 @@ class Neighbours:
         weights = [weight_on_hand(x) for x in modules]
         if any(weight is None for weight in weights):
             return
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             sizes = [size for size in map(_size_of, modules) if size is not None]
             if not sizes:
                 return

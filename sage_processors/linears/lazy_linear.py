@@ -177,7 +177,7 @@ def _put_in_turns(module, *, gate_first: bool) -> bool:
         if storage.is_fixed:
             return False
         turned = Storage([module], in_turns=True, gate_first=gate_first)
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():
             rows = storage.all_rows
             storage.clear()  # not written over: whoever reads the old tensors still finds the old order
             turned.write(0, rows)
@@ -211,7 +211,7 @@ def _pair_up(modules, states) -> bool:
     if any(len(s.storage.modules) > 1 or s.storage.in_turns or s.storage.is_fixed for s in states):
         return False
     pair = Storage(modules, in_turns=True)
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():
         parts = [s.storage.all_rows for s in states]
         if parts[0].codes.device != parts[1].codes.device:
             return False

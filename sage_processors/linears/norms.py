@@ -8,6 +8,7 @@ import sys
 import torch
 from torch import nn
 
+from ..inference_mode import counts_writes
 from .captured import is_captured
 from .lazy import Lazy, can_wait
 from .lazy_norm import LazyNorm, NormCall
@@ -95,7 +96,7 @@ class NormState:
             return None
         if not self.waits_when_captured and is_captured(x.device):
             return None
-        if any(p is not None and (p.is_meta or p.is_inference() or p.device != x.device) for p in (weight, bias)):
+        if any(p is not None and (p.is_meta or p.device != x.device or not counts_writes(p)) for p in (weight, bias)):
             return None
         key = (x.dtype, None if weight is None else weight.dtype)
         dtype = self.dtypes.get(key)
@@ -133,7 +134,7 @@ def norm_form(module: nn.Module) -> tuple[str, bool] | None:
     if not width:
         return None
     generator = torch.Generator().manual_seed(0)
-    with torch.no_grad(), torch.inference_mode(False), torch.device("cpu"):
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         x = torch.randn(3, width, generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]]) + 0.1
         own = {key: torch.rand(width, generator=generator) + 0.5 for key in parameters}
         twin = copy.copy(module)

@@ -131,7 +131,7 @@ class Storage:
         known, known_versions = self._biases
         if versions != known_versions or any(a is not b for a, b in zip(own, known, strict=True)):
             one = next(x for x in own if x is not None)
-            with torch.no_grad(), torch.inference_mode(False):
+            with torch.inference_mode(False), torch.no_grad():
                 bias = self._laid_out(
                     [one.new_zeros(m.out_features) if x is None else x for x, m in zip(own, modules, strict=True)]
                 )

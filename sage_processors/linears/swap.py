@@ -10,6 +10,7 @@ from torch import nn
 
 from sage_kernels.compat import keep_out_of_dynamo
 
+from ..inference_mode import AsUnderNoGrad
 from ..on_import import when_imported
 from .balance import find_neighbours, share_known
 from .captured import is_captured
@@ -106,6 +107,7 @@ class LinearSwap:
             self._hooks.append(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             if not is_swapped(model):  # a layer alone is a part of what calls it
                 self._hooks.append(model.register_forward_hook(LeavingHook(self._shared)))
+                self._hooks += AsUnderNoGrad().install(model)
             when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
         except Exception:
             self._put_back()

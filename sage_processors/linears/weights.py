@@ -13,6 +13,7 @@ from torch import nn
 from sage_kernels import QuantizedRows, quantize_weight
 
 from ..event_counter import EventCounter
+from ..inference_mode import counts_writes
 from ..options import UnsupportedLinearError
 from .activations import Activations
 from .captured import is_captured
@@ -185,7 +186,7 @@ class LinearState:
 
     def is_fresh(self, weight) -> bool:
         """Whether nothing speaks for a weight that was written to or exchanged since it was quantised."""
-        return weight is self._weight() and not self.touched and _version(weight) == self._weight_version
+        return not (self.touched or self._is_another(weight) or weight.is_inference())
 
     def _is_another(self, weight) -> bool:
         return weight is not self._weight() or _version(weight) != self._weight_version
@@ -226,17 +227,21 @@ class LinearState:
 
     def _has_another_bias(self, bias) -> bool:
         known = bias is self._bias() and _version(bias) == self._bias_version
-        return not known or self.bias.device != bias.device
+        return not known or self.bias.device != bias.device or bias.is_inference()
 
     def _take_bias(self, bias) -> None:
         if bias.is_meta or bias.dtype not in DTYPES:
             return
-        with torch.no_grad(), torch.inference_mode(False):
+        self._bias = _nothing
+        counts_writes(bias)
+        with torch.inference_mode(False), torch.no_grad():
             self.bias = self.storage.renewed(self.bias, bias.detach().clone())
         self._bias, self._bias_version, self.bias_touched = weakref.ref(bias), _version(bias), False
 
     def _compare(self, weight) -> None:
-        with torch.no_grad(), torch.inference_mode(False):
+        self._weight = _nothing  # a weak reference would keep it from getting a counter of writes
+        counts_writes(weight)
+        with torch.inference_mode(False), torch.no_grad():
             is_slow = weight.device.type == "cpu" and weight.numel() >= 2**20 and torch.cuda.is_available()
             near = weight.detach().cuda() if is_slow else weight  # on a CPU a model takes minutes
             known = checksum(near)

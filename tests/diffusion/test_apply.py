@@ -26,7 +26,7 @@ def test_P08_apply_again_replaces_the_options_and_remove_gives_the_originals_bac
     original = processors_of(model)
     first = sp.apply(model, EVERYTHING)
     second = sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="per_head"))
-    assert sp.handle_of(model) is second and len(model._forward_pre_hooks) == 1
+    assert sp.handle_of(model) is second and len(model._forward_pre_hooks) == 2
     with torch.no_grad():
         model(**inputs)
     assert {row["scaling"] for row in second.report().rows} == {"per_head"} and first.report().rows == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from contextlib import contextmanager
 
@@ -356,15 +357,18 @@ def test_wrong_arguments_of_a_rotary_embedding_are_the_models_error(given, optio
         model(X, angles())
 
 
-def test_under_autocast_and_inference_mode_nothing_waits():
+@pytest.mark.parametrize("mode", ["autocast", "inference_mode", "inference_mode_inside"])
+def test_under_autocast_nothing_waits_and_in_inference_mode_what_counts_its_writes(mode):
     model = Model(Processor())
     table = angles()
-    for context in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode()):
-        expected = model(X, table)
-        with sp.apply(model, config()), context, Passes() as passes:
-            got = model(X.clone(), tuple(x.clone() for x in table)).float()
-        assert not passes.calls
-        assert (got - expected).norm() < 0.03 * expected.norm()
+    expected = model(X, table)
+    context = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else torch.inference_mode()
+    with sp.apply(model, config()), context, Passes() as passes:
+        called = model if mode != "inference_mode_inside" else functools.partial(type(model).forward, model)
+        for _ in range(2):
+            got = called(X.clone(), tuple(x.clone() for x in table)).float()
+    assert len(passes.calls) == (2 if mode == "inference_mode" else 0)
+    assert (got - expected).norm() < 0.03 * expected.norm()
 
 
 def test_heads_that_nobody_finishes_are_lazy_and_print_as_numbers():

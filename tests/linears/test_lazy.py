@@ -209,7 +209,7 @@ def test_inference_tensors_do_not_know_their_writes():
         y = torch.randn(4, 48)
         wanted = block[1](3 * y) + 0
         with OpCounter() as ops:
-            got = block(y)[1]
+            got = Three.forward(block, y)[1]  # without what has the forward of a model count them
         assert torch.equal(got, wanted) and ops.quantized == 3
 
 
@@ -336,7 +336,7 @@ def test_inference_mode_does_not_wait_for_what_it_can_not_watch():
     with sp.quantize_linears(block, min_features=0), torch.inference_mode():
         x = torch.randn(2, 6, 48)
         assert type(block.norm(x)) is torch.Tensor
-        for a, b in zip(block(x), stock(x), strict=True):
+        for a, b in zip(type(block).forward(block, x), stock(x), strict=True):
             assert relative_error(a, b) < 0.02
 
 

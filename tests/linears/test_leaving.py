@@ -112,7 +112,7 @@ def test_hooks_go_with_the_swap_and_copies_have_their_own():
     model = Model().eval().requires_grad_(False)
     with sp.quantize_linears(model, "int8", min_features=16):
         twin = copy.deepcopy(model)
-        assert len(model._forward_hooks) == 1
+        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 2
     assert not model._forward_hooks and not model._forward_pre_hooks
     assert type(twin(torch.randn(3, 64))) is torch.Tensor
 
@@ -121,7 +121,7 @@ def test_a_swap_that_fails_at_its_end_leaves_no_hook(monkeypatch):
     model = Model().eval().requires_grad_(False)
 
     def fails(*_, **__):
-        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 1
+        assert len(model._forward_hooks) == len(model._forward_pre_hooks) == 2
         raise RuntimeError("no passes")
 
     monkeypatch.setattr(swap, "when_imported", fails)

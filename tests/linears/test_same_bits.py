@@ -23,7 +23,7 @@ REPEATS = 3
 def cast(x, dtype=torch.bfloat16):
     if isinstance(x, torch.Tensor):
         return x.to(dtype, copy=True) if x.is_floating_point() else x.clone()
-    return {key: cast(value) for key, value in x.items()} if isinstance(x, dict) else x
+    return {key: cast(value, dtype) for key, value in x.items()} if isinstance(x, dict) else x
 
 
 def forwards(model, inputs, least_work=0):

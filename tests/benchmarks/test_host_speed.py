@@ -1,0 +1,66 @@
+"""Timings that met a slow host are done again."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.support.repository import ROOT
+
+
+@pytest.fixture
+def host_speed(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "kernels" / "benchmarks"))
+    import host_speed
+
+    yield host_speed
+    sys.modules.pop("host_speed")
+
+
+class Clock:
+    """time.perf_counter() of a host on which each loop takes the next one of `loops` seconds, a run `run` seconds."""
+
+    def __init__(self, loops, run=0.1):
+        self.now, self.loops, self.run, self.is_inside = 0.0, iter(loops), run, False
+
+    def perf_counter(self):
+        self.is_inside = not self.is_inside  # the second reading of a loop
+        if not self.is_inside:
+            self.now += next(self.loops)
+        return self.now
+
+
+def test_a_loop_that_takes_longer_than_ever_says_that_the_host_is_slow(host_speed, monkeypatch):
+    monkeypatch.setattr(host_speed, "time", Clock([2.0, 2.2, 4.0, 2.4, 1.0, 2.0, 1.2]))
+    host = host_speed.HostSpeed()
+    assert [host.is_full() for _ in range(7)] == [True, True, False, True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    "full, runs",
+    [
+        ([True, True], 1),
+        ([False, True, True], 2),  # slow before the first: not even asked behind it
+        ([True, False, True, True], 2),
+        ([False] * 6, 6),
+    ],
+)
+def test_what_met_a_slow_host_runs_again_a_few_times_at_most(host_speed, monkeypatch, full, runs):
+    host, answers, made = host_speed.HostSpeed(), iter(full), []
+    monkeypatch.setattr(host, "is_full", lambda: next(answers))
+
+    def run():
+        made.append(1)
+        return len(made)
+
+    took, result = host.timed(run)
+    assert len(made) == result == runs and 0 <= took < 1000 and next(answers, None) is None
+
+
+def test_what_takes_a_second_is_not_repeated(host_speed, monkeypatch):
+    monkeypatch.setattr(host_speed, "LONG_MS", 0.0)
+    host, made = host_speed.HostSpeed(), []
+    monkeypatch.setattr(host, "is_full", lambda: False)
+    host.timed(lambda: made.append(1))
+    assert made == [1]
