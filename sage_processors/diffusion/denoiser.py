@@ -254,6 +254,8 @@ class Part:
     def new_run(self) -> None:
         """Without a scheduler: the next call is the first of a run. From now on the user says so every time."""
         self.is_told = True
+        if self.linears is not None:
+            self.linears.begin_run()
         self._reader.begin_run()
         if self.state is not None:
             self.state.begin_run(1.0)
@@ -332,6 +334,8 @@ class Part:
 
     def begin_run(self, u, progress=None) -> None:
         """The scheduler's run begins at noise level u. progress: windows.Progress; None: nobody knows where it is."""
+        if self.linears is not None:
+            self.linears.begin_run()
         if self.state is not None:
             self.state.begin_run(u)
             self._place_lists(progress, u)

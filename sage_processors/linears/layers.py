@@ -43,8 +43,10 @@ def linear_layers(model: nn.Module):
         parts = name.split(".")
         if any(part.startswith("lora_") for part in parts):
             continue
-        weight = module._parameters.get("weight")
-        if type(weight) is nn.Parameter and type(weight.data) is torch.Tensor and weight.is_floating_point():
+        weight: Any = module._parameters.get("weight")
+        if type(weight) is not nn.Parameter or "bias" not in module._parameters:  # pruned, or parametrized
+            continue
+        if type(weight.data) is torch.Tensor and weight.is_floating_point():
             yield ".".join(part for part in parts if part != "base_layer"), module
 
 

@@ -54,6 +54,12 @@ def _reason_against(module, state: LinearState, x, weight) -> str | None:
     return None if x.dtype == weight.dtype else "dtype"
 
 
+def _has_parameters(module) -> bool:
+    """Whether weight and bias are parameters: pruning, weight norms and parametrizations make others of them."""
+    parameters = module._parameters
+    return parameters.get("weight") is not None and "bias" in parameters
+
+
 def _output_dtype(x) -> torch.dtype:
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
@@ -63,8 +69,10 @@ def _exact(module, base, x):
     """The layer in 16 bit: its own forward, or, without its weight, with what the codes stand for."""
     state = module._sage_linear
     if not state.dropped:
-        if base.forward is nn.Linear.forward:  # without `weight` below, which takes the caller for one who may write
-            return F.linear(x, module._parameters["weight"], module._parameters["bias"])
+        parameters = module._parameters
+        if base.forward is nn.Linear.forward and _has_parameters(module):
+            # without `weight` below, which takes the caller for one who may write
+            return F.linear(x, parameters["weight"], parameters["bias"])
         return base.forward(module, x)
     with state.shared.lock:
         storage = state.storage
@@ -104,12 +112,14 @@ def _in_8_bit(module, base, x):
             return _exact(module, base, x)
     shared.had_work = True
     weight = module._parameters.get("weight")
-    reason = "other" if weight is None else _reason_against(module, state, x, weight)
+    reason = _reason_against(module, state, x, weight) if _has_parameters(module) else "other"
     if reason is None:
         with shared.lock:
             if state.prepare(module):
                 return _multiplied(module, state, x, is_lazy)
             reason = "weight" if state.failed else "other"
+    if reason in ("training", "gradient"):
+        state.may_be_trained(module)
     state.stay_exact(reason)
     return _exact(module, base, real_of(x))
 
@@ -155,7 +165,9 @@ def _compiled(module, base, x):
         return _exact(module, base, x)
     storage = state.storage
     weight = module._parameters.get("weight")
-    reason = "other" if weight is None else _reason_against(module, state, x, weight)
+    reason = _reason_against(module, state, x, weight) if _has_parameters(module) else "other"
+    if reason is None and weight.shape != (module.out_features, module.in_features):
+        reason = "other"
     home = storage.modules[0]._buffers
     codes = home.get(CODES)
     balance = None if state.balance is None else state.balance.vector
@@ -194,13 +206,29 @@ class _SwappedLinear(_Beside):
         """The 16-bit weight. Whoever gets it may write to it."""
         if not torch.compiler.is_compiling():
             self._sage_linear.touched = True
-        return _parameter(self, "weight")
+        return _attribute(self, "weight")
+
+    @weight.setter
+    def weight(self, value):
+        self.__dict__["weight"] = value  # a tensor that is no parameter: nn.Module asks here for nothing else
+
+    @weight.deleter
+    def weight(self):
+        self.__dict__.pop("weight")
 
     @property
     def bias(self):
         if not torch.compiler.is_compiling():
             self._sage_linear.bias_touched = True
-        return _parameter(self, "bias")
+        return _attribute(self, "bias")
+
+    @bias.setter
+    def bias(self, value):
+        self.__dict__["bias"] = value
+
+    @bias.deleter
+    def bias(self):
+        self.__dict__.pop("bias")
 
     def _apply(self, fn, recurse=True):
         """Move, but never cast, what is in 8 bit: `to(dtype)` is meant for the 16-bit weight."""
@@ -237,11 +265,11 @@ class _SwappedLinear(_Beside):
         return _rebuild, ("linear", type(self)._sage_base), self.__dict__
 
 
-def _parameter(module, name):
-    parameters = module.__dict__.get("_parameters", {})
-    if name not in parameters:
-        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-    return parameters[name]
+def _attribute(module, name):
+    for place in (module.__dict__.get("_parameters", {}), module.__dict__, module.__dict__.get("_buffers", {})):
+        if name in place:
+            return place[name]
+    raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
 
 def placeholder(shape, dtype, device) -> nn.Parameter:
@@ -261,7 +289,8 @@ def linear_class(base: Any) -> type:
             return base.forward(self, input)
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)
-        if state.shared.all_short and is_stock and type(input) is torch.Tensor and input.numel() < state.short_below:
+        known = state.shared.all_short and is_stock and type(input) is torch.Tensor and _has_parameters(self)
+        if known and input.numel() < state.short_below:
             return F.linear(input, self._parameters["weight"], self._parameters["bias"])
         return _in_8_bit(self, base, input)
 
@@ -304,9 +333,14 @@ def is_swapped(module) -> bool:
 
 
 def put_class(module, cls: Any) -> None:
-    """Give a module another class, also where hooks of accelerate or diffusers hold its forward."""
-    old, new = type(module).forward, cls.forward
-    module.__class__ = cls
+    """Give a module another class, also where hooks of accelerate or diffusers hold its forward. A class that somebody
+    derived from it (a parametrization does, for one module) stays, with another base."""
+    now: Any = type(module)
+    old, new = now.forward, cls.forward
+    if is_swapped(module) and "_sage_base" not in now.__dict__:
+        now.__bases__ = (cls,)
+    else:
+        module.__class__ = cls
     own = module.__dict__
     for name in ("forward", "_old_forward"):
         if name in own:

@@ -63,20 +63,9 @@ class NormState:
         self.is_postponed, self.is_proven = True, False
         self.dtypes: dict = {}
         self.at_once_up_to, self.waits_from = 0, sys.maxsize
-        self._weight: tuple = (None, None, None)
-
-    def __getstate__(self):
-        return self.__dict__ | {"_weight": (None, None, None)}
 
     def _weight_of(self, weight):
-        if weight is None or not self.plus_one:
-            return weight
-        known, version, result = self._weight
-        if known is not weight or version != weight._version:
-            result = 1.0 + weight.detach().float()
-            if not is_captured(weight.device):
-                self._weight = (weight, weight._version, result)
-        return result
+        return weight if weight is None or not self.plus_one else 1.0 + weight.detach().float()
 
     def postpone(self, module, x, forward) -> torch.Tensor | None:
         """The lazy result of norm module called with x, or None: it has to be computed now."""

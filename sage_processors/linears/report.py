@@ -9,6 +9,9 @@ from .probe import relative_error
 from .weights import CALLED, EVENTS, REMEDIES
 
 
+TAKEN_IN = "Compiled with the code around the model: weights that change then are noticed by refresh() alone."
+
+
 class LinearReport(LayerReport):
     """Result of `LinearSwap.report()`, and `linears` of a handle's report.
 
@@ -63,10 +66,11 @@ def _worst(rows: list[dict]) -> str:
 
 
 def notes_of(swap) -> list[str]:
-    """Of layers that have no row: others quantised them."""
+    """Of layers that have no row, since others quantised them, and of a model that nobody watches."""
     found = layers_of_others(swap.model)
     kinds = ", ".join(dict.fromkeys(found))
-    return [f"{len(found)} linear layers are of another kind and left to it: {kinds}."] if found else []
+    notes = [f"{len(found)} linear layers are of another kind and left to it: {kinds}."] if found else []
+    return notes + [TAKEN_IN] * swap.is_taken_in
 
 
 def rows_of(swap) -> list[dict]:
@@ -93,7 +97,8 @@ def rows_of(swap) -> list[dict]:
                 row["fallbacks"]["short"] = row["fallbacks"].get("short", 0) + compiled
             else:
                 row["compiled_calls"] = compiled
-            size = choice.module._parameters["weight"].element_size() - 1
+            weight = choice.module._parameters.get("weight")
+            size = 0 if weight is None else weight.element_size() - 1
             calls = row["calls"] + row["compiled_calls"]
             row["bytes_saved"] = calls * choice.module.in_features * choice.module.out_features * size
             notes = [REMEDIES["training"]] if choice.module.training else []

@@ -21,6 +21,7 @@ from .modules import is_swapped, linear_class, norm_class, placeholder, put_clas
 from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run
 from .report import LinearReport, notes_of, rows_of
+from .samples import are_changed
 from .short_forwards import ShortForwards, shapes_of
 from .storage import Storage
 from .swap_checks import checked_options
@@ -46,6 +47,8 @@ class PrepareHook:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
             _prepare(self, module, args, kwargs)
+        else:  # taken in by compiled code around the model
+            self.shared.is_taken_in = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PrepareHook, (self.shared,)
@@ -100,6 +103,7 @@ class LinearSwap:
         self._norms: dict[int, Any] = {}
         self.choices: list[Choice] = []
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
+        self._trains = False  # gradients were wanted in the latest forward
         self._active, self._hooks = True, []
         try:
             self.refresh(ready)
@@ -220,8 +224,8 @@ class LinearSwap:
     def _waits(self, module: Any) -> bool:
         """Whether the weight is better quantised where the model will run than where it is: on a CPU that has a GPU
         beside it, it takes minutes."""
-        weight = module._parameters["weight"]
-        return weight.is_meta or (weight.device.type == "cpu" and torch.cuda.is_available())
+        weight = module._parameters.get("weight")
+        return weight is None or weight.is_meta or (weight.device.type == "cpu" and torch.cuda.is_available())
 
     def _prepare_one(self, module: Any, state: LinearState) -> None:
         version = state.version
@@ -254,6 +258,10 @@ class LinearSwap:
         shared, ran_before = self._shared, self._shared.forwards > 0
         self.unseen_forwards += ran_before and not shared.was_called
         shared.look_anew()
+        if self._trains:
+            for module, state in self._states.values():
+                state.may_be_trained(module)
+        self._trains = torch.is_grad_enabled()
         shared.all_short = shared.was_called = self._is_known_as_short(args, kwargs)
         if shared.all_short:
             return
@@ -264,6 +272,15 @@ class LinearSwap:
             # compiled code makes no weights: offloaded ones are made here once it has run
             if state.is_filled or ran_before or not self._waits(module):
                 self._prepare_one(module, state)
+
+    def begin_run(self) -> None:
+        """A run of a denoiser: look at a few numbers of each weight, for writes that nobody counted. Syncs."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        looked_at = [(s, pair) for module, s in self._states.values() for pair in s.samples(module)]
+        for (state, _), is_changed in zip(looked_at, are_changed([pair for _, pair in looked_at]), strict=True):
+            if is_changed:
+                state.touched = state.bias_touched = True
 
     def _is_known_as_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether no call of this forward has work for 8 bit."""
@@ -279,6 +296,11 @@ class LinearSwap:
     def forwards_without_eager_calls(self) -> int:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
         return self.unseen_forwards + (self._shared.forwards > 0 and not self._shared.was_called)
+
+    @property
+    def is_taken_in(self) -> bool:
+        """Whether code around the model was compiled with it: no hook runs before the model then."""
+        return self._shared.is_taken_in
 
     def states(self) -> list[LinearState]:
         """Of every swapped layer."""

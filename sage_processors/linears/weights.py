@@ -19,6 +19,7 @@ from .activations import Activations
 from .captured import is_captured
 from .layers import WEIGHT_ONLY
 from .lazy import CAN_WAIT, may_wait_in
+from .samples import sample_of
 from .storage import Storage
 
 
@@ -79,7 +80,8 @@ class Shared:
 
     Attributes: least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from Python,
         since the last forward of the model began. had_work: one was that did not find its call short. all_short: no
-        call of this forward has work for 8 bit (short_forwards.py). forwards: of the model, so far. lock: held while a
+        call of this forward has work for 8 bit (short_forwards.py). is_taken_in: code around the model was compiled
+        with it, and runs no hook. forwards: of the model, so far. lock: held while a
         weight in 8 bit is made, laid out anew or taken for a call: forwards of several threads may do so at once.
         Nobody takes a lock of attention's meanwhile.
     """
@@ -87,7 +89,7 @@ class Shared:
     def __init__(self, least_work: int = 0, model: nn.Module | None = None):
         self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
         self._may_wait: bool | None = None
-        self.was_called = self.had_work = self.all_short = False
+        self.was_called = self.had_work = self.all_short = self.is_taken_in = False
         self.forwards = 0
         self._forward = threading.local()
         self.lock = threading.RLock()
@@ -140,8 +142,9 @@ class LinearState:
             nothing to balance. is_balanced: that was decided.
         neighbours: balance.Neighbours, which decide; None in a copy.
         version: how often its 8-bit weight was made.
-        touched: the 16-bit weight was handed out since it was last compared, and may have been written to through
-            `.data`, which no counter of PyTorch's tells. bias_touched: the bias was.
+        touched: the 16-bit weight was handed out since it was last compared, or gradients were wanted, and it may have
+            been written to in ways that no counter of PyTorch's tells: through `.data`, or by a fused optimizer.
+            bias_touched: the bias was.
         dropped: the 16-bit weight is gone.
         failed: its weight can't be quantised.
         short_below: calls with so many numbers or more are worth 8 bit; 0: all are.
@@ -168,6 +171,7 @@ class LinearState:
         self._weight: Any = _nothing
         self._weight_version: int | None = None
         self._checksum: tuple | None = None
+        self.sample: torch.Tensor | None = None  # of the weight, when it was last compared
         self._bias: Any = _nothing
         self._bias_version: int | None = None
 
@@ -186,7 +190,19 @@ class LinearState:
 
     def is_fresh(self, weight) -> bool:
         """Whether nothing speaks for a weight that was written to or exchanged since it was quantised."""
-        return not (self.touched or self._is_another(weight) or weight.is_inference())
+        return not (self.touched or self._is_another(weight) or weight.is_inference() or _has_gradient(weight))
+
+    def samples(self, module) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of weight and bias, where nothing else tells that they were written to: (numbers as they are, as they were
+        when they were taken)."""
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        found = []
+        if not (self.dropped or self.failed or weight is None or weight.is_meta or self.sample is None):
+            if self.is_fresh(weight):
+                found.append((sample_of(weight), self.sample))
+        if bias is not None and self.bias is not None and not (bias.is_meta or self._has_another_bias(bias)):
+            found.append((sample_of(bias), sample_of(self.bias)))
+        return found
 
     def _is_another(self, weight) -> bool:
         return weight is not self._weight() or _version(weight) != self._weight_version
@@ -207,6 +223,8 @@ class LinearState:
                 return False
             if weight.is_meta or weight.dtype not in DTYPES:  # offloaded, or cast to rest
                 return self.is_filled and not self.failed
+            if weight.shape != (module.out_features, module.in_features):
+                return False
             if is_captured(weight.device):  # whoever captures has run it before, and only looked at it since
                 if not self.is_filled or self._is_another(weight):
                     return False
@@ -227,7 +245,8 @@ class LinearState:
 
     def _has_another_bias(self, bias) -> bool:
         known = bias is self._bias() and _version(bias) == self._bias_version
-        return not known or self.bias.device != bias.device or bias.is_inference()
+        is_told = not (bias.is_inference() or _has_gradient(bias))
+        return not known or self.bias.device != bias.device or not is_told
 
     def _take_bias(self, bias) -> None:
         if bias.is_meta or bias.dtype not in DTYPES:
@@ -247,8 +266,15 @@ class LinearState:
             known = checksum(near)
             if known != self._checksum or not (self.is_filled or self.failed):
                 self._quantize(near, weight.device)
+            self.sample = sample_of(weight).clone()
         self._weight, self._weight_version, self._checksum = weakref.ref(weight), _version(weight), known
         self.touched = False
+
+    def may_be_trained(self, module) -> None:
+        """Gradients were wanted: an optimizer's step may follow, which need not count its writes."""
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        self.touched = self.touched or (weight is not None and weight.requires_grad)
+        self.bias_touched = self.bias_touched or (bias is not None and bias.requires_grad)
 
     def _quantize(self, weight, device) -> None:
         self.keep(self.rows_from(weight, None if self.balance is None else self.balance.vector), device)
@@ -311,6 +337,11 @@ class LinearState:
 
 def _nothing():
     """A weak reference to nothing."""
+
+
+def _has_gradient(parameter) -> bool:
+    """Whether an optimizer may write to it before the next call."""
+    return parameter.requires_grad and parameter.grad is not None
 
 
 def _version(weight) -> int:

@@ -336,14 +336,24 @@ def test_a_parameter_that_gets_a_counter_is_the_same_one():
         assert not counts_writes(linear.bias) and linear.bias is bias() and bias().is_inference()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_made_in_inference_mode_gives_the_bits_of_others(name):
+def test_a_model_made_or_called_in_inference_mode_gives_the_bits_of_others(name, device):
+    """On a GPU calls after the first are launched as that one was."""
     outputs = []
     for made in MODES:
         with made():
             model, inputs = MODELS[name]()
-            model = model.to(torch.bfloat16)
+            model = model.to(device, torch.bfloat16)
         options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears="int8", linears_min_features=0)
-        with torch.inference_mode(), sp.apply(model, options):
-            outputs += [model(**cast(inputs), return_dict=False)[0] for _ in range(2)]
+        for mode in MODES:
+            with mode(), sp.apply(model, options):
+                given = {key: placed(x, device) for key, x in cast(inputs).items()}
+                outputs += [model(**given, return_dict=False)[0] for _ in range(3)]
     assert all(torch.equal(outputs[0], other) for other in outputs)
+
+
+def placed(x, device):
+    if isinstance(x, dict):
+        return {key: placed(value, device) for key, value in x.items()}
+    return x.to(device) if isinstance(x, torch.Tensor) else x

@@ -11,6 +11,7 @@ from torch import nn
 import sage_kernels
 import sage_processors as sp
 from sage_processors.linears import weights
+from sage_processors.linears.samples import are_changed, sample_of
 from tests.linears.counting import relative_error
 
 
@@ -21,6 +22,9 @@ def layer():
     with sp.quantize_linears(module, min_features=0) as swap:
         module(torch.randn(2, 48)) + 0
         yield module, swap
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def data_of(module):
@@ -169,3 +173,156 @@ def test_dropped_halves_of_a_gated_layer():
     assert relative_error(block(x) + 0, expected) < 0.03
     assert relative_error(block.proj(x) + 0, plain) < 0.02
     assert relative_error(block.proj(x.clone().requires_grad_()).detach(), plain) < 0.02
+
+
+class Net(nn.Sequential):
+    """A class of its own: of a model that is one of torch.nn's, torch.compile takes in the hooks, too."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def net():
+    torch.manual_seed(0)
+    return Net(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64)).eval()
+
+
+def called(model, x):
+    with torch.no_grad():
+        return model(x) + 0
+
+
+def train(model, optimizer, call=None, steps=3):
+    for _ in range(steps):
+        (call or model)(torch.randn(4, 64, device=next(model.parameters()).device)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),  # counts no writes
+    "fused_sgd": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("how", ["train", "eval", "layer_alone", "compiled"])
+def test_trained_weights_are_quantised_anew(name, how, device):
+    """Weights of which nobody tells that they were written to, in whatever way gradients were asked for."""
+    model, x = net().to(device), torch.randn(4, 64, device=device)
+    with sp.quantize_linears(model, min_features=0) as swap:
+        before = called(model, x)
+        model.train(how in ("train", "compiled"))
+        call = None
+        if how == "layer_alone":  # nobody calls the model
+            call = model[1]
+        elif how == "compiled":
+            call = torch.compile(model, backend="aot_eager")
+        train(model, OPTIMIZERS[name](model.parameters()), call)
+        model.eval()
+        got = called(model, x)
+        swap.remove()
+        assert relative_error(got, called(model, x)) < 0.03 < relative_error(got, before)
+    torch._dynamo.reset()
+
+
+def test_a_call_between_a_gradient_and_the_step_is_not_the_last_word():
+    model, x = net(), torch.randn(4, 64)
+    optimizer = OPTIMIZERS["fused"](model.parameters())
+    with sp.quantize_linears(model, min_features=0) as swap:
+        model(x).square().sum().backward()
+        for _ in range(2):
+            called(model, x)
+            optimizer.step()
+        got = called(model, x)
+        swap.remove()
+    assert relative_error(got, called(model, x)) < 0.03
+
+
+def test_frozen_weights_are_not_looked_at_after_a_forward_with_gradients(monkeypatch):
+    model, x = net().requires_grad_(False), torch.randn(4, 64)
+    with sp.quantize_linears(model, min_features=0):
+        called(model, x)
+        looked = []
+        monkeypatch.setattr(weights, "checksum", lambda *a: looked.append(1))
+        model(x)
+        called(model, x)
+        assert not looked
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_looks_at_some_numbers_of_every_weight_and_bias(monkeypatch, device):
+    model, x = net().to(device), torch.randn(4, 64, device=device)
+    made = []
+    quantize = weights.quantize_weight
+    monkeypatch.setattr(weights, "quantize_weight", lambda *a, **k: made.append(1) or quantize(*a, **k))
+    with sp.quantize_linears(model, min_features=0) as swap:
+        called(model, x)
+        made.clear()
+        swap.begin_run()
+        called(model, x)
+        assert not made
+        for part in ("weight", "bias"):
+            for layer in (model[1], model[3]):
+                layer._parameters[part].data.mul_(-3)
+                swap.begin_run()
+                assert relative_error(called(model, x), model(x)) < 0.03
+        assert len(made) == 2
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (64, 64), (70, 300), (300, 70), (7, 0)])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "cut", "expanded"])
+def test_a_sample_is_of_other_rows_and_columns(shape, layout):
+    rows, columns = shape
+    x = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    x = {
+        "contiguous": lambda: x,
+        "transposed": lambda: x.t().contiguous().t(),
+        "cut": lambda: torch.nn.functional.pad(x, (2, 3, 1, 1))[1:-1, 2 : columns + 2],
+        "expanded": lambda: x[:1].expand(rows, columns),
+    }[layout]()
+    sample = sample_of(x)
+    assert len(sample) == min(64, *shape)
+    if layout != "expanded" and sample.numel():
+        at = sample.long()
+        assert len(set((at // columns).tolist())) == len(set((at % columns).tolist())) == len(sample)
+    assert sample.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert torch.equal(sample_of(x.flatten()[:10]), x.flatten()[:10])
+
+
+def test_samples_are_compared_by_their_bits():
+    nan, zero = torch.full((4,), torch.nan), torch.zeros(4)
+    pairs = [(nan, nan.clone()), (zero, -zero), (zero, torch.zeros(4, dtype=torch.bfloat16)), (zero, torch.zeros(3))]
+    pairs += [(zero.bfloat16(), zero.bfloat16()), (zero.half(), torch.ones(4).half())]
+    assert are_changed(pairs) == [False, True, True, True, False, True] and are_changed([]) == []
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net().requires_grad_(False)
+
+    def forward(self, x):
+        return 2 * self.inner(x)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_is_compiled_with_code_around_it_needs_refresh_and_says_so(fullgraph):
+    torch._dynamo.reset()
+    around, x = Around(), torch.randn(4, 64)
+    with sp.quantize_linears(around.inner, min_features=0) as swap:
+        called(around, x)
+        assert not swap.report().notes
+        compiled = torch.compile(around, backend="aot_eager", fullgraph=fullgraph)
+        called(compiled, x)
+        (note,) = swap.report().notes
+        assert "noticed by refresh() alone" in note
+        with torch.no_grad():
+            for parameter in around.parameters():
+                parameter.mul_(-2)
+        swap.refresh()
+        got = called(compiled, x)
+    assert relative_error(got, called(around, x)) < 0.03
+    torch._dynamo.reset()

@@ -1,0 +1,37 @@
+"""Whether weights still are what was quantised, as a few of their numbers tell.
+
+For writes that PyTorch does not count, through `.data` above all. To look at all numbers at every run of a pipeline
+would take longer than some of its steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+_NUMBERS = 64  # of a weight
+
+
+def sample_of(x: torch.Tensor) -> torch.Tensor:
+    """Numbers along the diagonal of a weight [N, K], each of another row and column, or of a bias [N]: a view."""
+    count = min(_NUMBERS, *x.shape)
+    step = sum(size // max(count, 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.detach().as_strided((count,), (step,))
+
+
+def are_changed(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
+    """Of each (sample as it is, sample as it was), both [count]: whether a bit differs. Syncs once for all alike."""
+    groups: dict[tuple, list[int]] = {}
+    found = [True] * len(pairs)
+    for i, (now, before) in enumerate(pairs):
+        if (now.dtype, now.shape) == (before.dtype, before.shape):
+            groups.setdefault((now.device, before.device, now.dtype, now.shape), []).append(i)
+    for members in groups.values():
+        now, before = (torch.stack([pairs[i][side] for i in members]) for side in (0, 1))
+        bits = {1: torch.int8, 2: torch.int16, 4: torch.int32}[now.element_size()]
+        differ = (now.view(bits) != before.to(now.device).view(bits)).any(1).tolist()
+        for i, is_changed in zip(members, differ, strict=True):
+            found[i] = is_changed
+    return found
