@@ -7,6 +7,7 @@ its weight is. Tensors that are made under inference_mode do not tell.
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from contextlib import ExitStack
 from typing import Any
@@ -41,7 +42,7 @@ class AsUnderNoGrad:
         if torch.compiler.is_compiling():
             return None
         modes, given = ExitStack(), None
-        if torch.is_inference_mode_enabled():
+        if torch.is_inference_mode_enabled() and not _is_traced():
             with ExitStack() as tried:
                 tried.enter_context(torch.inference_mode(False))
                 tried.enter_context(torch.no_grad())
@@ -80,6 +81,12 @@ def counts_writes(parameter: torch.Tensor) -> bool:
         except (_NotKnownError, RuntimeError):
             return False
     return True
+
+
+def _is_traced() -> bool:
+    """Whether calls are written down by what they are given: for that a tensor of the same memory is another one."""
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return torch.jit.is_tracing() or (proxies is not None and proxies.get_proxy_mode() is not None)
 
 
 class _NotKnownError(Exception):

@@ -15,10 +15,11 @@ _NUMBERS = 64  # of a weight
 
 
 def sample_of(x: torch.Tensor) -> torch.Tensor:
-    """Numbers along the diagonal of a weight [N, K], each of another row and column, or of a bias [N]: a view."""
-    count = min(_NUMBERS, *x.shape)
-    step = sum(size // max(count, 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    return x.detach().as_strided((count,), (step,))
+    """Numbers along the diagonal of a weight [N, K], each of another row and another column: a view."""
+    (rows, columns), (down, right) = x.shape, x.stride()
+    count = min(_NUMBERS, rows, columns)
+    apart = max(count, 1)
+    return x.as_strided((count,), (rows // apart * down + columns // apart * right,))
 
 
 def are_changed(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:

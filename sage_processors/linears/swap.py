@@ -277,10 +277,12 @@ class LinearSwap:
         """A run of a denoiser: look at a few numbers of each weight, for writes that nobody counted. Syncs."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
-        looked_at = [(s, pair) for module, s in self._states.values() for pair in s.samples(module)]
-        for (state, _), is_changed in zip(looked_at, are_changed([pair for _, pair in looked_at]), strict=True):
-            if is_changed:
-                state.touched = state.bias_touched = True
+        with torch.no_grad():
+            samples = [(state, state.samples(module)) for module, state in self._states.values()]
+            looked_at = [(state, pair) for state, pair in samples if pair is not None]
+            for (state, _), is_changed in zip(looked_at, are_changed([pair for _, pair in looked_at]), strict=True):
+                if is_changed:
+                    state.touched = state.bias_touched = True
 
     def _is_known_as_short(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether no call of this forward has work for 8 bit."""

@@ -192,17 +192,13 @@ class LinearState:
         """Whether nothing speaks for a weight that was written to or exchanged since it was quantised."""
         return not (self.touched or self._is_another(weight) or weight.is_inference() or _has_gradient(weight))
 
-    def samples(self, module) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of weight and bias, where nothing else tells that they were written to: (numbers as they are, as they were
-        when they were taken)."""
-        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        found = []
-        if not (self.dropped or self.failed or weight is None or weight.is_meta or self.sample is None):
-            if self.is_fresh(weight):
-                found.append((sample_of(weight), self.sample))
-        if bias is not None and self.bias is not None and not (bias.is_meta or self._has_another_bias(bias)):
-            found.append((sample_of(bias), sample_of(self.bias)))
-        return found
+    def samples(self, module) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Numbers of the weight as they are, and as they were when it was compared; None where something else tells
+        whether it was written to."""
+        weight = module._parameters.get("weight")
+        if self.sample is None or self.dropped or self.failed or weight is None or not self.is_fresh(weight):
+            return None
+        return None if weight.is_meta else (sample_of(weight), self.sample)
 
     def _is_another(self, weight) -> bool:
         return weight is not self._weight() or _version(weight) != self._weight_version

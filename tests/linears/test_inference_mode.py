@@ -357,3 +357,15 @@ def placed(x, device):
     if isinstance(x, dict):
         return {key: placed(value, device) for key, value in x.items()}
     return x.to(device) if isinstance(x, torch.Tensor) else x
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", ["jit", "fx"])
+def test_a_trace_hangs_on_what_the_model_was_given(how):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = installed(Plain())
+    with torch.inference_mode():
+        x = torch.ones(3)
+        traced = torch.jit.trace(model, x) if how == "jit" else make_fx(lambda y: model(y))(x)
+        assert torch.equal(traced(torch.full((3,), 5.0)), torch.full((3,), 6.0))

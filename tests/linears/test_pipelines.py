@@ -158,3 +158,26 @@ def test_every_family_within_quantisation(name):
         assert swap.report().calls > 0
         assert set(swap.report().fallbacks) <= {"rank", "empty"}
     assert torch.equal(run(model), expected)
+
+
+def test_weights_that_an_average_was_copied_to_are_noticed_by_the_next_run():
+    """EMAModel writes through `.data`, which PyTorch does not count."""
+    from diffusers.training_utils import EMAModel
+
+    pipe = pipeline("tiny_sd")
+    unet = pipe.unet
+    own = [parameter.detach().clone() for parameter in unet.parameters()]
+    other = EMAModel(unet.parameters())
+    for parameter in other.shadow_params:
+        parameter.mul_(1.02)
+    try:
+        before = draw(pipe)
+        with pipe.set_attn_processor(sp.SageAttnProcessor(linears="int8", scaling="per_block", **ALL)):
+            draw(pipe)
+            other.copy_to(unet.parameters())
+            got = draw(pipe)
+        expected = draw(pipe)
+    finally:
+        for parameter, numbers in zip(unet.parameters(), own, strict=True):
+            parameter.data.copy_(numbers)
+    assert psnr(got, expected) > 36 > psnr(before, expected)

@@ -253,7 +253,7 @@ def test_frozen_weights_are_not_looked_at_after_a_forward_with_gradients(monkeyp
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_run_looks_at_some_numbers_of_every_weight_and_bias(monkeypatch, device):
+def test_a_run_looks_at_some_numbers_of_every_weight(monkeypatch, device):
     model, x = net().to(device), torch.randn(4, 64, device=device)
     made = []
     quantize = weights.quantize_weight
@@ -264,11 +264,11 @@ def test_a_run_looks_at_some_numbers_of_every_weight_and_bias(monkeypatch, devic
         swap.begin_run()
         called(model, x)
         assert not made
-        for part in ("weight", "bias"):
-            for layer in (model[1], model[3]):
-                layer._parameters[part].data.mul_(-3)
-                swap.begin_run()
-                assert relative_error(called(model, x), model(x)) < 0.03
+        for layer in (model[1], model[3]):
+            for parameter in layer._parameters.values():
+                parameter.data.mul_(-3)
+            swap.begin_run()
+            assert relative_error(called(model, x), model(x)) < 0.03
         assert len(made) == 2
 
 
@@ -289,7 +289,6 @@ def test_a_sample_is_of_other_rows_and_columns(shape, layout):
         at = sample.long()
         assert len(set((at // columns).tolist())) == len(set((at % columns).tolist())) == len(sample)
     assert sample.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-    assert torch.equal(sample_of(x.flatten()[:10]), x.flatten()[:10])
 
 
 def test_samples_are_compared_by_their_bits():
