@@ -10,10 +10,10 @@
 
 Random weights, true shapes, wall time of the whole forward with a sync at its end. Providers of a case run one after
 the other in one process, cuDNN first and last, since a GPU that has been busy is a slower one; with `--rounds 4` four
-times so. A forward that met a slow host is timed again (host_speed.py). Ours is what users get: `apply` with timestep
-scaling for denoisers, `sage_int8` for language models, warmed up, each forward a denoising step further; calls that it
-leaves exact run on the back end that it is compared with. `attention_removed` returns the queries: the floor of what
-attention alone can give.
+times so. A forward that met a slow host is timed again (host_speed.py); a provider whose forwards mostly did has no
+rows. Ours is what a user gets: `apply` with timestep scaling for denoisers, `sage_int8` for language models, warmed
+up, each forward a denoising step further; calls that it leaves exact run on the back end that it is compared with.
+`attention_removed` returns the queries: the floor of what attention alone can give.
 
 Denoisers are also timed as others call them: under torch.inference_mode(), their repeated blocks compiled, as
 diffusers advises, or the whole forward from a CUDA graph, captured once warmed up, whose inputs are copied into place
@@ -71,9 +71,11 @@ class Gated(Exception):
 
 
 class Measured(NamedTuple):
-    """Times of the forwards in ms, peak memory in GiB (None on a CPU), output of the last forward."""
+    """Times of the forwards in ms, how many of them a slow host had a part in, peak memory in GiB (None on a CPU),
+    output of the last forward."""
 
     times: list[float]
+    slow: int
     peak: float | None
     output: torch.Tensor
 
@@ -111,7 +113,7 @@ class Bench:
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
         self.linears, self.min_features = linears, min_features
         self.lists, self.skip, self.rounds = None, skip, rounds
-        self.forwards, self.host = 0, HostSpeed()  # of all providers
+        self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda")  # of all providers
         if skip:
             sizes = case.attention()
             self.shape = Shape(*(sizes[name] for name in ("batch", "heads", "seq_q", "seq_kv", "head_dim")))
@@ -191,7 +193,7 @@ class Bench:
                 return self._measure(WARM_UP if compiles else max(warm_up, int(self.called != "eager")))
 
     def _measure(self, warm_up: int) -> Measured:
-        on_gpu, times, forward = self.device.type == "cuda", [], self._forward
+        on_gpu, times, slow, forward = self.device.type == "cuda", [], 0, self._forward
         for step in range(WARM_UP - warm_up, WARM_UP + self.reps):
             inputs = make_inputs(self.case, step, self.device, self.dtype)
             if step == WARM_UP:
@@ -203,10 +205,11 @@ class Bench:
             if step < WARM_UP:
                 output = self.finished(forward, inputs)
             else:
-                took, output = self.host.timed(partial(self.finished, forward, inputs))
+                took, is_clean, output = self.host.timed(partial(self.finished, forward, inputs))
                 times.append(took)
+                slow += not is_clean
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
-        return Measured(times, peak, output.clone())
+        return Measured(times, slow, peak, output.clone())
 
     def _forward(self, inputs: dict) -> torch.Tensor:
         self.forwards += 1
@@ -274,7 +277,7 @@ def run_case(bench: Bench, csv: Path | None) -> list[str]:
             stock = result.output
         if provider in results:  # not its first turn
             earlier, errors = results[provider]
-            result = earlier._replace(times=earlier.times + result.times)
+            result = earlier._replace(times=earlier.times + result.times, slow=earlier.slow + result.slow)
         results[provider] = result, errors
     cudnn = results["torch_sdpa_cudnn"][0].times if "torch_sdpa_cudnn" in results else None
     for provider, (result, errors) in results.items():
@@ -289,7 +292,9 @@ def run_case(bench: Bench, csv: Path | None) -> list[str]:
             f"{' of exact attention to the same tiles' if bench.skip and provider == OURS else ''}",
             flush=True,
         )
-        if csv is not None:
+        if result.slow > len(result.times) // 2:
+            print(f"{case.name:32} {provider:18} no rows: the host was slow in {result.slow} timings", flush=True)
+        elif csv is not None:
             save(csv, bench, provider, result, ratio, errors)
     return failures
 

@@ -37,6 +37,11 @@ def test_a_loop_that_takes_longer_than_ever_says_that_the_host_is_slow(host_spee
     assert [host.is_full() for _ in range(7)] == [True, True, False, True, True, False, True]
 
 
+def test_where_it_does_not_matter_the_host_is_fast(host_speed, monkeypatch):
+    monkeypatch.setattr(host_speed, "time", None)
+    assert host_speed.HostSpeed(matters=False).is_full()
+
+
 @pytest.mark.parametrize(
     "full, runs",
     [
@@ -54,13 +59,25 @@ def test_what_met_a_slow_host_runs_again_a_few_times_at_most(host_speed, monkeyp
         made.append(1)
         return len(made)
 
-    took, result = host.timed(run)
+    pauses = []
+    monkeypatch.setattr(host_speed.time, "sleep", pauses.append)
+    took, is_clean, result = host.timed(run)
     assert len(made) == result == runs and 0 <= took < 1000 and next(answers, None) is None
+    assert is_clean == full[-1] and pauses == [host_speed.PAUSE_S] * (runs - is_clean)
+
+
+def test_pauses_end_where_the_host_stays_slow(host_speed, monkeypatch):
+    host, pauses = host_speed.HostSpeed(), []
+    monkeypatch.setattr(host, "is_full", lambda: False)
+    monkeypatch.setattr(host_speed.time, "sleep", pauses.append)
+    for _ in range(50):
+        host.timed(lambda: None)
+    assert sum(pauses) == host_speed.PATIENCE_S
 
 
 def test_what_takes_a_second_is_not_repeated(host_speed, monkeypatch):
     monkeypatch.setattr(host_speed, "LONG_MS", 0.0)
     host, made = host_speed.HostSpeed(), []
     monkeypatch.setattr(host, "is_full", lambda: False)
-    host.timed(lambda: made.append(1))
-    assert made == [1]
+    _, is_clean, _ = host.timed(lambda: made.append(1))
+    assert made == [1] and is_clean
