@@ -289,9 +289,10 @@ def linear_class(base: Any) -> type:
             return base.forward(self, input)
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)
-        known = state.shared.all_short and is_stock and type(input) is torch.Tensor and _has_parameters(self)
-        if known and input.numel() < state.short_below:
-            return F.linear(input, self._parameters["weight"], self._parameters["bias"])
+        if state.shared.all_short and is_stock and type(input) is torch.Tensor and input.numel() < state.short_below:
+            parameters = self._parameters
+            if "weight" in parameters and "bias" in parameters:
+                return F.linear(input, parameters["weight"], parameters["bias"])
         return _in_8_bit(self, base, input)
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
