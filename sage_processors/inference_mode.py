@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sage_kernels.compat import are_ordinary
+
 
 _NUMBERS = (int, float, complex, str, type(None), torch.dtype, torch.device)  # a bool is an int
 
@@ -108,8 +110,7 @@ def _counting(value: Any) -> Any:
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of its own."""
-    is_plain = type(x) is torch.Tensor and x.layout == torch.strided and not x.__dict__
-    if not is_plain or x.is_quantized or x.is_conj() or x.is_neg():
+    if type(x) is not torch.Tensor or x.__dict__ or not are_ordinary((x,)):
         raise _NotKnownError
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return empty.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sage_kernels.compat import make_wrapper_subclass
+from sage_kernels.compat import has_tangent, is_differentiating_forward, make_wrapper_subclass
 
 
 CAN_WAIT = make_wrapper_subclass is not None  # else every result is computed at once
@@ -202,12 +202,18 @@ class Operand:
 
 
 def can_wait(x) -> bool:
-    """Whether a tensor may be an operand: an ordinary one whose writes are counted and that needs no gradient."""
+    """Whether a tensor may be an operand: an ordinary one whose writes are counted and that needs no derivative."""
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
         and not x.is_inference()
         and not (x.requires_grad and torch.is_grad_enabled())
+        and not is_dual(x)
     )
+
+
+def is_dual(x: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation goes on for x; under inference_mode it does for nothing."""
+    return is_differentiating_forward() and not torch.is_inference_mode_enabled() and has_tangent(x)
 
 
 def is_by_token(x: torch.Tensor, shape: torch.Size) -> bool:

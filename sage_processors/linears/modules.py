@@ -15,7 +15,7 @@ from sage_kernels import QuantizedRows, weight_only_linear
 from .activations import quantized
 from .balance import vector_of
 from .captured import is_captured
-from .lazy import Lazy, real_of, version_of
+from .lazy import Lazy, is_dual, real_of, version_of
 from .lazy_columns import LazyColumns
 from .lazy_linear import LazyLinear, product
 from .lazy_norm import LazyNorm
@@ -47,6 +47,8 @@ def _reason_against(module, state: LinearState, x, weight) -> str | None:
         bias = module._parameters.get("bias")
         if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
             return "gradient"
+    if is_dual(x) or is_dual(weight):
+        return "gradient"
     if x.device.type not in _DEVICES or weight.device != x.device:
         return "device"
     if torch.is_autocast_enabled(x.device.type):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from sage_kernels import QuantizedRows, quantize_weight
+from sage_kernels.compat import SEES_DISPATCH, are_ordinary
 
 from ..event_counter import EventCounter
 from ..inference_mode import counts_writes
@@ -213,7 +214,9 @@ class LinearState:
 
     def prepare(self, module) -> bool:
         """Have the 8-bit weight be that of the 16-bit one; whether there is one. Syncs where it looks at numbers."""
-        weight = module._parameters.get("weight")
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        if is_wrapped(weight, self._weight) or is_wrapped(bias, self._bias):
+            return False
         if not self.dropped and (weight is None or not self.is_fresh(weight)):
             if weight is None:
                 return False
@@ -228,7 +231,6 @@ class LinearState:
                 if self.neighbours is not None and not self.is_balanced:
                     self.neighbours.decide(module)
                 self._compare(weight)
-        bias = module._parameters.get("bias")
         if bias is None:
             self.bias = None
         elif self._has_another_bias(bias):
@@ -333,6 +335,12 @@ class LinearState:
 
 def _nothing():
     """A weak reference to nothing."""
+
+
+def is_wrapped(parameter, known) -> bool:
+    """Whether it is another one than `known` refers to, and of a transform of torch.func, whose numbers nobody may
+    keep."""
+    return parameter is not None and parameter is not known() and SEES_DISPATCH and not are_ordinary((parameter,))
 
 
 def _has_gradient(parameter) -> bool:

@@ -338,7 +338,7 @@ def test_a_parameter_that_gets_a_counter_is_the_same_one():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_made_or_called_in_inference_mode_gives_the_bits_of_others(name, device):
+def test_X98_a_model_made_or_called_in_inference_mode_gives_the_bits_of_others(name, device):
     """On a GPU calls after the first are launched as that one was."""
     outputs = []
     for made in MODES:
