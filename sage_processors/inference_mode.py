@@ -88,7 +88,8 @@ def counts_writes(parameter: torch.Tensor) -> bool:
 def _is_traced() -> bool:
     """Whether calls are written down by what they are given: for that a tensor of the same memory is another one."""
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    return torch.jit.is_tracing() or (proxies is not None and proxies.get_proxy_mode() is not None)
+    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return is_traced or (proxies is not None and proxies.get_proxy_mode() is not None)
 
 
 class _NotKnownError(Exception):
