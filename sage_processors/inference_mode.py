@@ -18,7 +18,7 @@ from torch import nn
 from sage_kernels.compat import are_ordinary
 
 
-_NUMBERS = (int, float, complex, str, type(None), torch.dtype, torch.device)  # a bool is an int
+_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)  # a bool is an int
 
 
 class AsUnderNoGrad:
@@ -34,7 +34,7 @@ class AsUnderNoGrad:
     def install(self, model: nn.Module) -> list[Any]:
         """The handles of the hooks, to remove them."""
         begin = model.register_forward_pre_hook(self.begin, with_kwargs=True)
-        return [begin, model.register_forward_hook(self.end, prepend=True, always_call=True)]
+        return [begin, model.register_forward_hook(self.end, always_call=True)]
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has hooks of its own
         return AsUnderNoGrad, ()
@@ -100,7 +100,7 @@ def _counting(value: Any) -> Any:
     """`value` with tensors that count their writes in place of those that do not. Raises: _NotKnownError."""
     if isinstance(value, torch.Tensor):
         return _alias(value) if value.is_inference() else value
-    if isinstance(value, _NUMBERS):
+    if isinstance(value, _PLAIN):
         return value
     if type(value) in (tuple, list):
         return type(value)([_counting(x) for x in value])

@@ -215,7 +215,7 @@ class LinearState:
     def prepare(self, module) -> bool:
         """Have the 8-bit weight be that of the 16-bit one; whether there is one. Syncs where it looks at numbers."""
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        if is_wrapped(weight, self._weight) or is_wrapped(bias, self._bias):
+        if _is_wrapped(weight, self._weight) or _is_wrapped(bias, self._bias):
             return False
         if not self.dropped and (weight is None or not self.is_fresh(weight)):
             if weight is None:
@@ -337,10 +337,11 @@ def _nothing():
     """A weak reference to nothing."""
 
 
-def is_wrapped(parameter, known) -> bool:
-    """Whether it is another one than `known` refers to, and of a transform of torch.func, whose numbers nobody may
-    keep."""
-    return parameter is not None and parameter is not known() and SEES_DISPATCH and not are_ordinary((parameter,))
+def _is_wrapped(parameter, known) -> bool:
+    """Whether it is another one than `known` refers to, of a transform of torch.func: nobody may keep its numbers."""
+    if parameter is None or parameter is known() or parameter.is_meta:
+        return False
+    return SEES_DISPATCH and not are_ordinary((parameter,))
 
 
 def _has_gradient(parameter) -> bool:

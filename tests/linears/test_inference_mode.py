@@ -69,6 +69,13 @@ def test_models_run_the_same_ops_and_give_the_same_bits(name, linears):
     assert not any(x.is_inference() for x in outputs)
 
 
+def test_a_result_that_waits_until_it_leaves_is_an_ordinary_tensor():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64)).eval().requires_grad_(False)
+    with sp.quantize_linears(model, min_features=0), torch.inference_mode():
+        found = model(torch.randn(2, 64))
+        assert type(found) is torch.Tensor and not found.is_inference()
+
+
 def test_attention_alone_gets_heads_in_one_pass_too(monkeypatch):
     from sage_processors.diffusion import lazy_heads
 
