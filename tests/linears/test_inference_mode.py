@@ -15,6 +15,7 @@ import sage_processors as sp
 from sage_processors.inference_mode import AsUnderNoGrad, counts_writes
 from tests.linears.counting import OpCounter, relative_error
 from tests.linears.test_same_bits import NAMES, cast
+from tests.support.combinations import shows  # noqa: F401
 from tests.support.tiny_models import MODELS
 
 
@@ -345,7 +346,7 @@ def test_a_parameter_that_gets_a_counter_is_the_same_one():
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", NAMES)
-def test_X98_a_model_made_or_called_in_inference_mode_gives_the_bits_of_others(name, device):
+def test_X98_a_model_made_or_called_in_inference_mode_gives_the_bits_of_others(name, device, shows):  # noqa: F811
     """On a GPU calls after the first are launched as that one was."""
     outputs = []
     for made in MODES:
@@ -353,10 +354,14 @@ def test_X98_a_model_made_or_called_in_inference_mode_gives_the_bits_of_others(n
             model, inputs = MODELS[name]()
             model = model.to(device, torch.bfloat16)
         options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears="int8", linears_min_features=0)
+        given = {key: placed(x, device) for key, x in cast(inputs).items()}
+        with torch.no_grad():
+            stock = model(**given, return_dict=False)[0]
         for mode in MODES:
-            with mode(), sp.apply(model, options):
-                given = {key: placed(x, device) for key, x in cast(inputs).items()}
-                outputs += [model(**given, return_dict=False)[0] for _ in range(3)]
+            with mode(), sp.apply(model, options) as handle:
+                outputs += [model(**cast(given), return_dict=False)[0] for _ in range(3)]
+                report = handle.report()
+            shows(report, outputs[-1], stock)
     assert all(torch.equal(outputs[0], other) for other in outputs)
 
 

@@ -209,7 +209,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("how", ["train", "eval", "layer_alone", "compiled"])
-def test_X99_trained_weights_are_quantised_anew(name, how, device):
+def test_trained_weights_are_quantised_anew(name, how, device):
     """Weights of which nobody tells that they were written to, in whatever way gradients were asked for."""
     model, x = net().to(device), torch.randn(4, 64, device=device)
     with sp.quantize_linears(model, min_features=0) as swap:
