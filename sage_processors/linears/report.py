@@ -70,7 +70,7 @@ def notes_of(swap) -> list[str]:
     found = layers_of_others(swap.model)
     kinds = ", ".join(dict.fromkeys(found))
     notes = [f"{len(found)} linear layers are of another kind and left to it: {kinds}."] if found else []
-    return notes + [TAKEN_IN] * swap.is_taken_in
+    return notes + [TAKEN_IN] * any(state.shared.is_taken_in for state in swap.states())
 
 
 def rows_of(swap) -> list[dict]:

@@ -299,11 +299,6 @@ class LinearSwap:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
         return self.unseen_forwards + (self._shared.forwards > 0 and not self._shared.was_called)
 
-    @property
-    def is_taken_in(self) -> bool:
-        """Whether code around the model was compiled with it: no hook runs before the model then."""
-        return self._shared.is_taken_in
-
     def states(self) -> list[LinearState]:
         """Of every swapped layer."""
         return [state for _, state in self._states.values()]
