@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .checks.linear import check_activation, check_linear
+from .checks.linear import check_activation, check_linear, check_quantized
 from .linear import QuantizedRows, compute_codes, compute_linear, of_op, run_op
 from .numerics import CODE_TYPES
 from .recipe import GATED
@@ -59,7 +59,8 @@ def dynamic_linear(
     given = (*of_rows, *weight, bias, gate, residual) if isinstance(weight, tuple) else ()
     key, result = made_before("dynamic", given, (norm, eps, activation, dtype))
     if result is None:
-        format = "int8" if not given or weight[0].dtype == torch.int8 else "fp8"
+        check_quantized("weight", weight, tuple(CODE_TYPES.values()))
+        format = "int8" if weight[0].dtype == torch.int8 else "fp8"
         check_activation(
             x, format, norm, norm_weight, norm_bias, eps, gain, shift, balance, beside=beside, prefix="norm_"
         )

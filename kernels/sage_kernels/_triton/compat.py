@@ -53,8 +53,8 @@ GLUON = (
             "atomic_max", "barrier", "bfloat16", "constexpr", "convert_layout", "div_rn", "exp2", "float16", "float32",
             "float8e4nv", "fma", "full", "full_like", "inline_asm_elementwise", "int1", "int32", "int64", "int8",
             "join", "load", "log2", "max", "maximum", "min", "minimum", "permute", "pointer_type", "program_id",
-            "reduce", "reshape", "shared_memory_descriptor", "split", "static_range", "store", "sum", "tensor",
-            "to_tensor", "uint32", "uint8", "warp_specialize", "where", "zeros", "zeros_like",
+            "reduce", "reshape", "shared_memory_descriptor.reinterpret", "split", "static_range", "store", "sum",
+            "tensor", "to_tensor", "uint32", "uint8", "warp_specialize", "where", "zeros", "zeros_like",
         )
     ),
     *(
@@ -64,9 +64,14 @@ GLUON = (
     "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 )  # fmt: skip
 
-# Earlier names, which the kernel goes by as well: until 3.6
-EARLIER = {f"triton.experimental.gluon.language.{new}": f"triton.experimental.gluon.language.{old}"
-           for new, old in (("barrier", "thread_barrier"),)}  # fmt: skip
+# Earlier names, which the kernels go by as well (gluon_names.py)
+EARLIER = {
+    f"triton.experimental.gluon.language.{new}": f"triton.experimental.gluon.language.{old}"
+    for new, old in (
+        ("barrier", "thread_barrier"),
+        ("shared_memory_descriptor.reinterpret", "shared_memory_descriptor._reinterpret"),
+    )
+}
 
 
 def find(name: str):

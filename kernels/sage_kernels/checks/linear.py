@@ -67,7 +67,7 @@ def check_weight(weight, format, balance, is_gated: bool) -> None:
 
 def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
     for name, rows in (("x", x), ("weight", weight)):
-        _check_quantized(name, rows, tuple(CODE_TYPES.values()))
+        check_quantized(name, rows, tuple(CODE_TYPES.values()))
     (codes, _), (w_codes, _) = x, weight
     if w_codes.dim() != 2 or not 1 <= codes.dim() <= 4 or codes.shape[-1] != w_codes.shape[1]:
         got = f"{tuple(codes.shape)} and {tuple(w_codes.shape)}"
@@ -99,7 +99,7 @@ def check_linear(x, weight, bias, activation, gate, residual, dtype) -> None:
 
 def check_weight_only(x, weight, bias) -> None:
     _check_rows(x)
-    _check_quantized("weight", weight, (torch.int8,))
+    check_quantized("weight", weight, (torch.int8,))
     codes = weight[0]
     if codes.dim() != 2 or x.shape[-1] != codes.shape[1]:
         got = f"{tuple(x.shape)} and {tuple(codes.shape)}"
@@ -121,7 +121,7 @@ def _check_rows(x) -> None:
         raise ValueError(f"x: got shape {tuple(x.shape)}, expected [..., K] with K >= 1")
 
 
-def _check_quantized(name: str, rows, dtypes) -> None:
+def check_quantized(name: str, rows, dtypes) -> None:
     if not (isinstance(rows, tuple) and len(rows) == 2):
         raise TypeError(f"{name}: got {type(rows).__name__}, expected QuantizedRows (codes, scale)")
     codes, scale = rows

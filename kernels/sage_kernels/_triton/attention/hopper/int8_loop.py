@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from .... import recipe
+from ...gluon_names import barrier
 from .int8_sums import (
     KEPT_TILES,
     add_all_lacking,
@@ -28,7 +29,6 @@ from .softmax import SCORE_LIMIT, load_key_scale, masked_values, scaled, sum_in_
 from .types import ROWS, Place, Total
 
 
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 _P_CODE_EXPONENT = gl.constexpr(recipe.P_CODE_EXPONENT)
 _P_CODE_LIMIT = gl.constexpr(recipe.P_CODE_LIMIT)
 _ROOM = gl.constexpr(22.0)
@@ -105,7 +105,7 @@ def _key_step(i, place, at, sums, group_index, group, KIND: gl.constexpr, LAYOUT
     v_tile = value_operand(ring.v_tiles.index(slot), KIND.width, BLOCK_N, FORMAT.pv)
     product = code_product(sums.p, v_tile, KIND, LAYOUTS)
     ring.release_before(slot, i > 0)
-    _thread_barrier()
+    barrier()
     key_scale = load_key_scale(ring.k_scales.index(slot), FORMAT.scale_per_key, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if MASKED:

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from ...gluon_names import barrier
 from ...primitives import ROUND_MAGIC
 from ...prologue.prepare_value_codes import sums_of
 from .key_tiles import seen_tile
@@ -17,7 +18,6 @@ from .operands import as_operand
 from .types import ROWS
 
 
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 TILES = gl.constexpr(16)  # as many as the tensor cores multiply at a time
 KEPT_TILES = gl.constexpr(64)  # whose weights are kept until what their products lack is added
 _ROUND_MAGIC = gl.constexpr(ROUND_MAGIC.value)
@@ -152,10 +152,10 @@ def add_all_lacking(acc, first, number, sums, group_index, group, KIND: gl.const
         weights = gl.where(is_kept[None, :], weights, 0.0)
         high_weights = weights.to(gl.bfloat16)
         low_weights = (weights - high_weights.to(gl.float32)).to(gl.bfloat16)
-        _thread_barrier()
+        barrier()
         acc = warpgroup_mma(high_weights, high_half, acc, is_async=True)
         acc = warpgroup_mma(low_weights, high_half, acc, is_async=True)
         acc = warpgroup_mma(high_weights, low_half, acc, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        _thread_barrier()
+        barrier()
     return gl.convert_layout(acc, LAYOUTS.out)

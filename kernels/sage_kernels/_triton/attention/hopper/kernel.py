@@ -32,6 +32,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from ...gluon_names import reinterpret
 from ...programmatic import wait_for_launch_before
 from ..key_tiles import band_tiles
 from .consumer import consume
@@ -191,7 +192,7 @@ def attention_fwd_hopper_kernel(
     half_tiles = k_smem
     q_half = q_smem
     if MASK == "blocks":
-        half_tiles = k_smem._reinterpret(PV_DTYPE, [NUM_BUFFERS] + half_keys.block_type.shape, half_keys.layout)
+        half_tiles = reinterpret(k_smem, PV_DTYPE, [NUM_BUFFERS] + half_keys.block_type.shape, half_keys.layout)
         q_half = half_queries(GROUPS, WIDTH, PV_DTYPE)
 
     # what the warps are started with

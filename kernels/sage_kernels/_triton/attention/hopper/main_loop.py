@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
+from ...gluon_names import barrier
 from .fp8_sums import halves, packed, promote, store_earlier, with_earlier
 from .key_tiles import seen_tile
 from .operands import as_operand, value_operand, zero_hidden_together
@@ -12,7 +13,6 @@ from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, so
 from .types import ROWS, Place, Sums, Total
 
 
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 # Keys whose 8-bit products are summed in the tensor cores, which cut sums off: fewer take time, and with more the
 # results come out too short (kernels/README.md)
 _PROMOTED_KEYS = gl.constexpr(640)
@@ -81,7 +81,7 @@ def _key_step(
     # Nothing has read the slot before since the last wait for P·V. The warps meet at a barrier on both sides of an
     # arrival: here, where all of them wait for the scores, that is cheap.
     ring.release_before(slot)
-    _thread_barrier()
+    barrier()
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
     if SCALE_PER_KEY:
         key_scale = load_key_scale(ring.k_scales.index(slot), SCALE_PER_KEY, SCORES)

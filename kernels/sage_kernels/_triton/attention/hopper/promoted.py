@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...gluon_names import barrier
 from .key_tiles import is_promoted, seen_tile
 from .operands import as_operand, value_operand
 from .producer import copy_keys, copy_values, load_tile
@@ -21,7 +22,6 @@ from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, su
 from .types import ROWS, Place, Seen, Sums
 
 
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
@@ -124,7 +124,7 @@ def promoted_step(at, sums, group, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
     scale = gl.full([ROWS], 0.0, gl.float32, ROW) + group.softmax_scale * _LOG2_E
     # smoothing lowered the scores of ordinary tiles by q·c
     reference = sums.reference + group.lowered.load(ROW) * _LOG2_E
-    _thread_barrier()
+    barrier()
     products = warpgroup_mma_wait(num_outstanding=1, deps=(products,))
     p, running_sum, top = fixed_softmax_tile(
         gl.convert_layout(products, SCORES), scale, 1.0, reference, sums.running_sum, sums.top, BLOCK_N, KIND.format
@@ -211,7 +211,7 @@ def redo_blocks(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.con
         tile = seen_tile(i, seen, KIND.masking)
         # the copy engine may overwrite what this warpgroup has read
         fence_async_shared()
-        _thread_barrier()
+        barrier()
         if is_promoted(i, seen) == 0:
             copy_keys(
                 inputs.k_codes, inputs.k_scales, rows.k_row, tile, landed, k_tile, scale_tile, VALUE_BYTES, BLOCK_N,
@@ -231,7 +231,7 @@ def redo_blocks(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.con
             products = _products(0, half_tile, _no_products(KIND), group, KIND)
             products = warpgroup_mma_wait(num_outstanding=0, deps=(products,))
             fence_async_shared()
-            _thread_barrier()
+            barrier()
             mbarrier.expect(half_landed, HALF_BYTES)
             load_tile(inputs.k_half, [rows.b, tile * BLOCK_N, h_kv, KIND.width // 2], half_landed, half_tile)
             mbarrier.wait(half_landed, promoted & 1)

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from ....recipe import E4M3_OF_INT8
 from ....state import STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
+from ...gluon_names import reinterpret
 from .types import LOWERED, ROW_FIELDS, ROWS, SCALE, TO_MIDRANGE
 
 
@@ -81,8 +82,8 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
         slices = 1
     else:  # SLICES, which the compiler does not know: no unrolling
         slices = gl.minimum(tile.seq_q + SLICES, SLICES)
-    q_slices = program.shared.q_codes._reinterpret(CODE, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
-    of_slices = of_rows._reinterpret(gl.float32, [KIND.groups * ROW_FIELDS * SLICES, SLICE], of_rows.layout)
+    q_slices = reinterpret(program.shared.q_codes, CODE, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
+    of_slices = reinterpret(of_rows, gl.float32, [KIND.groups * ROW_FIELDS * SLICES, SLICE], of_rows.layout)
     fields = group_index * ROW_FIELDS * SLICES
     weight = gl.load(recorded.q_weight_ptr + kv_head_of_batch * WIDTH + channels)[None, :]
     if SCALING == "planned":

@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...gluon_names import barrier
 from .fp8_sums import packed
 from .int8_loop import masked_tile_softmax
 from .int8_sums import add_lacking, add_product, code_product, less_128, packed_codes, sum_of_codes, value_sums
@@ -22,9 +23,6 @@ from .operands import as_operand, value_operand, zero_hidden
 from .producer import copy_keys, copy_values
 from .softmax import load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes, to_lanes
 from .types import ROWS, Seen
-
-
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 
 
 class Places(NamedTuple):
@@ -60,7 +58,7 @@ def _copy_again(tile, places, program, KIND: gl.constexpr, KEYS: gl.constexpr, V
     values_landed = places.keys_landed if KEYS else places.values_landed
     # the copy engine may overwrite what this warpgroup has read and zeroed
     fence_async_shared()
-    _thread_barrier()
+    barrier()
     if KEYS:
         copy_keys(
             inputs.k_codes, inputs.k_scales, rows.k_row, tile, places.keys_landed, places.k_tile, places.scale_tile,
@@ -142,7 +140,7 @@ def _redo_tiles(
             mbarrier.wait(places.values_landed, i & 1)
         if MASKED and KIND.masking.mask == "keys" and FORMAT.pv == "16bit":
             zero_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, KIND.width)
-            _thread_barrier()
+            barrier()
         if FP8:  # each tile a sum of its own: this is not the fast path
             product = warpgroup_mma(p_operand, v_rows, gl.zeros_like(acc), use_acc=False, is_async=True)
             acc += warpgroup_mma_wait(num_outstanding=0, deps=(product,))

@@ -3,11 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...gluon_names import barrier
 from ..tiles import MAX_PIECES
 from .types import ROWS, Total
 
 
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 _PIECES_EXPONENT = gl.constexpr(MAX_PIECES.bit_length() - 1)  # 2 to this many numbers
 
 
@@ -41,7 +41,7 @@ def with_other_pieces(total, split, group_index, KIND: gl.constexpr, LAYOUTS: gl
     gl.store(of_rows + ROWS, running_sum)
     gl.store(of_rows + 2 * ROWS, largest_p.to(gl.float32, bitcast=True))
     gl.store(of_acc, acc)
-    _thread_barrier()  # all of it is stored before anyone is told
+    barrier()  # all of it is stored before anyone is told
     arrived = gl.atomic_add(split.arrived_ptr + (slot // pieces) * GROUPS + group_index, 1, sem="acq_rel", scope="gpu")
     is_last = arrived == pieces - 1
     if is_last:

@@ -4,12 +4,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from ...gluon_names import barrier
 from ..epilogue import activated
 from .producer import residual_tile
 from .types import PART
 
 
-_thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # renamed in Triton 3.7
 _store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # renamed in Triton 3.9
 
 
@@ -96,8 +96,8 @@ def _store(y, row, column, operands, HALF: gl.constexpr, FIRST: gl.constexpr, KI
     else:
         buffer = operands.parts.index(HALF * KIND.buffers + FIRST // PART % KIND.buffers)
         tma.store_wait(KIND.buffers - 1)  # until the copy engine has read what was there
-        _thread_barrier()
+        barrier()
         buffer.store(y)
         fence_async_shared()
-        _thread_barrier()
+        barrier()
         _store_tile(operands.out_desc, [row, column], buffer)

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from ...gluon_names import reinterpret
 from ..matmul import tile_of
 from .types import BLOCK_K
 from .units import unit_of
@@ -55,6 +56,5 @@ def _copy_residual(residual_desc, row, column, slot, phase, ring, KIND: gl.const
 @gluon.jit
 def residual_tile(ring, slot, half, residual_desc):
     """A warpgroup's codes in a slot, as that many bytes of the residual."""
-    return ring.x.index(2 * slot + half)._reinterpret(
-        residual_desc.dtype, residual_desc.block_type.shape, residual_desc.layout
-    )
+    memory = ring.x.index(2 * slot + half)
+    return reinterpret(memory, residual_desc.dtype, residual_desc.block_type.shape, residual_desc.layout)
