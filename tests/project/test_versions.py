@@ -25,7 +25,7 @@ def test_every_requirement_has_a_first_version_and_a_tried_one():
 
 
 def test_private_names_are_only_promised_for_versions_that_were_tried():
-    """torch and triton have an upper bound: the next minor version after the one of constraints.txt."""
+    """torch and triton have an upper bound: the next minor version after the newest that was tried."""
     for requirement, pin in list(zip(versions.requirements(), versions.newest(), strict=True))[:2]:
         major, minor, *_ = numbers(pin.partition("==")[2])
         assert requirement.endswith(f"<{major}.{minor + 1}"), requirement

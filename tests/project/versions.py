@@ -4,9 +4,9 @@
     python tests/project/versions.py lowest --resolve           # only whether they fit together: downloads nothing
     python tests/project/versions.py lowest --with torch==2.13.0
 
-lowest: the first version of every requirement. newest: those of constraints.txt, which the tests run with. --with puts
-another version in place of one, such as a build of PyTorch for CPUs where there is none of the version itself: what is
-tried then is said in the last line. Not part of `make test`: PyTorch for GPUs is some gigabytes.
+lowest: the first version of every requirement. newest: NEWEST, and beside it those of constraints.txt, which the tests
+run with. --with puts another version in place of one, such as a build of PyTorch for CPUs where there is none of the
+version itself: what is tried then is said in the last line. Not part of `make test`: PyTorch for GPUs is gigabytes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 EXTRAS = ("diffusers", "transformers")
+# PyTorch and its Triton, the newest that were tried; constraints.txt has those that are small: a build for CPUs
+NEWEST = ("torch==2.15.0", "triton==3.9.0")
 # What the versions matter to: private names, launches as Triton makes them, every op once, models of both libraries
 TESTS = (
     "tests/kernels/launch/test_compat.py",
@@ -70,13 +72,13 @@ def lowest() -> list[str]:
 
 
 def newest() -> list[str]:
-    """Every requirement as constraints.txt pins it for this Python."""
+    """Every requirement as constraints.txt pins it for this Python, and NEWEST."""
     pins = {}
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
         found = re.match(r'([\w.-]+)==([\w.]+)(?:; python_version (<|>=) "3\.(\d+)")?', line)
         if found and (found[3] is None or (sys.version_info.minor < int(found[4])) == (found[3] == "<")):
             pins[found[1]] = f"{found[1]}=={found[2]}"
-    return [pins[name_of(requirement)] for requirement in requirements()]
+    return replaced([pins[name_of(requirement)] for requirement in requirements()], list(NEWEST))
 
 
 SETS = {"lowest": lowest, "newest": newest}

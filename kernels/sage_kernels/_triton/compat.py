@@ -53,9 +53,13 @@ GLUON = (
             "atomic_max", "barrier", "bfloat16", "constexpr", "convert_layout", "div_rn", "exp2", "float16", "float32",
             "float8e4nv", "fma", "full", "full_like", "inline_asm_elementwise", "int1", "int32", "int64", "int8",
             "join", "load", "log2", "max", "maximum", "min", "minimum", "permute", "pointer_type", "program_id",
-            "reduce", "reshape", "shared_memory_descriptor.reinterpret", "split", "static_range", "store", "sum",
-            "tensor", "to_tensor", "uint32", "uint8", "warp_specialize", "where", "zeros", "zeros_like",
+            "reduce", "reshape", "shared_memory_descriptor", "split", "static_range", "store", "sum", "tensor",
+            "to_tensor", "uint32", "uint8", "warp_specialize", "where", "zeros", "zeros_like",
         )
+    ),
+    *(
+        f"triton.experimental.gluon.language.shared_memory_descriptor.{name}"
+        for name in ("index", "load", "reinterpret", "slice")
     ),
     *(
         f"triton.experimental.gluon.language.nvidia.hopper.{name}"

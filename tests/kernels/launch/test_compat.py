@@ -306,6 +306,12 @@ def test_E22_every_name_of_gluon_that_is_used_is_known_and_its_absence_noticed(m
     triton = ROOT / "kernels/sage_kernels/_triton"
     sources = "".join(file.read_text() for file in (triton / "descriptors.py", *triton.glob("*/hopper/*.py")))
     used = {name.rstrip(".") for name in re.findall(r"\bgl\.([A-Za-z_0-9.]+)", sources)}
+    from triton.experimental.gluon.language import shared_memory_descriptor as memory
+    from triton.experimental.gluon.language import tensor
+
+    methods = {name for name in dir(memory) if not (name.startswith("_") or hasattr(tensor, name))}
+    used |= {f"{memory.__name__}.{name}" for name in methods & set(re.findall(r"\.(\w+)\(", sources))}
+    used |= {"barrier", f"{memory.__name__}.reinterpret"}  # as gluon_names.py has them
     assert used == {name.partition("gluon.language.")[2] for name in compat.GLUON if "gluon.language." in name and
                     ".nvidia." not in name}  # fmt: skip
     assert compat.has_gluon.__wrapped__() and not caplog.records
@@ -315,6 +321,17 @@ def test_E22_every_name_of_gluon_that_is_used_is_known_and_its_absence_noticed(m
         monkeypatch.setattr(compat, "find", lambda name, gone=gone: None if name in gone else find(name))
         caplog.clear()
         assert not compat.has_gluon.__wrapped__() and missing in caplog.text
+
+
+def test_E22_no_launch_leaves_to_tritons_default_whether_products_and_sums_are_fused():
+    """It is another one from Triton 3.10 on, with other bits."""
+    silent = []
+    for file in (ROOT / "kernels/sage_kernels/_triton").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "launch":
+                if "enable_fp_fusion" not in {keyword.arg for keyword in node.keywords}:
+                    silent.append((file.name, node.lineno))
+    assert not silent
 
 
 @pytest.mark.parametrize("name", ["libcuda.so.1", "cuLaunchKernelEx", "cuTensorMapEncodeTiled", "cuFuncGetParamInfo"])

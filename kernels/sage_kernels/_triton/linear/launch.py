@@ -139,7 +139,7 @@ def launch_quantized_linear(
             _linear_kernel, tiles, x, w, out, residual, *vectors, *sizes,
             x.stride(0), w.stride(0), *gate_strides, residual.stride(0),
             BLOCK_K=tile.block_k, STAGES=tile.num_stages, ASM=x.is_cuda and torch.version.hip is None, **constants,
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -163,7 +163,7 @@ def _launch_hopper(tile: LinearTile, tiles: int, x, w, out, residual, vectors, s
         describe(out, [half, PART.value]), describe(residual, [half, tile.block_k // residual.element_size()]),
         sums, *vectors, *sizes, programs, whole, parts, *gate_strides,
         SLOTS=tile.num_stages, BUFFERS=4 // out.element_size(), SPLIT=shared > 0, **constants,
-        num_warps=tile.num_warps, launch_pdl=True,
+        num_warps=tile.num_warps, launch_pdl=True, enable_fp_fusion=True,
     )  # fmt: skip
     if shared:
         launch_add_parts(sums, whole, out, residual, vectors, sizes, gate_strides, constants)
@@ -179,6 +179,7 @@ def launch_add_parts(sums, whole: int, out, residual, vectors, sizes, gate_strid
         _add_parts_kernel, tiles * (block_m // STRIP), sums, out, residual, *vectors,
         rows, columns, columns_out, tokens, whole, parts, *gate_strides, residual.stride(0),
         STRIP=STRIP, ASM=sums.is_cuda, OVERLAP=overlap, **options, **({"launch_pdl": True} if overlap else {}),
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -198,6 +199,7 @@ def launch_weight_only_linear(x, weight, weight_scale, bias, *, tile: LinearTile
             flat.stride(0), w.stride(0),
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, GROUP=_GROUP, STAGES=tile.num_stages,
             HAS_BIAS=bias is not None, FP32=in_fp32, num_warps=tile.num_warps, num_stages=tile.num_stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out
 

@@ -153,6 +153,7 @@ def launch_mask_tiles(
             seq_kv,
             BLOCK_N=block_n,
             num_warps=8,
+            enable_fp_fusion=False,
         )
         return MaskTiles("keys", reach, extent, tiles, numbers, (int(mask_batch > 1), 0, 0))
     m_tiles = triton.cdiv(seq_q, block_m)
@@ -163,7 +164,7 @@ def launch_mask_tiles(
     launch(
         _row_mask_kernel, tiles.shape[0],
         mask, reach, tiles, numbers, *strides, seq_q, seq_kv, mask_heads, reach_heads, heads // kv_heads,
-        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8,
+        BLOCK_M=block_m, BLOCK_N=block_n, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     last = torch.arange(1, reach.shape[2] + 1, dtype=torch.int32, device=mask.device)
     extent = torch.where(reach > FAINT, last, 0).amax(2)

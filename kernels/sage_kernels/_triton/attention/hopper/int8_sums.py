@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...gluon_names import barrier
+from ...gluon_names import barrier, reinterpret
 from ...primitives import ROUND_MAGIC
 from ...prologue.prepare_value_codes import sums_of
 from .key_tiles import seen_tile
@@ -137,7 +137,7 @@ def add_all_lacking(acc, first, number, sums, group_index, group, KIND: gl.const
     high_half = group.earlier[1].index(group_index * 2)
     low_half = group.earlier[1].index(group_index * 2 + 1)
     CHUNK: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    chunks = group.earlier[0]._reinterpret(gl.float32, [KIND.groups * KEPT_TILES // TILES, TILES, ROWS], CHUNK)
+    chunks = reinterpret(group.earlier[0], gl.float32, [KIND.groups * KEPT_TILES // TILES, TILES, ROWS], CHUNK)
     acc = gl.convert_layout(acc, LAYOUTS.weights.parent)
     after = _lacking(first, sums, group, KIND, LOADED)
     for start in range(0, number, TILES):
