@@ -69,7 +69,7 @@ codegen: $(INSTALLED)
 
 # the kernels that come compiled with the package, for each version of Triton; after a change of the kernels
 prebuilt: $(INSTALLED)
-	$(RUN) tests/kernels/codegen/prebuild.py $(or $(ARGS),3.6.0 3.7.1)
+	$(RUN) tests/kernels/codegen/prebuild.py $(or $(ARGS),3.6.0 3.7.1 3.8.0 3.9.0)
 
 # kernels/CASES.md; its CPU column comes from `make test-all ARGS="--outcomes tests/outcomes/cpu.json"`
 cases: $(INSTALLED)

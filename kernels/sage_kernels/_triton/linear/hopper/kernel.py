@@ -40,8 +40,20 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
+def _sums(unit, slot, phase, operands, HALF: gl.constexpr, KIND: gl.constexpr, SUMS: gl.constexpr):
+    """One warpgroup's sums of a unit; then the next slot and its phase."""
+    _, first, end = unit_of(unit, operands.sizes, KIND)
+    depth = (end - first) * BLOCK_K
+    if KIND.fp8:
+        acc, slot, phase = fp8_sums(operands.ring, slot, phase, depth, HALF, KIND, SUMS)
+    else:
+        acc, slot, phase = int8_sums(operands.ring, slot, phase, depth, HALF, KIND, SUMS)
+    return acc, slot, phase
+
+
+@gluon.jit
 def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
-    """One warpgroup: its half of the rows of each of the program's tiles."""
+    """One warpgroup: its half of the rows of each of the program's tiles, of the whole ones first."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, KIND.block_n, 32]
     )
@@ -50,9 +62,7 @@ def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
     sizes = operands.sizes
     slot = 0
     phase = 0
-    for unit in range(gl.program_id(0), sizes.units, sizes.programs):
-        tile, first, end = unit_of(unit, sizes, KIND)
-        depth = (end - first) * BLOCK_K
+    for tile in range(gl.program_id(0), sizes.whole, sizes.programs):
         i, j = tile_of(tile, sizes.rows, sizes.columns, 2 * KIND.rows, KIND.block_n, KIND.group)
         row = (2 * i + HALF) * KIND.rows
         # read before the loop that hides their latency
@@ -64,15 +74,13 @@ def _consume(operands, HALF: gl.constexpr, KIND: gl.constexpr):
             bias = load_vector(vectors.bias_ptr, j * KIND.block_n, sizes.columns, KIND.block_n)
         if KIND.gate == "all":
             gate = load_vector(vectors.gate_ptr, j * BLOCK_OUT, sizes.columns_out, BLOCK_OUT)
-        if KIND.fp8:
-            acc, slot, phase = fp8_sums(operands.ring, slot, phase, depth, HALF, KIND, SUMS)
-        else:
-            acc, slot, phase = int8_sums(operands.ring, slot, phase, depth, HALF, KIND, SUMS)
-        if KIND.split and unit >= sizes.whole:
+        acc, slot, phase = _sums(tile, slot, phase, operands, HALF, KIND, SUMS)
+        y = finish(acc, x_scale, w_scale, bias, gate, KIND, SUMS)
+        slot, phase = add_and_store(y, row, j * BLOCK_OUT, slot, phase, operands, HALF, 0, KIND)
+    if KIND.split:  # apart from `finish`, beside which the loop over the slots spills registers (FP8, Triton 3.8)
+        for unit in range(sizes.whole + gl.program_id(0), sizes.units, sizes.programs):
+            acc, slot, phase = _sums(unit, slot, phase, operands, HALF, KIND, SUMS)
             keep_sums(acc, unit, operands, HALF, KIND)
-        else:
-            y = finish(acc, x_scale, w_scale, bias, gate, KIND, SUMS)
-            slot, phase = add_and_store(y, row, j * BLOCK_OUT, slot, phase, operands, HALF, 0, KIND)
     tma.store_wait(0)
 
 

@@ -13,7 +13,8 @@ PART = gl.constexpr(32)  # columns of the output that are stored together
 
 class Sizes(NamedTuple):
     """x [rows, depth] and w [columns, depth] give out [rows, columns_out]; each program takes every `programs`-th of
-    the `units`: `whole` tiles, then `parts` parts of each of the other tiles (units.py)."""
+    the `units`: `whole` tiles, then `parts` parts of each of the other tiles (units.py). If there are others, `whole`
+    is a multiple of `programs`."""
 
     rows: gl.tensor
     columns: gl.tensor
