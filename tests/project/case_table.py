@@ -19,9 +19,15 @@ PAGE = TESTS.parent / "kernels" / "CASES.md"
 TIERS = {"C": "CPU, eager", "I": "CPU, Triton's interpreter", "G": "one GPU", "2G": "two GPUs"}
 WORST_FIRST = ("failed", "skipped", "passed")
 # the column of the table, and the files that fill it, each for the cases that it has
-COLUMNS = {"CPU": ("cpu",), "GPU": ("gpu", "gpu_part", "two_gpus", "sanitizer")}
+COLUMNS = {
+    "CPU": ("cpu", "cpu_newest"),
+    "GPU": ("gpu", "gpu_part", "two_gpus", "sanitizer", "gpu_newest"),
+}
 RENEWED_BY = {
     "cpu": 'make test-all ARGS="--outcomes tests/outcomes/cpu.json"',
+    # with the newest PyTorch and Triton of tests/project/versions.py, as far as they could be put there
+    "cpu_newest": "pytest -m 'not gpu and not slow and not repeat' --outcomes tests/outcomes/cpu_newest.json",
+    "gpu_newest": "pytest -m 'gpu and not two_gpus' --outcomes tests/outcomes/gpu_newest.json",
     "gpu": "make test-gpu",
     # as many as there was a GPU for, beside the last whole run, which may be of earlier sources
     "gpu_part": 'make test-gpu ARGS="--outcomes tests/outcomes/gpu_part.json"',

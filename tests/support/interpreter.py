@@ -73,6 +73,25 @@ def _fuse_as_a_gpu_does():
     InterpreterBuilder.create_fma = once
 
 
+def _take_any_mask():
+    """`block & scalar` of truth values is of int32 in the interpreter, which from Triton 3.9 on takes no such mask."""
+    try:
+        from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+    except ImportError:
+        return
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def truth(mask):
+        return mask if mask.data.dtype == bool else TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    InterpreterBuilder.create_masked_load = lambda self, ptr, mask, *rest, **options: load(
+        self, ptr, truth(mask), *rest, **options
+    )
+    InterpreterBuilder.create_masked_store = lambda self, ptr, value, mask, *rest, **options: store(
+        self, ptr, value, truth(mask), *rest, **options
+    )
+
+
 def _do_nothing_twice():
     """The interpreter's arithmetic without what costs two thirds of its time and changes nothing.
 
@@ -325,6 +344,7 @@ def mend() -> None:
         _multiply_codes_by_blas()
         _drop_nan_as_a_gpu_does()
         _fuse_as_a_gpu_does()
+        _take_any_mask()
 
 
 @pytest.fixture(autouse=True)
