@@ -82,7 +82,8 @@ def _take_any_mask():
     load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
 
     def truth(mask):
-        return mask if mask.data.dtype == bool else TensorHandle(mask.data.astype(bool), mask.dtype)
+        is_one = np.asarray(mask.data).dtype == bool
+        return mask if is_one else TensorHandle(mask.data.astype(bool), mask.dtype)
 
     InterpreterBuilder.create_masked_load = lambda self, ptr, mask, *rest, **options: load(
         self, ptr, truth(mask), *rest, **options
