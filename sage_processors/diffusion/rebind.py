@@ -1,4 +1,4 @@
-"""Run a function's own code with another attention op: same code object, other globals.
+"""Run a function's own code with another attention op: the same code, other globals.
 
 Why this and not a re-implementation: every attention processor of diffusers calls the module-level names
 `F.scaled_dot_product_attention` or `dispatch_attention_fn` directly, so replacing what these names mean is enough.
@@ -90,7 +90,10 @@ def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
 
 
 def _copy(fn, scope):
-    copy = types.FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
+    # an equal code object of its own: Dynamo keeps what it compiled with the code object, under names in the globals
+    # of the function that it compiled, and would call it here, too
+    code = fn.__code__.replace()
+    copy = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
 

@@ -1,6 +1,6 @@
 """Subclasses of diffusers' attention processors that run INT8 attention, without re-implementing the processor.
 
-A Sage class is a subclass of the processor class whose `__call__` runs the SAME code object with other globals
+A Sage class is a subclass of the processor class whose `__call__` runs the same code with other globals
 (rebind.py): what it believes to be scaled_dot_product_attention is processors.py. Projections, norms, RoPE and masks
 stay the model's own.
 """

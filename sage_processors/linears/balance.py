@@ -16,6 +16,7 @@ import torch
 from sage_kernels.compat import mark_static_address
 
 from .layers import repeated_blocks
+from .weights import AT_REST, DTYPES
 
 
 # A column is far below the others where it has a quarter of their norm or less. In a balanced channel the rounding of
@@ -165,12 +166,11 @@ def find_neighbours(model: torch.nn.Module, modules: list[Any]) -> None:
 
 
 def weight_on_hand(module: Any) -> torch.Tensor | None:
-    """The 16-bit weight of a swapped layer; None while it is offloaded, cast to rest, or dropped."""
+    """The weight of a swapped layer, in 16 bit or cast to rest; None while it is offloaded, or dropped."""
     weight = module._parameters.get("weight")
     if weight is None or module._sage_linear.dropped or weight.is_meta:
         return None
-    usable = weight.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return weight if usable else None
+    return weight if weight.dtype in (*DTYPES, *AT_REST) else None
 
 
 def _near(weight: Any) -> torch.Tensor:

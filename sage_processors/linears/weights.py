@@ -57,6 +57,8 @@ REMEDIES = {
     "short": "too little work for 8 bit to pay: linears_min_features=1024 runs it in 8 bit all the same",
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# What diffusers' casting by layer keeps weights in between calls, which 16 bit hold exactly
+AT_REST = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _logged: set[tuple[str, str]] = set()
 
@@ -69,6 +71,11 @@ def checksum(weight: torch.Tensor) -> tuple[int, int]:
     place = torch.arange(1, max(bits.shape) + 1, device=weight.device)
     found = torch.stack([(rows * place[: len(rows)]).sum(), (columns * place[: len(columns)]).sum()])
     return tuple(found.tolist())
+
+
+def in_16_bit(x: torch.Tensor) -> torch.Tensor:
+    """What casting by layer makes of a parameter at rest; any other one as it is."""
+    return x.to(torch.bfloat16) if x.dtype in AT_REST else x
 
 
 def is_timed(device: torch.device) -> bool:
@@ -220,7 +227,7 @@ class LinearState:
         if not self.dropped and (weight is None or not self.is_fresh(weight)):
             if weight is None:
                 return False
-            if weight.is_meta or weight.dtype not in DTYPES:  # offloaded, or cast to rest
+            if weight.is_meta or weight.dtype not in (*DTYPES, *AT_REST):  # offloaded
                 return self.is_filled and not self.failed
             if weight.shape != (module.out_features, module.in_features):
                 return False
@@ -247,12 +254,12 @@ class LinearState:
         return not known or self.bias.device != bias.device or not is_told
 
     def _take_bias(self, bias) -> None:
-        if bias.is_meta or bias.dtype not in DTYPES:
+        if bias.is_meta or bias.dtype not in (*DTYPES, *AT_REST):
             return
         self._bias = _nothing
         counts_writes(bias)
         with torch.inference_mode(False), torch.no_grad():
-            self.bias = self.storage.renewed(self.bias, bias.detach().clone())
+            self.bias = self.storage.renewed(self.bias, in_16_bit(bias.detach()).clone())
         self._bias, self._bias_version, self.bias_touched = weakref.ref(bias), _version(bias), False
 
     def _compare(self, weight) -> None:
@@ -282,7 +289,7 @@ class LinearState:
         try:
             balance = None if balance is None else balance.to(weight.device)
             format = "int8" if self.is_weight_only else self.format
-            return quantize_weight(weight, format=format, balance=balance)
+            return quantize_weight(in_16_bit(weight), format=format, balance=balance)
         except ValueError as error:
             logger.warning("linear layer %s stays in 16 bit: %s", self.label, error)
             return None

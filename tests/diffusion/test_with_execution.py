@@ -114,6 +114,34 @@ def test_X11_layerwise_casting(flux, shows):  # noqa: F811
     shows(*swapped(model, inputs), forward(model, inputs))
 
 
+HOOKS = {
+    "cast": lambda m: m.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32),
+    "sequential": lambda m: accelerate_offload(m, "cpu"),
+    "leaf_level": lambda m: group_offload("leaf_level")(m, "cpu"),
+    "block_level": lambda m: group_offload("block_level")(m, "cpu"),
+}
+
+
+@pytest.mark.parametrize("linears", ["none", "int8"])
+@pytest.mark.parametrize("hooks", HOOKS)
+@torch.no_grad()
+def test_X99_compiled_blocks_whose_layers_have_hooks(hooks, linears, flux, shows):  # noqa: F811
+    """Hooks break the graph inside of processors: Dynamo keeps what is between with the code that both run."""
+    model, inputs, _ = flux
+    HOOKS[hooks](model)
+    stock = forward(model, inputs)
+    model.compile_repeated_blocks(backend="eager")
+    torch.testing.assert_close(forward(model, inputs), stock)
+    eight_bit = {"linears": linears, "linears_min_features": 0} if linears != "none" else {}
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, **eight_bit)) as handle:
+        out = forward(model, inputs)
+        for _ in range(2):
+            torch.testing.assert_close(forward(model, inputs), out)
+        report = handle.report()
+    torch.testing.assert_close(forward(model, inputs), stock)
+    shows(report, out, stock)
+
+
 def test_X12_attention_slicing(shows):  # noqa: F811
     pipe, run = sd_pipe()
     with sp.apply(pipe, EVERYTHING) as handle:
