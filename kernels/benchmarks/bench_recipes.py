@@ -20,7 +20,11 @@ from torch.nn.attention import SDPBackend
 from sage_kernels import RECIPES, sage_attention
 
 
-CASES = [square(128, seq) for seq in (4096, 16384)]
+CASES = [
+    *(square(128, seq) for seq in (4096, 8192, 16384)),
+    *(square(64, seq) for seq in (4096, 16384)),
+    square(128, 16384, causal=True),
+]
 
 
 def offered(case: Case, inputs, recipes):

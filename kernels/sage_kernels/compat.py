@@ -146,9 +146,12 @@ def keep_out_of_dynamo(function) -> None:
 
 
 def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
-    """Tell the compiler that x stays where it is: CUDA graphs refuse to mutate other inputs, and are then not made."""
+    """Tell the compiler that x stays where it is: CUDA graphs refuse to mutate other inputs, and are then not made.
+
+    In code that is being compiled nothing: what is put back there was marked before.
+    """
     mark = find("torch._dynamo.mark_static_address")
-    if mark is not None:
+    if mark is not None and not torch.compiler.is_compiling():
         mark(x, guard=guard)
 
 

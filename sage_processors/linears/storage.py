@@ -164,5 +164,4 @@ def put_buffer(module, name: str, tensor) -> None:
     """A buffer that no file of the model holds."""
     module._buffers[name] = tensor
     module._non_persistent_buffers_set.add(name)
-    if not torch.compiler.is_compiling():  # where a layer is cast as it is called, what is put back was marked before
-        mark_static_address(tensor, guard=False)  # CUDA graphs would copy it at every replay
+    mark_static_address(tensor, guard=False)  # CUDA graphs would copy it at every replay

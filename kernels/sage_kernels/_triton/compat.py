@@ -63,7 +63,10 @@ GLUON = (
     ),
     *(
         f"triton.experimental.gluon.language.nvidia.hopper.{name}"
-        for name in ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
+        for name in (
+            "fence_async_shared", "mbarrier", "tma.async_load", "tma.async_store", "tma.store_wait", "warpgroup_mma",
+            "warpgroup_mma_wait",
+        )
     ),
     "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 )  # fmt: skip
@@ -74,6 +77,8 @@ EARLIER = {
     for new, old in (
         ("barrier", "thread_barrier"),
         ("shared_memory_descriptor.reinterpret", "shared_memory_descriptor._reinterpret"),
+        ("nvidia.hopper.tma.async_load", "nvidia.hopper.tma.async_copy_global_to_shared"),
+        ("nvidia.hopper.tma.async_store", "nvidia.hopper.tma.async_copy_shared_to_global"),
     )
 }
 

@@ -86,7 +86,7 @@ def consume(program, group_index, KIND: gl.constexpr):
     group = Warpgroup(
         q_codes=q_codes, q_half=q_half, lowered=lowered, softmax_scale=program.inputs.softmax_scale, zero=zero,
         row_scale=row_scale, score_rows=score_rows, earlier=earlier,
-        zeroed=program.shared.zeroed, ring=program.ring, seen=program.seen,
+        zeroed=program.shared.zeroed, turns=program.shared.turns, ring=program.ring, seen=program.seen,
     )  # fmt: skip
 
     if KIND.masking.mask == "tiles" or KIND.masking.mask == "blocks":

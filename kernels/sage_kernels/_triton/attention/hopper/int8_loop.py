@@ -9,7 +9,7 @@ from typing import NamedTuple
 import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .... import recipe
 from ...gluon_names import barrier
@@ -108,6 +108,8 @@ def _key_step(i, place, at, sums, group_index, group, KIND: gl.constexpr, LAYOUT
     barrier()
     key_scale = load_key_scale(ring.k_scales.index(slot), FORMAT.scale_per_key, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
+    # Warpgroups take turns: one's exponentials run beside the sums of another. All of them visit as many tiles.
+    mbarrier.wait(group.turns.index(group_index), i & 1)
     if MASKED:
         p, own = masked_tile_softmax(
             scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, SCORES, BLOCK_N, KIND.masking,
@@ -125,6 +127,7 @@ def _key_step(i, place, at, sums, group_index, group, KIND: gl.constexpr, LAYOUT
     keep_weight(weight, place, group_index, group)
     # packed before the wait for P·V, as otherwise the compiler would leave the exponentials for after it
     words = packed_codes(p, SCORES, BLOCK_N)
+    mbarrier.arrive(group.turns.index((group_index + 1) % KIND.groups), count=1)
     running_sum = gl.fma(
         sum_of_codes(words, sums.running_sum, BLOCK_N), to_lanes(weight, sums.running_sum), sums.running_sum
     )

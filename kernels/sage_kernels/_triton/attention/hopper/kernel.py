@@ -182,12 +182,17 @@ def attention_fwd_hopper_kernel(
     for i in gl.static_range(NUM_BUFFERS):
         mbarrier.init(filled.index(i), count=1)
         mbarrier.init(freed.index(i), count=GROUPS)
-    fence_async_shared()
     earlier = (landed, landed)
+    turns = landed
     if PV == "int8":
         earlier = allocate_lacking(GROUPS, WIDTH)
+        turns = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BARRIER)
+        for i in gl.static_range(GROUPS):
+            mbarrier.init(turns.index(i), count=1)
+        mbarrier.arrive(turns.index(0), count=1)
     if PV == "fp8_e4m3":
         earlier = (allocate_earlier(GROUPS, WIDTH), allocate_earlier(GROUPS, WIDTH))
+    fence_async_shared()
 
     half_tiles = k_smem
     q_half = q_smem
@@ -216,7 +221,7 @@ def attention_fwd_hopper_kernel(
     )  # fmt: skip
     shared = Shared(
         q_codes=q_smem, q_half=q_half, of_rows=row_smem, earlier=earlier, zeroed=zeroed, finished=finished,
-        landed=landed,
+        landed=landed, turns=turns,
     )  # fmt: skip
     tile = Tile(
         seq_q=seq_q, heads=heads, group=group, b=b, h=h, first_row=first_row, k_row=k_row, first=first, full=full,
@@ -267,6 +272,9 @@ def attention_fwd_hopper_kernel(
     mbarrier.invalidate(finished)
     for i in gl.static_range(GROUPS * 2):
         mbarrier.invalidate(landed.index(i))
+    if PV == "int8":
+        for i in gl.static_range(GROUPS):
+            mbarrier.invalidate(turns.index(i))
     for i in gl.static_range(NUM_BUFFERS):
         mbarrier.invalidate(filled.index(i))
         mbarrier.invalidate(freed.index(i))

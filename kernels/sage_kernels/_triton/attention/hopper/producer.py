@@ -2,13 +2,13 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ...gluon_names import load_tile
 from ...prologue.prepare_values import KEYS
 from .key_tiles import is_promoted, seen_tile
 
 
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
 _STEP_KEYS = gl.constexpr(KEYS.value)
 
 

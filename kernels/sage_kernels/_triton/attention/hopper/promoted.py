@@ -14,10 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gluon_names import barrier
+from ...gluon_names import barrier, load_tile
 from .key_tiles import is_promoted, seen_tile
 from .operands import as_operand, value_operand
-from .producer import copy_keys, copy_values, load_tile
+from .producer import copy_keys, copy_values
 from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, sum_in_lanes
 from .types import ROWS, Place, Seen, Sums
 

@@ -109,7 +109,8 @@ class Shared(NamedTuple):
     in 16 bit, for promoted tiles (promoted.py).
     earlier: sums of P·V over earlier tiles (FP8): two halves of the channels; or places for what they lack (INT8).
     zeroed, finished, landed: barriers: hidden values are zeroed; nobody needs the ring any more; a warpgroup's own
-    keys, or values, have arrived (where it does its rows again).
+    keys, or values, have arrived (where it does its rows again). turns: one of each warpgroup, whose turn it is
+    (int8_loop.py).
     """
 
     q_codes: gl.shared_memory_descriptor
@@ -119,6 +120,7 @@ class Shared(NamedTuple):
     zeroed: gl.shared_memory_descriptor
     finished: gl.shared_memory_descriptor
     landed: gl.shared_memory_descriptor
+    turns: gl.shared_memory_descriptor
 
 
 class Seen(NamedTuple):
@@ -204,8 +206,8 @@ class Copied(NamedTuple):
 
 class Warpgroup(NamedTuple):
     """What all key tiles of one warpgroup share. zero: [R, N] in the scores' type; row_scale, score_rows: [R], the
-    scale and the number of each query row; earlier: the warpgroup's part of `Shared.earlier`; q_half, lowered: of
-    `Shared.q_half`, and q·c of each row in shared memory (promoted.py).
+    scale and the number of each query row; earlier: the warpgroup's part of `Shared.earlier`; zeroed, turns: of
+    `Shared`; q_half, lowered: of `Shared.q_half`, and q·c of each row in shared memory (promoted.py).
     """
 
     q_codes: gl.shared_memory_descriptor
@@ -217,6 +219,7 @@ class Warpgroup(NamedTuple):
     score_rows: gl.tensor
     earlier: gl.shared_memory_descriptor
     zeroed: gl.shared_memory_descriptor
+    turns: gl.shared_memory_descriptor
     ring: Ring
     seen: Seen
 

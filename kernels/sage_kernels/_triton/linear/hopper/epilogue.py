@@ -4,13 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...gluon_names import barrier
+from ...gluon_names import barrier, store_tile
 from ..epilogue import activated
 from .producer import residual_tile
 from .types import PART
-
-
-_store_tile = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global  # renamed in Triton 3.9
 
 
 @gluon.jit
@@ -100,4 +97,4 @@ def _store(y, row, column, operands, HALF: gl.constexpr, FIRST: gl.constexpr, KI
         buffer.store(y)
         fence_async_shared()
         barrier()
-        _store_tile(operands.out_desc, [row, column], buffer)
+        store_tile(operands.out_desc, [row, column], buffer)

@@ -2,15 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gluon_names import reinterpret
+from ...gluon_names import load_tile, reinterpret
 from ..matmul import tile_of
 from .types import BLOCK_K
 from .units import unit_of
-
-
-load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # renamed in Triton 3.9
 
 
 @gluon.jit
