@@ -23,23 +23,24 @@ from sage_kernels import RECIPES, sage_attention
 CASES = [
     *(square(128, seq) for seq in (4096, 8192, 16384)),
     *(square(64, seq) for seq in (4096, 16384)),
-    square(128, 16384, causal=True),
+    *(square(128, seq, causal=True) for seq in (8192, 16384)),
 ]
 
 
 def offered(case: Case, inputs, recipes):
     """As `bench.providers`: cuDNN, and each of the recipes with a plan, if it can have one, and without."""
-    yield "torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION)
-    yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION)
+    causal = {"causal": "bottom_right"} if case.causal else {}
+    yield "torch_sdpa_cudnn", "", "", torch_sdpa(case, SDPBackend.CUDNN_ATTENTION, **causal)
+    yield "torch_sdpa_flash", "", "", torch_sdpa(case, SDPBackend.FLASH_ATTENTION, **causal)
     for name in recipes:
         recipe = RECIPES[name]
         if not recipe.plain:
             yield (
                 "sage_kernels", "", name,
-                planned_attention(case, *inputs, lagged=recipe.keeps_rows, recipe=name),
+                planned_attention(case, *inputs, lagged=recipe.keeps_rows, recipe=name, **causal),
             )  # fmt: skip
         scaling = recipe.scalings[-1] if recipe.plain else "per_block"
-        yield "sage_kernels", f"/{scaling}", name, partial(sage_attention, recipe=name, scaling=scaling)
+        yield "sage_kernels", f"/{scaling}", name, partial(sage_attention, recipe=name, scaling=scaling, **causal)
 
 
 def run_case(case: Case, save: bool, recipes: Sequence[str]) -> list[str]:
