@@ -89,9 +89,11 @@ _FP8_PV = (
     *(row._replace(recipe=FP8_RECIPE, evidence=()) for row in _16_BIT_PV if row.causal or row.head_dim == 256),
 )  # fmt: skip
 _INT8_PV = (
-    Crossover("hopper", 64, INT8_RECIPE, False, NEVER, NEVER, CUDNN),  # not measured
-    # at 4,096 tokens slower than 16-bit attention
-    Crossover("hopper", 128, INT8_RECIPE, False, 16384, 2**34, CUDNN, ("D128_N16384_full",)),
+    # at 4,096 tokens slower than 16-bit attention, at both widths
+    Crossover("hopper", 64, INT8_RECIPE, False, 16384, 2**34, CUDNN, ("D64_N16384_full",)),
+    Crossover("hopper", 64, INT8_RECIPE, True, 16384, 2**31, FLASH),  # not measured
+    Crossover("hopper", 128, INT8_RECIPE, False, 8192, 2**32, CUDNN, ("D128_N8192_full", "D128_N16384_full")),
+    Crossover("hopper", 128, INT8_RECIPE, True, 8192, 2**32, FLASH, ("D128_N8192_causal", "D128_N16384_causal")),
     Crossover("hopper", 256, INT8_RECIPE, False, NEVER, NEVER, CUDNN),
     Crossover("hopper", 256, INT8_RECIPE, True, NEVER, NEVER, FLASH),
     # not measured: those of the recipe with P and V in 16 bit
