@@ -1,4 +1,4 @@
-"""Attention's loop with five ways from INT32 scores to the exponent of its softmax, and one that mixes two of them.
+"""Attention's loop with five ways from INT32 scores to the exponent of its softmax, and two that halve its tiles.
 
 64 rows by 64 keys of INT8, one scale a tile, a running max, P·V in bf16: what tests/kernels/codegen/conversions.py
 counts for every GPU, and bench_conversions.py times on the one at hand.
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 
-WAYS = ("native", "added", "folded", "integer_max", "folded_integer_max", "dual")
+WAYS = ("native", "added", "folded", "integer_max", "folded_integer_max", "dual", "halves")
 MAGIC, MAGIC_BITS = tl.constexpr(12582912.0), tl.constexpr(0x4B400000)
 
 
@@ -60,15 +60,17 @@ def conversion_kernel(q_ptr, k_ptr, v_ptr, k_scale_ptr, out_ptr, q_scale, tiles,
     acc = tl.zeros([M, D], tl.float32)
     for tile in tl.range(0, tiles, num_stages=2):
         scale = tl.zeros([M], tl.float32) + tl.load(k_scale_ptr + tile) * q_scale
-        if WAY == "dual":  # one half by floats, the other by integers
+        if WAY == "dual" or WAY == "halves":
+            # one half by floats, the other by integers; or both by floats
+            OTHER: tl.constexpr = "folded_integer_max" if WAY == "dual" else "native"
             keys = tile * N + tl.arange(0, HALF)
             k = tl.load(k_ptr + keys[None, :] * D + channels[:, None])
             a, top = _step(q, k, scale, "native")
             k = tl.load(k_ptr + (keys + HALF)[None, :] * D + channels[:, None])
-            b, top_b = _step(q, k, scale, "folded_integer_max")
+            b, top_b = _step(q, k, scale, OTHER)
             new = tl.maximum(reference, tl.maximum(top, top_b))
             p = _powers(a, scale, new, "native")
-            p_b = _powers(b, scale, new, "folded")
+            p_b = _powers(b, scale, new, OTHER)
             rescale = tl.exp2(reference - new)
             total = tl.fma(total, rescale, tl.sum(p, 1) + tl.sum(p_b, 1))
             acc = acc * rescale[:, None]

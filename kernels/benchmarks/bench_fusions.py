@@ -1,0 +1,142 @@
+"""What each fusion of a block in 8 bit brings to a whole forward: with all of them, and without each.
+
+    python kernels/benchmarks/bench_fusions.py
+    python kernels/benchmarks/bench_fusions.py --case flux_1024 --called compiled
+    python kernels/benchmarks/bench_fusions.py --tiny --device cpu --csv rows.csv
+
+Eager: `norms` (norm and modulation are computed by the quantisation behind them), `results` (activation, gate and
+residual, by the matmul), `heads` (norms and rotary embeddings of heads, in one pass). Compiled: `heads` likewise, and
+all that is found in the compiler's graph. They are switched off in this process alone, by what stands in their place
+here; what they leave out PyTorch computes.
+
+bench_end_to_end.py's models, gate and clock, INT8 linear layers, in turns: each variant is swapped in, warmed up and
+timed, in every round. Suite end_to_end, cases {model}/{variant}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch._inductor.config  # eager code does not import it
+from bench_end_to_end import OURS, RESULTS, Bench, Gated, check_output, save
+from model_cases import CASES, make_model
+
+from sage_kernels import DEFAULT_RECIPE
+from sage_kernels.results import check_appendable
+from sage_processors.diffusion import head_norms, rotary
+from sage_processors.linears import modules, norms, swap
+
+
+EAGER = {
+    "everything": (),
+    "without_norms": ("norms",),
+    "without_results": ("results",),
+    "without_heads": ("heads",),
+    "without_any": ("norms", "results", "heads"),
+}
+COMPILED = {"everything": (), "without_heads": ("heads_in_graph",), "without_any": ("graph",)}
+
+
+def _nothing(*_, **__) -> None:
+    """Stands for a function that returns what waits, or None where nothing can; or for one that installs a pass."""
+
+
+def _at_once(shape, dtype, device, module, rows) -> torch.Tensor:
+    """What stands for LazyLinear(...): the product."""
+    return modules.product(module, rows, module._sage_linear.bias, dtype=dtype)
+
+
+@contextmanager
+def without(*fusions: str):
+    """These fusions are not made meanwhile."""
+    change, config = mock.patch.object, torch._inductor.config
+    with ExitStack() as stack:
+        if "norms" in fusions:
+            stack.enter_context(change(norms.NormState, "_lazy", _nothing))
+        if "results" in fusions:
+            stack.enter_context(change(modules, "LazyLinear", _at_once))
+        if "heads" in fusions:
+            stack.enter_context(change(head_norms.HeadNormState, "_lazy", _nothing))
+            stack.enter_context(change(rotary, "_waits", _nothing))
+        off = {"heads_in_graph": (head_norms,), "graph": (head_norms, swap)}
+        for module in (module for name in fusions for module in off.get(name, ())):
+            stack.enter_context(config.patch(pre_grad_custom_pass=None))
+            stack.enter_context(change(module, "fuse_in_compiled_code", _nothing))
+        yield
+
+
+def run_case(case, model, options, device) -> list[str]:
+    """Measure all variants in turns and append their rows. Returns the failures."""
+    variants = EAGER if options.called == "eager" else COMPILED
+    bench = Bench(
+        case, model, device, torch.bfloat16, recipe=DEFAULT_RECIPE, min_tokens=None, reps=options.reps or case.reps,
+        called=options.called, linears="int8", min_features=0 if options.tiny else None,
+    )  # fmt: skip
+    stock = bench.stock("torch_sdpa_cudnn")
+    results, failures = {}, []
+    for _ in range(options.rounds):
+        for name, fusions in variants.items():
+            try:
+                with without(*fusions):
+                    result = bench.ours_denoiser()
+                errors = check_output(result.output, stock.output)
+            except Gated as error:
+                failures.append(f"{case.name}/{name}: {error}")
+                continue
+            if name in results:
+                earlier = results[name][0]
+                result = earlier._replace(times=earlier.times + result.times, slow=earlier.slow + result.slow)
+            results[name] = result, errors
+    for name, (result, errors) in results.items():
+        median = statistics.median(result.times)
+        print(f"{case.name}/{name:20} {median:9.3f} ms  relative L1 {errors[0]:.4f}", flush=True)
+        if result.slow > len(result.times) // 2:
+            print(f"{case.name}/{name:20} no rows: the host was slow in {result.slow} timings", flush=True)
+        elif options.csv is not None:
+            bench.case = case.renamed(name)
+            save(options.csv, bench, OURS, result, None, errors)
+    return failures
+
+
+def parse(arguments=None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    denoisers = sorted(name for name, case in CASES.items() if case.is_denoiser)
+    parser.add_argument("--case", action="append", choices=denoisers, help="may be repeated; flux_1024 by default")
+    parser.add_argument("--called", choices=("eager", "compiled"), default="eager")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--reps", type=int, help="timed forwards of each turn; the case's own number by default")
+    parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
+    options = parser.parse_args(arguments)
+    options.csv = options.csv or (None if options.tiny else RESULTS)
+    return options
+
+
+@torch.no_grad()
+def main(arguments=None) -> int:
+    options = parse(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("bench_fusions.py times models on a GPU: no CUDA GPU was found here.", file=sys.stderr)
+        return 2
+    if options.csv is not None:
+        check_appendable(options.csv)
+    failures = []
+    for name in options.case or ["flux_1024"]:
+        case = CASES[name] if options.called == "eager" else CASES[name].renamed(options.called)
+        case = case.tiny() if options.tiny else case
+        failures += run_case(case, make_model(case, device, torch.bfloat16), options, device)
+    for failure in failures:
+        print(f"FAILED {failure}", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

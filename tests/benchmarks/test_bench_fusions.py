@@ -1,0 +1,90 @@
+"""bench_fusions.py switches off what it says, in its own process alone, and its rows say so."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from sage_kernels.results import read_rows
+from tests.support.repository import ROOT
+
+
+pytest.importorskip("diffusers")
+
+ARGUMENTS = ["--tiny", "--device", "cpu", "--rounds", "1", "--reps", "1"]
+
+
+@pytest.fixture(scope="module")
+def bench():
+    folder = str(ROOT / "kernels" / "benchmarks")
+    sys.path.insert(0, folder)  # as when it is run
+    try:
+        import bench_fusions
+
+        yield bench_fusions
+    finally:
+        sys.path.remove(folder)
+
+
+def ops_of(bench, monkeypatch, called: str, name: str) -> set[str]:
+    """Our operators that a forward of this variant alone makes."""
+    monkeypatch.setattr(bench, "EAGER" if called == "eager" else "COMPILED", {name: VARIANTS[called](bench)[name]})
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        assert bench.main([*ARGUMENTS, "--called", called]) == 0
+    return {event.key.partition("::")[2] for event in seen.key_averages() if event.key.startswith("sage_kernels::")}
+
+
+VARIANTS = {"eager": lambda bench: bench.EAGER, "compiled": lambda bench: bench.COMPILED}
+
+
+def test_rows_of_all_variants(bench, tmp_path):
+    assert bench.main([*ARGUMENTS, "--csv", str(tmp_path / "rows.csv")]) == 0
+    rows = [row for row in read_rows(tmp_path / "rows.csv") if row["metric"] == "time"]
+    assert [row["case"] for row in rows] == [f"flux_1024/tiny/{name}" for name in bench.EAGER]
+    assert {row["recipe"] for row in rows} == {"qk_int8_pv_bf16+linears_int8"}
+
+
+@pytest.mark.parametrize(
+    "called, name, makes_heads",
+    [
+        ("eager", "everything", True), ("eager", "without_heads", False), ("eager", "without_any", False),
+        ("compiled", "everything", True), ("compiled", "without_heads", False), ("compiled", "without_any", False),
+    ],
+)  # fmt: skip
+def test_heads_are_made_in_one_pass_only_where_they_should(bench, monkeypatch, called, name, makes_heads):
+    ops = ops_of(bench, monkeypatch, called, name)
+    assert ("qk_norm_rope" in ops) == makes_heads
+    assert {"quantized_linear", "attention"} & {op.partition(".")[0] for op in ops}
+
+
+@pytest.mark.parametrize("name", ["everything", "without_norms", "without_results", "without_any"])
+def test_norms_and_results_wait_only_where_they_should(bench, monkeypatch, name):
+    from sage_processors.linears import lazy_linear, lazy_norm
+
+    made = set()
+
+    def noted(what, function):
+        def run(*arguments, **options):
+            made.add(what)
+            return function(*arguments, **options)
+
+        return run
+
+    monkeypatch.setattr(lazy_norm.LazyNorm, "rows", noted("norms", lazy_norm.LazyNorm.rows))
+    monkeypatch.setattr(lazy_linear, "product", noted("results", lazy_linear.product))
+    monkeypatch.setattr(bench, "EAGER", {name: bench.EAGER[name]})
+    assert bench.main(ARGUMENTS) == 0
+    off = {"without_norms": {"norms"}, "without_results": {"results"}, "without_any": {"norms", "results"}}
+    assert made == {"norms", "results"} - off.get(name, set())
+
+
+def test_what_was_switched_off_is_on_again(bench):
+    places = [(bench.norms.NormState, "_lazy"), (bench.modules, "LazyLinear"), (bench.rotary, "_waits")]
+    before = [getattr(*place) for place in places]
+    with pytest.raises(RuntimeError, match="inside"), bench.without("norms", "results", "heads", "graph"):
+        assert all(getattr(*place) is not was for place, was in zip(places, before, strict=True))
+        assert torch._inductor.config.pre_grad_custom_pass is None
+        raise RuntimeError("inside")
+    assert [getattr(*place) for place in places] == before
