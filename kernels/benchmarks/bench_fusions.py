@@ -34,13 +34,13 @@ from sage_processors.linears import modules, norms, swap
 
 
 EAGER = {
-    "everything": (),
-    "without_norms": ("norms",),
-    "without_results": ("results",),
-    "without_heads": ("heads",),
-    "without_any": ("norms", "results", "heads"),
+    "all_fusions": (),
+    "no_norms": ("norms",),
+    "no_results": ("results",),
+    "no_heads": ("heads",),
+    "no_fusions": ("norms", "results", "heads"),
 }
-COMPILED = {"everything": (), "without_heads": ("heads_in_graph",), "without_any": ("graph",)}
+COMPILED = {"all_fusions": (), "no_heads": ("heads_in_graph",), "no_fusions": ("graph",)}
 
 
 def _nothing(*_, **__) -> None:

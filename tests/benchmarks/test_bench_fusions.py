@@ -49,8 +49,8 @@ def test_rows_of_all_variants(bench, tmp_path):
 @pytest.mark.parametrize(
     "called, name, makes_heads",
     [
-        ("eager", "everything", True), ("eager", "without_heads", False), ("eager", "without_any", False),
-        ("compiled", "everything", True), ("compiled", "without_heads", False), ("compiled", "without_any", False),
+        ("eager", "all_fusions", True), ("eager", "no_heads", False), ("eager", "no_fusions", False),
+        ("compiled", "all_fusions", True), ("compiled", "no_heads", False), ("compiled", "no_fusions", False),
     ],
 )  # fmt: skip
 def test_heads_are_made_in_one_pass_only_where_they_should(bench, monkeypatch, called, name, makes_heads):
@@ -59,7 +59,7 @@ def test_heads_are_made_in_one_pass_only_where_they_should(bench, monkeypatch, c
     assert {"quantized_linear", "attention"} & {op.partition(".")[0] for op in ops}
 
 
-@pytest.mark.parametrize("name", ["everything", "without_norms", "without_results", "without_any"])
+@pytest.mark.parametrize("name", ["all_fusions", "no_norms", "no_results", "no_fusions"])
 def test_norms_and_results_wait_only_where_they_should(bench, monkeypatch, name):
     from sage_processors.linears import lazy_linear, lazy_norm
 
@@ -76,7 +76,7 @@ def test_norms_and_results_wait_only_where_they_should(bench, monkeypatch, name)
     monkeypatch.setattr(lazy_linear, "product", noted("results", lazy_linear.product))
     monkeypatch.setattr(bench, "EAGER", {name: bench.EAGER[name]})
     assert bench.main(ARGUMENTS) == 0
-    off = {"without_norms": {"norms"}, "without_results": {"results"}, "without_any": {"norms", "results"}}
+    off = {"no_norms": {"norms"}, "no_results": {"results"}, "no_fusions": {"norms", "results"}}
     assert made == {"norms", "results"} - off.get(name, set())
 
 
