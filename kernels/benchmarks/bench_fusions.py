@@ -5,9 +5,9 @@
     python kernels/benchmarks/bench_fusions.py --tiny --device cpu --csv rows.csv
 
 Eager: `norms` (norm and modulation are computed by the quantisation behind them), `results` (activation, gate and
-residual, by the matmul), `heads` (norms and rotary embeddings of heads, in one pass). Compiled: `heads` likewise, and
-all that is found in the compiler's graph. They are switched off in this process alone, by what stands in their place
-here; what they leave out PyTorch computes.
+residual, by the matmul), `heads` (norms and rotary embeddings of heads, in one pass; of a language model the latter
+alone). Compiled: `heads` likewise, and all that is found in the compiler's graph. They are switched off in this process
+alone, by what stands in their place here; what they leave out PyTorch computes.
 
 bench_end_to_end.py's models, gate and clock, INT8 linear layers, in turns: each variant is swapped in, warmed up and
 timed, in every round. Suite end_to_end, cases {model}/{variant}.
@@ -30,7 +30,7 @@ from model_cases import CASES, make_model
 from sage_kernels import DEFAULT_RECIPE
 from sage_kernels.results import check_appendable
 from sage_processors.diffusion import head_norms, rotary
-from sage_processors.linears import modules, norms, swap
+from sage_processors.linears import head_rotation, modules, norms, swap
 
 
 EAGER = {
@@ -64,6 +64,7 @@ def without(*fusions: str):
         if "heads" in fusions:
             stack.enter_context(change(head_norms.HeadNormState, "_lazy", _nothing))
             stack.enter_context(change(rotary, "_waits", _nothing))
+            stack.enter_context(change(head_rotation.HeadRotations, "put", _nothing))
         off = {"heads_in_graph": (head_norms,), "graph": (head_norms, swap)}
         for module in (module for name in fusions for module in off.get(name, ())):
             stack.enter_context(config.patch(pre_grad_custom_pass=None))
@@ -84,7 +85,7 @@ def run_case(case, model, options, device) -> list[str]:
         for name, fusions in variants.items():
             try:
                 with without(*fusions):
-                    result = bench.ours_denoiser()
+                    result = bench.ours_denoiser() if case.is_denoiser else bench.ours_language()
                 errors = check_output(result.output, stock.output)
             except Gated as error:
                 failures.append(f"{case.name}/{name}: {error}")
@@ -106,15 +107,16 @@ def run_case(case, model, options, device) -> list[str]:
 
 def parse(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    denoisers = sorted(name for name, case in CASES.items() if case.is_denoiser)
-    parser.add_argument("--case", action="append", choices=denoisers, help="may be repeated; flux_1024 by default")
-    parser.add_argument("--called", choices=("eager", "compiled"), default="eager")
+    parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; flux_1024 by default")
+    parser.add_argument("--called", choices=("eager", "compiled"), default="eager", help="compiled: denoisers only")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--reps", type=int, help="timed forwards of each turn; the case's own number by default")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
     options = parser.parse_args(arguments)
+    if options.called != "eager" and not all(CASES[name].is_denoiser for name in options.case or ()):
+        parser.error(f"--called {options.called}: expected denoisers alone")
     options.csv = options.csv or (None if options.tiny else RESULTS)
     return options
 

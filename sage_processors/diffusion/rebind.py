@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 
+from ..other_globals import scope_of, with_globals
 from . import dispatcher
 
 
@@ -89,23 +90,12 @@ def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
     return (calls, replaced | others, helpers) if replaced else (0, {}, {})
 
 
-def _copy(fn, scope):
-    # an equal code object of its own: Dynamo keeps what it compiled with the code object, under names in the globals
-    # of the function that it compiled, and would call it here, too
-    code = fn.__code__.replace()
-    copy = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, fn.__closure__)
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    return copy
-
-
 def rebind(fn, ops: StandIns):
     """(`fn` with `ops` in place of the attention functions of torch and diffusers, attention calls in its code)."""
     calls, replaced, helpers = _scan(fn, ops)
-    scope = fn.__globals__ | replaced
-    # Dynamo up to 2.13 resolves the globals of a function through the module of this name, not through its own dict
-    scope.pop("__name__", None)
-    scope.update({name: _copy(helper, scope) for name, helper in helpers.items()})
-    return _copy(fn, scope), calls
+    scope = scope_of(fn, replaced)
+    scope.update({name: with_globals(helper, scope) for name, helper in helpers.items()})
+    return with_globals(fn, scope), calls
 
 
 _LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)

@@ -15,6 +15,7 @@ from ..on_import import when_imported
 from .balance import find_neighbours, share_known
 from .captured import is_captured
 from .graph_pass import fuse_in_compiled_code
+from .head_rotation import HeadRotations
 from .layers import Choice, choose
 from .leaving import LeavingHook
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
@@ -100,7 +101,7 @@ class LinearSwap:
         self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0, model)
         self._short = ShortForwards(self._shared)
         self._states: dict[int, tuple[Any, LinearState]] = {}
-        self._norms: dict[int, Any] = {}
+        self._norms, self._rotations = dict[int, Any](), HeadRotations()
         self.choices: list[Choice] = []
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
         self._trains = False  # gradients were wanted in the latest forward
@@ -164,6 +165,7 @@ class LinearSwap:
             state.find_short()
         find_neighbours(self.model, [module for module, _ in self._states.values()])
         self._postpone_norms()
+        self._rotations.put(self.model)
 
     def _enter(self, choice: Choice) -> None:
         module = choice.module
@@ -338,6 +340,7 @@ class LinearSwap:
         for module, _ in self._states.values():
             if is_swapped(module):
                 self._leave(module)
+        self._rotations.remove()
         self._norms, self._states, self.choices = {}, {}, []
 
     def __enter__(self) -> LinearSwap:

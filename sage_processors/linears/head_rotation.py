@@ -1,0 +1,156 @@
+"""Rotary embeddings of a language model's queries and keys in one pass.
+
+The attention modules of transformers call a function of their file, `apply_rotary_pos_emb`: some ten operations, each
+a pass over Q or K. Where it is the usual one, they get a class whose forward is their own code with another function
+by that name. Compiled code has the model's own, which the compiler makes one pass of.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from sage_kernels import qk_norm_rope
+from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
+from sage_kernels.compat import are_ordinary, function_modes
+
+from ..other_globals import innermost, with_global
+from .lazy import is_dual
+from .modules import put_class
+
+
+FUNCTION = "apply_rotary_pos_emb"
+
+
+@functools.cache
+def turns_halves(function: Callable[..., Any]) -> bool:
+    """Whether function(q, k, cos, sin) turns channels i and i + D / 2 of q and k [B, H, S, D], by cos and sin
+    [B, S, D]. It is tried: hundreds of files have one of this name, and some are others."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    shapes = ((2, 2, 3, 8), (2, 1, 3, 8), (2, 3, 8), (2, 3, 8))
+    given = [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes]
+    try:
+        with torch.no_grad():
+            turned = function(*(x.clone() for x in given))
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return False
+    cos, sin = (x[:, None] for x in given[2:])
+    expected = [x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin for x in given[:2]]
+    return (
+        isinstance(turned, tuple)
+        and [getattr(x, "shape", None) for x in turned] == [x.shape for x in expected]
+        and all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(turned, expected, strict=True))
+    )
+
+
+def _is_ordinary(x: Any) -> bool:
+    wants_gradient = type(x) is torch.Tensor and x.requires_grad and torch.is_grad_enabled()
+    return type(x) is torch.Tensor and x.dtype in DTYPES and not wants_gradient and not is_dual(x)
+
+
+def _can_turn(q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    """Whether this call is one pass: of shapes as in `turns_halves`, with nobody who looks on or differentiates."""
+    given = (q, k, cos, sin)
+    if torch.compiler.is_compiling() or function_modes() or not all(map(_is_ordinary, given)):
+        return False
+    if not are_ordinary(given) or torch.is_autocast_enabled(q.device.type):
+        return False
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype:
+        return False
+    batch, _, tokens, channels = q.shape
+    return bool(
+        (k.shape[0], *k.shape[2:]) == (batch, tokens, channels)
+        and cos.shape == sin.shape
+        and cos.shape in ((1, tokens, channels), (batch, tokens, channels))
+        and 0 < channels <= MAX_HEAD_DIM
+        and channels % 2 == 0
+        and q.stride(3) == k.stride(3) == 1
+        and q.numel() > 0
+        and k.device == cos.device == sin.device == q.device
+    )
+
+
+def _as_one_sample(x: torch.Tensor) -> torch.Tensor:
+    """[B, S, H, D] as [1, B · S, H, D]."""
+    return x.flatten(0, 1).unsqueeze(0)
+
+
+def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    batch, _, tokens, _ = q.shape
+    heads = [q.transpose(1, 2), k.transpose(1, 2)]
+    by_sample = cos.shape[0] > 1  # one table for all tokens of all samples, then
+    if by_sample:
+        heads = [_as_one_sample(x) for x in heads]
+        cos, sin = cos.flatten(0, 1), sin.flatten(0, 1)
+    else:
+        cos, sin = cos[0], sin[0]
+    made = qk_norm_rope([heads[0]], [heads[1]], norm=False, cos=[cos], sin=[sin], pairs=False)
+    return tuple((x.unflatten(1, (batch, tokens))[0] if by_sample else x).transpose(1, 2) for x in made)
+
+
+def in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands in for `function`, which `turns_halves`: rounds once, where that rounds after each operation."""
+
+    def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (args or kwargs) and _can_turn(q, k, cos, sin):
+            return _turned(q, k, cos, sin)
+        return function(q, k, cos, sin, *args, **kwargs)
+
+    return apply_rotary_pos_emb
+
+
+class _Rotating:
+    """What every class of an attention module with such a function adds to its base."""
+
+    _sage_base: type
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _rebuild, (type(self)._sage_base,), self.__dict__
+
+
+@functools.cache
+def rotating_class(base: Any) -> type | None:
+    """The subclass of an attention module's class, or None: it calls no such function, or another one."""
+    forward = innermost(base.forward)
+    code, scope = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    function = scope.get(FUNCTION) if code is not None and FUNCTION in code.co_names else None
+    if function is None or issubclass(base, _Rotating) or not turns_halves(function):
+        return None
+    own = with_global(base.forward, FUNCTION, in_one_pass(function))
+    if own is None:
+        return None
+    members = {"forward": own, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
+    return type("Sage" + base.__name__, (_Rotating, base), members)
+
+
+def _rebuild(base: Any) -> Any:
+    """For copy and pickle."""
+    return object.__new__(rotating_class(base) or base)
+
+
+class HeadRotations:
+    """The attention modules of one model that turn their heads in one pass: the same objects, with another class."""
+
+    def __init__(self) -> None:
+        self._swapped: dict[int, nn.Module] = {}
+
+    def put(self, model: nn.Module) -> None:
+        """Give every attention module of the model the class for it, if there is one."""
+        for module in model.modules():
+            own: Any = type(module)
+            cls = None if isinstance(module, _Rotating) else rotating_class(own)
+            if cls is not None:
+                put_class(module, cls)
+            if isinstance(module, _Rotating):  # or a copy of another model's
+                self._swapped[id(module)] = module
+
+    def remove(self) -> None:
+        """Give the modules their own classes back."""
+        for module in self._swapped.values():
+            if isinstance(module, _Rotating):
+                put_class(module, type(module)._sage_base)
+        self._swapped.clear()
