@@ -26,6 +26,16 @@ from .modules import put_class
 FUNCTION = "apply_rotary_pos_emb"
 
 
+def _tried(function: Callable[..., Any], given: list[torch.Tensor]) -> tuple[Any, ...]:
+    """What the function makes of these; nothing where it is no function of them."""
+    try:
+        with torch.no_grad():
+            turned = function(*given)
+    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
+        return ()
+    return turned if isinstance(turned, tuple) else ()
+
+
 @functools.cache
 def turns_halves(function: Callable[..., Any]) -> bool:
     """Whether function(q, k, cos, sin) turns channels i and i + D / 2 of q and k [B, H, S, D], by cos and sin
@@ -33,18 +43,21 @@ def turns_halves(function: Callable[..., Any]) -> bool:
     generator = torch.Generator("cpu").manual_seed(0)
     shapes = ((2, 2, 3, 8), (2, 1, 3, 8), (2, 3, 8), (2, 3, 8))
     given = [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes]
-    try:
-        with torch.no_grad():
-            turned = function(*(x.clone() for x in given))
-    except (TypeError, ValueError, RuntimeError, IndexError, AttributeError):
-        return False
+    turned = _tried(function, [x.clone() for x in given])
     cos, sin = (x[:, None] for x in given[2:])
     expected = [x * cos + torch.cat((-x[..., 4:], x[..., :4]), -1) * sin for x in given[:2]]
-    return (
-        isinstance(turned, tuple)
-        and [getattr(x, "shape", None) for x in turned] == [x.shape for x in expected]
-        and all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(turned, expected, strict=True))
+    return [getattr(x, "shape", None) for x in turned] == [x.shape for x in expected] and all(
+        torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in zip(turned, expected, strict=True)
     )
+
+
+@functools.cache
+def keeps_dtype(function: Callable[..., Any]) -> bool:
+    """Whether what it returns is of q's dtype, whatever that of the angles is. Where it is not, it is what PyTorch
+    promotes both to."""
+    q, cos = (torch.zeros(shape, device="cpu", dtype=torch.bfloat16) for shape in ((1, 1, 1, 8), (1, 1, 8)))
+    turned = _tried(function, [q, q, cos.float(), cos.float()])
+    return bool(turned) and all(x.dtype == q.dtype for x in turned)
 
 
 def _is_ordinary(x: Any) -> bool:
@@ -52,14 +65,16 @@ def _is_ordinary(x: Any) -> bool:
     return type(x) is torch.Tensor and x.dtype in DTYPES and not wants_gradient and not is_dual(x)
 
 
-def _can_turn(q: Any, k: Any, cos: Any, sin: Any) -> bool:
-    """Whether this call is one pass: of shapes as in `turns_halves`, with nobody who looks on or differentiates."""
+def _can_turn(function: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any) -> bool:
+    """Whether this call of `function`, which `turns_halves`, is one pass: nobody looks on or differentiates."""
     given = (q, k, cos, sin)
     if torch.compiler.is_compiling() or function_modes() or not all(map(_is_ordinary, given)):
         return False
     if not are_ordinary(given) or torch.is_autocast_enabled(q.device.type):
         return False
-    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype:
+    if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype or cos.dtype != sin.dtype:
+        return False
+    if cos.dtype != q.dtype and not keeps_dtype(function):
         return False
     batch, _, tokens, channels = q.shape
     return bool(
@@ -96,7 +111,7 @@ def in_one_pass(function: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in for `function`, which `turns_halves`: rounds once, where that rounds after each operation."""
 
     def apply_rotary_pos_emb(q: Any, k: Any, cos: Any, sin: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (args or kwargs) and _can_turn(q, k, cos, sin):
+        if not (args or kwargs) and _can_turn(function, q, k, cos, sin):
             return _turned(q, k, cos, sin)
         return function(q, k, cos, sin, *args, **kwargs)
 
@@ -115,15 +130,21 @@ class _Rotating:
 @functools.cache
 def rotating_class(base: Any) -> type | None:
     """The subclass of an attention module's class, or None: it calls no such function, or another one."""
-    forward = innermost(base.forward)
-    code, scope = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
+    code_of = innermost(base.forward)
+    code, scope = getattr(code_of, "__code__", None), getattr(code_of, "__globals__", {})
     function = scope.get(FUNCTION) if code is not None and FUNCTION in code.co_names else None
     if function is None or issubclass(base, _Rotating) or not turns_halves(function):
         return None
     own = with_global(base.forward, FUNCTION, in_one_pass(function))
     if own is None:
         return None
-    members = {"forward": own, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # checkpoints run a forward without gradients, then with them: both have to round alike
+        return (base.forward if self.training else own)(self, *args, **kwargs)
+
+    members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
     return type("Sage" + base.__name__, (_Rotating, base), members)
 
 

@@ -163,7 +163,17 @@ def test_texts_are_the_same(cache, passes):
 
 @pytest.mark.parametrize(
     "what",
-    ["gradient", "autocast", "other angles", "half of the channels", "an option", "float64", "subclass", "mode"],
+    [
+        "gradient",
+        "autocast",
+        "other angles",
+        "half of the channels",
+        "an option",
+        "float64",
+        "subclass",
+        "mode",
+        "angles of another dtype",
+    ],
 )
 def test_the_models_own_function_runs(what, passes):
     q, k, cos, sin = operands()
@@ -181,6 +191,8 @@ def test_the_models_own_function_runs(what, passes):
         q, k, options = q.transpose(1, 2), k.transpose(1, 2), {"unsqueeze_dim": 2}
     elif what == "float64":
         q, k, cos, sin = (x.double() for x in (q, k, cos, sin))
+    elif what == "angles of another dtype":  # PyTorch promotes
+        q, k = q.bfloat16(), k.bfloat16()
     elif what == "subclass":
         q = q.as_subclass(type("Other", (torch.Tensor,), {}))
     elif what == "mode":
@@ -190,6 +202,17 @@ def test_the_models_own_function_runs(what, passes):
     with around:
         given, expected = in_one_pass(USUAL)(q, k, cos, sin, **options), USUAL(q, k, cos, sin, **options)
     assert not passes and all(torch.equal(x, y) for x, y in zip(given, expected, strict=True))
+    assert all(x.dtype == y.dtype for x, y in zip(given, expected, strict=True))
+
+
+def test_angles_in_fp32_where_the_function_rounds_at_its_end(passes):
+    def rounding(q, k, cos, sin):
+        return tuple(x.to(q.dtype) for x in USUAL(q, k, cos, sin))
+
+    q, k, cos, sin = operands()
+    q, k = q.bfloat16(), k.bfloat16()
+    given = in_one_pass(rounding)(q, k, cos, sin)
+    assert passes and all(torch.equal(x, y) for x, y in zip(given, rounding(q, k, cos, sin), strict=True))
 
 
 def test_transforms_of_functions(passes):
@@ -211,6 +234,16 @@ def test_gradients_are_those_without():
     expected = gradients(copy.deepcopy(model))
     with rotated(model):
         assert all(torch.equal(x, y) for x, y in zip(gradients(model), expected, strict=True))
+
+
+def test_a_checkpoint_that_runs_twice_rounds_alike(passes):
+    model, inputs = MODELS["llama"]()
+    model = model.bfloat16().train().requires_grad_()
+    with rotated(model), torch.no_grad():
+        model(**inputs)
+        assert not passes
+        model.eval()(**inputs)
+    assert passes
 
 
 def test_compiled_code_has_the_models_own(passes):
