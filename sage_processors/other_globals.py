@@ -6,12 +6,12 @@ import types
 from typing import Any
 
 
-def with_globals(fn: types.FunctionType, scope: dict[str, Any]) -> types.FunctionType:
-    """`fn` with these globals."""
+def with_globals(fn: types.FunctionType, scope: dict[str, Any], closure: Any = None) -> types.FunctionType:
+    """`fn` with these globals and, if given, this closure."""
     # an equal code object of its own: Dynamo keeps what it compiled with the code object, under names in the globals
     # of the function that it compiled, and would call it here, too
     code = fn.__code__.replace()
-    copy = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, fn.__closure__)
+    copy = types.FunctionType(code, scope, fn.__name__, fn.__defaults__, closure or fn.__closure__)
     copy.__kwdefaults__ = fn.__kwdefaults__
     return copy
 
@@ -44,8 +44,7 @@ def with_global(fn: Any, name: str, value: Any) -> types.FunctionType | None:
     if inner is None or not any(held):
         return None
     closure = tuple(types.CellType(inner) if is_inner else cell for cell, is_inner in zip(cells, held, strict=True))
-    copy = types.FunctionType(fn.__code__.replace(), fn.__globals__, fn.__name__, fn.__defaults__, closure)
-    copy.__kwdefaults__ = fn.__kwdefaults__
+    copy = with_globals(fn, fn.__globals__, closure)
     copy.__dict__.update(fn.__dict__, __wrapped__=inner)
     return copy
 

@@ -22,6 +22,7 @@ from sage_kernels.results import append_row
 
 TILE, CHANNELS, KEYS, PROGRAMS = 64, 64, 16384, 132 * 32
 CASES = [Case("D64_N16384_full/conversions", 1, PROGRAMS * TILE, KEYS, 1, 1, CHANNELS)]
+Q_SCALE = 1.4427 / CHANNELS**0.5 / 32**2  # scores of N(0, 1) in base 2, of codes that are 32 times as large
 MAX_ERROR = 0.004  # relative L2 of P and of the output in bf16
 EXACT_ROWS = 512
 
@@ -39,10 +40,6 @@ def make_inputs(case: Case) -> dict[str, torch.Tensor]:
         "k_scale": torch.rand(case.seq_kv // TILE, device="cuda") + 0.5,
         "out": torch.full((case.seq_q, case.head_dim), torch.nan, device="cuda"),
     }
-
-
-# scores of N(0, 1) in base 2, of codes that are 32 times as large
-Q_SCALE = 1.4427 / CHANNELS**0.5 / 32**2
 
 
 def attend(inputs: dict[str, torch.Tensor], way: str) -> None:

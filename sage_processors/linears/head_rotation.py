@@ -159,15 +159,20 @@ class HeadRotations:
     def __init__(self) -> None:
         self._swapped: dict[int, nn.Module] = {}
 
-    def put(self, model: nn.Module) -> None:
-        """Give every attention module of the model the class for it, if there is one."""
+    def put(self, model: nn.Module, in_8_bit: bool) -> None:
+        """Give every attention module of the model the class for it, if there is one.
+
+        in_8_bit: whether any layer of the model is. Where none is, all of it is as it was.
+        """
         for module in model.modules():
             own: Any = type(module)
-            cls = None if isinstance(module, _Rotating) else rotating_class(own)
+            cls = rotating_class(own) if in_8_bit and not isinstance(module, _Rotating) else None
             if cls is not None:
                 put_class(module, cls)
             if isinstance(module, _Rotating):  # or a copy of another model's
                 self._swapped[id(module)] = module
+        if not in_8_bit:
+            self.remove()
 
     def remove(self) -> None:
         """Give the modules their own classes back."""

@@ -165,7 +165,7 @@ class LinearSwap:
             state.find_short()
         find_neighbours(self.model, [module for module, _ in self._states.values()])
         self._postpone_norms()
-        self._rotations.put(self.model)
+        self._rotations.put(self.model, bool(self._states))
 
     def _enter(self, choice: Choice) -> None:
         module = choice.module

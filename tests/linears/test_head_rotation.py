@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 import sage_processors as sp
 from sage_processors.linears import head_rotation
-from sage_processors.linears.head_rotation import in_one_pass, rotating_class, turns_halves
+from sage_processors.linears.head_rotation import HeadRotations, in_one_pass, rotating_class, turns_halves
 from sage_processors.other_globals import with_global
 from tests.linears.counting import relative_error
 from tests.support.tiny_language_models import DECODERS, MODELS, tokens
@@ -47,9 +47,21 @@ def layers_of(model) -> int:
     return sum(rotating_class(type(module)) is not None for module in model.modules())
 
 
-def rotated(model):
+class rotated:
     """The model with that alone: no layer in 8 bit."""
-    return sp.quantize_linears(model, "none")
+
+    def __init__(self, model):
+        self._rotations = HeadRotations()
+        self._rotations.put(model, True)
+
+    def remove(self):
+        self._rotations.remove()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.remove()
 
 
 def operands(dtype=torch.float32, samples=2):
@@ -276,6 +288,17 @@ def test_copies_go_on(how, passes):
     assert torch.equal(logits(other, **inputs), expected) and len(passes) == layers_of(model)
     sp.quantize_linears(other, "none").remove()
     assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
+
+
+@pytest.mark.parametrize("options", [{"linears": "none"}, {"keep": ("*",)}])
+def test_a_model_without_a_layer_in_8_bit_is_as_it_was(options, passes):
+    model, inputs = MODELS["llama"]()
+    expected = logits(model, **inputs)
+    copied = copy.deepcopy(model)
+    rotated(copied)  # a copy of a model that had layers in 8 bit
+    for each in (model, copied):
+        with sp.quantize_linears(each, min_features=0, **options):
+            assert torch.equal(logits(each, **inputs), expected) and not passes
 
 
 def test_names_and_weights_are_as_before():
