@@ -1,7 +1,7 @@
 """What each fusion of a block in 8 bit brings to a whole forward: with all of them, and without each.
 
     python kernels/benchmarks/bench_fusions.py
-    python kernels/benchmarks/bench_fusions.py --case flux_1024 --called compiled
+    python kernels/benchmarks/bench_fusions.py --case flux_1024 --called compiled --variant all_fusions
     python kernels/benchmarks/bench_fusions.py --tiny --device cpu --csv rows.csv
 
 Eager: `norms` (norm and modulation are computed by the quantisation behind them), `results` (activation, gate and
@@ -41,6 +41,7 @@ EAGER = {
     "no_fusions": ("norms", "results", "heads"),
 }
 COMPILED = {"all_fusions": (), "no_heads": ("heads_in_graph",), "no_fusions": ("graph",)}
+VARIANTS = {"eager": EAGER, "compiled": COMPILED}
 
 
 def _nothing(*_, **__) -> None:
@@ -74,7 +75,7 @@ def without(*fusions: str):
 
 def run_case(case, model, options, device) -> list[str]:
     """Measure all variants in turns and append their rows. Returns the failures."""
-    variants = EAGER if options.called == "eager" else COMPILED
+    variants = {name: off for name, off in VARIANTS[options.called].items() if name in (options.variant or (name,))}
     bench = Bench(
         case, model, device, torch.bfloat16, recipe=DEFAULT_RECIPE, min_tokens=None, reps=options.reps or case.reps,
         called=options.called, linears="int8", min_features=0 if options.tiny else None,
@@ -90,6 +91,7 @@ def run_case(case, model, options, device) -> list[str]:
             except Gated as error:
                 failures.append(f"{case.name}/{name}: {error}")
                 continue
+            print(f"{case.name}/{name:20} {statistics.median(result.times):9.3f} ms in this turn", flush=True)
             if name in results:
                 earlier = results[name][0]
                 result = earlier._replace(times=earlier.times + result.times, slow=earlier.slow + result.slow)
@@ -108,7 +110,8 @@ def run_case(case, model, options, device) -> list[str]:
 def parse(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; flux_1024 by default")
-    parser.add_argument("--called", choices=("eager", "compiled"), default="eager", help="compiled: denoisers only")
+    parser.add_argument("--called", choices=sorted(VARIANTS), default="eager", help="compiled: denoisers only")
+    parser.add_argument("--variant", action="append", choices=list(EAGER), help="may be repeated; all by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--reps", type=int, help="timed forwards of each turn; the case's own number by default")
     parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
@@ -117,6 +120,9 @@ def parse(arguments=None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.called != "eager" and not all(CASES[name].is_denoiser for name in options.case or ()):
         parser.error(f"--called {options.called}: expected denoisers alone")
+    unknown = set(options.variant or ()) - set(VARIANTS[options.called])
+    if unknown:
+        parser.error(f"--variant {min(unknown)}: expected one of {', '.join(VARIANTS[options.called])}")
     options.csv = options.csv or (None if options.tiny else RESULTS)
     return options
 

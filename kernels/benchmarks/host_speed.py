@@ -10,7 +10,7 @@ LOOP = 50_000  # additions: some two milliseconds
 SLOWER = 1.25  # than the fastest loop so far: what a neighbour costs is nearly a factor of 2, noise a few percent
 ATTEMPTS = 6  # at one timing: the last one counts, whatever the host does
 LONG_MS = 1000.0  # what takes longer does not wait for the host
-PAUSE_S, PATIENCE_S = 1.0, 60.0  # behind an attempt that met a slow host, and of all pauses together
+PAUSE_S, PATIENCE_S = 1.0, 20.0  # behind an attempt that met a slow host, and of all pauses together
 
 
 class HostSpeed:
