@@ -38,6 +38,7 @@ import sage_kernels
 import sage_processors as sp
 from sage_kernels import DEFAULT_RECIPE, attention, decode, replay
 from sage_kernels.results import append_row
+from sage_processors.evaluation.language import cache_argument
 
 
 ALL = frozenset(("replay", "direct", "way_round"))
@@ -221,9 +222,10 @@ class DecodeCase(NamedTuple):
         def turn() -> Turn:
             outputs, times = [], []
             wait()
+            given = cache_argument(model.forward, cache)
             for i in range(self.tokens):
                 start = time.perf_counter()
-                output = model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+                output = model(input_ids=ids[:, i : i + 1], **given, use_cache=True, logits_to_keep=1)
                 outputs.append(output.logits)
                 wait()
                 times.append(time.perf_counter() - start)

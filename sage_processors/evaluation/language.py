@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ __all__ = [
     "Perplexity",
     "Result",
     "append_results",
+    "cache_argument",
     "chat_ids",
     "evaluate",
     "first_differences",
@@ -52,6 +54,16 @@ class Perplexity:
         difference = self.losses - other.losses
         ratio = math.exp(difference.mean().item())
         return ratio, ratio * difference.std().item() / math.sqrt(len(difference)) if len(difference) > 1 else math.nan
+
+
+def cache_argument(function: Callable, cache: Any) -> dict[str, Any]:
+    """A KV cache as the keyword argument of a model's forward that it is: newer versions of transformers call it
+    `cache`, and a forward that takes any keyword drops what it does not know. {} for None.
+
+    function: the forward, or, for `generate`, GenerationMixin.prepare_inputs_for_generation.
+    """
+    name = "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
+    return {} if cache is None else {name: cache}
 
 
 @torch.no_grad()
@@ -94,7 +106,8 @@ def perplexity(
         total = torch.zeros(len(part), dtype=torch.float64, device=part.device)
         starts = [0, *range(first, length, chunk)]
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
-            logits = model(part[:, start:stop], past_key_values=past, use_cache=past is not None).logits
+            given = cache_argument(model.forward, past)
+            logits = model(part[:, start:stop], **given, use_cache=past is not None).logits
             expected = part[:, start + 1 : stop + 1]
             loss = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), expected, reduction="none")
             total = total + loss.double().sum(1)
@@ -114,6 +127,8 @@ def greedy(
     Returns: int64 [P, N] on the CPU.
     Raises: ValueError for arguments out of range, or more tokens than the model has positions.
     """
+    from transformers import GenerationMixin
+
     for name, value in (("new_tokens", new_tokens), ("batch", batch)):
         if value < 1:
             raise ValueError(f"{name}: got {value}, expected at least 1")
@@ -123,7 +138,8 @@ def greedy(
     for part in prompts.split(batch):
         part = part.to(model.device)
         past = None if cache is None else cache()
-        output = model.generate(part, attention_mask=torch.ones_like(part), past_key_values=past, **options)
+        given = cache_argument(GenerationMixin.prepare_inputs_for_generation, past)
+        output = model.generate(part, attention_mask=torch.ones_like(part), **given, **options)
         outputs.append(output[:, part.shape[1] :].cpu())
     return torch.cat(outputs)
 
@@ -276,7 +292,7 @@ def evaluate(
             after = _calls(runner)
             held = cache()
             with torch.no_grad():
-                runner(prompts[:1].to(runner.device), past_key_values=held, use_cache=True)
+                runner(prompts[:1].to(runner.device), **cache_argument(runner.forward, held), use_cache=True)
         reference = text if stock is None else stock.perplexity
         first = first_differences(tokens, tokens if stock is None else stock.tokens)
         margin = tuple(None if place is None else sure[i, place].item() for i, place in enumerate(first))

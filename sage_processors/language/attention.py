@@ -26,7 +26,7 @@ from ..autocast import autocast
 from ..options import POLICIES, TRAININGS, UnsupportedAttentionError
 from .call import Call, Sequences, exact, masking, needs_gradient, only_of
 from .choice import watch_choices
-from .masks import plain_mask, sage_mask
+from .masks import asked_of, plain_mask, sage_mask
 from .report import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .visible import band_of, complete_mask, write_out
 
@@ -160,7 +160,7 @@ def _attention_function(implementation: Implementation) -> Callable[..., Any]:
     ) -> Any:
         call = Call(
             module,
-            attention_mask,
+            asked_of(attention_mask),
             dropout,
             scaling,
             getattr(module, "is_causal", True) if is_causal is None else is_causal,

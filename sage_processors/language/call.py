@@ -30,6 +30,7 @@ HARMLESS = frozenset(
         "position_embeddings",
         "use_cache",
         "past_key_values",
+        "cache",  # newer versions of transformers call it so
         "output_hidden_states",
         "output_router_logits",
         "return_dict",
@@ -107,7 +108,8 @@ def masking(call: Call, seq_q: int, seq_kv: int):
         return plain_mask(mask), False, None, seq_kv
     window = None if mask.left == UNLIMITED else mask.left + 1
     if mask.right == 0 and mask.offset + seq_q <= seq_kv:
-        return None, "bottom_right", window, mask.offset + seq_q
+        causal = seq_q > 1 or window is not None  # one row sees all keys up to its own
+        return None, "bottom_right" if causal else False, window, mask.offset + seq_q
     if mask.right == mask.left and mask.offset == 0 and seq_q == seq_kv:
         return None, False, window, seq_kv
     return plain_mask(mask), False, None, seq_kv

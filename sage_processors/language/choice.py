@@ -14,6 +14,7 @@ import logging
 from typing import Any
 
 from ..options import UnsupportedAttentionError
+from .masks import adds_masks
 from .report import REMEDIES, takes_implementations
 
 
@@ -47,6 +48,8 @@ def _watched_check(check, implementations):
     @functools.wraps(check)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
         name = check(self, requested_attention, *args, **kwargs)
+        if name in implementations:
+            adds_masks(type(self.config))  # compiled code can only look it up
         if name not in implementations or self._can_set_attn_implementation():
             return name
         _say(self, [name], implementations)

@@ -3,9 +3,15 @@
 A causal mask of 32,768 tokens is 1 GiB of booleans. transformers builds it for every prefill that continues a cache
 and for every layer with a sliding window. Here these masks are `BandMask`s, which know their band; everything that the
 op can't express is transformers' own boolean mask.
+
+A model hands its masks to more than attention functions: to layers that attend by themselves, to routers of experts.
+One that transformers does not run with SDPA knows masks that are added, of numbers, alone, and booleans would be
+added without a word. Such a model gets `AddedMask`s.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -13,6 +19,7 @@ from sage_kernels.compat import make_wrapper_subclass, map_only
 
 
 try:
+    from transformers import PreTrainedModel
     from transformers.masking_utils import (
         and_masks,
         bidirectional_mask_function,
@@ -66,19 +73,7 @@ class BandMask(torch.Tensor):
 
     def plain(self) -> torch.Tensor:
         """The mask written out, [B, 1, S_q, S_kv] bool; samples share their memory."""
-        batch, _, seq_q, seq_kv = self.shape
-        device = self._anchor.device
-        rows = torch.arange(seq_q, device=device)[:, None] + self.offset
-        distance = torch.arange(seq_kv, device=device) - rows
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.left != UNLIMITED:
-            seen = seen & (distance >= -self.left)
-        if self.right != UNLIMITED:
-            seen = seen & (distance <= self.right)
-        if self.ends is not None:
-            sequence = sequence_of(self.ends, seq_q, device)
-            seen = seen & (sequence[:, None] == sequence)
-        return seen.expand(batch, 1, seq_q, seq_kv)
+        return _in_band(self.shape, self.offset, self.left, self.right, self._anchor.device, self.ends)
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
@@ -106,6 +101,85 @@ class BandMask(torch.Tensor):
         return self.plain().contiguous().__reduce_ex__(protocol)
 
 
+class AddedMask(torch.Tensor):
+    """What our attention is asked of a mask [B, 1, S_q, S_kv], and to all other code the mask that `eager` attention
+    adds to its scores, in the model's dtype: 0 where a key is visible, the lowest number elsewhere.
+
+    It has no storage of its own: any operation but a move to another device writes it out.
+    """
+
+    visible: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, visible: torch.Tensor, dtype: torch.dtype):
+        """visible: bool [B, 1, S_q, S_kv] or a BandMask, which is what our attention takes."""
+        mask = make_wrapper_subclass(cls, tuple(visible.shape), dtype=dtype, device=visible.device)
+        mask.visible = visible
+        return mask
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # type: ignore[override]
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, args[0].dtype):
+            mask = args[0]
+            visible = mask.visible.to(kwargs.get("device"), non_blocking=kwargs.get("non_blocking", False))
+            return AddedMask(visible, mask.dtype)
+        args, kwargs = map_only(AddedMask, lambda mask: _added(mask.visible, mask.dtype), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __tensor_flatten__(self):
+        return ["visible"], self.dtype
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, outer_size, outer_stride):
+        return AddedMask(inner["visible"], context)
+
+    def __deepcopy__(self, memo):
+        return _added(self.visible, self.dtype)
+
+    def __reduce_ex__(self, protocol):
+        return _added(self.visible, self.dtype).__reduce_ex__(protocol)
+
+
+def _added(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """transformers' `eager_mask` of a bool mask."""
+    shown = plain_mask(visible)
+    return torch.where(shown, torch.zeros((), dtype=dtype, device=visible.device), torch.finfo(dtype).min)
+
+
+def _in_band(shape, offset, left: int, right: int, device, ends: torch.Tensor | None = None) -> torch.Tensor:
+    """A BandMask written out: bool `shape` whose samples share their memory."""
+    batch, _, seq_q, seq_kv = shape
+    rows = torch.arange(seq_q, device=device)[:, None] + offset
+    distance = torch.arange(seq_kv, device=device) - rows
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if left != UNLIMITED:
+        seen = seen & (distance >= -left)
+    if right != UNLIMITED:
+        seen = seen & (distance <= right)
+    if ends is not None:
+        sequence = sequence_of(ends, seq_q, device)
+        seen = seen & (sequence[:, None] == sequence)
+    return seen.expand(batch, 1, seq_q, seq_kv)
+
+
+_adds_masks: dict[type, bool] = {}
+
+
+def adds_masks(config_class: Any) -> bool:
+    """Whether some model of this class of configurations is one that transformers does not run with SDPA."""
+    if config_class not in _adds_masks:
+        kinds, waiting = [], [PreTrainedModel]
+        while waiting:
+            kinds.append(waiting.pop())
+            waiting += kinds[-1].__subclasses__()
+        of_class = [kind for kind in kinds if kind.config_class is config_class]
+        if not of_class:
+            return True  # its models are not known (yet), and with these masks none goes wrong
+        _adds_masks[config_class] = not all(kind._supports_sdpa for kind in of_class)
+    return _adds_masks[config_class]
+
+
 def sequence_of(ends: torch.Tensor, length: int, device) -> torch.Tensor:
     """The number of the packed sequence that each of `length` tokens belongs to; ends: 0 and their ends."""
     return torch.bucketize(torch.arange(length, device=device), ends.to(device)[1:].contiguous(), right=True)
@@ -116,7 +190,49 @@ def plain_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.plain() if isinstance(mask, BandMask) else mask
 
 
-def sage_mask(
+def asked_of(mask: Any) -> Any:
+    """What our attention is asked of a mask that a model hands it."""
+    return mask.visible if isinstance(mask, AddedMask) else mask
+
+
+def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, **options):
+    """The mask function of the sage implementations: arguments and meaning as transformers' `sdpa_mask`.
+
+    Returns:
+        None: nothing is hidden from a single row or in an encoder; else row i sees keys up to i, as everywhere in
+            transformers.
+        BandMask: causal with a cache that holds more keys than rows, a sliding window, or sequences packed into one
+            row, without padding.
+        bool [B, 1, S_q, S_kv] otherwise; for padding alone a view of [B, 1, 1, S_kv], which the op takes as a mask
+            of keys.
+        AddedMask, in compiled code its numbers, for a model that knows masks that are added alone (`adds_masks`), of
+            causal attention, too: not all of its layers say that they are causal. None only where nothing is hidden.
+    """
+    seen = _mask(batch_size, q_length, kv_length, q_offset, kv_offset, **options)
+    config = options.get("config")
+    tracing = _is_tracing()
+    # the compiler can't go through classes; our names are chosen before, and what is not known may add
+    adds = config is not None and (_adds_masks.get(type(config), True) if tracing else adds_masks(type(config)))
+    if not adds:
+        return seen
+    dtype, device = options.get("dtype", torch.float32), options.get("device", "cpu")
+    shape, band = (batch_size, 1, q_length, kv_length), None
+    if seen is None:
+        both_sides = (_band(options.get("mask_function", causal_mask_function)) or (UNLIMITED, UNLIMITED))[1] != 0
+        if both_sides and options.get("allow_is_bidirectional_skip", False):
+            return None
+        band = (0 if both_sides else int(q_offset) - kv_offset, UNLIMITED, UNLIMITED if both_sides else 0)
+    if tracing or make_wrapper_subclass is None:
+        return _added(seen if band is None else _in_band(shape, *band, device), dtype)
+    visible = seen if band is None else BandMask(shape, *band, torch.empty(0, device=device))
+    return AddedMask(visible, dtype)
+
+
+def _is_tracing() -> bool:
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-any-return]
+
+
+def _mask(
     batch_size: int,
     q_length: int,
     kv_length: int,
@@ -130,16 +246,7 @@ def sage_mask(
     device: torch.device | str = "cpu",
     **kwargs,
 ) -> torch.Tensor | None:
-    """The mask function of the sage implementations: arguments and meaning as transformers' `sdpa_mask`.
-
-    Returns:
-        None: nothing is hidden from a single row or in an encoder; else row i sees keys up to i, as everywhere in
-            transformers.
-        BandMask: causal with a cache that holds more keys than rows, a sliding window, or sequences packed into one
-            row, without padding.
-        bool [B, 1, S_q, S_kv] otherwise; for padding alone a view of [B, 1, 1, S_kv], which the op takes as a mask
-            of keys.
-    """
+    """`sage_mask` for a model that runs with SDPA."""
 
     def written_out():  # never None: transformers leaves out more than the band of one row behind an unfilled cache
         return sdpa_mask(
@@ -157,7 +264,7 @@ def sage_mask(
             **kwargs,
         )
 
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    tracing = _is_tracing()
     packed = None if tracing or attention_mask is not None or batch_size != 1 else _packed(mask_function)
     if packed is not None and q_length == kv_length == packed[0].shape[-1] and make_wrapper_subclass is not None:
         sequences, (left, right) = packed

@@ -28,15 +28,11 @@ def bench():
         sys.path.remove(folder)
 
 
-def ops_of(bench, monkeypatch, called: str, name: str) -> set[str]:
+def ops_of(bench, called: str, name: str) -> set[str]:
     """Our operators that a forward of this variant alone makes."""
-    monkeypatch.setattr(bench, "EAGER" if called == "eager" else "COMPILED", {name: VARIANTS[called](bench)[name]})
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        assert bench.main([*ARGUMENTS, "--called", called]) == 0
+        assert bench.main([*ARGUMENTS, "--called", called, "--variant", name]) == 0
     return {event.key.partition("::")[2] for event in seen.key_averages() if event.key.startswith("sage_kernels::")}
-
-
-VARIANTS = {"eager": lambda bench: bench.EAGER, "compiled": lambda bench: bench.COMPILED}
 
 
 def test_rows_of_all_variants(bench, tmp_path):
@@ -56,8 +52,8 @@ def test_rows_of_all_variants(bench, tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_heads_are_made_in_one_pass_only_where_they_should(bench, monkeypatch, called, name, makes_heads):
-    ops = ops_of(bench, monkeypatch, called, name)
+def test_heads_are_made_in_one_pass_only_where_they_should(bench, called, name, makes_heads):
+    ops = ops_of(bench, called, name)
     assert ("qk_norm_rope" in ops) == makes_heads
     assert "attention_planned" in ops
 
@@ -77,23 +73,26 @@ def test_norms_and_results_wait_only_where_they_should(bench, monkeypatch, name)
 
     monkeypatch.setattr(lazy_norm.LazyNorm, "rows", noted("norms", lazy_norm.LazyNorm.rows))
     monkeypatch.setattr(lazy_linear, "product", noted("results", lazy_linear.product))
-    monkeypatch.setattr(bench, "EAGER", {name: bench.EAGER[name]})
-    assert bench.main(ARGUMENTS) == 0
+    assert bench.main([*ARGUMENTS, "--variant", name]) == 0
     off = {"no_norms": {"norms"}, "no_results": {"results"}, "no_fusions": {"norms", "results"}}
     assert made == {"norms", "results"} - off.get(name, set())
 
 
 @pytest.mark.parametrize("name", ["all_fusions", "no_heads"])
-def test_a_language_model_turns_its_heads_in_one_pass_only_where_it_should(bench, monkeypatch, name):
-    monkeypatch.setattr(bench, "EAGER", {name: bench.EAGER[name]})
+def test_a_language_model_turns_its_heads_in_one_pass_only_where_it_should(bench, name):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
-        assert bench.main([*ARGUMENTS, "--case", "llama8b_prefill_32768"]) == 0
+        assert bench.main([*ARGUMENTS, "--case", "llama8b_prefill_32768", "--variant", name]) == 0
     assert ("sage_kernels::qk_norm_rope" in {event.key for event in seen.key_averages()}) == (name == "all_fusions")
 
 
 def test_language_models_are_not_compiled_here(bench):
     with pytest.raises(SystemExit):
         bench.main([*ARGUMENTS, "--case", "llama8b_prefill_32768", "--called", "compiled"])
+
+
+def test_a_variant_of_eager_code_is_not_asked_for_in_compiled_code(bench):
+    with pytest.raises(SystemExit):
+        bench.main([*ARGUMENTS, "--called", "compiled", "--variant", "no_norms"])
 
 
 def test_what_was_switched_off_is_on_again(bench):

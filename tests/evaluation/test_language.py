@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import warnings
 
 import pytest
 import torch
@@ -55,6 +56,25 @@ def test_perplexity_is_the_exponential_of_the_models_own_loss(model, windows):
         losses = [model(window[None], labels=window[None]).loss.item() for window in windows]
     assert ours.losses.tolist() == pytest.approx(losses, abs=1e-4)  # nats: fp32 logits of about 20
     assert ours.value == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+
+
+def test_a_cache_goes_by_the_name_that_the_forward_knows():
+    def old(input_ids, past_key_values=None, **kwargs): ...
+    def new(input_ids, cache=None, **kwargs): ...
+
+    held = object()
+    assert language.cache_argument(old, held) == {"past_key_values": held}
+    assert language.cache_argument(new, held) == {"cache": held}
+    assert language.cache_argument(old, None) == language.cache_argument(new, None) == {}
+
+
+def test_no_name_of_a_cache_is_used_that_will_go(model, windows):
+    """A forward that takes any keyword would drop it then, and each part be read without those before it."""
+    make = lambda: DynamicCache(config=model.config)  # noqa: E731
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        language.perplexity(model, windows[:2], cache=make, prefill=17, chunk=40)
+        language.greedy(model, windows[:2, :9], 3, cache=make)
 
 
 @pytest.mark.parametrize(("prefill", "chunk"), [(1, 50), (17, 1), (64, 7), (130, 1), (None, 16)])

@@ -1,0 +1,186 @@
+"""Models whose other code reads the masks that attention is given: it gets those of eager attention, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+
+tf = pytest.importorskip("transformers")
+
+from transformers import masking_utils as mu  # noqa: E402
+
+import sage_processors as sp  # noqa: E402
+from sage_kernels.testing import relative_l2  # noqa: E402
+from sage_processors.language.masks import AddedMask, BandMask, adds_masks, asked_of, sage_mask  # noqa: E402
+from tests.support.combinations import shows  # noqa: E402, F401
+
+
+EXACT, OURS = "sage_added_exact", "sage_added"
+SHARED = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0}
+LAYERS = {
+    "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "d_model": 64, "max_position_embeddings": 64,
+}  # fmt: skip
+# what of the model reads the mask: an encoder that attends by itself, one that has tokens of its own, a router of
+# experts; and whether its decoder's layers say that they are causal
+MODELS = {
+    "bigbird_pegasus": lambda: tf.BigBirdPegasusForConditionalGeneration(tf.BigBirdPegasusConfig(**SHARED, **LAYERS)),
+    "pegasus_x": lambda: tf.PegasusXForConditionalGeneration(
+        tf.PegasusXConfig(**SHARED, **LAYERS, block_size=8, num_global_tokens=4)
+    ),
+    "nllb_moe": lambda: tf.NllbMoeForConditionalGeneration(
+        tf.NllbMoeConfig(**SHARED, **LAYERS, num_experts=4, encoder_sparse_step=2, decoder_sparse_step=2)
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def names():
+    sp.register_transformers(EXACT, min_tokens=10**6)
+    sp.register_transformers(OURS, min_tokens=0)
+
+
+def made(name: str):
+    torch.manual_seed(0)
+    model = MODELS[name]().eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+    return model
+
+
+def inputs(padding: bool) -> dict:
+    generator = torch.Generator().manual_seed(1)
+    ids, mask = torch.randint(3, 97, (2, 21), generator=generator), torch.ones(2, 21, dtype=torch.long)
+    if padding:
+        mask[0, 15:] = 0
+    own = torch.randint(3, 97, (2, 9), generator=generator)
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask, "decoder_input_ids": own}
+
+
+@pytest.mark.parametrize("padding", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_X89_a_model_that_reads_its_masks_is_eager(name, padding, shows):  # noqa: F811
+    model, given = made(name), inputs(padding)
+    stock = model(**given).logits
+    text = model.generate(given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=6, do_sample=False)
+    exact = copy.deepcopy(model)
+    exact.set_attn_implementation(EXACT)
+    for each in (exact, copy.deepcopy(exact)):
+        # fp32, sums in another order: some ulps of numbers that two layers of each side have grown
+        assert relative_l2(each(**given).logits, stock) < 1e-5
+        again = each.generate(
+            given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=6, do_sample=False
+        )
+        assert torch.equal(again, text)
+    model.set_attn_implementation(OURS)
+    out = model(**given).logits
+    shows(sp.attention_report(model), out, stock)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_layers_of_gemma_2_are_causal_and_windowed_as_before(compiled):
+    """It takes masks that are added, though only its attention reads them; compiled code can't make an AddedMask."""
+    torch.manual_seed(0)
+    config = tf.Gemma2Config(
+        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=7, pad_token_id=0,
+    )  # fmt: skip
+    model = tf.Gemma2ForCausalLM(config).eval().requires_grad_(False)
+    ids = torch.randint(3, 97, (2, 19))
+    stock = model(ids).logits
+    model.set_attn_implementation(EXACT)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
+    assert relative_l2(run(ids).logits, stock) < 1e-5
+
+
+def test_which_models_add_their_masks():
+    class Unknown(tf.LlamaConfig): ...
+
+    for adds, kinds in (
+        (True, (tf.BigBirdPegasusModel, tf.GptOssModel)), (False, (tf.LlamaModel, tf.BertModel, tf.WhisperModel)),
+    ):  # fmt: skip
+        assert all(adds_masks(kind.config_class) is adds for kind in kinds)
+    assert adds_masks(Unknown)  # no model that we know
+
+
+# --- the mask itself ---
+
+CALLS = {
+    "causal": {},
+    "behind a cache": {"q_length": 4, "q_offset": 5},
+    "one row": {"q_length": 1, "q_offset": 8},
+    "window": {"mask_function": mu.sliding_window_causal_mask_function(3)},
+    "padding": {"attention_mask": torch.tensor([[0, 0] + [1] * 7, [1] * 9]).bool()},
+    "encoder": {"mask_function": mu.bidirectional_mask_function, "allow_is_bidirectional_skip": False},
+    "padded encoder": {
+        "mask_function": mu.bidirectional_mask_function, "allow_is_bidirectional_skip": True,
+        "attention_mask": torch.tensor([[1] * 6 + [0] * 3, [1] * 9]).bool(),
+    },
+}  # fmt: skip
+
+
+def mask_of(name: str, dtype=torch.bfloat16):
+    """(ours, that of eager attention) of such a call."""
+    given = {"batch_size": 2, "q_length": 9, "kv_length": 9, "dtype": dtype, "config": tf.GptOssConfig()}
+    given |= CALLS[name]
+    return sage_mask(**given), mu.eager_mask(**given)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_to_all_other_code_it_is_the_mask_of_eager_attention(name):
+    mask, wanted = mask_of(name)
+    assert type(mask) is AddedMask and mask.dtype == torch.bfloat16 and mask.shape == wanted.shape
+    for of in (lambda x: x + 0, lambda x: x.bool(), lambda x: x[:, :, :, 1:], lambda x: x.float().sum(-1)):
+        assert type(of(mask)) is torch.Tensor and torch.equal(of(mask), of(wanted))
+    assert torch.equal(copy.deepcopy(mask), wanted)
+    assert torch.equal(pickle.loads(pickle.dumps(mask)), wanted)
+    assert torch.equal(torch.where(plain(asked_of(mask)), 0.0, torch.finfo(torch.bfloat16).min).bfloat16(), wanted)
+
+
+def plain(mask):
+    return mask.plain() if isinstance(mask, BandMask) else mask
+
+
+def test_our_attention_is_asked_for_a_band_not_for_numbers():
+    for name in ("causal", "behind a cache", "one row", "window"):
+        mask, _ = mask_of(name)
+        if name != "one row":
+            assert isinstance(asked_of(mask), BandMask)
+        assert asked_of(mask).dtype == torch.bool
+    assert asked_of(None) is None
+    other = torch.zeros(1)
+    assert asked_of(other) is other
+
+
+def test_it_moves_between_devices_as_it_is():
+    mask, _ = mask_of("causal")
+    moved = mask.to("meta")
+    assert type(moved) is AddedMask and moved.device.type == "meta" and moved.dtype == torch.bfloat16
+    assert type(mask.to(torch.float32)) is torch.Tensor
+
+
+def test_an_encoder_without_padding_has_no_mask_in_either():
+    given = {"batch_size": 1, "q_length": 3, "kv_length": 3, "mask_function": mu.bidirectional_mask_function}
+    given |= {"allow_is_bidirectional_skip": True, "config": tf.GptOssConfig(), "dtype": torch.float32}
+    assert sage_mask(**given) is mu.eager_mask(**given) is None
+
+
+def test_compiled_code_gets_the_numbers():
+    """Also for a configuration that nobody has asked about: what is not known may add."""
+
+    class Unknown(tf.LlamaConfig): ...
+
+    def run(x):
+        mask = sage_mask(batch_size=1, q_length=5, kv_length=5, dtype=torch.float32, config=config)
+        return x + mask
+
+    for config in (tf.GptOssConfig(), Unknown()):
+        torch.compiler.reset()
+        got = torch.compile(run, backend="eager", fullgraph=True)(torch.zeros(5, 5))
+        wanted = mu.eager_mask(batch_size=1, q_length=5, kv_length=5, dtype=torch.float32)
+        assert torch.equal(got, wanted)
