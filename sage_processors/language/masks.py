@@ -143,7 +143,7 @@ class AddedMask(torch.Tensor):
 
 def _added(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """transformers' `eager_mask` of a bool mask."""
-    shown = plain_mask(visible)
+    shown: Any = plain_mask(visible)
     return torch.where(shown, torch.zeros((), dtype=dtype, device=visible.device), torch.finfo(dtype).min)
 
 
@@ -216,20 +216,21 @@ def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
     if not adds:
         return seen
     dtype, device = options.get("dtype", torch.float32), options.get("device", "cpu")
-    shape, band = (batch_size, 1, q_length, kv_length), None
     if seen is None:
-        both_sides = (_band(options.get("mask_function", causal_mask_function)) or (UNLIMITED, UNLIMITED))[1] != 0
-        if both_sides and options.get("allow_is_bidirectional_skip", False):
+        sides = _band(options.get("mask_function", causal_mask_function)) or (UNLIMITED, UNLIMITED)
+        if sides[1] != 0 and options.get("allow_is_bidirectional_skip", False):
             return None
-        band = (0 if both_sides else int(q_offset) - kv_offset, UNLIMITED, UNLIMITED if both_sides else 0)
-    if tracing or make_wrapper_subclass is None:
-        return _added(seen if band is None else _in_band(shape, *band, device), dtype)
-    visible = seen if band is None else BandMask(shape, *band, torch.empty(0, device=device))
-    return AddedMask(visible, dtype)
+        offset, right = (int(q_offset) - kv_offset, 0) if sides[1] == 0 else (0, UNLIMITED)
+        shape = (batch_size, 1, q_length, kv_length)
+        if tracing or make_wrapper_subclass is None:
+            seen = _in_band(shape, offset, UNLIMITED, right, device)
+        else:
+            seen = BandMask(shape, offset, UNLIMITED, right, torch.empty(0, device=device))
+    return _added(seen, dtype) if tracing or make_wrapper_subclass is None else AddedMask(seen, dtype)
 
 
 def _is_tracing() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-any-return]
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
 
 
 def _mask(
