@@ -218,15 +218,14 @@ class DecodeCase(NamedTuple):
             cache.update(random(*shape), random(*shape), layer)
         ids = (random(self.batch, self.tokens).float().abs() * 1e4).long() % config.vocab_size
         before = sp.attention_report(model).calls
+        given = {"use_cache": True} | cache_argument(model.forward, cache)
 
         def turn() -> Turn:
             outputs, times = [], []
             wait()
-            given = cache_argument(model.forward, cache)
             for i in range(self.tokens):
                 start = time.perf_counter()
-                output = model(input_ids=ids[:, i : i + 1], **given, use_cache=True, logits_to_keep=1)
-                outputs.append(output.logits)
+                outputs.append(model(input_ids=ids[:, i : i + 1], **given, logits_to_keep=1).logits)
                 wait()
                 times.append(time.perf_counter() - start)
             for layer in cache.layers:
