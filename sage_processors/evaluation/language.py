@@ -103,10 +103,10 @@ def perplexity(
     for part in windows.split(batch):
         part = part.to(model.device)
         past = None if cache is None else cache()
+        given = cache_argument(model.forward, past)
         total = torch.zeros(len(part), dtype=torch.float64, device=part.device)
         starts = [0, *range(first, length, chunk)]
         for start, stop in zip(starts, [*starts[1:], length], strict=True):
-            given = cache_argument(model.forward, past)
             logits = model(part[:, start:stop], **given, use_cache=past is not None).logits
             expected = part[:, start + 1 : stop + 1]
             loss = torch.nn.functional.cross_entropy(logits.float().transpose(1, 2), expected, reduction="none")

@@ -30,7 +30,7 @@ HARMLESS = frozenset(
         "position_embeddings",
         "use_cache",
         "past_key_values",
-        "cache",  # newer versions of transformers call it so
+        "cache",  # the same in newer versions of transformers; a paged one is refused: visible.py
         "output_hidden_states",
         "output_router_logits",
         "return_dict",

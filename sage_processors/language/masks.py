@@ -216,17 +216,15 @@ def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
     if not adds:
         return seen
     dtype, device = options.get("dtype", torch.float32), options.get("device", "cpu")
+    written_out = tracing or make_wrapper_subclass is None
     if seen is None:
         sides = _band(options.get("mask_function", causal_mask_function)) or (UNLIMITED, UNLIMITED)
         if sides[1] != 0 and options.get("allow_is_bidirectional_skip", False):
             return None
         offset, right = (int(q_offset) - kv_offset, 0) if sides[1] == 0 else (0, UNLIMITED)
-        shape = (batch_size, 1, q_length, kv_length)
-        if tracing or make_wrapper_subclass is None:
-            seen = _in_band(shape, offset, UNLIMITED, right, device)
-        else:
-            seen = BandMask(shape, offset, UNLIMITED, right, torch.empty(0, device=device))
-    return _added(seen, dtype) if tracing or make_wrapper_subclass is None else AddedMask(seen, dtype)
+        band = (batch_size, 1, q_length, kv_length), offset, UNLIMITED, right
+        seen = _in_band(*band, device) if written_out else BandMask(*band, torch.empty(0, device=device))
+    return _added(seen, dtype) if written_out else AddedMask(seen, dtype)
 
 
 def _is_tracing() -> bool:

@@ -7,6 +7,7 @@ other implementations an argument instead; stock eager functions then drop that 
 from __future__ import annotations
 
 import torch
+from transformers.cache_utils import Cache
 
 from .call import Call, Sequences, causal_mask
 from .masks import UNLIMITED, BandMask, plain_mask, sequence_of
@@ -19,7 +20,7 @@ def complete_mask(call: Call, query, key) -> None:
     Args: query [B, H, S_q, D], key [B, H_kv, S_kv, D]: tensors, or what an INT8 cache returns.
     Raises: NotImplementedError for a paged cache, and for packed sequences that can't be kept apart.
     """
-    if call.others.get("cache") is not None:
+    if not isinstance(call.others.get("cache"), (Cache, type(None))):
         raise NotImplementedError(
             f"cache of {call.label}: got a paged cache, expected none: continuous batching can't run INT8 attention; "
             'use model.set_attn_implementation("sdpa") for it'

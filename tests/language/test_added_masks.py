@@ -15,7 +15,15 @@ from transformers import masking_utils as mu  # noqa: E402
 
 import sage_processors as sp  # noqa: E402
 from sage_kernels.testing import relative_l2  # noqa: E402
-from sage_processors.language.masks import AddedMask, BandMask, adds_masks, asked_of, sage_mask  # noqa: E402
+from sage_processors.language.call import Call, masking  # noqa: E402
+from sage_processors.language.masks import (  # noqa: E402
+    UNLIMITED,
+    AddedMask,
+    BandMask,
+    adds_masks,
+    asked_of,
+    sage_mask,
+)
 from tests.support.combinations import shows  # noqa: E402, F401
 
 
@@ -128,6 +136,7 @@ def test_the_layers_of_gemma_2_are_causal_and_windowed_as_before(compiled):
     ids = torch.randint(3, 97, (2, 19))
     stock = model(ids).logits
     model.set_attn_implementation(EXACT)
+    sp.attention_report(model)  # counters of its own; else what compiled code counts is every model's
     run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     assert relative_l2(run(ids).logits, stock) < 1e-5
 
@@ -189,6 +198,13 @@ def test_our_attention_is_asked_for_a_band_not_for_numbers():
     assert asked_of(None) is None
     other = torch.zeros(1)
     assert asked_of(other) is other
+
+
+def test_a_row_that_sees_all_keys_asks_for_no_mask():
+    """As without a mask: decoding is no causal call."""
+    visible = BandMask((2, 1, 1, 9), 8, UNLIMITED, 0, torch.empty(0))
+    call = Call(torch.nn.Identity(), visible, 0.0, None, False, None, None, None, None, False, {})
+    assert masking(call, 1, 9) == (None, False, None, 9)
 
 
 def test_it_moves_between_devices_as_it_is():

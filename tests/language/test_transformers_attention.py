@@ -344,6 +344,7 @@ def test_arguments_that_change_nothing_change_nothing():
     attend, module, query, key, value = llama_attention()
     plain, _ = attend(module, query, key, value)
     positions = {"position_ids": torch.arange(9)[None], "num_items_in_batch": torch.tensor(3), "use_cache": True}
+    positions |= {"cache": transformers.DynamicCache(), "past_key_values": transformers.DynamicCache()}
     out, _ = attend(module, query, key, value, **positions, some_new_option=None)
     assert torch.equal(out, plain) and counted(module) == {"int8": 2}
 
