@@ -6,8 +6,9 @@
 
 Eager: `norms` (norm and modulation are computed by the quantisation behind them), `results` (activation, gate and
 residual, by the matmul), `heads` (norms and rotary embeddings of heads, in one pass; of a language model the latter
-alone). Compiled: `heads` likewise, and all that is found in the compiler's graph. They are switched off in this
-process alone, by what stands in their place here; what they leave out PyTorch computes.
+alone), `values` (those of joint attention are multiplied apart from queries and keys, and lie in one piece). Compiled:
+`heads` likewise, and all that is found in the compiler's graph. They are switched off in this process alone, by what
+stands in their place here; what they leave out PyTorch computes.
 
 bench_end_to_end.py's models, gate and clock, INT8 linear layers, in turns: each variant is swapped in, warmed up and
 timed, in every round. Suite end_to_end, cases {model}/{variant}.
@@ -38,6 +39,7 @@ EAGER = {
     "no_norms": ("norms",),
     "no_results": ("results",),
     "no_heads": ("heads",),
+    "joined_values": ("values",),
     "no_fusions": ("norms", "results", "heads"),
 }
 COMPILED = {"all_fusions": (), "no_heads": ("heads_in_graph",), "no_fusions": ("graph",)}
@@ -46,6 +48,11 @@ VARIANTS = {"eager": EAGER, "compiled": COMPILED}
 
 def _nothing(*_, **__) -> None:
     """Stands for a function that returns what waits, or None where nothing can; or for one that installs a pass."""
+
+
+def _all_joined(owner, modules) -> int:
+    """What stands for last_joined(...): values beside queries and keys."""
+    return len(modules) - 1
 
 
 def _at_once(shape, dtype, device, module, rows) -> torch.Tensor:
@@ -66,6 +73,8 @@ def without(*fusions: str):
             stack.enter_context(change(head_norms.HeadNormState, "_lazy", _nothing))
             stack.enter_context(change(rotary, "_waits", _nothing))
             stack.enter_context(change(head_rotation.HeadRotations, "put", _nothing))
+        if "values" in fusions:
+            stack.enter_context(change(swap, "last_joined", _all_joined))
         off = {"heads_in_graph": (head_norms,), "graph": (head_norms, swap)}
         for module in (module for name in fusions for module in off.get(name, ())):
             stack.enter_context(config.patch(pre_grad_custom_pass=None))

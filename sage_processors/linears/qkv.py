@@ -19,6 +19,17 @@ TOGETHER = (
     ("to_query", "to_key", "to_value"),
     ("wq", "wk", "wv"),
 )
+_OTHERS = ("add_q_proj", "add_k_proj", "add_v_proj")  # of joint attention: those of its other origin, mostly text
+
+
+def last_joined(owner, modules) -> int:
+    """The index of the last of an attention module's projections that is computed together with the first one.
+
+    Joint attention puts values of two origins side by side. Columns of a joined result are rows that lie apart, which
+    PyTorch copies at a fraction of the memory's speed; queries and keys are read in place by what norms them.
+    """
+    apart = all(owner._modules.get(name) is not None for name in _OTHERS)
+    return len(modules) - 1 - apart
 
 
 class Run:

@@ -20,7 +20,7 @@ from .layers import Choice, choose
 from .leaving import LeavingHook
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
-from .qkv import TOGETHER, Run
+from .qkv import TOGETHER, Run, last_joined
 from .report import LinearReport, notes_of, rows_of
 from .samples import are_changed
 from .short_forwards import ShortForwards, shapes_of
@@ -199,16 +199,16 @@ class LinearSwap:
                 if len({(m.in_features, state.format) for m, state in own}) > 1:
                     modules, own = modules[1:], own[1:]
                 if len({(m.in_features, state.format) for m, state in own}) == 1 and len(set(map(id, modules))) > 1:
-                    self._stack(modules)
+                    self._stack(modules, last_joined(owner, modules))
 
-    def _stack(self, modules: Any) -> None:
+    def _stack(self, modules: Any, last: int) -> None:
         states = [module._sage_linear for module in modules]
         if any(state.is_filled or state.storage.in_turns for state in states):
             return
         storage = Storage(modules)
-        run = Run(storage, 0, len(modules) - 1)
+        run = Run(storage, 0, last) if last > 0 else None
         for index, state in enumerate(states):
-            state.storage, state.index, state.run = storage, index, run
+            state.storage, state.index, state.run = storage, index, run if index <= last else None
 
     def _postpone_norms(self) -> None:
         widths = {module.in_features for module, state in self._states.values() if not state.is_weight_only}

@@ -7,9 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import sage_processors as sp
+from sage_processors.linears.lazy import Lazy
 from tests.linears.counting import OpCounter, expected_error, relative_error
+from tests.support.tiny_models import MODELS
 
 
 class Attention(nn.Module):
@@ -144,3 +147,58 @@ def test_options_of_one_of_the_three():
         with OpCounter() as ops:
             got = twin(x)
         assert (ops.quantized, ops.multiplied) == (1, 1) and torch.equal(got[0], stock.to_q(x))
+
+
+class JointAttention(Attention):
+    """Two origins, whose queries, keys and values are put side by side."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_q_proj, self.add_k_proj, self.add_v_proj = nn.Linear(24, 64), nn.Linear(24, 32), nn.Linear(24, 32)
+
+    def forward(self, x, text):
+        return *super().forward(x), self.add_q_proj(text), self.add_k_proj(text), self.add_v_proj(text)
+
+
+def test_values_that_are_put_beside_others_are_in_one_piece():
+    torch.manual_seed(0)
+    stock = JointAttention().eval().requires_grad_(False)
+    twin = copy.deepcopy(stock)
+    with sp.quantize_linears(twin, min_features=0) as swap:
+        for _ in range(3):
+            x, text = torch.randn(2, 6, 48), torch.randn(2, 3, 24)
+            with OpCounter() as ops:
+                got = twin(x, text)
+            assert (ops.quantized, ops.multiplied) == (2, 4)
+            assert [y.is_contiguous() for y in got] == [False, False, True] * 2
+            for a, (module, y) in zip(got, named(stock, x, text), strict=True):
+                assert relative_error(a, module(y)) < 1.3 * expected_error(y, module.weight)
+        assert {row["calls"] for row in swap.report().rows} == {3}
+        codes = twin.to_q._buffers["_sage_codes"]
+        assert codes.shape == (128, 48)  # compiled code multiplies by all of them at once
+
+
+def named(model, x, text):
+    """(projection, its input), in the order of JointAttention's results."""
+    own, added = (model.to_q, model.to_k, model.to_v), (model.add_q_proj, model.add_k_proj, model.add_v_proj)
+    return [(module, x) for module in own] + [(module, text) for module in added]
+
+
+def test_what_a_model_puts_side_by_side_is_in_one_piece():
+    model, inputs = MODELS["flux"]()
+    joined = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.cat and args[0][0].dim() == 4:
+                joined.append([not isinstance(x, Lazy) and x.is_contiguous() for x in args[0]])
+            return func(*args, **(kwargs or {}))
+
+    with sp.apply(model, sp.SageAttnProcessor(linears="int8", linears_min_features=0, min_tokens=0)), torch.no_grad():
+        for _ in range(3):
+            joined.clear()
+            with Seen():
+                model(**inputs, return_dict=False)
+    blocks = len(model.transformer_blocks)
+    assert joined.count([True, True]) == blocks  # values; queries and keys wait for attention
+    assert len(joined) == 3 * blocks
