@@ -2,13 +2,15 @@
 
     python kernels/benchmarks/bench_fusions.py
     python kernels/benchmarks/bench_fusions.py --case flux_1024 --called compiled --variant all_fusions
+    python kernels/benchmarks/bench_fusions.py --called cuda_graph
     python kernels/benchmarks/bench_fusions.py --tiny --device cpu --csv rows.csv
 
 Eager: `norms` (norm and modulation are computed by the quantisation behind them), `results` (activation, gate and
 residual, by the matmul), `heads` (norms and rotary embeddings of heads, in one pass; of a language model the latter
 alone), `values` (those of joint attention are multiplied apart from queries and keys, and lie in one piece). Compiled:
-`heads` likewise, and all that is found in the compiler's graph. They are switched off in this process alone, by what
-stands in their place here; what they leave out PyTorch computes.
+`heads` likewise, and all that is found in the compiler's graph. A CUDA graph holds what eager code launches, and has no
+host that may be slow. Fusions are switched off in this process alone, by what stands in their place here; what they
+leave out PyTorch computes.
 
 bench_end_to_end.py's models, gate and clock, INT8 linear layers, in turns: each variant is swapped in, warmed up and
 timed, in every round. Suite end_to_end, cases {model}/{variant}.
@@ -43,7 +45,7 @@ EAGER = {
     "no_fusions": ("norms", "results", "heads"),
 }
 COMPILED = {"all_fusions": (), "no_heads": ("heads_in_graph",), "no_fusions": ("graph",)}
-VARIANTS = {"eager": EAGER, "compiled": COMPILED}
+VARIANTS = {"eager": EAGER, "compiled": COMPILED, "cuda_graph": EAGER}
 
 
 def _nothing(*_, **__) -> None:
@@ -119,7 +121,7 @@ def run_case(case, model, options, device) -> list[str]:
 def parse(arguments=None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; flux_1024 by default")
-    parser.add_argument("--called", choices=sorted(VARIANTS), default="eager", help="compiled: denoisers only")
+    parser.add_argument("--called", choices=sorted(VARIANTS), default="eager", help="denoisers only, but for eager")
     parser.add_argument("--variant", action="append", choices=list(EAGER), help="may be repeated; all by default")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--reps", type=int, help="timed forwards of each turn; the case's own number by default")
