@@ -38,9 +38,12 @@ class Activations:
     Not kept for the next forward: the same object, whose writes are counted, may have other numbers by then. Not every
     write is counted: a CUDA graph that is replayed, as the compiler does between eager layers, leaves its results in
     the tensors that it gave out before.
+
+    is_captured: the forward began while a CUDA graph was captured, which therefore holds all of it.
     """
 
-    def __init__(self):
+    def __init__(self, is_captured: bool = False):
+        self.is_captured = is_captured
         # id of a tensor → (weak reference to it, version, stream, RowsOf); entries leave with their tensors
         self._known: dict[int, tuple] = {}
 
@@ -66,9 +69,10 @@ def quantized(
     """Codes [..., K] and scale [...] of an ordinary tensor [..., K], multiplied by balance [K].
 
     With `known`, of the forward that runs, the same object, not written to in between, is quantised once. An inference
-    tensor does not know whether it was written to: it is quantised at every call.
+    tensor does not know whether it was written to: it is quantised at every call. So is what a CUDA graph captures
+    that holds a part of the forward: the same object has other numbers at every replay.
     """
-    if known is None or x.is_inference() or is_captured(x.device):
+    if known is None or x.is_inference() or (is_captured(x.device) and not known.is_captured):
         return quantize_activation(x, format=format, balance=balance)
     return known.quantized(x, format, balance)
 

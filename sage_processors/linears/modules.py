@@ -129,7 +129,7 @@ def _in_8_bit(module, base, x):
 def _multiplied(module, state: LinearState, x, is_lazy: bool):
     """The call in 8 bit, by a weight that is ready. Under the lock: the weight stays where and as it is meanwhile."""
     dtype = _output_dtype(x)
-    storage = state.storage
+    storage, shared = state.storage, state.shared
     if storage.device != x.device:
         storage.move(x.device)
     storage.is_fixed = storage.is_fixed or is_captured(x.device)
@@ -141,7 +141,6 @@ def _multiplied(module, state: LinearState, x, is_lazy: bool):
         rows = x.rows(state.format, balance)
         version = version_of(x.real()) if x.is_changed else 0
     else:
-        shared = state.shared
         rows = quantized(x, state.format, balance, shared.activations if shared.may_wait else None)
         version = version_of(x)
     if state.probe is not None and state.probe.shared.on:
@@ -153,7 +152,7 @@ def _multiplied(module, state: LinearState, x, is_lazy: bool):
             return y
     # what is joined is an ordinary tensor in some calls: in all of them, then, as what follows rounds otherwise;
     # a hook may keep what it gets for longer than a result can wait
-    if storage.is_joined or not state.shared.may_wait or module._forward_hooks:
+    if storage.is_joined or not shared.may_wait or module._forward_hooks or shared.is_captured_apart(x.device):
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
     return LazyLinear(shape, dtype, x.device, module, rows)

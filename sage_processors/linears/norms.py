@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ..inference_mode import counts_writes
-from .captured import is_captured
 from .lazy import Lazy, can_wait
 from .lazy_norm import LazyNorm, NormCall
 
@@ -51,7 +50,7 @@ class NormState:
         at_once_up_to: results of so many numbers or fewer do not wait: linear layers behind the norm stay in 16 bit.
         waits_from: of results of so many numbers, some layers behind the norm do and others don't.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
-        waits_when_captured: also while a CUDA graph is captured.
+        waits_when_captured: also while a CUDA graph is captured that holds a part of a forward.
         copies_weights: also where hooks move the weights away before the result is used, with a copy of them.
     """
 
@@ -83,7 +82,7 @@ class NormState:
             return None
         if torch.is_autocast_enabled(x.device.type):
             return None
-        if not self.waits_when_captured and is_captured(x.device):
+        if not self.waits_when_captured and self.shared.is_captured_apart(x.device):
             return None
         if any(p is not None and (p.is_meta or p.device != x.device or not counts_writes(p)) for p in (weight, bias)):
             return None

@@ -8,6 +8,8 @@ import torch
 
 from sage_kernels import QuantizedRows, quantized_linear
 
+from .captured import is_captured
+
 
 # Children of an attention module that are mostly called with the same tensor, in the order of the calls.
 TOGETHER = (
@@ -40,8 +42,8 @@ class Run:
 
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
-        # (weak reference to the input, its version, dtype, the forward's Activations, {index: (version of the weight,
-        # result)})
+        # (weak reference to the input, its version, dtype, whether a CUDA graph is captured, the forward's Activations,
+        # {index: (version of the weight, result)})
         self._waiting: tuple | None = None
 
     def __getstate__(self):
@@ -61,9 +63,9 @@ class Run:
         if index != self.first:
             if waiting is None:
                 return None
-            reference, known_version, known_dtype, forward, results = waiting
-            if forward is not self._forward:
-                return None
+            reference, known_version, known_dtype, was_captured, forward, results = waiting
+            if forward is not self._forward or was_captured != is_captured(x.device):
+                return None  # a replay gives it other numbers
             if reference() is x and known_version == version and known_dtype == dtype:
                 weight_version, result = results.pop(index, (None, None))
                 if not results:
@@ -92,7 +94,8 @@ class Run:
         parts = together.split([module.out_features for module in modules], -1)
         results = {i: (s.version, y) for i, s, y in zip(range(first, last + 1), states, parts, strict=True)}
         own = results.pop(first)[1]
-        self._waiting = (weakref.ref(x, self._forget), version, dtype, self._forward, results)
+        captured = is_captured(x.device)
+        self._waiting = (weakref.ref(x, self._forget), version, dtype, captured, self._forward, results)
         return own
 
     def _forget(self, reference) -> None:

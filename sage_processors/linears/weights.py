@@ -118,12 +118,18 @@ class Shared:
         """A forward of the model, or of its copy, begins: `may_wait` may be another one, and activations are."""
         if copied is not None and self._model() is not copied:
             self._model = weakref.ref(copied)
-        self._may_wait, self._forward.activations = None, Activations()
+        self._may_wait, self._forward.activations = None, Activations(is_captured())
         self.forwards += 1
 
     def forget_activations(self) -> None:
         """This thread's forward is over."""
         self._forward.activations = None
+
+    def is_captured_apart(self, device: torch.device) -> bool:
+        """Whether a CUDA graph is captured now that holds no whole forward, in which what waits would be computed: a
+        layer that is captured by itself, whose result would be computed once, after the first replay."""
+        activations = self.activations
+        return is_captured(device) and not (activations is not None and activations.is_captured)
 
     @property
     def may_wait(self) -> bool:

@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears import activations, modules, norms, storage, weights
+from sage_processors.linears import activations, modules, qkv, storage, weights
+from sage_processors.linears.lazy import Lazy
 from sage_processors.linears.storage import CODES
-from tests.linears.counting import set_least_work
+from tests.linears.counting import OpCounter, set_least_work
 
 
 WIDTH = 1024
@@ -64,8 +65,8 @@ def capturing(monkeypatch):
     """A list: while it is not empty, a graph is taken to be captured. And the CPU for a GPU, where calls are short."""
     on: list = []
     monkeypatch.setattr(modules, "is_timed", lambda device: True)
-    for module in (activations, modules, norms, storage, weights):
-        monkeypatch.setattr(module, "is_captured", lambda device: bool(on))
+    for module in (activations, modules, qkv, storage, weights):
+        monkeypatch.setattr(module, "is_captured", lambda device=None: bool(on))
     return on
 
 
@@ -141,6 +142,67 @@ def test_a_graph_s_bias_is_renewed_in_place(capturing):
         net(x)
         assert state.storage._bias is laid_out and state.bias is own
         torch.testing.assert_close(laid_out, before + 1.0)
+
+
+@torch.no_grad()
+def test_a_forward_that_is_captured_quantises_what_an_eager_one_does(capturing):
+    net, x = model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8"):
+        set_least_work(net, 0)
+        for _ in range(2):
+            wanted = net(x)
+        counted = []
+        for on in (False, True):
+            capturing[:] = [True] * on
+            with OpCounter() as ops:
+                assert torch.equal(net(x), wanted)
+            counted.append((ops.quantized, ops.multiplied))
+        assert counted[0] == counted[1] == (3 * 2, 4 * 2)
+
+
+@torch.no_grad()
+def test_what_is_captured_by_itself_does_not_wait(capturing):
+    """Nobody would compute it in the graph: it would be computed once, after the first replay."""
+    net, x = model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8"):
+        set_least_work(net, 0)
+        for _ in range(2):
+            net(x)
+        block = net.blocks[0]
+        wide = draw(8, 2).repeat(1, 1, 2)
+        assert all(isinstance(y, Lazy) for y in (block.norm(x), block.out(wide)))
+        capturing.append(True)
+        assert not any(isinstance(y, Lazy) for y in (block.norm(x), block.out(wide)))
+        capturing.clear()
+        net.blocks[0].out.register_forward_pre_hook(lambda module, args: capturing.append(True))
+        with OpCounter() as ops:  # from the first block's last layer on
+            assert error(net(x), model()(x)) < 0.05
+        assert (ops.quantized, ops.multiplied) == (3 + 4, 4 + 4)
+        assert type(block.norm(x)) is torch.Tensor
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_replays_have_the_bits_of_eager_forwards_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    net = model().cuda().bfloat16()
+    inputs = [draw(256, seed).cuda().bfloat16() for seed in (1, 2, 3)]
+    with sp.quantize_linears(net, "int8"):
+        set_least_work(net, 0)
+        wanted = [net(x) for x in inputs][1:]
+        x, whole, part = inputs[0].clone(), torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(whole):
+            out = net(x)
+        layer = net.blocks[1].to_q
+        with torch.cuda.graph(part):
+            own = layer(x)
+        for new, y in zip(inputs[1:], wanted, strict=True):
+            x.copy_(new)
+            whole.replay()
+            part.replay()
+            assert torch.equal(out, y)
+            assert torch.equal(own, layer(new.clone()))
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import sage_processors as sp
+from sage_processors.linears import qkv
 from sage_processors.linears.lazy import Lazy
 from tests.linears.counting import OpCounter, expected_error, relative_error
 from tests.support.tiny_models import MODELS
@@ -113,6 +114,25 @@ def test_results_nobody_asks_for_are_let_go():
         twin.to_q(kept)
         twin.to_q(torch.randn(2, 6, 48))
         assert twin.to_q._sage_linear.run is None
+
+
+def test_results_of_a_captured_call_are_for_captured_ones(monkeypatch):
+    """They have other numbers at every replay."""
+    stock, twin = pair()
+    with sp.quantize_linears(twin, min_features=0):
+        x = torch.randn(2, 6, 48)
+        for captured in (True, False):
+            monkeypatch.setattr(qkv, "is_captured", lambda device, captured=captured: captured)
+            twin.to_q(x)
+            monkeypatch.setattr(qkv, "is_captured", lambda device, captured=captured: not captured)
+            with OpCounter() as ops:
+                k = twin.to_k(x) + 0
+            assert ops.multiplied == 1 and relative_error(k, stock.to_k(x)) < 0.02
+            monkeypatch.setattr(qkv, "is_captured", lambda device, captured=captured: captured)
+            with OpCounter() as ops:
+                v = twin.to_v(x) + 0
+            assert ops.multiplied == 0 and relative_error(v, stock.to_v(x)) < 0.02
+            twin.to_k(x)  # all are taken
 
 
 def test_one_weight_that_changes_is_quantised_anew_alone():
