@@ -42,8 +42,8 @@ class Run:
 
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
-        # (weak reference to the input, its version, dtype, whether a CUDA graph is captured, the forward's Activations,
-        # {index: (version of the weight, result)})
+        # (weak reference to the input, its version, dtype, whether it is captured, the forward's Activations, {index:
+        # (version of the weight, result)})
         self._waiting: tuple | None = None
 
     def __getstate__(self):
