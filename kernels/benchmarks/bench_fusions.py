@@ -9,8 +9,8 @@ Eager: `norms` (norm and modulation are computed by the quantisation behind them
 residual, by the matmul), `heads` (norms and rotary embeddings of heads, in one pass; of a language model the latter
 alone), `values` (those of joint attention are multiplied apart from queries and keys, and lie in one piece). Compiled:
 `heads` likewise, and all that is found in the compiler's graph. A CUDA graph holds what eager code launches, and needs
-no host. Fusions are switched off in this process alone, by what stands in their place here; what they leave out PyTorch
-computes.
+no host. Fusions are switched off in this process alone, by what stands in their place here; what they leave out
+PyTorch computes.
 
 bench_end_to_end.py's models, gate and clock, INT8 linear layers, in turns: each variant is swapped in, warmed up and
 timed, in every round. Suite end_to_end, cases {model}/{variant}.

@@ -38,6 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 FP8, INT8, MIXED = "qk_int8_pv_fp8", "qk_int8_pv_int8", "mixed"
 PARTS = 6  # processes that one tool watches: a launch takes some ten seconds there
 COMPILING = 14  # processes that compile before
+COMPILING_SECONDS = 400  # after which what does not end is taken to hang
+PROCESSORS = 2  # that a linear layer is launched for
 REPORTED_LINES = 200  # of a tool that found something
 BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
 
@@ -89,7 +91,7 @@ def selection() -> list[Launch | LinearLaunch]:
     launches: list[Launch | LinearLaunch] = []
     for format in ("int8", "fp8"):
         for rows in (300, 700):
-            for shared in (0, 2):
+            for shared in (0, 3):
                 launches.append(LinearLaunch(format, rows, gated=True, shared=shared))
         launches.append(LinearLaunch(format, 300, "swiglu", shared=1))
     for head_dim in (64, 128):
@@ -253,7 +255,9 @@ def run_linear(each: LinearLaunch, launch):
 
     def split(tile, tiles, *_):
         asked.append(tile)
-        return tiles - each.shared, 2 if each.shared else 1
+        whole = tiles - each.shared
+        assert not each.shared or whole % PROCESSORS == 0, f"{whole} tiles: the kernel would wait for ever"
+        return whole, 2 if each.shared else 1
 
     new_buffer = launch.buffer
 
@@ -261,7 +265,7 @@ def run_linear(each: LinearLaunch, launch):
         x = new_buffer(*shape, returned=returned, **kinds)
         return x.fill_(torch.nan) if returned else x
 
-    launch.processors_of, launch.split_last_tiles, launch.buffer = lambda device: 2, split, poisoned
+    launch.processors_of, launch.split_last_tiles, launch.buffer = lambda device: PROCESSORS, split, poisoned
     x, w = rows(each.rows, 1104, format=each.format), rows(288, 1104, format=each.format, seed=1)
     bias, columns = normal(288, seed=2), 288 // (2 if each.activation in GATED else 1)
     options = {"activation": each.activation, "gate": None, "residual": None, "dtype": torch.float16}
@@ -307,6 +311,22 @@ def disassemble(path: str) -> str:
     return subprocess.run([nvdisasm, "-c", path], capture_output=True, text=True, check=True).stdout
 
 
+def have_ended(processes: dict[str, subprocess.Popen]) -> bool:
+    """Whether all of them end, and well; says which do not, and ends those."""
+    late, last = [], time.monotonic() + COMPILING_SECONDS
+    for part, process in processes.items():
+        try:
+            process.wait(max(last - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            late.append(part)
+    if late:
+        print(f"parts {', '.join(late)}: still at it after {COMPILING_SECONDS} s; the launch behind the last one that")
+        print("each of them has told may hang", flush=True)
+    return not any(process.returncode for process in processes.values())
+
+
 def run_tools() -> int:
     from sage_kernels.results import commit, kernel_sources, outcome_meta
     from sage_processors.whole_file import write_whole
@@ -323,8 +343,8 @@ def run_tools() -> int:
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the reference's: of so many processes all would wait
     # so that the tools need not wait for compilation
     parts = [f"{part}/{COMPILING}" for part in range(COMPILING)]
-    compiling = [subprocess.Popen([*script, "--part", part], env=one_thread) for part in parts]
-    if any([process.wait() for process in compiling]):
+    compiling = {part: subprocess.Popen([*script, "--part", part], env=one_thread) for part in parts}
+    if not have_ended(compiling):
         return 1
     # one allocation a tensor: inside of a cached block no access is out of bounds
     watched = one_thread | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -61,3 +64,18 @@ def test_errors_of_all_parts_are_counted(run):
         "synccheck": 2 * sanitize.PARTS,
     }  # fmt: skip
     assert outcome["cases"]["E08"] == "failed"
+
+
+def test_a_part_that_hangs_is_named_and_ended(monkeypatch, capsys):
+    monkeypatch.setattr(sanitize, "COMPILING_SECONDS", 1)
+    waits = {"1/3": 60, "0/3": 0, "2/3": 60}
+    parts = {
+        name: subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({seconds})"])
+        for name, seconds in waits.items()
+    }
+    start = time.monotonic()
+    assert not sanitize.have_ended(parts)
+    assert time.monotonic() - start < 30 and "1/3, 2/3" in capsys.readouterr().out
+    assert all(process.returncode is not None for process in parts.values())
+    assert sanitize.have_ended({"0/1": subprocess.Popen([sys.executable, "-c", ""])})
+    assert not sanitize.have_ended({"0/1": subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])})
