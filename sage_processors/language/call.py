@@ -159,13 +159,12 @@ def exact(call: Call, query, key, value):
 def _eager_function(call: Call):
     """The eager function of the module's own forward. Raises NotImplementedError if it would drop an argument."""
     kind: Any = type(call.module)
-    eager, named_by_forward = _eager_of(kind)
+    eager, taken, named_by_forward = (_traced_eager_of if torch.compiler.is_compiling() else _eager_of)(kind)
     if eager is None:
         raise NotImplementedError(
             f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'} and no "
             "eager_attention_forward beside its class, expected one; use set_attn_implementation('sdpa')"
         )
-    taken = inspect.signature(eager).parameters
     given = {"position_bias": call.position_bias, "softcap": call.softcap or None, "s_aux": call.sinks}
     dropped = [name for name, x in given.items() if x is not None and name not in taken]
     if "sinks" in eager.__code__.co_names:  # read from the module
@@ -181,8 +180,16 @@ def _eager_function(call: Call):
 
 
 @functools.cache
-def _eager_of(kind: Any):
-    """The eager function that a module class's forward names, and all strings in that forward if it asks for names."""
+def _eager_of(kind: Any) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    """(the eager function that a module class's forward names or None, the names of its arguments, all strings in that
+    forward if it asks for names)."""
+    space, name, strings = _named_by(kind)
+    eager = inspect.unwrap(space[name]) if name in space else None
+    return eager, () if eager is None else tuple(inspect.signature(eager).parameters), strings
+
+
+def _named_by(kind: Any) -> tuple[dict[str, Any], str, tuple[str, ...]]:
+    """(where to look, for which name, strings)."""
     for base in kind.__mro__:
         forward = inspect.unwrap(vars(base).get("forward", base))
         code = getattr(forward, "__code__", None)
@@ -190,8 +197,24 @@ def _eager_of(kind: Any):
             if name.endswith("eager_attention_forward") and name in forward.__globals__:
                 strings = _strings(() if code is None else code.co_consts)
                 by_name = {"eager", "sdpa"} & strings
-                return inspect.unwrap(forward.__globals__[name]), strings if by_name else frozenset()
-    return getattr(sys.modules[kind.__module__], "eager_attention_forward", None), frozenset()
+                return forward.__globals__, name, tuple(sorted(strings)) if by_name else ()
+    return vars(sys.modules[kind.__module__]), "eager_attention_forward", ()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _names_of(kind: Any) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
+    """`_eager_of` for Dynamo, in names: it would follow the search, and gives up where somebody writes to a class
+    meanwhile. ("", ...) where that module has another function of the name, or none."""
+    eager, taken, strings = _eager_of(kind)
+    space, name, _ = _named_by(kind)
+    module = space.get("__name__", "")
+    is_there = eager is not None and inspect.unwrap(getattr(sys.modules.get(module), name, None)) is eager
+    return module if is_there else "", name, taken, strings
+
+
+def _traced_eager_of(kind: Any) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    module, name, taken, strings = _names_of(kind)
+    return inspect.unwrap(getattr(sys.modules[module], name)) if module else None, taken, strings
 
 
 def _strings(constants) -> frozenset[str]:

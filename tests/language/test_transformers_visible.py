@@ -137,6 +137,26 @@ def test_P54_the_exact_way_drops_no_soft_cap_and_no_sinks(name, given):
     assert attend(module, query, key, value, **{name: given})[0].isfinite().all()  # in INT8 both are known
 
 
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.filterwarnings("error:Dynamo detected a call to a `functools.lru_cache`")
+def test_a_compiled_exact_call_finds_its_eager_function_without_dynamo(warm):
+    """Which would trace the search through the classes, and can give up on it."""
+    sp.register_transformers("sage_short_calls", min_tokens=10**6)
+    model = made(tf.Gemma2ForCausalLM, tf.Gemma2Config(**_DECODER, sliding_window=8, query_pre_attn_scalar=16))
+    ids = tokens()
+    expected = model(ids).logits
+    model.set_attn_implementation("sage_short_calls")
+    sp.attention_report(model)
+    if warm:
+        model(ids)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        got = torch.compile(model, backend="eager", fullgraph=True)(ids).logits
+    assert relative_l2(got, expected) < SAME
+    rows = sp.attention_report(model)
+    assert rows.calls == 0 and rows.fallbacks["short"] >= 2
+
+
 def gemma4(**options):
     layers = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "sliding_window": 11}
     extra = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "global_head_dim": 16}
