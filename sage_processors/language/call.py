@@ -201,14 +201,15 @@ def _named_by(kind: Any) -> tuple[dict[str, Any], str, tuple[str, ...]]:
     return vars(sys.modules[kind.__module__]), "eager_attention_forward", ()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _names_of(kind: Any) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
     """`_eager_of` for Dynamo, in names: it would follow the search, and gives up where somebody writes to a class
     meanwhile. ("", ...) where that module has another function of the name, or none."""
     eager, taken, strings = _eager_of(kind)
     space, name, _ = _named_by(kind)
     module = space.get("__name__", "")
-    is_there = eager is not None and inspect.unwrap(getattr(sys.modules.get(module), name, None)) is eager
+    found: Any = getattr(sys.modules.get(module), name, None)
+    is_there = eager is not None and found is not None and inspect.unwrap(found) is eager
     return module if is_there else "", name, taken, strings
 
 

@@ -21,6 +21,10 @@ class LeavingHook:
     def __init__(self, shared: Shared) -> None:
         self.shared = shared
 
+    def install(self, model: nn.Module) -> Any:
+        """Register it; an error ends a forward, too."""
+        return model.register_forward_hook(self, prepend=True, always_call=True)
+
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():  # nothing waits there
             return None

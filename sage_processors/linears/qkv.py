@@ -21,7 +21,7 @@ TOGETHER = (
     ("to_query", "to_key", "to_value"),
     ("wq", "wk", "wv"),
 )
-_OTHERS = ("add_q_proj", "add_k_proj", "add_v_proj")  # of joint attention: those of its other origin, mostly text
+_OTHERS = ("add_q_proj", "to_q_t")  # of joint attention: the queries of its other origin, mostly text
 
 
 def last_joined(owner, modules) -> int:
@@ -30,7 +30,7 @@ def last_joined(owner, modules) -> int:
     Joint attention puts values of two origins side by side. Columns of a joined result are rows that lie apart, which
     PyTorch copies at a fraction of the memory's speed; queries and keys are read in place by what norms them.
     """
-    apart = all(owner._modules.get(name) is not None for name in _OTHERS)
+    apart = any(owner._modules.get(name) is not None for name in _OTHERS)
     return len(modules) - 1 - apart
 
 

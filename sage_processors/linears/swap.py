@@ -111,7 +111,7 @@ class LinearSwap:
             hook = PrepareHook(self._shared, self)
             self._hooks.append(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             if not is_swapped(model):  # a layer alone is a part of what calls it
-                self._hooks.append(model.register_forward_hook(LeavingHook(self._shared), prepend=True))
+                self._hooks.append(LeavingHook(self._shared).install(model))
                 self._hooks += AsUnderNoGrad().install(model)
             when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
         except Exception:

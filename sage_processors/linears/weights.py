@@ -118,7 +118,9 @@ class Shared:
         """A forward of the model, or of its copy, begins: `may_wait` may be another one, and activations are."""
         if copied is not None and self._model() is not copied:
             self._model = weakref.ref(copied)
-        self._may_wait, self._forward.activations = None, Activations(is_captured())
+        model = self._model()  # a layer alone is a part of what calls it
+        is_whole = model is not None and "_sage_linear" not in model.__dict__
+        self._may_wait, self._forward.activations = None, Activations(is_whole and is_captured())
         self.forwards += 1
 
     def forget_activations(self) -> None:

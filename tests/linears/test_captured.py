@@ -181,6 +181,27 @@ def test_what_is_captured_by_itself_does_not_wait(capturing):
         assert type(block.norm(x)) is torch.Tensor
 
 
+@torch.no_grad()
+def test_a_layer_alone_and_one_after_an_error_are_captured_by_themselves(capturing):
+    alone = nn.Sequential(nn.Linear(WIDTH, WIDTH)).eval()[0]
+    with sp.quantize_linears(alone, "int8", min_features=0):
+        set_least_work(alone, 0)
+        alone(draw(8, 1))
+        capturing.append(True)
+        assert type(alone(draw(8, 1))) is torch.Tensor
+    capturing.clear()
+    net, x = model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8"):
+        set_least_work(net, 0)
+        net(x)
+        capturing.append(True)
+        hook = net.blocks[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            net(x)
+        hook.remove()
+        assert type(net.blocks[0].norm(x)) is torch.Tensor
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_replays_have_the_bits_of_eager_forwards_on_a_gpu():
