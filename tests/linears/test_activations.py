@@ -130,6 +130,18 @@ def test_layers_called_outside_of_a_forward_keep_nothing(quantised):
 
 
 @torch.no_grad()
+def test_a_layer_alone_keeps_nothing_for_its_next_forward():
+    """Nobody tells it when one is over."""
+    torch.manual_seed(0)
+    stock = nn.Linear(WIDTH, WIDTH).eval().requires_grad_(False)
+    layer, x = copy.deepcopy(stock), draw(1)
+    with sp.quantize_linears(layer, min_features=0):
+        layer(x)
+        write_uncounted(x)
+        assert error(layer(x), stock(x)) < 0.02
+
+
+@torch.no_grad()
 def test_a_part_that_is_compiled_may_write_within_a_forward():
     """Its CUDA graphs replay between eager layers, into the tensors that they gave out before."""
     net, stock = (model(between=write_uncounted) for _ in range(2))

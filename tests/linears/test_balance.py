@@ -258,7 +258,8 @@ def test_compiled_code_makes_as_many_calls_as_without_outliers(planted):
             run(model, inputs)
         got, found = compiled_ops(model, lambda compiled: compiled(**inputs, return_dict=False)[0], "inductor")
     assert relative_error(got, expected) < plain * 10 ** (3 / 20)
-    assert (len(found["quantize_activation"]), len(found["quantized_linear"])) == (ops.quantized, ops.multiplied)
+    multiplied = ops.multiplied - 2 * len(model.transformer_blocks)  # values are joined there
+    assert (len(found["quantize_activation"]), len(found["quantized_linear"])) == (ops.quantized, multiplied)
     assert any(args[2] == "layer" and args[8] is not None for args in found["quantize_activation"])
 
 
