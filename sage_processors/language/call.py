@@ -189,7 +189,7 @@ def _eager_of(kind: Any) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
 
 
 def _named_by(kind: Any) -> tuple[dict[str, Any], str, tuple[str, ...]]:
-    """(where to look, for which name, strings)."""
+    """Where the forward of a module class finds its eager function: (namespace, name, strings as in `_eager_of`)."""
     for base in kind.__mro__:
         forward = inspect.unwrap(vars(base).get("forward", base))
         code = getattr(forward, "__code__", None)
@@ -203,8 +203,11 @@ def _named_by(kind: Any) -> tuple[dict[str, Any], str, tuple[str, ...]]:
 
 @torch.compiler.assume_constant_result
 def _names_of(kind: Any) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
-    """`_eager_of` for Dynamo, in names: it would follow the search, and gives up where somebody writes to a class
-    meanwhile. ("", ...) where that module has another function of the name, or none."""
+    """(module, name, arguments, strings) of the eager function of a module class; no module where that has another one
+    of this name, or none.
+
+    Constants for Dynamo, which would follow the search, and gives up where somebody writes to a class meanwhile.
+    """
     eager, taken, strings = _eager_of(kind)
     space, name, _ = _named_by(kind)
     module = space.get("__name__", "")
@@ -214,6 +217,7 @@ def _names_of(kind: Any) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
 
 
 def _traced_eager_of(kind: Any) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
+    """`_eager_of` where Dynamo traces."""
     module, name, taken, strings = _names_of(kind)
     return inspect.unwrap(getattr(sys.modules[module], name)) if module else None, taken, strings
 

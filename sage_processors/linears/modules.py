@@ -132,7 +132,8 @@ def _multiplied(module, state: LinearState, x, is_lazy: bool):
     storage, shared = state.storage, state.shared
     if storage.device != x.device:
         storage.move(x.device)
-    storage.is_fixed = storage.is_fixed or is_captured(x.device)
+    captured = is_captured(x.device)
+    storage.is_fixed = storage.is_fixed or captured
     state.events.add(_CALLED)
     if state.is_weight_only:
         return weight_only_linear(real_of(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
@@ -152,7 +153,8 @@ def _multiplied(module, state: LinearState, x, is_lazy: bool):
             return y
     # what is joined is an ordinary tensor in some calls: in all of them, then, as what follows rounds otherwise;
     # a hook may keep what it gets for longer than a result can wait
-    if storage.is_joined or not shared.may_wait or module._forward_hooks or shared.is_captured_apart(x.device):
+    captured_apart = captured and not shared.is_captured_whole
+    if storage.is_joined or not shared.may_wait or module._forward_hooks or captured_apart:
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
     return LazyLinear(shape, dtype, x.device, module, rows)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..inference_mode import counts_writes
+from .captured import is_captured
 from .lazy import Lazy, can_wait
 from .lazy_norm import LazyNorm, NormCall
 
@@ -82,7 +83,7 @@ class NormState:
             return None
         if torch.is_autocast_enabled(x.device.type):
             return None
-        if not self.waits_when_captured and self.shared.is_captured_apart(x.device):
+        if not self.waits_when_captured and is_captured(x.device) and not self.shared.is_captured_whole:
             return None
         if any(p is not None and (p.is_meta or p.device != x.device or not counts_writes(p)) for p in (weight, bias)):
             return None

@@ -127,11 +127,12 @@ class Shared:
         """This thread's forward is over."""
         self._forward.activations = None
 
-    def is_captured_apart(self, device: torch.device) -> bool:
-        """Whether a CUDA graph is captured now that holds no whole forward, in which what waits would be computed: a
-        layer that is captured by itself, whose result would be computed once, after the first replay."""
+    @property
+    def is_captured_whole(self) -> bool:
+        """Whether a CUDA graph is captured that holds all of this forward, and so what computes results that wait. Of
+        a layer that is captured by itself such a result would be computed once, after the first replay."""
         activations = self.activations
-        return is_captured(device) and not (activations is not None and activations.is_captured)
+        return activations is not None and activations.is_captured
 
     @property
     def may_wait(self) -> bool:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears import activations, modules, qkv, storage, weights
+from sage_processors.linears import activations, modules, norms, qkv, storage, weights
 from sage_processors.linears.lazy import Lazy
 from sage_processors.linears.storage import CODES
 from tests.linears.counting import OpCounter, set_least_work
@@ -65,7 +65,7 @@ def capturing(monkeypatch):
     """A list: while it is not empty, a graph is taken to be captured. And the CPU for a GPU, where calls are short."""
     on: list = []
     monkeypatch.setattr(modules, "is_timed", lambda device: True)
-    for module in (activations, modules, qkv, storage, weights):
+    for module in (activations, modules, norms, qkv, storage, weights):
         monkeypatch.setattr(module, "is_captured", lambda device=None: bool(on))
     return on
 

@@ -39,7 +39,7 @@ FP8, INT8, MIXED = "qk_int8_pv_fp8", "qk_int8_pv_int8", "mixed"
 PARTS = 6  # processes that one tool watches: a launch takes some ten seconds there
 COMPILING = 14  # processes that compile before
 COMPILING_SECONDS = 400  # after which what does not end is taken to hang
-PROCESSORS = 2  # that a linear layer is launched for
+PROCESSORS, COLUMNS = 2, 288  # that a linear layer is launched for; of its weight
 REPORTED_LINES = 200  # of a tool that found something
 BATCH, SEQ_Q, SEQ_KV, HEADS, KV_HEADS = 2, 130, 200, 2, 1  # no multiple of any tile
 
@@ -241,6 +241,11 @@ def run_kernels(launches: list[Launch | LinearLaunch], folder: Path | None = Non
         tell(launched, folder, start, head_dim, scaling, name, tile, recipe)
 
 
+def linear_tile(each: LinearLaunch) -> tuple:
+    """The fields of a LinearTile."""
+    return (256, 128, 128, 4, 4, "hopper") if each.rows > 512 else (128, 128, 128, 4, 6, "hopper")
+
+
 def run_linear(each: LinearLaunch, launch):
     """A layer of an odd number of slots and with edges on both sides, on a GPU that is taken for one of two SMs, so
     that a program has several tiles and its ring goes round."""
@@ -250,14 +255,12 @@ def run_linear(each: LinearLaunch, launch):
     from sage_kernels.recipe import GATED
     from tests.kernels.linear.linear_cases import exact, normal, rows
 
-    tile = LinearTile(256, 128, 128, 4, 4, "hopper") if each.rows > 512 else LinearTile(128, 128, 128, 4, 6, "hopper")
+    tile = LinearTile(*linear_tile(each))
     asked = []
 
     def split(tile, tiles, *_):
         asked.append(tile)
-        whole = tiles - each.shared
-        assert not each.shared or whole % PROCESSORS == 0, f"{whole} tiles: the kernel would wait for ever"
-        return whole, 2 if each.shared else 1
+        return tiles - each.shared, 2 if each.shared else 1
 
     new_buffer = launch.buffer
 
@@ -266,8 +269,8 @@ def run_linear(each: LinearLaunch, launch):
         return x.fill_(torch.nan) if returned else x
 
     launch.processors_of, launch.split_last_tiles, launch.buffer = lambda device: PROCESSORS, split, poisoned
-    x, w = rows(each.rows, 1104, format=each.format), rows(288, 1104, format=each.format, seed=1)
-    bias, columns = normal(288, seed=2), 288 // (2 if each.activation in GATED else 1)
+    x, w = rows(each.rows, 1104, format=each.format), rows(COLUMNS, 1104, format=each.format, seed=1)
+    bias, columns = normal(COLUMNS, seed=2), COLUMNS // (2 if each.activation in GATED else 1)
     options = {"activation": each.activation, "gate": None, "residual": None, "dtype": torch.float16}
     if each.gated:
         options |= {"gate": normal(columns, seed=3).half(), "residual": normal(each.rows, columns, seed=4).half()}

@@ -79,3 +79,13 @@ def test_a_part_that_hangs_is_named_and_ended(monkeypatch, capsys):
     assert all(process.returncode is not None for process in parts.values())
     assert sanitize.have_ended({"0/1": subprocess.Popen([sys.executable, "-c", ""])})
     assert not sanitize.have_ended({"0/1": subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])})
+
+
+def test_no_linear_layer_has_tiles_that_its_kernel_waits_for_for_ever():
+    """Whole tiles are a multiple of the programs where others are shared: types.Sizes of the Hopper matmul."""
+    layers = [each for each in sanitize.selection() if isinstance(each, sanitize.LinearLaunch) and each.shared]
+    assert len(layers) == 6
+    for each in layers:
+        block_m, block_n, *_ = sanitize.linear_tile(each)
+        whole = -(-each.rows // block_m) * -(-sanitize.COLUMNS // block_n) - each.shared
+        assert whole > 0 and whole % sanitize.PROCESSORS == 0, each
