@@ -35,7 +35,7 @@ _HOMES = {
     "calibrate": "calibration.search",
     "diffusers_backend_report": "diffusion.backend_report",
     "handle_of": "diffusion.handle",
-    "processors_for": "diffusion.handle",
+    "processors_for": "diffusion.processors_for",
     "load_quantized": "linears.quantized_files",
     "quantize_linears": "linears.swap",
     "save_quantized": "linears.quantized_files",

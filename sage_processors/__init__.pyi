@@ -13,8 +13,8 @@ from .diffusion.backend_report import diffusers_backend_report as diffusers_back
 from .diffusion.handle import Handle as Handle
 from .diffusion.handle import apply as apply
 from .diffusion.handle import handle_of as handle_of
-from .diffusion.handle import processors_for as processors_for
 from .diffusion.probe import Probe as Probe
+from .diffusion.processors_for import processors_for as processors_for
 from .diffusion.report import Report as Report
 from .diffusion.sage_class import sage_class as sage_class
 from .evaluation import feature_distance as feature_distance

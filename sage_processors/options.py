@@ -55,6 +55,7 @@ REMEDIES = {
     "no_backward": "PyTorch has no fused backward for such a call: 16 bit is the faster one to train there",
     "replaced": "another processor was put there: call handle.refresh()",
     "unfollowed": "nobody knows which step it is: let the pipeline have the scheduler, pipe.scheduler = scheduler",
+    "captured": "capture a graph for each precision, which handle.steps.precision tells",
     "backend": "set_attention_backend came after the swap: call handle.refresh()",
     "mixed_mask": 'recipe "mixed" knows no masks: layer_recipe gives such layers another one',
     "short": "16-bit attention is the faster one there: min_tokens=0 runs it in INT8 all the same",

@@ -17,7 +17,7 @@ up, each forward a denoising step further; calls that it leaves exact run on the
 
 Denoisers are also timed as others call them: under torch.inference_mode(), their repeated blocks compiled, as
 diffusers advises, or the whole forward from a CUDA graph, captured once warmed up, whose inputs are copied into place
-for every replay. Of `compiled_graphs` the compiler records a CUDA graph of each block (mode="reduce-overhead").
+for every replay; of `captured` ours is `handle.capture_forwards()`, and the others are as before. Of `compiled_graphs` the compiler records a CUDA graph of each block (mode="reduce-overhead").
 
 `--skip 50` leaves out so many percent of the key tiles of the largest attention, at random: what skip="temporal" would
 bring at that share, for models of random weights have none of their own. The lists stay as they are and nothing is
@@ -59,7 +59,8 @@ MAX_ERROR = 0.08
 # Forwards before the first timed one, in which kernels compile: the first has no plan, the second makes one, the
 # fourth keeps row maxima (8-bit P) and the fifth reads them.
 WARM_UP = 5
-CALLED = ("eager", "inference_mode", "compiled", "compiled_graphs", "cuda_graph")
+CALLED = ("eager", "inference_mode", "compiled", "compiled_graphs", "cuda_graph", "captured")
+GRAPHS = ("cuda_graph", "captured")  # of whole forwards
 COMPILES = ("compiled", "compiled_graphs")
 COMPILER = "inductor"
 OURS, REMOVED = "sage_kernels", "attention_removed"
@@ -113,8 +114,7 @@ class Bench:
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
         self.linears, self.min_features = linears, min_features
         self.lists, self.skip, self.rounds = None, skip, rounds
-        # of all providers; a CUDA graph is one launch
-        self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called != "cuda_graph")
+        self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called not in GRAPHS)
         if skip:
             sizes = case.attention()
             self.shape = Shape(*(sizes[name] for name in ("batch", "heads", "seq_q", "seq_kv", "head_dim")))
@@ -156,7 +156,9 @@ class Bench:
             before = self.forwards
             if self.lists is not None:
                 give_lists(handle, self.shape, self.lists)
-            result = self.measure(WARM_UP, handle.new_run)
+            if self.called == "captured":  # in the sixth forward
+                handle.capture_forwards()
+            result = self.measure(WARM_UP + (self.called == "captured"), handle.new_run)
             self.check_report(handle.report(), self.forwards - before)
         return result
 
@@ -196,11 +198,11 @@ class Bench:
     def _measure(self, warm_up: int) -> Measured:
         on_gpu, times, slow, forward = self.device.type == "cuda", [], 0, self._forward
         for step in range(WARM_UP - warm_up, WARM_UP + self.reps):
-            inputs = make_inputs(self.case, step, self.device, self.dtype)
+            inputs = make_inputs(self.case, max(step, 0), self.device, self.dtype)
             if step == WARM_UP:
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats(self.device)
-                if self.called == "cuda_graph":
+                if self.called in GRAPHS and warm_up <= WARM_UP:  # captured, ours replays by itself
                     forward = replayed(forward, inputs)
             self.wait()
             if step < WARM_UP:
@@ -342,7 +344,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
     parser.add_argument("--no-save", action="store_true", help="print only")
     options = parser.parse_args(arguments)
-    if options.called in ("compiled_graphs", "cuda_graph") and not options.device.startswith("cuda"):
+    if options.called in ("compiled_graphs", *GRAPHS) and not options.device.startswith("cuda"):
         parser.error(f"--called {options.called}: needs --device cuda")
     if options.min_features is not None and options.linears == "none":
         parser.error("--min-features: needs --linears")

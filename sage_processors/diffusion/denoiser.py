@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sage_kernels import RECIPES
-from sage_kernels.compat import keep_out_of_dynamo, mark_static_address
+from sage_kernels.compat import mark_static_address
 from sage_kernels.planning.rules import RULES, rule_for
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import MIXED_RECIPE
@@ -27,8 +27,10 @@ from .layer_lists import lists_of_layers, place_lists
 from .layer_reasons import reason_against
 from .noise_level import TimestepReader
 from .parked_state import Parked
+from .root_hook import RootHook
 from .row_maxima_op import keep_rows_of
 from .sage_class import attention_calls_in, is_pag, is_sage, swap
+from .whole_graphs import WholeGraphs
 from .windows import is_kept, option_of
 
 
@@ -53,45 +55,12 @@ class Layer:
         return self.original
 
 
-class RootHook:
-    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing.
-
-    The hooks of a compiled model are frames of their own, and this one is left as it is: it runs on the host at every
-    forward. Only where code around the model is compiled, the hook is compiled with it.
-    """
-
-    def __init__(self, handle=None, part=None):
-        self.handle, self.part = handle, part
-
-    def __call__(self, module, args, kwargs):
-        handle, part = self.handle, self.part
-        if handle is None:
-            return
-        if not torch.compiler.is_compiling():
-            _before_forward(handle, part, args, kwargs)
-        elif part.follows_scheduler and part.hangs_on_steps:
-            part.forwards.count_compiled(part.timestep_of(args, kwargs))
-        if part.state is not None and not part.follows_scheduler:
-            part.follow_timestep(args, kwargs)
-
-    def __reduce__(self):
-        return RootHook, ()
-
-
-@torch.compiler.disable
-def _before_forward(handle, part, args, kwargs):
-    handle._before_forward(part, args, kwargs)
-
-
-keep_out_of_dynamo(RootHook.__call__)
-
-
 class Part:
     """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
 
     Attributes: name ("" for a raw model), model, layers, state (None without planned scales), follows_scheduler,
         frozen (what it has learnt stays), is_told (without a scheduler: the user says where a run begins), linears
-        (its LinearSwap; None without 8-bit linear layers).
+        (its LinearSwap; None without 8-bit linear layers), graphs (its WholeGraphs; None without CUDA graphs).
     """
 
     def __init__(self, name, model, config, handle):
@@ -101,6 +70,7 @@ class Part:
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state: Any = None  # a ScaleState where scales are planned
         self.linears: LinearSwap | None = None
+        self.graphs: WholeGraphs | None = None
         self._signs: tuple[Any, ...] = ()  # of processors that diffusers puts there
         self._head_norms, self._parked = HeadNorms(), Parked()
         self.guests: dict[int, Any] = {}  # Sage processors that a pipeline puts there within its steps
@@ -274,6 +244,14 @@ class Part:
             processor._sage_events.zero()
             processor._sage_sent[0] = 0
 
+    def capture_forwards(self, graphs: WholeGraphs | None) -> None:
+        """Have forwards replayed from now on, or (None) no longer."""
+        if self.graphs is not None:
+            self.graphs.stop()
+        self.graphs = graphs
+        if graphs is not None:
+            graphs.start()
+
     @property
     def hangs_on_steps(self) -> bool:
         """Whether anything here depends on which step of a run a forward belongs to."""
@@ -354,6 +332,7 @@ class Part:
 
     def uninstall(self) -> None:
         """The original processor objects, where one of ours is in place. Processors that others put there stay."""
+        self.capture_forwards(None)
         if self.linears is not None:
             self.linears.remove()
             self.linears = None

@@ -184,11 +184,17 @@ class Following:
 
     def _mark(self, progress: Progress) -> None:
         for part in self._handle._parts:
-            part.forwards.mark(progress.is_told and not progress.is_over)
+            part.forwards.mark(progress.is_told and not progress.is_over, self._handle.steps.bits)
 
     def place(self, part, timestep) -> None:
-        """Before an eager forward of a part: set this thread's windows for the step that it belongs to."""
-        if not (self.followed or self.windowed) or not part.hangs_on_steps or _is_capturing():
+        """Before an eager forward of a part: set this thread's windows for the step that it belongs to.
+
+        A forward that is captured is of the step that was entered last, and its replays are counted on the device.
+        """
+        if not (self.followed or self.windowed) or not part.hangs_on_steps:
+            return
+        if _is_capturing():
+            part.forwards.count_captured(timestep, self._handle.steps.bits)
             return
         active = self.active
         if active is not None and part.forwards.belongs(active.progress, timestep):

@@ -4,8 +4,8 @@ A scheduler tells when it is stepped, and never whether it is the one that a for
 the model, or a user's own loop may call it. A forward belongs to a running step if the model is given the timestep
 that it was given before in this step (guidance calls a model several times), and, where the scheduler's timesteps can
 be read, the one that is due. Eager forwards are decided on the host; numbers that lie on a GPU are waited for only
-where precision hangs on them, in the first step of a run. Elsewhere, and in compiled code, they are compared on the
-device and counted.
+where precision hangs on them, in the first step of a run. Elsewhere, in compiled code and in CUDA graphs, they are
+compared on the device and counted.
 """
 
 from __future__ import annotations
@@ -72,12 +72,14 @@ class Forwards:
 
     def to(self, device) -> None:
         """Count on another device from now on, from zero."""
-        self._strays = EventCounter(1, device)
+        self._strays, self._misplaced = EventCounter(1, device), EventCounter(1, device)
         with torch.inference_mode(False):
             # forwards since the latest step, -1 while no step is running, and the timestep of the latest
             self._since = torch.full((), -1, dtype=torch.int64, device=device)
             self._latest = torch.zeros((), device=device)
-        for tensor in (self._since, self._latest):
+            self._precision = torch.zeros((), dtype=torch.int64, device=device)
+        self._precision_there = 0
+        for tensor in (self._since, self._latest, self._precision):
             mark_static_address(tensor, guard=False)
 
     @property
@@ -85,9 +87,15 @@ class Forwards:
         """Forwards so far that belong to no step. Syncs."""
         return self._strays.numbers()[0]
 
+    @property
+    def misplaced(self) -> int:
+        """Replays of a CUDA graph so far in steps for which the options ask for another precision. Syncs."""
+        return self._misplaced.numbers()[0]
+
     def zero(self) -> None:
         """Count anew."""
         self._strays.zero()
+        self._misplaced.zero()
 
     def forget(self) -> None:
         """Expect nothing of the next forward: what earlier ones were given, in any thread, is forgotten."""
@@ -98,9 +106,12 @@ class Forwards:
         """Count one."""
         self._strays.add(0)
 
-    def mark(self, running: bool) -> None:
-        """Between forwards: a step begins, or (False) none is running."""
+    def mark(self, running: bool, precision: int = 0) -> None:
+        """Between forwards: a step begins, or (False) none is running. precision: its `windows.Steps.bits`."""
         self._since.fill_(0 if running else -1)
+        if precision != self._precision_there:
+            self._precision.fill_(precision)
+            self._precision_there = precision
 
     def count_compiled(self, timestep) -> None:
         """In compiled code: count this forward if it belongs to no step. Device operations only."""
@@ -114,6 +125,14 @@ class Forwards:
             latest.copy_(t)
         self._strays.traced[0].add_(stray.to(torch.int64))
         since.add_((since >= 0).to(torch.int64))
+
+    def count_captured(self, timestep, precision: int) -> None:
+        """While a CUDA graph is captured: have each replay counted that belongs to no step, or to one of another
+        precision than that of the captured step. Device operations only."""
+        is_elsewhere = isinstance(timestep, torch.Tensor) and timestep.device != self._latest.device
+        misplaced = (self._since >= 0) & (self._precision != precision)
+        self._misplaced.traced[0].add_(misplaced.to(torch.int64))
+        self.count_compiled(None if is_elsewhere else timestep)  # a graph holds what a copy from the host found once
 
     def belongs(self, progress: Progress, timestep, *, resumes: bool = False) -> bool:
         """Whether an eager forward with this timestep (tensor, number or None) is one of the running step.

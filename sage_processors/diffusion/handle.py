@@ -18,12 +18,14 @@ from ..linears.swap import swap_of
 from ..linears.swap_checks import check_patterns_of
 from ..options import LAYER_OPTIONS, REMEDIES, SageAttnProcessor
 from .auto_rotation import AutoRotation
-from .denoiser import Part, RootHook
+from .denoiser import Part
 from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .following import Following
 from .pipeline_method import listen
 from .report import Report, build_report
+from .root_hook import RootHook
 from .warm_up import KernelsAhead, WarmUp, warm_up
+from .whole_graphs import WholeGraphs
 from .windows import Steps, check_patterns
 
 
@@ -50,7 +52,7 @@ class Handle:
         self._parts: list[Part] = []
         self._pipe = weakref.ref(target) if is_pipeline(target) else None
         self._model = None if self._pipe else target
-        self._active = True
+        self._active, self._captures = True, False
         self.lock = threading.RLock()
         self.steps = Steps(config)
         self.following = Following(self, self.steps.windowed)
@@ -147,6 +149,7 @@ class Handle:
             part = Part(name, model, self.config, self) if known is None else known
             if known is None:
                 self._parts.append(part)
+                part.capture_forwards(WholeGraphs(self, part) if self._captures else None)
             part.follow_home()
             part.install()
         self._follow_schedulers()
@@ -231,6 +234,22 @@ class Handle:
     def _check_active(self) -> None:
         if not self._active:
             raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
+
+    def capture_forwards(self, on: bool = True) -> None:
+        """Replay forwards from CUDA graphs of whole forwards, without a compiler; False: eager ones again.
+
+        From the sixth step with inputs of some shape on, in all later runs too, one graph for each kind of call; it
+        holds the memory of its activations. Before each replay the model is compared with what was captured: where a
+        weight, an adapter's scale, a hook or a processor changed, graphs are made anew. What can't be replayed runs
+        eagerly, counted with its reason in the report: see whole_graphs.py.
+        Raises: ValueError for a model that `compile()` was called for; RuntimeError for a removed handle, or from a
+            forward that waits for the GPU while it is captured.
+        """
+        self._check_active()
+        graphs = [WholeGraphs(self, part) if on else None for part in self._parts]
+        self._captures = on
+        for part, own in zip(self._parts, graphs, strict=True):
+            part.capture_forwards(own)
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
@@ -373,22 +392,6 @@ def tell_handles(pipe: Any) -> None:
 
 
 listen(tell_handles)
-
-
-def processors_for(model: Any, config: SageAttnProcessor | None = None) -> dict[str, Any]:
-    """`{name: processor}` for diffusers' own dict form, `model.set_attn_processor(processors_for(model))`.
-
-    The processors belong to a handle as with `apply` (`handle_of(model)` returns it); they are also in place already.
-    Raises: TypeError for a model without set_attn_processor, which `apply` can still do.
-    """
-    model = unwrap(model)
-    if not hasattr(model, "set_attn_processor") or not hasattr(model, "attn_processors"):
-        raise TypeError(
-            f"model: got {type(model).__name__}, expected one with set_attn_processor; "
-            "use sage_processors.apply(model) instead"
-        )
-    apply(model, config)
-    return dict(model.attn_processors)
 
 
 def _refuse_bare_options(model: Any) -> None:

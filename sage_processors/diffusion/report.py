@@ -307,6 +307,11 @@ def _follows(handle: Any, part: Any) -> str:
     return f"whichever steps of {handle.following.names()}" if several else "the pipeline's scheduler"
 
 
+def _replayed(name: str, graphs: Any) -> str:
+    reasons = ", ".join(f"{reason}: {number}" for reason, number in sorted(graphs.eager.items()))
+    return f"{graphs.replays} forwards of {name} came from CUDA graphs{', eager ones: ' if reasons else ''}{reasons}."
+
+
 def build_report(handle: Any) -> Report:
     """Read the counters of a handle (syncs once per layer and state)."""
     notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
@@ -324,6 +329,13 @@ def build_report(handle: Any) -> Report:
             notes.append(
                 f"{strays} forwards of {name} belong to no step of {handle.following.names()} (unfollowed): "
                 f"{REMEDIES['unfollowed']}."
+            )
+        if part.graphs is not None:
+            notes.append(_replayed(name, part.graphs))
+        if part.forwards.misplaced:
+            notes.append(
+                f"{part.forwards.misplaced} replays of a CUDA graph of {name} ran in steps that the options want in "
+                f"another precision than the captured one (captured): {REMEDIES['captured']}."
             )
     if handle.following.overlaps:
         notes.append(f"{handle.following.overlaps} steps of runs that overlap in several threads: {OVERLAP_REMEDY}.")

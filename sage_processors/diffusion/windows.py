@@ -135,6 +135,19 @@ class Steps:
         """Whether the running step stays in 16 bit for layers without a range of their own."""
         return self._windows[self._config.keep_noise].exact
 
+    @property
+    def precision(self) -> tuple[bool, ...]:
+        """Whether the running step stays in 16 bit, for each range of noise levels that layers have.
+
+        A CUDA graph of a whole forward holds that of the step that was captured: capture one for each.
+        """
+        return tuple(window.exact for window in self._windows.values())
+
+    @property
+    def bits(self) -> int:
+        """`precision` as a number; 0 where no step stays in 16 bit."""
+        return sum(exact << i for i, exact in enumerate(self.precision))
+
     def enter(self, progress: Progress) -> None:
         """A step of this run runs next in this thread."""
         self.progress = progress

@@ -1,0 +1,114 @@
+"""What a CUDA graph of a model's forward takes for granted, and what of a model no such graph could hold.
+
+A graph holds what Python decided when it was captured, and reads weights where they lay. So attributes of all modules
+are compared before each replay (LoRA and IP-Adapter scales, FreeU, processors, hooks), and where each weight lies and
+how often it was written to: about a microsecond a module, on a host that would be idle.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from ..inference_mode import AsUnderNoGrad
+from ..linears.lazy import version_of
+from ..linears.leaving import LeavingHook
+from ..linears.swap import PrepareHook
+from .root_hook import RootHook
+
+
+OURS = (RootHook, PrepareHook, LeavingHook, AsUnderNoGrad)  # hooks that are captured with a forward
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+OPAQUE = ("torch", "builtins", "sage_kernels", "sage_processors")  # whose objects are compared by what they are alone
+DEPTH = 3  # of containers in containers
+
+
+def obstacle(model: nn.Module, device: torch.device) -> str:
+    """Why calls of the model on this device can't be replayed, or "".
+
+    "device": not all of it lies there. "offload": weights come and go. "hooks": Python that a replay would leave out.
+    "compiled": a part is a graph of its own.
+    """
+    if any(getattr(nn_module, name) for name in GLOBAL_HOOKS):
+        return "hooks"
+    for module in model.modules():
+        values = module.__dict__
+        if any(x.device != device for x in _tensors(module)):
+            return "device"
+        if "_hf_hook" in values:  # accelerate's
+            return "offload"
+        if getattr(values.get("_diffusers_hook"), "hooks", None):
+            return "hooks"
+        if module is not model and values.get("_compiled_call_impl") is not None:
+            return "compiled"
+        for hook in (hook for name in HOOKS for hook in values[name].values()):
+            if not isinstance(getattr(hook, "__self__", hook), OURS):
+                return "hooks"
+    return ""
+
+
+class ModelState:
+    """A model as it is when a graph of it has been captured."""
+
+    def __init__(self, model: nn.Module):
+        self._modules = list(model.modules())
+        self._held: list[tuple[Any, Any, torch.Tensor]] = []  # container, key, tensor
+        self._then = [(values, self._copied(values)) for module in self._modules for values in _attributes(module)]
+        self._memory = [_memory(x) for *_, x in self._held]
+
+    def holds(self) -> bool:
+        """Whether the model is still what it was."""
+        if any(getattr(nn_module, name) for name in GLOBAL_HOOKS):
+            return False
+        try:
+            if not all(now == then for now, then in self._then):
+                return False
+        except (RuntimeError, ValueError):  # what can't be compared took the place of what was there
+            return False
+        # of tensors dicts compare numbers, unless these are the same objects
+        are_there = all(container[key] is tensor for container, key, tensor in self._held)
+        return are_there and self._memory == [_memory(tensor) for *_, tensor in self._held]
+
+    def _copied(self, value: Any, depth: int = DEPTH) -> Any:
+        """Containers anew, so that what is put into them shows; everything else as it is."""
+        if depth == 0 or not (isinstance(value, dict) or type(value) in (list, tuple, set)):
+            return value
+        if isinstance(value, set):
+            return set(value)
+        items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        self._held += [(value, key, x) for key, x in items if isinstance(x, torch.Tensor)]
+        found = {key: self._copied(x, depth - 1) for key, x in items}
+        return found if isinstance(value, dict) else type(value)(found.values())
+
+    def has_fresh_weights(self) -> bool:
+        """Whether no 8-bit weight waits for an eager forward to be compared with its 16-bit one."""
+        for module in self._modules:
+            state = module.__dict__.get("_sage_linear")
+            if state is None or not state.is_filled:
+                continue
+            if state.bias_touched or not (state.dropped or state.is_fresh(module._parameters.get("weight"))):
+                return False
+        return True
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [x for owned in (module._parameters, module._buffers) for x in owned.values() if x is not None]
+
+
+def _memory(x: torch.Tensor) -> tuple[int, int | None]:
+    return x.data_ptr(), version_of(x)
+
+
+def _attributes(module: nn.Module) -> list[dict[str, Any]]:
+    """Of a module and of objects that it has, such as a processor that is no module."""
+    found = [module.__dict__]
+    for name, value in module.__dict__.items():
+        is_known = name == "processor" or type(value).__module__.partition(".")[0] not in OPAQUE
+        is_known = is_known and not isinstance(value, (type, dict, nn.Module))
+        if is_known and isinstance(getattr(value, "__dict__", None), dict):
+            found.append(value.__dict__)
+    return found

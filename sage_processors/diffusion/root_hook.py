@@ -1,0 +1,41 @@
+"""What looks on before every forward of a denoiser: replaced processors, another device, the step that runs."""
+
+from __future__ import annotations
+
+import torch
+
+from sage_kernels.compat import keep_out_of_dynamo
+
+
+class RootHook:
+    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing.
+
+    The hooks of a compiled model are frames of their own, and this one is left as it is: it runs on the host at every
+    forward. Only where code around the model is compiled, the hook is compiled with it.
+    """
+
+    def __init__(self, handle=None, part=None):
+        self.handle, self.part = handle, part
+
+    def __call__(self, module, args, kwargs):
+        handle, part = self.handle, self.part
+        if handle is None:
+            return
+        if not torch.compiler.is_compiling():
+            if part.graphs is None or not part.graphs.is_calling:
+                _before_forward(handle, part, args, kwargs)
+        elif part.follows_scheduler and part.hangs_on_steps:
+            part.forwards.count_compiled(part.timestep_of(args, kwargs))
+        if part.state is not None and not part.follows_scheduler:
+            part.follow_timestep(args, kwargs)
+
+    def __reduce__(self):
+        return RootHook, ()
+
+
+@torch.compiler.disable
+def _before_forward(handle, part, args, kwargs):
+    handle._before_forward(part, args, kwargs)
+
+
+keep_out_of_dynamo(RootHook.__call__)

@@ -1,0 +1,190 @@
+"""Forwards of a denoiser from CUDA graphs: one launch a step in the place of thousands, without a compiler.
+
+Before a replay everything happens on the host that happens before an eager forward, and the model is compared with
+what was captured (model_state.py). What can't be replayed runs eagerly, counted with its reason.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from sage_kernels.compat import nobody_looks_on
+
+from .model_state import ModelState, obstacle
+
+
+WARM_UP = 5  # steps before a capture: kernels are compiled, scales planned, row maxima kept and read, weights laid out
+MOST_GRAPHS = 8  # of one model; the one that was not used for longest goes
+PLAIN = (str, int, float, bool, type(None))
+Recorded = tuple[Any, Callable[[], None]]  # where each replay leaves its results, and what replays
+
+
+class Graph(NamedTuple):
+    """leaves: the tensors that it reads, and its other arguments. state: of the model when it was captured."""
+
+    leaves: list[Any]
+    results: Any
+    replay: Callable[[], None]
+    state: ModelState
+
+
+class WholeGraphs:
+    """The graphs of one part of a handle, one for each kind of call.
+
+    What makes a kind: shapes and types of tensors, values of other arguments, and which layers the options keep in 16
+    bit in the running step. Calls in several threads take turns.
+
+    Args: handle, part (denoiser.Part). record: what captures a function; None: CUDA.
+    Attributes: replays: forwards from a graph so far. eager: {reason: forwards that ran eagerly}. is_calling: within a
+        call that the handle has seen begin, in this thread.
+    Raises: ValueError for a model that `compile()` was called for.
+    """
+
+    def __init__(self, handle: Any, part: Any, record: Callable[[Callable[[], Any]], Recorded] | None = None):
+        self._handle, self._part, self._record = handle, part, record
+        self._graphs: dict[tuple[Any, ...], Graph] = {}
+        self._steps: dict[tuple[Any, ...], list[Any]] = {}
+        self._lock, self._thread = threading.RLock(), threading.local()
+        self._refused: set[tuple[Any, ...]] = set()
+        self._stream: Any = None
+        self._pool: Any = None
+        self.replays, self.eager = 0, Counter[str]()
+        taken = part.model._compiled_call_impl
+        if taken is not None and not isinstance(taken, WholeGraphs):
+            raise ValueError(
+                f"model: got {type(part.model).__name__} after compile(), expected an eager one: CUDA graphs of a "
+                'compiled model are mode="reduce-overhead"'
+            )
+
+    def start(self) -> None:
+        """Take the calls of the model, as `model.compile()` does: hooks and forward are one thing."""
+        self._part.model._compiled_call_impl = self
+
+    def stop(self) -> None:
+        """Calls are eager again."""
+        if self._part.model._compiled_call_impl is self:
+            self._part.model._compiled_call_impl = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Capture anew whatever is called next."""
+        self._graphs.clear()
+        self._steps.clear()
+        self._refused.clear()
+
+    @property
+    def is_calling(self) -> bool:
+        return getattr(self._thread, "is_calling", False)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self.is_calling:
+            return self._part.model._call_impl(*args, **kwargs)
+        if self._record is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return self._part.model._call_impl(*args, **kwargs)
+        self._handle._before_forward(self._part, args, kwargs)
+        self._thread.is_calling = True
+        try:
+            with self._lock:
+                found = self._replayed(args, kwargs)
+            if isinstance(found, str):
+                self.eager[found] += 1
+                return self._part.model._call_impl(*args, **kwargs)
+            return found[0]
+        finally:
+            self._thread.is_calling = False
+
+    def _replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | str:
+        """(the results,), or why the call is to run eagerly."""
+        leaves, tree = tree_flatten((args, kwargs))
+        reason = self._reason_against(leaves)
+        if reason:
+            return reason
+        of_leaves = ((x.shape, x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
+        kind = (tree, self._handle.steps.precision, torch.is_inference_mode_enabled(), *of_leaves)
+        graph = self._graphs.pop(kind, None)
+        if graph is not None and not graph.state.holds():
+            self.forget()
+            return "changed"
+        if graph is not None and not graph.state.has_fresh_weights():
+            self._graphs[kind] = graph
+            return "weights"
+        if graph is None:
+            if not self._is_warm(kind):
+                return "warm_up"
+            reason = obstacle(self._part.model, self._part.device)
+            if reason:
+                return reason
+            graph = self._captured(leaves, tree)
+            if not all(isinstance(x, (torch.Tensor, *PLAIN)) for x in tree_flatten(graph.results)[0]):
+                self._refused.add(kind)  # the next replay would write to what the caller holds
+        if kind in self._refused:
+            return "results"
+        self._graphs[kind] = graph  # the newest is the last
+        while len(self._graphs) > MOST_GRAPHS:
+            del self._graphs[next(iter(self._graphs))]
+        for place, leaf in zip(graph.leaves, leaves, strict=True):
+            if isinstance(place, torch.Tensor):
+                place.copy_(leaf)
+        graph.replay()
+        self.replays += 1
+        return (tree_map_only(torch.Tensor, torch.clone, graph.results),)  # the next replay writes there
+
+    def _reason_against(self, leaves: list[Any]) -> str:
+        device = self._part.device
+        if self._record is None and device.type != "cuda":
+            return "device"
+        if torch.is_grad_enabled():
+            return "gradient"
+        if torch.is_autocast_enabled(device.type):
+            return "autocast"
+        if self._handle._probe is not None:
+            return "probe"
+        if not nobody_looks_on():
+            return "observed"
+        for x in leaves:
+            if isinstance(x, torch.Tensor):
+                if type(x) is not torch.Tensor or x.device != device:
+                    return "arguments"
+            elif not isinstance(x, PLAIN):
+                return "arguments"
+        if device.type == "cuda" and self._stream not in (None, torch.cuda.current_stream(device)):
+            return "stream"  # replays have their memory in one place, and would meet there
+        return ""
+
+    def _is_warm(self, kind: tuple[Any, ...]) -> bool:
+        """Whether calls of a kind were seen in enough steps; without a scheduler each call is one."""
+        followed = self._handle.following.active
+        running = object() if followed is None else followed.progress.token
+        steps = self._steps.setdefault(kind, [])
+        if len(steps) <= WARM_UP and running not in steps:
+            steps.append(running)
+        return len(steps) > WARM_UP
+
+    def _captured(self, leaves: list[Any], tree: Any) -> Graph:
+        model = self._part.model
+        places = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+        args, kwargs = tree_unflatten(places, tree)
+        try:
+            results, replay = (self._record or self._on_cuda)(lambda: model._call_impl(*args, **kwargs))
+        except Exception as error:
+            self._handle.capture_forwards(False)
+            raise RuntimeError(
+                f"capture_forwards: got {type(error).__name__} while a CUDA graph of {type(model).__name__} was "
+                "captured, expected a forward that never waits for the GPU; its forwards are eager from now on"
+            ) from error
+        return Graph(places, results, replay, ModelState(model))
+
+    def _on_cuda(self, run: Callable[[], Any]) -> Recorded:
+        self._stream = self._stream or torch.cuda.current_stream(self._part.device)
+        graph = torch.cuda.CUDAGraph()
+        shared = {"pool": self._pool, "capture_error_mode": "thread_local"}
+        with torch.cuda.device(self._part.device), torch.cuda.graph(graph, **shared):
+            results = run()
+        self._pool = graph.pool()
+        return results, graph.replay
