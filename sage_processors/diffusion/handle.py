@@ -238,12 +238,9 @@ class Handle:
     def capture_forwards(self, on: bool = True) -> None:
         """Replay forwards from CUDA graphs of whole forwards, without a compiler; False: eager ones again.
 
-        From the sixth step with inputs of some shape on, in all later runs too, one graph for each kind of call; it
-        holds the memory of its activations. Before each replay the model is compared with what was captured: where a
-        weight, an adapter's scale, a hook or a processor changed, graphs are made anew. What can't be replayed runs
-        eagerly, counted with its reason in the report: see whole_graphs.py.
-        Raises: ValueError for a model that `compile()` was called for; RuntimeError for a removed handle, or from a
-            forward that waits for the GPU while it is captured.
+        From the sixth step of some shape on, in later runs too. The model is compared with what was captured before
+        each replay, and captured anew where it changed. What can't be replayed is eager, and the report says why.
+        Raises: ValueError for a model after `compile()`; RuntimeError where a forward waits for the GPU.
         """
         self._check_active()
         graphs = [WholeGraphs(self, part) if on else None for part in self._parts]

@@ -7,6 +7,7 @@ how often it was written to: about a microsecond a module, on a host that would 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -52,12 +53,13 @@ def obstacle(model: nn.Module, device: torch.device) -> str:
 
 
 class ModelState:
-    """A model as it is when a graph of it has been captured."""
+    """A model as it is when a graph of it has been captured. Attributes: in_8_bit: its swapped linear layers."""
 
     def __init__(self, model: nn.Module):
-        self._modules = list(model.modules())
+        modules = list(model.modules())
+        self.in_8_bit = [module for module in modules if "_sage_linear" in module.__dict__]
         self._held: list[tuple[Any, Any, torch.Tensor]] = []  # container, key, tensor
-        self._then = [(values, self._copied(values)) for module in self._modules for values in _attributes(module)]
+        self._then = [(values, self._copied(values)) for module in modules for values in _attributes(module)]
         self._memory = [_memory(x) for *_, x in self._held]
 
     def holds(self) -> bool:
@@ -84,15 +86,20 @@ class ModelState:
         found = {key: self._copied(x, depth - 1) for key, x in items}
         return found if isinstance(value, dict) else type(value)(found.values())
 
-    def has_fresh_weights(self) -> bool:
-        """Whether no 8-bit weight waits for an eager forward to be compared with its 16-bit one."""
-        for module in self._modules:
-            state = module.__dict__.get("_sage_linear")
-            if state is None or not state.is_filled:
-                continue
-            if state.bias_touched or not (state.dropped or state.is_fresh(module._parameters.get("weight"))):
-                return False
-        return True
+
+def refresh_weights(modules: Iterable[nn.Module]) -> None:
+    """Compare 8-bit weights with 16-bit ones that somebody may have written to uncounted; make those anew that differ.
+
+    An eager forward does so, too, where it needs them.
+    """
+    for module in modules:
+        state = module.__dict__.get("_sage_linear")
+        if state is None or not state.is_filled:
+            continue
+        weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        if not (state.dropped or state.is_fresh(weight)) or (bias is not None and state.bias_touched):
+            with state.shared.lock:
+                state.prepare(module)
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

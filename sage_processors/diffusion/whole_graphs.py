@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from sage_kernels.compat import nobody_looks_on
 
-from .model_state import ModelState, obstacle
+from .model_state import ModelState, obstacle, refresh_weights
 
 
 WARM_UP = 5  # steps before a capture: kernels are compiled, scales planned, row maxima kept and read, weights laid out
@@ -38,7 +38,8 @@ class WholeGraphs:
     """The graphs of one part of a handle, one for each kind of call.
 
     What makes a kind: shapes and types of tensors, values of other arguments, and which layers the options keep in 16
-    bit in the running step. Calls in several threads take turns.
+    bit in the running step. Calls in several threads take turns. Recipes with 8-bit P keep no row maxima from step to
+    step, and run with a running maximum.
 
     Args: handle, part (denoiser.Part). record: what captures a function; None: CUDA.
     Attributes: replays: forwards from a graph so far. eager: {reason: forwards that ran eagerly}. is_calling: within a
@@ -77,6 +78,7 @@ class WholeGraphs:
         self._graphs.clear()
         self._steps.clear()
         self._refused.clear()
+        self._pool = self._stream = None  # memory that no graph has any more
 
     @property
     def is_calling(self) -> bool:
@@ -88,6 +90,8 @@ class WholeGraphs:
         if self._record is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._part.model._call_impl(*args, **kwargs)
         self._handle._before_forward(self._part, args, kwargs)
+        if self._part.state is not None:  # replays would not tell whose row maxima the next call meets
+            self._part.state.kept.row_maxima.stop()
         self._thread.is_calling = True
         try:
             with self._lock:
@@ -108,18 +112,18 @@ class WholeGraphs:
         of_leaves = ((x.shape, x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
         kind = (tree, self._handle.steps.precision, torch.is_inference_mode_enabled(), *of_leaves)
         graph = self._graphs.pop(kind, None)
+        if graph is not None:
+            refresh_weights(graph.state.in_8_bit)
         if graph is not None and not graph.state.holds():
             self.forget()
             return "changed"
-        if graph is not None and not graph.state.has_fresh_weights():
-            self._graphs[kind] = graph
-            return "weights"
         if graph is None:
             if not self._is_warm(kind):
                 return "warm_up"
             reason = obstacle(self._part.model, self._part.device)
             if reason:
                 return reason
+            refresh_weights(self._part.model.modules())
             graph = self._captured(leaves, tree)
             if not all(isinstance(x, (torch.Tensor, *PLAIN)) for x in tree_flatten(graph.results)[0]):
                 self._refused.add(kind)  # the next replay would write to what the caller holds
@@ -145,6 +149,8 @@ class WholeGraphs:
             return "autocast"
         if self._handle._probe is not None:
             return "probe"
+        if self._part.state is not None and self._part.state.kept.skip_lists is not None:
+            return "skip"  # which tiles are measured, and when, is decided on the host
         if not nobody_looks_on():
             return "observed"
         for x in leaves:

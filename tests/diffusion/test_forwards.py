@@ -12,6 +12,7 @@ import torch
 
 import sage_processors as sp
 from sage_kernels.planning import state as scales
+from sage_processors.diffusion import following
 from sage_processors.diffusion.forwards import Forwards
 from sage_processors.diffusion.noise_level import noise_levels
 from sage_processors.diffusion.windows import Progress
@@ -213,3 +214,60 @@ def test_P37_eager_counts_of_many_threads_add_up():
     finally:
         sys.setswitchinterval(interval)
     assert counter.numbers() == [0, 20_000]
+
+
+# --- CUDA graphs that others capture ---
+
+
+def test_replays_are_counted_where_options_want_another_precision():
+    """What is captured are operations on the device; here they are made again, as a replay makes them."""
+    scheduler = ddim()
+    scheduler.set_timesteps(4)
+    forwards = Forwards("cpu")
+    with pytest.raises(AttributeError):
+        forwards.misplaced = 1  # counted, never told
+    given = torch.zeros(())
+    forwards.mark(True, precision=0)
+    for place, (t, precision) in enumerate(zip(scheduler.timesteps, (1, 1, 0, 2), strict=True)):
+        forwards.mark(True, precision)
+        for _ in range(2):  # guidance
+            given.copy_(t)
+            forwards.count_captured(given, 0)
+        assert forwards.misplaced == (2, 4, 4, 6)[place] and forwards.strays == 0
+    given.add_(1)
+    forwards.count_captured(given, 2)
+    assert (forwards.misplaced, forwards.strays) == (6, 1)  # another timestep in the same step
+    forwards.mark(False, precision=1)
+    forwards.count_captured(given, 0)
+    assert (forwards.misplaced, forwards.strays) == (6, 2)  # of no step: nothing is wanted there
+    forwards.zero()
+    assert (forwards.misplaced, forwards.strays) == (0, 0)
+
+
+def test_a_capture_holds_the_step_that_was_entered_last_and_the_report_tells(monkeypatch):
+    pipe, _ = sd_pipe()
+    inputs = MODELS["unet_sd15"]()[1]
+    handle = pipe.set_attn_processor(options(keep_first_steps=2))
+    on = []
+    monkeypatch.setattr(following, "_is_capturing", lambda: bool(on))
+    part, captured = handle._parts[0], {}
+    count = Forwards.count_captured
+    monkeypatch.setattr(
+        Forwards, "count_captured", lambda self, t, precision: captured.update(t=t, precision=precision)
+    )
+    scheduler = pipe.scheduler
+    scheduler.set_timesteps(5)
+    with torch.no_grad():
+        for step, t in enumerate(scheduler.timesteps):
+            on[:] = [True] * (step == 3)
+            pipe.unet(**inputs | {"timestep": t})
+            on.clear()
+            scheduler.step(inputs["sample"], t, inputs["sample"])
+        assert captured == {"t": scheduler.timesteps[3], "precision": 0}
+        assert handle.steps.precision == (True,)  # the run is over
+        scheduler.set_timesteps(5)
+        for t in scheduler.timesteps:
+            count(part.forwards, t, captured["precision"])  # as a replay
+            scheduler.step(inputs["sample"], t, inputs["sample"])
+    assert "2 replays of a CUDA graph of unet ran in steps" in str(handle.report())
+    handle.remove()

@@ -120,6 +120,13 @@ def test_compiled_steps_do_not_recompile(tmp_path, monkeypatch, capsys):
     assert 42 < psnr(shown)[0] < IDENTICAL_DB
 
 
+def test_captured_steps_say_where_they_came_from(tmp_path, monkeypatch, capsys):
+    run("captured", monkeypatch, "--steps", 1, "--compare", "--output", tmp_path / "x.png")
+    shown = capsys.readouterr().out
+    assert "0 forwards of transformer came from CUDA graphs, eager ones: device: 6." in shown
+    assert int8_calls(shown) > 0 and 42 < psnr(shown)[0] < IDENTICAL_DB
+
+
 def test_low_memory_frees_the_16_bit_weights(tmp_path, monkeypatch, capsys):
     run("low_memory", monkeypatch, "--steps", 1, "--output", tmp_path / "x.png")
     before, after = map(float, re.search(r"([\d.]+) GB, then ([\d.]+) GB", capsys.readouterr().out).groups())
