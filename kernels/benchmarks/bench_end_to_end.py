@@ -16,9 +16,8 @@ up, each forward a denoising step further; calls that it leaves exact run on the
 `attention_removed` returns the queries: the floor of what attention alone can give.
 
 Denoisers are also timed as others call them: under torch.inference_mode(), their repeated blocks compiled, as
-diffusers advises, or the whole forward from a CUDA graph, captured once warmed up, whose inputs are copied into place
-for every replay; `captured` is ours by `handle.capture_forwards()`, and the others so. Of `compiled_graphs` the compiler
-records a CUDA graph of each block (mode="reduce-overhead").
+diffusers advises, or the whole forward from a CUDA graph whose inputs are copied into place for every replay, of
+`captured` ours by `handle.capture_forwards()`. Of `compiled_graphs` the compiler records one of each block.
 
 `--skip 50` leaves out so many percent of the key tiles of the largest attention, at random: what skip="temporal" would
 bring at that share, for models of random weights have none of their own. The lists stay as they are and nothing is

@@ -161,7 +161,7 @@ def test_compiled_blocks_are_timed_and_forgotten(bench, tmp_path, monkeypatch):
     assert not any(module._compiled_call_impl for module in calls[-1].modules())
     [error] = [row for row in rows if row["metric"] == "rel_l1"]
     assert 0 < float(error["median"]) <= bench.MAX_ERROR
-    for called in ("cuda_graph", "compiled_graphs"):
+    for called in ("cuda_graph", "captured", "compiled_graphs"):
         with pytest.raises(SystemExit):
             bench.main(["--tiny", "--device", "cpu", "--called", called])
 
