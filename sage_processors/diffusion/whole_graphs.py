@@ -21,6 +21,7 @@ from .model_state import ModelState, obstacle, refresh_weights
 
 WARM_UP = 5  # steps before a capture: kernels are compiled, scales planned, row maxima kept and read, weights laid out
 MOST_GRAPHS = 8  # of one model; the one that was not used for longest goes
+MOST_KINDS = 64  # whose steps are counted before they are captured
 PLAIN = (str, int, float, bool, type(None))
 Recorded = tuple[Any, Callable[[], None]]  # where each replay leaves its results, and what replays
 
@@ -51,7 +52,7 @@ class WholeGraphs:
         self._handle, self._part, self._record = handle, part, record
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._steps: dict[tuple[Any, ...], list[Any]] = {}
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self._thread = threading.local()
         self._refused: set[tuple[Any, ...]] = set()
         self._stream: Any = None
         self._pool: Any = None
@@ -94,12 +95,12 @@ class WholeGraphs:
             self._part.state.kept.row_maxima.stop()
         self._thread.is_calling = True
         try:
-            with self._lock:
+            with self._handle.lock:
                 found = self._replayed(args, kwargs)
-            if isinstance(found, str):
+                if not isinstance(found, str):
+                    return found[0]
                 self.eager[found] += 1
-                return self._part.model._call_impl(*args, **kwargs)
-            return found[0]
+            return self._part.model._call_impl(*args, **kwargs)
         finally:
             self._thread.is_calling = False
 
@@ -110,7 +111,10 @@ class WholeGraphs:
         if reason:
             return reason
         of_leaves = ((x.shape, x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
-        kind = (tree, self._handle.steps.precision, torch.is_inference_mode_enabled(), *of_leaves)
+        plan = self._part.state, self._part.frozen
+        kind = (tree, self._handle.steps.precision, torch.is_inference_mode_enabled(), plan, *of_leaves)
+        if kind in self._refused:
+            return "results"
         graph = self._graphs.pop(kind, None)
         if graph is not None:
             refresh_weights(graph.state.in_8_bit)
@@ -126,9 +130,8 @@ class WholeGraphs:
             refresh_weights(self._part.model.modules())
             graph = self._captured(leaves, tree)
             if not all(isinstance(x, (torch.Tensor, *PLAIN)) for x in tree_flatten(graph.results)[0]):
-                self._refused.add(kind)  # the next replay would write to what the caller holds
-        if kind in self._refused:
-            return "results"
+                self._refuse(kind)  # the next replay would write to what the caller holds
+                return "results"
         self._graphs[kind] = graph  # the newest is the last
         while len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
@@ -167,10 +170,17 @@ class WholeGraphs:
         """Whether calls of a kind were seen in enough steps; without a scheduler each call is one."""
         followed = self._handle.following.active
         running = object() if followed is None else followed.progress.token
-        steps = self._steps.setdefault(kind, [])
+        steps = self._steps[kind] = self._steps.pop(kind, [])
+        if len(self._steps) > MOST_KINDS:
+            del self._steps[next(iter(self._steps))]
         if len(steps) <= WARM_UP and running not in steps:
             steps.append(running)
         return len(steps) > WARM_UP
+
+    def _refuse(self, kind: tuple[Any, ...]) -> None:
+        self._refused.add(kind)
+        if not self._graphs:
+            self._pool = None
 
     def _captured(self, leaves: list[Any], tree: Any) -> Graph:
         model = self._part.model

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sage_processors as sp
-from sage_processors.diffusion.whole_graphs import MOST_GRAPHS, WARM_UP, WholeGraphs
+from sage_processors.diffusion.whole_graphs import MOST_GRAPHS, MOST_KINDS, WARM_UP, WholeGraphs
 from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_lifecycle import accelerate_offload, group_offload
 from tests.support.tiny_models import MODELS
@@ -72,6 +72,30 @@ def test_P66_pictures_are_those_of_eager_forwards(flux, kept):
     assert graphs.replays == 24 - kinds * WARM_UP and graphs.eager == {"warm_up": kinds * WARM_UP}
     assert f"{graphs.replays} forwards of transformer came from CUDA graphs, eager ones: warm_up" in str(report)
     assert report.fallbacks.get("window", 0) >= expected.fallbacks.get("window", 0)
+
+
+def test_P66_frozen_scales_have_a_graph_of_their_own(flux):
+    pipe, draw = flux
+    found = []
+    for graphs in (False, True):
+        with sp.apply(pipe, options()) as handle:
+            recorder = captures(handle)[1] if graphs else None
+            found.append([draw(steps=8)])
+            handle.freeze_scales()
+            found[-1] += [draw(steps=8), draw(steps=8, seed=1)]
+            handle.reset()
+            found[-1].append(draw(steps=8))
+    assert all(map(torch.equal, *found)) and recorder.captures == 2
+    assert not torch.equal(found[0][0], found[0][1]) and torch.equal(found[0][0], found[0][3])
+
+
+def test_many_kinds_are_not_kept_for_ever():
+    model, inputs = MODELS["flux"]()
+    with torch.no_grad(), sp.apply(model, options(scaling="dynamic")) as handle:
+        graphs, _ = captures(handle)
+        for i in range(MOST_KINDS + 4):
+            model(**inputs | {"joint_attention_kwargs": {"scale": 1.0 + i}})
+        assert len(graphs._steps) == MOST_KINDS and graphs.eager == {"warm_up": MOST_KINDS + 4}
 
 
 # --- what a graph takes for granted ---
@@ -242,11 +266,10 @@ def test_what_was_returned_stays_when_the_next_replay_comes():
     handle, graphs, model, inputs, _ = replayed_model(record=Recorder())
     with torch.no_grad():
         first = model(**inputs, return_dict=False)[0]
-        kept = first.clone()
+        kept, given = first.clone(), inputs["hidden_states"].clone()
         second = model(**inputs | {"hidden_states": inputs["hidden_states"] * 2}, return_dict=False)[0]
         assert torch.equal(first, kept) and not torch.equal(first, second)
-        inputs["hidden_states"].add_(1)  # nor does a graph read what the caller has
-        assert not torch.equal(model(**inputs, return_dict=False)[0], first)
+        assert torch.equal(inputs["hidden_states"], given)  # nor is it the caller's tensors that a graph reads
         whole = model(**inputs)
     assert type(whole).__name__ == "Transformer2DModelOutput"
 
@@ -310,10 +333,10 @@ def test_results_that_can_not_be_copied_are_not_replayed(monkeypatch):
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **kwargs: Odd(forward(**kwargs)[0]))
     with torch.no_grad(), sp.apply(model, options(scaling="dynamic")) as handle:
-        graphs, _ = captures(handle)
+        graphs, recorder = captures(handle)
         outs = [model(**inputs, return_dict=False).sample for _ in range(WARM_UP + 3)]
         assert graphs.replays == 0 and graphs.eager == {"warm_up": WARM_UP, "results": 3}
-        assert len({x.data_ptr() for x in outs}) == len(outs)
+        assert len({x.data_ptr() for x in outs}) == len(outs) and recorder.captures == 1
 
 
 @pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", "qk_int8_pv_fp8"])
