@@ -76,6 +76,10 @@ FIGURES = (
         f"{DEFAULT_RECIPE}+linears_int8", True,
     ),
     Figure(
+        "the same, from a CUDA graph, INT8 linear layers", "end_to_end", "flux_1024/cuda_graph", "time",
+        "cuDNN, {}", _milliseconds, ("flux_1024/cuda_graph", CUDNN), f"{DEFAULT_RECIPE}+linears_int8", True,
+    ),
+    Figure(
         "INT8 KV cache: attention of a token, 8 × 131,072 tokens", "decode", "llama8b_decode_131072_b8", "time",
         "cuDNN over a bf16 cache, {}", _milliseconds, ("llama8b_decode_131072_b8", CUDNN), "kv_int8",
     ),
