@@ -72,6 +72,7 @@ class WholeGraphs:
         """Calls are eager again."""
         if self._part.model._compiled_call_impl is self:
             self._part.model._compiled_call_impl = None
+        self._run_short_calls(False)
         self.forget()
 
     def forget(self) -> None:
@@ -80,6 +81,11 @@ class WholeGraphs:
         self._steps.clear()
         self._refused.clear()
         self._pool = self._stream = None  # memory that no graph has any more
+
+    def _run_short_calls(self, on: bool) -> None:
+        """In a graph linear layers run in 8 bit whose calls are too short for an eager forward."""
+        if self._part.linears is not None:
+            self._part.linears.run_short_calls(on)
 
     @property
     def is_calling(self) -> bool:
@@ -91,6 +97,7 @@ class WholeGraphs:
         if self._record is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._part.model._call_impl(*args, **kwargs)
         self._handle._before_forward(self._part, args, kwargs)
+        self._run_short_calls(True)  # eager ones, too: else a picture would hang on which of its steps were replayed
         if self._part.state is not None:  # replays would not tell whose row maxima the next call meets
             self._part.state.kept.row_maxima.stop()
         self._thread.is_calling = True

@@ -82,6 +82,14 @@ class ShortForwards:
             for state, calls in zip(states, self._calls, strict=True):
                 state.events.add_eager(SHORT, times * calls)
 
+    def decide(self, states: list[LinearState], least_work: int) -> None:
+        """Calls of fewer multiply-adds than this are short from now on."""
+        if least_work != self._shared.least_work:
+            self.forget(states)
+            self._shared.least_work = least_work
+            for state in states:
+                state.find_short()
+
     def forget(self, states: list[LinearState]) -> None:
         """Whatever is known of forwards may be wrong from now on: other layers, or other weights."""
         self.count(states)

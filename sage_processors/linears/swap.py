@@ -297,6 +297,11 @@ class LinearSwap:
         """Before anybody reads the layers' counts."""
         self._short.count(self.states())
 
+    def run_short_calls(self, on: bool) -> None:
+        """Run calls in 8 bit that have too little work for it, too, or (False) only those that are worth it."""
+        usual = LEAST_WORK if self._options["min_features"] is None else 0
+        self._short.decide(self.states(), 0 if on else usual)
+
     def forwards_without_eager_calls(self) -> int:
         """Forwards of the model in which no layer was called from Python: torch.compile ran them."""
         return self.unseen_forwards + (self._shared.forwards > 0 and not self._shared.was_called)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sage_processors as sp
 from sage_processors.diffusion.whole_graphs import MOST_GRAPHS, MOST_KINDS, WARM_UP, WholeGraphs
+from sage_processors.linears import layers, modules, swap
 from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_lifecycle import accelerate_offload, group_offload
 from tests.support.tiny_models import MODELS
@@ -87,6 +88,25 @@ def test_P66_frozen_scales_have_a_graph_of_their_own(flux):
             found[-1].append(draw(steps=8))
     assert all(map(torch.equal, *found)) and recorder.captures == 2
     assert not torch.equal(found[0][0], found[0][1]) and torch.equal(found[0][0], found[0][3])
+
+
+def test_short_linear_calls_are_in_8_bit_in_eager_forwards_too(monkeypatch):
+    """As they are in a graph: else the first picture, whose first steps are eager, would be another one."""
+    monkeypatch.setattr(modules, "is_timed", lambda device: True)
+    monkeypatch.setattr(swap, "is_timed", lambda device: True)
+    monkeypatch.setattr(layers, "MIN_FEATURES", 32)
+    model, inputs = MODELS["flux"]()
+    with torch.no_grad(), sp.apply(model, options(scaling="dynamic", linears="int8")) as handle:
+        for _ in range(4):  # known as short by now
+            short = model(**inputs, return_dict=False)[0]
+        graphs, recorder = captures(handle)
+        outs = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP + 2)]
+        assert graphs.replays == 2 and all(torch.equal(x, outs[0]) for x in outs)
+        handle.capture_forwards(False)
+        again = model(**inputs, return_dict=False)[0]
+        assert torch.equal(again, short) and not torch.equal(again, outs[0])
+        rows = [row for row in handle.report().linears.rows if row["format"]]
+        assert {(row["calls"], row["fallbacks"]["short"]) for row in rows} == {(WARM_UP + 3, 5)}
 
 
 def test_many_kinds_are_not_kept_for_ever():
