@@ -12,24 +12,23 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from sage_kernels.compat import nobody_looks_on
 
 from .model_state import ModelState, obstacle, refresh_weights
+from .nested import UnknownValueError, kind_of, mapped, tensors_of
 
 
 WARM_UP = 5  # steps before a capture: kernels are compiled, scales planned, row maxima kept and read, weights laid out
 MOST_GRAPHS = 8  # of one model; the one that was not used for longest goes
 MOST_KINDS = 64  # whose steps are counted before they are captured
-PLAIN = (str, int, float, bool, type(None))
 Recorded = tuple[Any, Callable[[], None]]  # where each replay leaves its results, and what replays
 
 
 class Graph(NamedTuple):
-    """leaves: the tensors that it reads, and its other arguments. state: of the model when it was captured."""
+    """places: the tensors that it reads. state: of the model when it was captured."""
 
-    leaves: list[Any]
+    places: list[torch.Tensor]
     results: Any
     replay: Callable[[], None]
     state: ModelState
@@ -113,13 +112,15 @@ class WholeGraphs:
 
     def _replayed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any] | str:
         """(the results,), or why the call is to run eagerly."""
-        leaves, tree = tree_flatten((args, kwargs))
-        reason = self._reason_against(leaves)
+        try:
+            given, tensors = kind_of((args, kwargs)), list(tensors_of((args, kwargs)))
+        except UnknownValueError:
+            return "arguments"
+        reason = self._reason_against(tensors)
         if reason:
             return reason
-        of_leaves = ((x.shape, x.dtype) if isinstance(x, torch.Tensor) else (type(x), x) for x in leaves)
         plan = self._part.state, self._part.frozen
-        kind = (tree, self._handle.steps.precision, torch.is_inference_mode_enabled(), plan, *of_leaves)
+        kind = (self._handle.steps.precision, torch.is_inference_mode_enabled(), plan, given)
         if kind in self._refused:
             return "results"
         graph = self._graphs.pop(kind, None)
@@ -135,21 +136,22 @@ class WholeGraphs:
             if reason:
                 return reason
             refresh_weights(self._part.model.modules())
-            graph = self._captured(leaves, tree)
-            if not all(isinstance(x, (torch.Tensor, *PLAIN)) for x in tree_flatten(graph.results)[0]):
-                self._refuse(kind)  # the next replay would write to what the caller holds
+            graph = self._captured(args, kwargs)
+            try:
+                kind_of(graph.results)
+            except UnknownValueError:  # the next replay would write to what the caller holds
+                self._refuse(kind)
                 return "results"
         self._graphs[kind] = graph  # the newest is the last
         while len(self._graphs) > MOST_GRAPHS:
             del self._graphs[next(iter(self._graphs))]
-        for place, leaf in zip(graph.leaves, leaves, strict=True):
-            if isinstance(place, torch.Tensor):
-                place.copy_(leaf)
+        for place, tensor in zip(graph.places, tensors, strict=True):
+            place.copy_(tensor)
         graph.replay()
         self.replays += 1
-        return (tree_map_only(torch.Tensor, torch.clone, graph.results),)  # the next replay writes there
+        return (mapped(graph.results, torch.clone),)  # the next replay writes there
 
-    def _reason_against(self, leaves: list[Any]) -> str:
+    def _reason_against(self, tensors: list[torch.Tensor]) -> str:
         device = self._part.device
         if self._record is None and device.type != "cuda":
             return "device"
@@ -163,12 +165,8 @@ class WholeGraphs:
             return "skip"  # which tiles are measured, and when, is decided on the host
         if not nobody_looks_on():
             return "observed"
-        for x in leaves:
-            if isinstance(x, torch.Tensor):
-                if type(x) is not torch.Tensor or x.device != device:
-                    return "arguments"
-            elif not isinstance(x, PLAIN):
-                return "arguments"
+        if any(x.device != device for x in tensors):
+            return "arguments"
         if device.type == "cuda" and self._stream not in (None, torch.cuda.current_stream(device)):
             return "stream"  # replays have their memory in one place, and would meet there
         return ""
@@ -189,10 +187,9 @@ class WholeGraphs:
         if not self._graphs:
             self._pool = None
 
-    def _captured(self, leaves: list[Any], tree: Any) -> Graph:
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
         model = self._part.model
-        places = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
-        args, kwargs = tree_unflatten(places, tree)
+        args, kwargs = mapped((args, kwargs), torch.clone)
         try:
             results, replay = (self._record or self._on_cuda)(lambda: model._call_impl(*args, **kwargs))
         except Exception as error:
@@ -201,7 +198,7 @@ class WholeGraphs:
                 f"capture_forwards: got {type(error).__name__} while a CUDA graph of {type(model).__name__} was "
                 "captured, expected a forward that never waits for the GPU; its forwards are eager from now on"
             ) from error
-        return Graph(places, results, replay, ModelState(model))
+        return Graph(list(tensors_of((args, kwargs))), results, replay, ModelState(model))
 
     def _on_cuda(self, run: Callable[[], Any]) -> Recorded:
         self._stream = self._stream or torch.cuda.current_stream(self._part.device)
