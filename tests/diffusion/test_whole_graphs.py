@@ -6,6 +6,7 @@ Python values of then where a test says so.
 
 from __future__ import annotations
 
+import collections
 import copy
 
 import diffusers
@@ -14,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sage_processors as sp
+from sage_processors.diffusion import nested
 from sage_processors.diffusion.whole_graphs import MOST_GRAPHS, MOST_KINDS, WARM_UP, WholeGraphs
 from sage_processors.linears import layers, modules, swap
 from tests.diffusion.test_apply_pipelines import flux_pipe
@@ -302,6 +304,21 @@ def test_what_was_returned_stays_when_the_next_replay_comes():
         assert torch.equal(inputs["hidden_states"], given)  # nor is it the caller's tensors that a graph reads
         whole = model(**inputs)
     assert type(whole).__name__ == "Transformer2DModelOutput"
+
+
+def test_arguments_and_results_are_taken_apart_and_put_together():
+    x, y = torch.zeros(2, 3), torch.ones(2, 3)
+    output = diffusers.models.modeling_outputs.Transformer2DModelOutput(sample=x)
+    value = ((x, [y, 1.0], {"a": x, "b": None}), output)
+    assert [id(tensor) for tensor in nested.tensors_of(value)] == [id(x), id(y), id(x), id(x)]
+    other = nested.mapped(value, lambda tensor: tensor + 1)
+    assert type(other[1]) is type(output) and torch.equal(other[1].sample, y) and torch.equal(other[0][1][0], y + 1)
+    assert nested.kind_of(other) == nested.kind_of(value) and hash(nested.kind_of(value)) is not None
+    kinds = [(x,), [x], (x, x), (x.double(),), (x[:1],), (1,), (1.0,), (True,), ({"a": 1},), ({"b": 1},), ((1,),)]
+    assert len({nested.kind_of(kind) for kind in kinds}) == len(kinds)
+    for unknown in (object(), {1}, torch.nn.Parameter(x), collections.OrderedDict(a=x), (object(),)):
+        with pytest.raises(nested.UnknownValueError):
+            nested.kind_of(unknown)
 
 
 # --- what is not replayed ---
