@@ -1,7 +1,7 @@
 """Forwards from CUDA graphs draw what eager ones draw, whatever changes in between; what can't be replayed is counted.
 
-On a CPU `recorded` stands in for a capture: a replay calls what was captured again, on the captured tensors, under the
-Python values of then where a test says so.
+On a CPU two things stand in for a capture: `Recorder`, whose replays compute on the captured tensors what was captured,
+and `frozen`, whose replays leave what was computed then, so that one too many shows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import copy
 import diffusers
 import pytest
 import torch
+from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sage_processors as sp
@@ -308,7 +309,7 @@ def test_what_was_returned_stays_when_the_next_replay_comes():
 
 def test_arguments_and_results_are_taken_apart_and_put_together():
     x, y = torch.zeros(2, 3), torch.ones(2, 3)
-    output = diffusers.models.modeling_outputs.Transformer2DModelOutput(sample=x)
+    output = Transformer2DModelOutput(sample=x)
     value = ((x, [y, 1.0], {"a": x, "b": None}), output)
     assert [id(tensor) for tensor in nested.tensors_of(value)] == [id(x), id(y), id(x), id(x)]
     other = nested.mapped(value, lambda tensor: tensor + 1)
