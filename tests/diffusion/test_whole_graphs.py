@@ -1,6 +1,6 @@
 """Forwards from CUDA graphs draw what eager ones draw, whatever changes in between; what can't be replayed is counted.
 
-On a CPU two things stand in for a capture: `Recorder`, whose replays compute on the captured tensors what was captured,
+On a CPU two things stand in for a capture: `Recorder`, whose replays compute what was captured, on its tensors,
 and `frozen`, whose replays leave what was computed then, so that one too many shows.
 """
 
