@@ -17,8 +17,7 @@ from torch import nn
 
 from sage_kernels.compat import are_ordinary
 
-
-_PLAIN = (int, float, complex, str, type(None), torch.dtype, torch.device)  # a bool is an int
+from .nested import UnknownValueError, mapped
 
 
 class AsUnderNoGrad:
@@ -48,8 +47,8 @@ class AsUnderNoGrad:
             with ExitStack() as tried:
                 tried.enter_context(torch.inference_mode(False))
                 tried.enter_context(torch.no_grad())
-                with contextlib.suppress(_NotKnownError):
-                    given = _counting((args, kwargs))
+                with contextlib.suppress(UnknownValueError):
+                    given = mapped((args, kwargs), _counting)
                     modes = tried.pop_all()
         self._running().append(modes)  # of every call, as `end` is called for each
         return given
@@ -80,7 +79,7 @@ def counts_writes(parameter: torch.Tensor) -> bool:
             counting = nn.Parameter(plain, requires_grad=parameter.requires_grad)
             counting.__dict__.update(parameter.__dict__)
             torch.utils.swap_tensors(parameter, counting)  # the object stays, which modules and others hold
-        except (_NotKnownError, RuntimeError):
+        except (UnknownValueError, RuntimeError):
             return False
     return True
 
@@ -92,26 +91,14 @@ def _is_traced() -> bool:
     return is_traced or (proxies is not None and proxies.get_proxy_mode() is not None)
 
 
-class _NotKnownError(Exception):
-    """Somewhere in the arguments is what may be, or hold, an inference tensor that can't be replaced."""
-
-
-def _counting(value: Any) -> Any:
-    """`value` with tensors that count their writes in place of those that do not. Raises: _NotKnownError."""
-    if isinstance(value, torch.Tensor):
-        return _alias(value) if value.is_inference() else value
-    if isinstance(value, _PLAIN):
-        return value
-    if type(value) in (tuple, list):
-        return type(value)([_counting(x) for x in value])
-    if type(value) is dict:
-        return {name: _counting(x) for name, x in value.items()}
-    raise _NotKnownError
+def _counting(x: torch.Tensor) -> torch.Tensor:
+    """The tensor, or the same memory as one that counts its writes."""
+    return _alias(x) if x.is_inference() else x
 
 
 def _alias(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of its own."""
+    """The same memory as a tensor of its own. Raises: UnknownValueError where more than memory would be another."""
     if type(x) is not torch.Tensor or x.__dict__ or not are_ordinary((x,)):
-        raise _NotKnownError
+        raise UnknownValueError
     empty = torch.empty(0, dtype=x.dtype, device=x.device)
     return empty.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())

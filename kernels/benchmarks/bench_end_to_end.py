@@ -114,7 +114,7 @@ class Bench:
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
         self.linears, self.min_features = linears, min_features
         self.lists, self.skip, self.rounds = None, skip, rounds
-        self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called not in GRAPHS)
+        self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called != "cuda_graph")  # one launch
         if skip:
             sizes = case.attention()
             self.shape = Shape(*(sizes[name] for name in ("batch", "heads", "seq_q", "seq_kv", "head_dim")))

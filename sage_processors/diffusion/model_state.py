@@ -115,7 +115,7 @@ def _attributes(module: nn.Module) -> list[dict[str, Any]]:
     found = [module.__dict__]
     for name, value in module.__dict__.items():
         is_known = name == "processor" or type(value).__module__.partition(".")[0] not in OPAQUE
-        is_known = is_known and not isinstance(value, (type, dict, nn.Module))
+        is_known = is_known and not isinstance(value, (type, dict, nn.Module)) and name != "_compiled_call_impl"
         if is_known and isinstance(getattr(value, "__dict__", None), dict):
             found.append(value.__dict__)
     return found

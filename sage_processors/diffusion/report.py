@@ -332,9 +332,10 @@ def build_report(handle: Any) -> Report:
             )
         if part.graphs is not None:
             notes.append(_replayed(name, part.graphs))
-        if part.forwards.misplaced:
+        misplaced = part.forwards.misplaced
+        if misplaced:
             notes.append(
-                f"{part.forwards.misplaced} replays of a CUDA graph of {name} ran in steps that the options want in "
+                f"{misplaced} replays of a CUDA graph of {name} ran in steps that the options want in "
                 f"another precision than the captured one (captured): {REMEDIES['captured']}."
             )
     if handle.following.overlaps:

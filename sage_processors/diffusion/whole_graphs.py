@@ -15,11 +15,11 @@ import torch
 
 from sage_kernels.compat import nobody_looks_on
 
+from ..nested import UnknownValueError, kind_of, mapped, tensors_of
 from .model_state import ModelState, obstacle, refresh_weights
-from .nested import UnknownValueError, kind_of, mapped, tensors_of
 
 
-WARM_UP = 5  # steps before a capture: kernels are compiled, scales planned, row maxima kept and read, weights laid out
+WARM_UP = 5  # steps before a capture: kernels are compiled, scales planned, weights laid out
 MOST_GRAPHS = 8  # of one model; the one that was not used for longest goes
 MOST_KINDS = 64  # whose steps are counted before they are captured
 Recorded = tuple[Any, Callable[[], None]]  # where each replay leaves its results, and what replays
@@ -41,14 +41,16 @@ class WholeGraphs:
     bit in the running step. Calls in several threads take turns. Recipes with 8-bit P keep no row maxima from step to
     step, and run with a running maximum.
 
-    Args: handle, part (denoiser.Part). record: what captures a function; None: CUDA.
+    Args: handle, part (denoiser.Part).
     Attributes: replays: forwards from a graph so far. eager: {reason: forwards that ran eagerly}. is_calling: within a
         call that the handle has seen begin, in this thread.
     Raises: ValueError for a model that `compile()` was called for.
     """
 
-    def __init__(self, handle: Any, part: Any, record: Callable[[Callable[[], Any]], Recorded] | None = None):
-        self._handle, self._part, self._record = handle, part, record
+    device_type = "cuda"  # of what `record` captures
+
+    def __init__(self, handle: Any, part: Any):
+        self._handle, self._part = handle, part
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._steps: dict[tuple[Any, ...], list[Any]] = {}
         self._thread = threading.local()
@@ -93,7 +95,7 @@ class WholeGraphs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.is_calling:
             return self._part.model._call_impl(*args, **kwargs)
-        if self._record is None and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return self._part.model._call_impl(*args, **kwargs)
         self._handle._before_forward(self._part, args, kwargs)
         self._run_short_calls(True)  # eager ones, too: else a picture would hang on which of its steps were replayed
@@ -153,7 +155,7 @@ class WholeGraphs:
 
     def _reason_against(self, tensors: list[torch.Tensor]) -> str:
         device = self._part.device
-        if self._record is None and device.type != "cuda":
+        if device.type != self.device_type:
             return "device"
         if torch.is_grad_enabled():
             return "gradient"
@@ -191,7 +193,7 @@ class WholeGraphs:
         model = self._part.model
         args, kwargs = mapped((args, kwargs), torch.clone)
         try:
-            results, replay = (self._record or self._on_cuda)(lambda: model._call_impl(*args, **kwargs))
+            results, replay = self.record(lambda: model._call_impl(*args, **kwargs))
         except Exception as error:
             self._handle.capture_forwards(False)
             raise RuntimeError(
@@ -200,7 +202,8 @@ class WholeGraphs:
             ) from error
         return Graph(list(tensors_of((args, kwargs))), results, replay, ModelState(model))
 
-    def _on_cuda(self, run: Callable[[], Any]) -> Recorded:
+    def record(self, run: Callable[[], Any]) -> Recorded:
+        """Capture what a function launches."""
         self._stream = self._stream or torch.cuda.current_stream(self._part.device)
         graph = torch.cuda.CUDAGraph()
         shared = {"pool": self._pool, "capture_error_mode": "thread_local"}

@@ -92,12 +92,7 @@ class LinearSwap:
         ready: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.name, self.drop_weights, self._drops_next = model, name, False, drop_weights
-        self._options: dict[str, Any] = {
-            "linears": linears,
-            "keep": keep,
-            "layers": layers,
-            "min_features": min_features,
-        }
+        self._options = dict[str, Any](linears=linears, keep=keep, layers=layers, min_features=min_features)
         self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0, model)
         self._short = ShortForwards(self._shared)
         self._states: dict[int, tuple[Any, LinearState]] = {}

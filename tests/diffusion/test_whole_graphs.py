@@ -16,7 +16,7 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sage_processors as sp
-from sage_processors.diffusion import nested
+from sage_processors import nested
 from sage_processors.diffusion.whole_graphs import MOST_GRAPHS, MOST_KINDS, WARM_UP, WholeGraphs
 from sage_processors.linears import layers, modules, swap
 from tests.diffusion.test_apply_pipelines import flux_pipe
@@ -42,6 +42,16 @@ class Recorder:
         return results, replay
 
 
+class OnCpu(WholeGraphs):
+    """Whose graphs are what `record` makes."""
+
+    device_type = "cpu"
+
+    def __init__(self, handle, part, record):
+        super().__init__(handle, part)
+        self.record = record
+
+
 def options(**kwargs):
     return sp.SageAttnProcessor(min_tokens=1, **kwargs)
 
@@ -49,7 +59,7 @@ def options(**kwargs):
 def captures(handle, part=0) -> tuple[WholeGraphs, Recorder]:
     """As `handle.capture_forwards()`, with a recorder."""
     recorder = Recorder()
-    graphs = WholeGraphs(handle, handle._parts[part], recorder)
+    graphs = OnCpu(handle, handle._parts[part], recorder)
     handle._parts[part].capture_forwards(graphs)
     return graphs, recorder
 
@@ -135,7 +145,7 @@ def replayed_model(name="flux", record=frozen, before=lambda model: None, **kwar
     model, inputs = MODELS[name]()
     before(model)
     handle = sp.apply(model, options(scaling="dynamic", **kwargs))
-    graphs = WholeGraphs(handle, handle._parts[0], record)
+    graphs = OnCpu(handle, handle._parts[0], record)
     handle._parts[0].capture_forwards(graphs)
     with torch.no_grad():
         for _ in range(WARM_UP + 2):
@@ -424,7 +434,7 @@ def test_a_capture_that_fails_is_told_and_leaves_eager_forwards():
 
     model, inputs = MODELS["flux"]()
     with torch.no_grad(), sp.apply(model, options(scaling="dynamic")) as handle:
-        handle._parts[0].capture_forwards(WholeGraphs(handle, handle._parts[0], fails))
+        handle._parts[0].capture_forwards(OnCpu(handle, handle._parts[0], fails))
         wanted = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP)]
         with pytest.raises(RuntimeError, match="FluxTransformer2DModel was captured, expected a forward that never"):
             model(**inputs, return_dict=False)

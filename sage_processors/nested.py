@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-PLAIN = (str, int, float, bool, type(None))
+PLAIN = (str, int, float, complex, type(None), torch.dtype, torch.device)  # a bool is an int
 
 
 class UnknownValueError(Exception):
