@@ -101,14 +101,19 @@ def test_sums_of_parts_are_added_and_finished(format, activation, tier):
     assert ((out.double() - wanted).abs() <= bound)[written].all()
 
 
+FEW = 5  # processors, so that programs take several whole tiles and several parts
+
+
 def shared(monkeypatch, number: int, parts: int) -> list[tuple[int, int]]:
-    """Have the last tiles of every matmul be shared, `number` of them by `parts` programs each. Returns what was."""
+    """Have the last tiles of every matmul be shared, at least `number` of them by `parts` programs each. Returns what
+    was. As many whole tiles for every program: else hopper/ waits for ever (types.Sizes)."""
     seen = []
 
     def split(tile, tiles, processors, depth):
-        seen.append((max(tiles - number, 0), parts))
+        seen.append((max(tiles - number, 0) // processors * processors, parts))
         return seen[-1]
 
+    monkeypatch.setattr(launch, "processors_of", lambda device: FEW)
     monkeypatch.setattr(launch, "split_last_tiles", split)
     return seen
 
