@@ -5,6 +5,7 @@
     python kernels/benchmarks/bench_end_to_end.py --tiny --device cpu --csv rows.csv
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called compiled
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called cuda_graph  # or compiled_graphs
+    python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --called captured --together 4
     python kernels/benchmarks/bench_end_to_end.py --case flux_1024 --linears int8
     python kernels/benchmarks/bench_end_to_end.py --case wan21_1_3b_480p81 --skip 50 --recipe qk_int8_pv_fp8
 
@@ -17,7 +18,9 @@ up, each forward a denoising step further; calls that it leaves exact run on the
 
 Denoisers are also timed as others call them: under torch.inference_mode(), their repeated blocks compiled, as
 diffusers advises, or the whole forward from a CUDA graph whose inputs are copied into place for every replay, of
-`captured` ours by `handle.capture_forwards()`. Of `compiled_graphs` the compiler records one of each block.
+`captured` ours by `handle.capture_forwards()`. Of `compiled_graphs` the compiler records one of each block. With
+`--together 4` so many forwards are made before the GPU is waited for, as pipelines make all of a picture: what Python
+does before a forward then happens while the GPU is busy with the one before. Times are those of one forward.
 
 `--skip 50` leaves out so many percent of the key tiles of the largest attention, at random: what skip="temporal" would
 bring at that share, for models of random weights have none of their own. The lists stay as they are and nothing is
@@ -28,7 +31,6 @@ with stock attention, which leaves out nothing.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import statistics
 import sys
@@ -39,14 +41,14 @@ from typing import NamedTuple
 
 import torch
 from cuda_graphs import replayed
+from end_to_end_options import GRAPHS, chosen_cases, parse
 from host_speed import HostSpeed
-from model_cases import CASES, ModelCase, make_inputs, make_model
+from model_cases import ModelCase, make_inputs, make_model
 from random_lists import Shape, check_share, give_lists, listed_attention, random_lists
 from replaced_attention import attention_removed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_processors as sp
-from sage_kernels import DEFAULT_RECIPE, RECIPES
 from sage_kernels.crossover import is_short
 from sage_kernels.results import append_row, check_appendable
 from sage_kernels.testing import relative_l2
@@ -59,8 +61,6 @@ MAX_ERROR = 0.08
 # Forwards before the first timed one, in which kernels compile: the first has no plan, the second makes one, the
 # fourth keeps row maxima (8-bit P) and the fifth reads them.
 WARM_UP = 5
-CALLED = ("eager", "inference_mode", "compiled", "compiled_graphs", "cuda_graph", "captured")
-GRAPHS = ("cuda_graph", "captured")  # of whole forwards
 COMPILES = ("compiled", "compiled_graphs")
 COMPILER = "inductor"
 OURS, REMOVED = "sage_kernels", "attention_removed"
@@ -108,12 +108,12 @@ class Bench:
 
     def __init__(
         self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
-        min_features=None, skip=0, rounds=1,
+        min_features=None, skip=0, rounds=1, together=1,
     ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
         self.linears, self.min_features = linears, min_features
-        self.lists, self.skip, self.rounds = None, skip, rounds
+        self.lists, self.skip, self.rounds, self.together = None, skip, rounds, together
         self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called != "cuda_graph")  # one launch
         if skip:
             sizes = case.attention()
@@ -184,7 +184,7 @@ class Bench:
         if self.lists is None:
             return stock
         with listed_attention(self.shape, self.lists):
-            return self._forward(make_inputs(self.case, WARM_UP + self.reps - 1, self.device, self.dtype))
+            return self._forward(self.inputs(WARM_UP + self.reps * self.together - 1))
 
     def measure(self, warm_up: int, new_run=lambda: None) -> Measured:
         """Timed forwards at steps WARM_UP to WARM_UP + reps - 1, after `warm_up` ones at the steps before."""
@@ -197,20 +197,19 @@ class Bench:
 
     def _measure(self, warm_up: int) -> Measured:
         on_gpu, times, slow, forward = self.device.type == "cuda", [], 0, self._forward
-        for step in range(WARM_UP - warm_up, WARM_UP + self.reps):
-            inputs = make_inputs(self.case, max(step, 0), self.device, self.dtype)
+        for step in range(WARM_UP - warm_up, WARM_UP):
+            self.finished(forward, [self.inputs(max(step, 0))])
+        for step in range(WARM_UP, WARM_UP + self.reps * self.together, self.together):
+            inputs = [self.inputs(step + i) for i in range(self.together)]
             if step == WARM_UP:
                 if on_gpu:
                     torch.cuda.reset_peak_memory_stats(self.device)
                 if self.called in GRAPHS and warm_up <= WARM_UP:  # captured, ours replays by itself
-                    forward = replayed(forward, inputs)
+                    forward = replayed(forward, inputs[0])
             self.wait()
-            if step < WARM_UP:
-                output = self.finished(forward, inputs)
-            else:
-                took, is_clean, output = self.host.timed(partial(self.finished, forward, inputs))
-                times.append(took)
-                slow += not is_clean
+            took, is_clean, output = self.host.timed(partial(self.finished, forward, inputs))
+            times.append(took / self.together)
+            slow += not is_clean
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else None
         return Measured(times, slow, peak, output.clone())
 
@@ -220,8 +219,11 @@ class Bench:
             torch.compiler.cudagraph_mark_step_begin()
         return self.model(**inputs, return_dict=True)[0]
 
-    def finished(self, forward, inputs: dict) -> torch.Tensor:
-        output = forward(inputs)
+    def inputs(self, step: int) -> dict:
+        return make_inputs(self.case, step, self.device, self.dtype)
+
+    def finished(self, forward, inputs: list[dict]) -> torch.Tensor:
+        output = [forward(x) for x in inputs][-1]
         self.wait()
         return output
 
@@ -327,51 +329,9 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
             append_row(csv, **shared, metric="redone_share", unit="1", median=f"{bench.redone:.5f}")
 
 
-def parse(arguments=None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=sorted(CASES), help="may be repeated; all by default")
-    parser.add_argument("--recipe", choices=sorted(RECIPES), default=DEFAULT_RECIPE)
-    parser.add_argument("--reps", type=int, help="timed forwards; the case's own number by default")
-    parser.add_argument("--rounds", type=int, default=1, help="turns of each provider")
-    parser.add_argument("--layers", type=int, help="at most so many blocks of each kind; the case's name says so")
-    parser.add_argument("--min-tokens", type=int, help="of our options: 0 runs short calls in INT8 too; named so")
-    parser.add_argument("--linears", choices=("none", "int8", "fp8"), default="none", help="of our options")
-    parser.add_argument("--min-features", type=int, help="of our options: short linear calls run in 8 bit; named so")
-    parser.add_argument("--called", choices=CALLED, default="eager", help="denoisers only; the case's name says so")
-    parser.add_argument("--skip", type=int, default=0, help="percent of the key tiles; denoisers only; named so")
-    parser.add_argument("--tiny", action="store_true", help="tiny models of the same classes; needs --csv to save")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--csv", type=Path, help="where rows go; results.csv by default")
-    parser.add_argument("--no-save", action="store_true", help="print only")
-    options = parser.parse_args(arguments)
-    if options.called in ("compiled_graphs", *GRAPHS) and not options.device.startswith("cuda"):
-        parser.error(f"--called {options.called}: needs --device cuda")
-    if options.min_features is not None and options.linears == "none":
-        parser.error("--min-features: needs --linears")
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: expected 1 or more")
-    if not 0 <= options.skip < 100:
-        parser.error(f"--skip {options.skip}: expected a percentage from 0 to 99")
-    return options
-
-
-def chosen_cases(options) -> list[ModelCase]:
-    cases = [CASES[name] for name in options.case or CASES]
-    if options.called != "eager":
-        cases = [case.renamed(options.called) for case in cases if case.is_denoiser]
-    if options.skip:
-        cases = [case.renamed(f"skip{options.skip}") for case in cases if case.is_denoiser]
-    if options.layers is not None:
-        cases = [case.thinned(options.layers) for case in cases]
-    cases = [case.tiny() for case in cases] if options.tiny else cases
-    for name, number in (("min_tokens", options.min_tokens), ("min_features", options.min_features)):
-        cases = cases if number is None else [case.renamed(f"{name}{number}") for case in cases]
-    return cases
-
-
 @torch.no_grad()
 def main(arguments=None) -> int:
-    options = parse(arguments)
+    options = parse(__doc__, arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("bench_end_to_end.py times models on a GPU: no CUDA GPU was found here.", file=sys.stderr)
@@ -390,7 +350,7 @@ def main(arguments=None) -> int:
         bench = Bench(
             case, model, device, torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens,
             reps=options.reps or case.reps, called=options.called, linears=options.linears,
-            min_features=options.min_features, skip=options.skip, rounds=options.rounds,
+            min_features=options.min_features, skip=options.skip, rounds=options.rounds, together=options.together,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0

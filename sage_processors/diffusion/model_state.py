@@ -7,6 +7,7 @@ how often it was written to: about a microsecond a module, on a host that would 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +26,7 @@ OURS = (RootHook, PrepareHook, LeavingHook, AsUnderNoGrad)  # hooks that are cap
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 OPAQUE = ("torch", "builtins", "sage_kernels", "sage_processors")  # whose objects are compared by what they are alone
+VERSION = operator.attrgetter("_version")
 DEPTH = 3  # of containers in containers
 
 
@@ -59,21 +61,28 @@ class ModelState:
         modules = list(model.modules())
         self.in_8_bit = [module for module in modules if "_sage_linear" in module.__dict__]
         self._held: list[tuple[Any, Any, torch.Tensor]] = []  # container, key, tensor
-        self._then = [(values, self._copied(values)) for module in modules for values in _attributes(module)]
-        self._memory = [_memory(x) for *_, x in self._held]
+        self._now = [values for module in modules for values in _attributes(module)]
+        self._then = [self._copied(values) for values in self._now]
+        self._containers, self._keys, self._tensors = ([x[i] for x in self._held] for i in range(3))
+        self._counted = [x for x in self._tensors if version_of(x) is not None]
+        self._memory = self._where_and_when()
 
     def holds(self) -> bool:
         """Whether the model is still what it was."""
         if any(getattr(nn_module, name) for name in GLOBAL_HOOKS):
             return False
         try:
-            if not all(now == then for now, then in self._then):
+            if self._now != self._then:
                 return False
         except (RuntimeError, ValueError):  # what can't be compared took the place of what was there
             return False
         # of tensors dicts compare numbers, unless these are the same objects
-        are_there = all(container[key] is tensor for container, key, tensor in self._held)
-        return are_there and self._memory == [_memory(tensor) for *_, tensor in self._held]
+        are_there = all(map(operator.is_, map(operator.getitem, self._containers, self._keys), self._tensors))
+        return are_there and self._memory == self._where_and_when()
+
+    def _where_and_when(self) -> list[int]:
+        """Where the tensors lie, and how often they were written to."""
+        return [*map(torch.Tensor.data_ptr, self._tensors), *map(VERSION, self._counted)]
 
     def _copied(self, value: Any, depth: int = DEPTH) -> Any:
         """Containers anew, so that what is put into them shows; everything else as it is."""
@@ -104,10 +113,6 @@ def refresh_weights(modules: Iterable[nn.Module]) -> None:
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:
     return [x for owned in (module._parameters, module._buffers) for x in owned.values() if x is not None]
-
-
-def _memory(x: torch.Tensor) -> tuple[int, int | None]:
-    return x.data_ptr(), version_of(x)
 
 
 def _attributes(module: nn.Module) -> list[dict[str, Any]]:

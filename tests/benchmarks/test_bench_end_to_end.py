@@ -40,14 +40,22 @@ def bench():
         sys.path.remove(str(BENCHMARKS))
 
 
+@pytest.fixture(scope="module")
+def cases(bench):
+    from model_cases import CASES
+
+    return CASES
+
+
 @pytest.fixture
-def small(bench):
+def small(bench, cases):
     """small(name): Bench of a tiny case."""
 
-    def make(name, min_tokens=None, reps=1):
-        case = bench.CASES[name].tiny()
+    def make(name, min_tokens=None, reps=1, together=1):
+        case = cases[name].tiny()
         model = bench.make_model(case, CPU, torch.bfloat16)
         options = {"recipe": sage_kernels.DEFAULT_RECIPE, "min_tokens": min_tokens, "reps": reps}
+        options["together"] = together
         return bench.Bench(case, model, CPU, torch.bfloat16, **options)
 
     return make
@@ -69,11 +77,11 @@ def test_models_are_the_published_ones():
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_parameters_are_drawn_and_buffers_are_kept(name, bench):
+def test_parameters_are_drawn_and_buffers_are_kept(name, bench, cases):
     """RoPE's tables are buffers: a model from the meta device alone would hold garbage there."""
     from model_cases import parameters_on_meta
 
-    case = bench.CASES[name].tiny()
+    case = cases[name].tiny()
     with parameters_on_meta():
         model = case.build()
     assert {p.device.type for p in model.parameters()} == {"meta"}
@@ -84,15 +92,15 @@ def test_parameters_are_drawn_and_buffers_are_kept(name, bench):
     assert all(torch.equal(buffers[n], b) for n, b in stock.named_buffers())
 
 
-def test_sizes_are_those_of_the_names(bench):
-    seq = {name: case.attention()["seq_q"] for name, case in bench.CASES.items()}
+def test_sizes_are_those_of_the_names(cases):
+    seq = {name: case.attention()["seq_q"] for name, case in cases.items()}
     assert seq == {
         "wan21_1_3b_480p81": 32_760, "flux_1024": 4608, "flux_2048": 16_896, "sdxl_1024": 4096,
         "llama8b_prefill_512": 512, "llama8b_prefill_32768": 32_768, "llama8b_prefill_131072": 131_072,
     }  # fmt: skip
-    calls = {name: case.int8_calls() for name, case in bench.CASES.items()}
+    calls = {name: case.int8_calls() for name, case in cases.items()}
     assert (calls["wan21_1_3b_480p81"], calls["flux_2048"], calls["sdxl_1024"]) == (30, 57, 10)
-    thin = bench.CASES["flux_1024"].thinned(2)
+    thin = cases["flux_1024"].thinned(2)
     assert thin.int8_calls() == 4 and thin.name == "flux_1024/layers2"
 
 
@@ -175,6 +183,23 @@ def test_short_linear_calls_run_in_8_bit_where_they_are_asked_to(bench, tmp_path
     assert bench.main([*case, "--linears", "int8", "--min-features", "0"]) == 0
     calls = [row for row in read_rows(path) if row["metric"] == "int8_calls"]
     assert [row["case"] for row in calls] == ["flux_1024/tiny/min_features0"] and int(calls[0]["median"]) > 20
+
+
+def test_forwards_that_are_timed_together(bench, small, tmp_path, monkeypatch):
+    """The GPU is waited for once, the steps go on, and the time is that of one forward."""
+    one, events = small("flux_1024", reps=2, together=3), []
+    step_of, forward = one.inputs, one._forward
+    monkeypatch.setattr(one, "inputs", lambda step: step_of(step) | {"step": step})
+    monkeypatch.setattr(one, "_forward", lambda given: events.append(given.pop("step")) or forward(given))
+    monkeypatch.setattr(one, "wait", lambda: events.append("wait"))
+    monkeypatch.setattr(one.host, "timed", lambda run: (30.0, True, run()))
+    measured = one.measure(1)
+    assert events == [4, "wait", "wait", 5, 6, 7, "wait", "wait", 8, 9, 10, "wait"] and measured.times == [10.0, 10.0]
+    path, case = tmp_path / "rows.csv", ["--tiny", "--device", "cpu", "--case", "flux_1024", "--csv"]
+    assert bench.main([*case, str(path), "--together", "2"]) == 0
+    assert {row["case"] for row in read_rows(path)} == {"flux_1024/together2/tiny"}
+    with pytest.raises(SystemExit):
+        bench.main([*case, str(path), "--together", "0"])
 
 
 def test_cudnn_has_a_turn_before_the_others_and_one_after(bench, small, tmp_path, monkeypatch):
