@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -32,6 +33,11 @@ def last_joined(owner, modules) -> int:
     """
     apart = any(owner._modules.get(name) is not None for name in _OTHERS)
     return len(modules) - 1 - apart
+
+
+def base_of(module: Any) -> Any:
+    """The layer that an adapter wraps."""
+    return getattr(module, "base_layer", module)
 
 
 class Run:

@@ -20,7 +20,7 @@ from .layers import Choice, choose
 from .leaving import LeavingHook
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
-from .qkv import TOGETHER, Run, last_joined
+from .qkv import TOGETHER, Run, base_of, last_joined
 from .report import LinearReport, notes_of, rows_of
 from .samples import are_changed
 from .short_forwards import ShortForwards, shapes_of
@@ -155,6 +155,7 @@ class LinearSwap:
                 if is_swapped(choice.module):  # a copy of another model's: start anew
                     self._leave(choice.module)
                 self._enter(choice)
+        self._shared.replays.counters = [state.events for state in self.states()]
         self._group()
         for _, state in self._states.values():
             state.find_short()
@@ -185,7 +186,7 @@ class LinearSwap:
         known = {key: pair for key, pair in self._states.items() if not pair[1].is_weight_only}
         for owner in self.model.modules():
             for names in TOGETHER:
-                modules = [_base_of(owner._modules.get(name)) for name in names]
+                modules = [base_of(owner._modules.get(name)) for name in names]
                 own: list[Any] = [known.get(id(module)) for module in modules]
                 if None in own:
                     modules, own = modules[1:], own[1:]  # keys and values of a layer whose queries are not swapped
@@ -289,8 +290,9 @@ class LinearSwap:
         return self._short.begins(shapes_of(args, kwargs), self.states())
 
     def count_known_forwards(self) -> None:
-        """Before anybody reads the layers' counts."""
+        """And replays, before anybody reads the layers' counts. Syncs."""
         self._short.count(self.states())
+        self._shared.replays.count()
 
     def run_short_calls(self, on: bool) -> None:
         """Run calls in 8 bit that have too little work for it, too, or (False) only those that are worth it."""
@@ -352,11 +354,6 @@ class LinearSwap:
     def __repr__(self) -> str:
         state = f"{len(self._states)} layers" if self._active else "removed"
         return f"<sage_processors.LinearSwap: {self._options['linears']}, {state}>"
-
-
-def _base_of(module: Any) -> Any:
-    """The layer that an adapter wraps."""
-    return getattr(module, "base_layer", module)
 
 
 def quantize_linears(

@@ -20,6 +20,7 @@ from .activations import Activations
 from .captured import is_captured
 from .layers import WEIGHT_ONLY
 from .lazy import CAN_WAIT, may_wait_in
+from .replays import Replays
 from .samples import sample_of
 from .storage import Storage
 
@@ -83,6 +84,9 @@ def is_timed(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
+NOT_COPIED = ("lock", "_forward", "replays")
+
+
 class Shared:
     """What the layers and norms of one model have in common.
 
@@ -91,7 +95,7 @@ class Shared:
         call of this forward has work for 8 bit (short_forwards.py). is_taken_in: code around the model was compiled
         with it, and runs no hook. forwards: of the model, so far. lock: held while a
         weight in 8 bit is made, laid out anew or taken for a call: forwards of several threads may do so at once.
-        Nobody takes a lock of attention's meanwhile.
+        Nobody takes a lock of attention's meanwhile. replays: of CUDA graphs of the whole model.
     """
 
     def __init__(self, least_work: int = 0, model: nn.Module | None = None):
@@ -101,13 +105,14 @@ class Shared:
         self.forwards = 0
         self._forward = threading.local()
         self.lock = threading.RLock()
+        self.replays = Replays()
 
     def __getstate__(self) -> dict[str, Any]:  # the layers of a copy learn whose they are when its forward begins
-        kept = {name: value for name, value in self.__dict__.items() if name not in ("lock", "_forward")}
+        kept = {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
         return kept | {"_model": _nothing, "_may_wait": self.may_wait, "all_short": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"lock": threading.RLock(), "_forward": threading.local()}
+        self.__dict__ |= state | {"lock": threading.RLock(), "_forward": threading.local(), "replays": Replays()}
 
     @property
     def activations(self) -> Activations | None:
@@ -120,12 +125,15 @@ class Shared:
             self._model = weakref.ref(copied)
         model = self._model()  # a layer alone is a part of what calls it
         is_whole = model is not None and "_sage_linear" not in model.__dict__
-        self._may_wait, self._forward.activations = None, Activations(is_whole and is_captured())
+        captured = is_whole and is_captured()
+        self._may_wait, self._forward.activations = None, Activations(captured)
+        self.replays.begin(captured)
         self.forwards += 1
 
     def forget_activations(self) -> None:
         """This thread's forward is over."""
         self._forward.activations = None
+        self.replays.end()
 
     @property
     def is_captured_whole(self) -> bool:

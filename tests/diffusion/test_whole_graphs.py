@@ -503,14 +503,18 @@ def test_P66_pictures_from_graphs_on_a_gpu(kwargs):
     pipe, draw, config = on_gpu(**kwargs)
     stock = [draw(seed) for seed in (0, 1, 2)]
     with sp.apply(pipe, config) as handle:
-        wanted, calls = [draw(seed) for seed in (0, 1, 2)], handle.report().calls
+        wanted, report = [draw(seed) for seed in (0, 1, 2)], handle.report()
     with sp.apply(pipe, config) as handle:
         handle.capture_forwards()
         found, graphs = [draw(seed) for seed in (0, 1, 2)], handle._parts[0].graphs
         kinds = 1 + ("keep_first_steps" in kwargs)
         assert graphs.eager == {"warm_up": kinds * WARM_UP * CALLS}
         assert graphs.replays == (3 * STEPS - kinds * WARM_UP) * CALLS
-        assert handle.report().calls == calls  # a replay counts as an eager forward does
+        own = handle.report()
+        assert own.calls == report.calls  # a replay counts as an eager forward does
+        assert (own.linears is None) == (report.linears is None)
+        if own.linears is not None:
+            assert own.linears.calls == report.linears.calls > 0 and own.linears.fallbacks == report.linears.fallbacks
         assert torch.equal(draw(2), found[2]) and not torch.equal(found[1], found[2])
     for exact, eager_one, own in zip(stock, wanted, found, strict=True):
         assert sp.metrics.psnr(own, exact).min() > sp.metrics.psnr(eager_one, exact).min() - 3

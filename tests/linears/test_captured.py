@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears import activations, modules, norms, qkv, storage, weights
+from sage_processors.linears import activations, modules, norms, qkv, replays, storage, weights
 from sage_processors.linears.lazy import Lazy
 from sage_processors.linears.storage import CODES
 from tests.linears.counting import OpCounter, set_least_work
@@ -65,7 +67,7 @@ def capturing(monkeypatch):
     """A list: while it is not empty, a graph is taken to be captured. And the CPU for a GPU, where calls are short."""
     on: list = []
     monkeypatch.setattr(modules, "is_timed", lambda device: True)
-    for module in (activations, modules, norms, qkv, storage, weights):
+    for module in (activations, modules, norms, qkv, replays, storage, weights):
         monkeypatch.setattr(module, "is_captured", lambda device=None: bool(on))
     return on
 
@@ -109,7 +111,7 @@ def test_what_an_eager_call_laid_out_is_used_when_captured(capturing):
 def test_E25_what_was_written_to_since_is_captured_in_16_bit(capturing, name, least_work):
     """Which no counter of PyTorch's tells of `.data`: what was handed out is not captured after short calls."""
     net, stock, x = model(), model(), draw(8, 1)
-    with sp.quantize_linears(net, "int8"):
+    with sp.quantize_linears(net, "int8") as swap:
         state = net.blocks[0].out._sage_linear
         set_least_work(net, least_work)
         net(x)
@@ -121,6 +123,8 @@ def test_E25_what_was_written_to_since_is_captured_in_16_bit(capturing, name, le
                 one.blocks[0].out._parameters[name].mul_(3.0)
         capturing.append(True)
         out = net(x)
+        capturing.clear()
+        swap.count_known_forwards()
         calls, *exact = (now - then for now, then in zip(state.events.numbers(), before, strict=True))
         assert calls == 0 and sum(exact) == 1
         assert error(out, stock(x)) < 0.05
@@ -248,3 +252,60 @@ def test_E25_replays_and_eager_calls_after_short_ones_on_a_gpu():
             filler = [torch.full_like(m._buffers[CODES], 77) for m in linears(net) if CODES in m._buffers]
             del filler  # whatever was let go is somebody else's by now
         assert 1e-3 < error(net(long), stock(long)) < 0.05
+
+
+def replayed(net, times: int, kind: int = 0) -> None:
+    """What a graph does on the GPU: a forward that is captured on this CPU has been replayed once."""
+    [counter] = linears(net)[0]._sage_linear.shared.replays._times.values()
+    counter.traced[kind] += times
+
+
+@torch.no_grad()
+def test_E25_linear_calls_of_replays_are_counted(capturing, monkeypatch):
+    net, x = model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8") as swap:
+        set_least_work(net, 0)
+        net(x)
+        once = swap.report()
+        assert once.calls == 8 and not once.fallbacks
+        capturing.append(True)
+        net(x)
+        replayed(net, 2)
+        assert [row["calls"] for row in swap.report().rows] == [1] * 8  # nobody may ask the GPU now
+        capturing.clear()
+        replayed(net, 1)
+        for _ in range(2):
+            report = swap.report()
+            assert report.calls == 40 and not report.fallbacks
+            assert report.rows[0]["bytes_saved"] == 5 * once.rows[0]["bytes_saved"]
+        capturing.append(True)
+        net(x)  # as before: the same number
+        net.blocks[1].out.train()
+        net(x)
+        capturing.clear()
+        replayed(net, 3, kind=1)
+        assert swap.report().calls == 40 + 8 + 4 * 7 and swap.report().fallbacks == {"training": 4}
+        monkeypatch.setattr(replays, "MOST_KINDS", 2)
+        net.blocks[0].out.train()
+        capturing.append(True)
+        net(x)
+        capturing.clear()
+        assert swap.report().fallbacks == {"training": 6}  # counted as it was captured
+
+
+@torch.no_grad()
+def test_what_is_captured_of_a_copy_counts_for_nobody_else(capturing):
+    net, x = model(), draw(8, 1)
+    with sp.quantize_linears(net, "int8") as swap:
+        set_least_work(net, 0)
+        net(x)
+        twin = copy.deepcopy(net)
+        twin(x)
+        capturing.append(True)
+        twin(x)
+        capturing.clear()
+        assert swap.report().calls == 8
+        with sp.quantize_linears(twin, "int8") as own:
+            set_least_work(twin, 0)
+            twin(x)
+            assert own.report().calls == 8 and swap.report().calls == 8
