@@ -76,8 +76,9 @@ FIGURES = (
         f"{DEFAULT_RECIPE}+linears_int8", True,
     ),
     Figure(
-        "the same, from a CUDA graph, INT8 linear layers", "end_to_end", "flux_1024/cuda_graph", "time",
-        "cuDNN, {}", _milliseconds, ("flux_1024/cuda_graph", CUDNN), f"{DEFAULT_RECIPE}+linears_int8", True,
+        "the same, `capture_forwards()`, INT8 linear layers", "end_to_end", "flux_1024/captured/together4", "time",
+        "cuDNN from a CUDA graph, {}", _milliseconds, ("flux_1024/captured/together4", CUDNN),
+        f"{DEFAULT_RECIPE}+linears_int8", True,
     ),
     Figure(
         "INT8 KV cache: attention of a token, 8 × 131,072 tokens", "decode", "llama8b_decode_131072_b8", "time",
