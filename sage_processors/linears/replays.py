@@ -14,7 +14,6 @@ from .captured import is_captured
 
 
 MOST_KINDS = 64  # of forwards on one GPU, by what layers did; of others the captured one alone is counted
-CPU = torch.device("cpu")
 Calls = tuple[tuple[EventCounter, int, int], ...]  # counter of a layer, event, how often
 
 
@@ -31,10 +30,11 @@ class Replays:
         self._counted: dict[torch.device, list[int]] = {}  # of these replays
         self._running = threading.local()
 
-    def begin(self, captured: bool) -> None:
+    def begin(self, device: torch.device, captured: bool) -> None:
         """A forward of the model begins in this thread; captured: a graph holds all of it."""
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else CPU
         self._running.device, self._running.before = device, None
+        if not self.counters:  # of a copy, whose layers count for themselves
+            return
         if captured and device in self._times:
             self._running.before = [(counter, list(counter.eager)) for counter in self.counters]
         elif device not in self._times and not captured:  # memory of a capture is that graph's alone

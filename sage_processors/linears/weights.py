@@ -127,7 +127,8 @@ class Shared:
         is_whole = model is not None and "_sage_linear" not in model.__dict__
         captured = is_whole and is_captured()
         self._may_wait, self._forward.activations = None, Activations(captured)
-        self.replays.begin(captured)
+        if is_whole:
+            self.replays.begin(_device_of(model), captured)
         self.forwards += 1
 
     def forget_activations(self) -> None:
@@ -355,6 +356,11 @@ class LinearState:
             remedy = f"; {REMEDIES[reason]}" if reason in REMEDIES else ""
             level = logging.WARNING if first else logging.DEBUG
             logger.log(level, "linear layer %s runs in 16 bit (reason: %s%s)", self.label, reason, remedy)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model runs, if one GPU holds it; parameters that are offloaded may be nowhere."""
+    return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
 
 def _nothing():

@@ -301,6 +301,7 @@ def test_what_is_captured_of_a_copy_counts_for_nobody_else(capturing):
         net(x)
         twin = copy.deepcopy(net)
         twin(x)
+        assert not linears(twin)[0]._sage_linear.shared.replays._times
         capturing.append(True)
         twin(x)
         capturing.clear()
