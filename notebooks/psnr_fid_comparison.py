@@ -40,7 +40,8 @@ FIGURES = "figures"
 FIGURES = Path(FIGURES)
 LIVE = {"full": measure.Size(images=2, steps=4, batch=2), "small": measure.Size(images=1, steps=2, batch=1)}[SIZE]
 USED = sorted(name for name, recipe in RECIPES.items() if not recipe.study)
-RECIPES_OF = dict.fromkeys(sp.pipelines.names(), {"full": USED, "small": [DEFAULT_RECIPE]}[SIZE])
+LIVE_NAMES = {"full": sp.pipelines.names(), "small": ["tiny_flux"]}[SIZE]
+RECIPES_OF = dict.fromkeys(LIVE_NAMES, {"full": USED, "small": [DEFAULT_RECIPE]}[SIZE])
 torch.set_num_threads(1)
 
 # %% [markdown]
@@ -96,7 +97,7 @@ live, pictures = {}, {}
 classifier = load_classifier()
 real = measure.true_features(64, classifier)
 with tempfile.TemporaryDirectory() as work:
-    for name in sp.pipelines.names():
+    for name in LIVE_NAMES:
         for recipe in RECIPES_OF[name]:
             run = measure.Measurement(name, LIVE, "cpu", Path(work) / recipe, measure.prompts(4)[: LIVE.images])
             variants = measure.variants(recipe)

@@ -38,7 +38,7 @@ FIGURES = "figures"
 # %%
 FIGURES = Path(FIGURES)
 PIPELINES = {"full": ("tiny_flux", "tiny_flux_hard"), "small": ("tiny_flux",)}[SIZE]
-LIVE = {"full": measure.Size(images=2, steps=5, batch=2), "small": measure.Size(images=1, steps=3, batch=1)}[SIZE]
+LIVE = {"full": measure.Size(images=2, steps=5, batch=2), "small": measure.Size(images=1, steps=2, batch=1)}[SIZE]
 torch.set_num_threads(1)
 
 # %% [markdown]

@@ -38,8 +38,9 @@ class Replays:
         if captured and device in self._times:
             self._running.before = [(counter, list(counter.eager)) for counter in self.counters]
         elif device not in self._times and not captured:  # memory of a capture is that graph's alone
-            self._times[device] = EventCounter(MOST_KINDS, device)
-            self._kinds[device], self._counted[device] = [], [0] * MOST_KINDS
+            times = EventCounter(MOST_KINDS, device)
+            if type(times.traced) is torch.Tensor:  # not of a mode that makes tensors without numbers
+                self._times[device], self._kinds[device], self._counted[device] = times, [], [0] * MOST_KINDS
 
     def end(self) -> None:
         """That forward is over."""
@@ -52,9 +53,9 @@ class Replays:
             for event, (then, now) in enumerate(zip(numbers, counter.eager, strict=True))
             if now > then
         )
-        kinds = self._kinds[self._running.device]
         if not made:
             return
+        kinds = self._kinds[self._running.device]
         if made not in kinds:
             if len(kinds) == MOST_KINDS:
                 return

@@ -290,7 +290,7 @@ class LinearSwap:
         return self._short.begins(shapes_of(args, kwargs), self.states())
 
     def count_known_forwards(self) -> None:
-        """And replays, before anybody reads the layers' counts. Syncs."""
+        """Add them and replays to the layers' counts, which somebody is about to read. Syncs."""
         self._short.count(self.states())
         self._shared.replays.count()
 

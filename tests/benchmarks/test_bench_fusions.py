@@ -48,7 +48,7 @@ def test_rows_of_all_variants(bench, tmp_path):
         ("eager", "all_fusions", True), ("eager", "no_heads", False), ("eager", "no_fusions", False),
         *(
             pytest.param("compiled", name, name == "all_fusions", marks=pytest.mark.slow("compiles two blocks"))
-            for name in ("all_fusions", "no_heads", "no_fusions")
+            for name in ("all_fusions", "no_heads")
         ),
     ],
 )  # fmt: skip

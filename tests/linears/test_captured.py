@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_processors as sp
+from sage_processors.event_counter import EventCounter
 from sage_processors.linears import activations, modules, norms, qkv, replays, storage, weights
 from sage_processors.linears.lazy import Lazy
 from sage_processors.linears.storage import CODES
@@ -291,6 +293,16 @@ def test_E25_linear_calls_of_replays_are_counted(capturing, monkeypatch):
         net(x)
         capturing.clear()
         assert swap.report().fallbacks == {"training": 6}  # counted as it was captured
+
+
+def test_replays_are_not_counted_on_a_tensor_without_numbers():
+    found = replays.Replays()
+    found.counters = [EventCounter(2)]
+    with FakeTensorMode():
+        found.begin(torch.device("cpu"), captured=False)
+    assert not found._times
+    found.begin(torch.device("cpu"), captured=False)
+    assert found._times
 
 
 @torch.no_grad()
