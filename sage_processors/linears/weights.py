@@ -358,7 +358,7 @@ class LinearState:
             logger.log(level, "linear layer %s runs in 16 bit (reason: %s%s)", self.label, reason, remedy)
 
 
-def _device_of(model: nn.Module) -> torch.device:
+def _device_of(model: Any) -> torch.device:
     """Where the model runs, if one GPU holds it; parameters that are offloaded may be nowhere."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
 
