@@ -22,6 +22,9 @@ diffusers advises, or the whole forward from a CUDA graph whose inputs are copie
 `--together 4` so many forwards are made before the GPU is waited for, as pipelines make all of a picture: what Python
 does before a forward then happens while the GPU is busy with the one before. Times are those of one forward.
 
+`--rival torchao_int8` measures stock attention and linear layers that another package quantised, the same ones as
+ours (rival_linears.py), held against stock as ours is.
+
 `--skip 50` leaves out so many percent of the key tiles of the largest attention, at random: what skip="temporal" would
 bring at that share, for models of random weights have none of their own. The lists stay as they are and nothing is
 measured, which bench_skip.py times by itself. Ours is then held against the same model with exact attention to the
@@ -46,12 +49,14 @@ from host_speed import HostSpeed
 from model_cases import ModelCase, make_inputs, make_model
 from random_lists import Shape, check_share, give_lists, listed_attention, random_lists
 from replaced_attention import attention_removed
+from rival_linears import RIVALS, rival_linears
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_processors as sp
 from sage_kernels.crossover import is_short
 from sage_kernels.results import append_row, check_appendable
 from sage_kernels.testing import relative_l2
+from sage_processors.linears.layers import choose
 
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"
@@ -108,12 +113,12 @@ class Bench:
 
     def __init__(
         self, case: ModelCase, model, device, dtype, *, recipe, min_tokens, reps, called="eager", linears="none",
-        min_features=None, skip=0, rounds=1, together=1,
+        min_features=None, skip=0, rounds=1, together=1, rivals=(),
     ):  # fmt: skip
         self.case, self.model, self.device, self.dtype = case, model, device, dtype
         self.recipe, self.min_tokens, self.reps, self.called = recipe, min_tokens, reps, called
         self.linears, self.min_features = linears, min_features
-        self.lists, self.skip, self.rounds, self.together = None, skip, rounds, together
+        self.lists, self.skip, self.rounds, self.together, self.rivals = None, skip, rounds, together, rivals
         self.forwards, self.host = 0, HostSpeed(matters=device.type == "cuda" and called != "cuda_graph")  # one launch
         if skip:
             sizes = case.attention()
@@ -135,6 +140,8 @@ class Bench:
                 yield name, partial(self.stock, name)
             yield REMOVED, self.removed
             yield OURS, self.ours_denoiser if self.case.is_denoiser else self.ours_language
+            for name in self.rivals:
+                yield name, partial(self.rival, name)
         if self.reps > 1:
             yield "torch_sdpa_cudnn", partial(self.stock, "torch_sdpa_cudnn")
 
@@ -146,6 +153,14 @@ class Bench:
     def removed(self) -> Measured:
         with attention_removed():
             return self.measure(1 if self.reps > 1 else 0)
+
+    def rival(self, name: str) -> Measured:
+        choices = choose(self.model, label=str, linears="int8", min_features=self.min_features)
+        layers = [choice.module for choice in choices if choice.format != "none"]
+        if not layers:
+            raise Gated(f"no linear layer that is worth 8 bit for {name}")
+        with rival_linears(name, layers), held_to("torch_sdpa_cudnn", self.device):
+            return self.measure(1)
 
     def ours_denoiser(self) -> Measured:
         options = sp.SageAttnProcessor(
@@ -273,7 +288,7 @@ def run_case(bench: Bench, csv: Path | None) -> list[str]:
             errors = None
             if stock is not None and provider != REMOVED:
                 errors = check_output(result.output, bench.expected(stock) if provider == OURS else stock)
-        except (Gated, RuntimeError, NotImplementedError, ValueError) as error:
+        except (Gated, RuntimeError, NotImplementedError, ValueError, ImportError, AssertionError) as error:
             failures.append(f"{case.name} {provider}: {str(error).strip().splitlines()[0]}")
             print(f"FAILED {failures[-1]}", flush=True)
             results.pop(provider, None)  # of turns before
@@ -310,7 +325,8 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
         "suite": "end_to_end", "case": bench.case.name, "provider": provider,
         "recipe": bench.full_recipe if provider == OURS else "", "batch": sizes["batch"], "heads": sizes["heads"],
         "kv_heads": sizes["kv_heads"], "seq_q": sizes["seq_q"], "seq_k": sizes["seq_kv"],
-        "head_dim": sizes["head_dim"], "causal": sizes["causal"], "includes_quantization": provider == OURS,
+        "head_dim": sizes["head_dim"], "causal": sizes["causal"],
+        "includes_quantization": provider == OURS or provider in RIVALS,
         "rel_l2_error": "" if errors is None else f"{errors[1]:.5f}",
     }  # fmt: skip
     times = torch.tensor(result.times, dtype=torch.float64)
@@ -321,9 +337,10 @@ def save(csv: Path, bench: Bench, provider: str, result: Measured, ratio, errors
     )  # fmt: skip
     if result.peak is not None:
         append_row(csv, **shared, metric="peak_memory", unit="GiB", median=f"{result.peak:.3f}")
-    if provider == OURS:
+    if provider == OURS or provider in RIVALS:
         metric = "rel_l1_same_tiles" if bench.skip else "rel_l1"
         append_row(csv, **shared, metric=metric, unit="1", median=f"{errors[0]:.5f}")
+    if provider == OURS:
         append_row(csv, **shared, metric="int8_calls", unit="1", median=bench.int8_calls)
         if bench.case.is_denoiser:  # of the layer that did most of them
             append_row(csv, **shared, metric="redone_share", unit="1", median=f"{bench.redone:.5f}")
@@ -351,6 +368,7 @@ def main(arguments=None) -> int:
             case, model, device, torch.bfloat16, recipe=options.recipe, min_tokens=options.min_tokens,
             reps=options.reps or case.reps, called=options.called, linears=options.linears,
             min_features=options.min_features, skip=options.skip, rounds=options.rounds, together=options.together,
+            rivals=options.rival,
         )  # fmt: skip
         failures += run_case(bench, csv)
     return 1 if failures else 0

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import triton
 from bench import RESULTS, ROUNDS, quintiles
+from rival_linears import COMPILED, RIVALS, quantize_in_place
 
 from sage_kernels import quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from sage_kernels.results import append_row
@@ -86,17 +87,12 @@ def torch_fp8(weight, bias, fast: bool):
 
 def peers(shape: Shape, weight, bias):
     """(provider, function) of other packages that are installed."""
-    with contextlib.suppress(ImportError):
-        import torchao.quantization as ao
-
-        for name, make in (
-            ("torchao_int8", lambda: ao.Int8DynamicActivationInt8WeightConfig()),
-            ("torchao_fp8", lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow())),
-        ):
-            layer = torch.nn.Linear(shape.depth, shape.columns, dtype=weight.dtype, device=weight.device)
-            layer.weight, layer.bias = torch.nn.Parameter(weight, False), torch.nn.Parameter(bias, False)
-            ao.quantize_(layer, make())
-            yield name, torch.compile(layer, dynamic=False)
+    for name in RIVALS:
+        layer = torch.nn.Linear(shape.depth, shape.columns, dtype=weight.dtype, device=weight.device)
+        layer.weight, layer.bias = torch.nn.Parameter(weight, False), torch.nn.Parameter(bias, False)
+        with contextlib.suppress(ImportError):
+            quantize_in_place(name, layer)
+            yield name, torch.compile(layer, dynamic=False) if name in COMPILED else layer
 
 
 def providers(shape: Shape, weight, bias):
