@@ -1,4 +1,4 @@
-"""Markdown tables of 8-bit linear layers, of the errors of mixed precision, and of the wait of a first call."""
+"""Markdown tables of 8-bit linear layers, alone and in models, of errors of mixed precision, and of first calls."""
 
 from __future__ import annotations
 
@@ -38,6 +38,32 @@ def linears(rows: list[dict[str, str]]) -> str:
     said = f"GPU: {rows[-1]['gpu']}, commit {rows[-1]['commit']}; TFLOPS of bf16, then × bf16 (relative L2)."
     header = ["shape", "rows", "in", "out", "bf16", *(recipe or provider for provider, recipe in columns)]
     return f"{said}\n\n{markdown_table(header, lines)}"
+
+
+def linear_rivals(rows: list[dict[str, str]]) -> str:
+    """A line for each model that was run with other packages' linear layers, too: forwards with stock's, ours (with our
+    attention) and theirs, and how far from stock the output is."""
+    rows = [row for row in rows if row["suite"] == "end_to_end" and row["metric"] in ("time", "rel_l1")]
+    usual = ("torch_sdpa_cudnn", "torch_sdpa_flash", "sage_kernels", "attention_removed")
+    runs = {(row["case"], row["gpu"]): row["commit"] for row in rows if row["provider"] not in usual}  # the newest
+    if not runs:
+        return "No rows yet: `kernels/benchmarks/bench_end_to_end.py --rival torchao_int8` on a GPU."
+    found = []
+    for (case, gpu), commit in runs.items():
+        of_run = [row for row in rows if (row["case"], row["gpu"], row["commit"]) == (case, gpu, commit)]
+        values = {(row["provider"], row["recipe"], row["metric"]): row["median"] for row in of_run}
+        found.append((case, gpu, commit, values))
+    keys = dict.fromkeys((provider, recipe) for *_, values in found for provider, recipe, _ in values)
+    columns = [key for key in keys if key[0] == "sage_kernels"] + [key for key in keys if key[0] not in usual]
+    lines = []
+    for case, gpu, commit, values in found:
+        base, cells = values["torch_sdpa_cudnn", "", "time"], []
+        for key in columns:
+            time, error = (values.get((*key, metric)) for metric in ("time", "rel_l1"))
+            cells.append("–" if time is None else f"{float(base) / float(time):.3f} ({error})")
+        lines.append([case, gpu, commit, base, *cells])
+    header = ["model", "GPU", "commit", "stock, ms", *(recipe or provider for provider, recipe in columns)]
+    return f"× stock, a forward (relative L1 of its output):\n\n{markdown_table(header, lines)}"
 
 
 def mixed(rows: list[dict[str, str]]) -> str:

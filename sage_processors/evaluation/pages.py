@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..whole_file import write_whole
 from .headline import figures_markdown
-from .kernel_tables import cold_start, linears, mixed, recipe_errors
+from .kernel_tables import cold_start, linear_rivals, linears, mixed, recipe_errors
 from .tables import launch_layers, peers, results_markdown
 
 
@@ -29,6 +29,7 @@ def sections(rows: list[dict[str, str]]) -> dict[str, str]:
         "results": results_markdown(rows, summary=True),
         "peers": peers(rows),
         "linears": linears(rows),
+        "linear_rivals": linear_rivals(rows),
         "cold_start": cold_start(rows),
         "mixed": mixed(rows),
         "recipe_errors": recipe_errors(rows),

@@ -6,7 +6,7 @@ from sage_kernels.recipe import DEFAULT_RECIPE
 from sage_kernels.results import append_row, is_without_int8, read_rows
 from sage_processors.cli.main import PAGES
 from sage_processors.evaluation.headline import FIGURES, figures_markdown
-from sage_processors.evaluation.kernel_tables import cold_start, linears, mixed
+from sage_processors.evaluation.kernel_tables import cold_start, linear_rivals, linears, mixed
 from sage_processors.evaluation.pages import PAGE, PAGE_HEADER, replace_sections, sections, update
 from sage_processors.evaluation.tables import LANGUAGE, peers, results_markdown
 from tests.support.repository import ROOT
@@ -389,6 +389,30 @@ def test_linear_layers_of_the_newest_run_beside_their_peers():
     assert up == "| up | 8 | 32 | 64 | 700.0 | 1.400 (0.01) | – | 1.100 (0.02) |"
     assert modulation == "| modulation | 8 | 32 | 64 | 3.0 | – | 1.900 (0.008) | – |"
     assert linears([]).startswith("No rows yet")
+
+
+def test_whole_models_beside_other_packages_linear_layers():
+    row = {"suite": "end_to_end", "gpu": "H200", "case": "flux", "recipe": "", "metric": "time", "commit": "new"}
+    ours = row | {"provider": "sage_kernels", "recipe": "a+linears_int8"}
+    rows = [
+        row | {"provider": "torchao_int8", "commit": "old", "median": "50.0"},
+        row | {"provider": "torch_sdpa_cudnn", "median": "100.0"},
+        row | {"provider": "attention_removed", "median": "90.0"},
+        ours | {"median": "40.0"},
+        ours | {"median": "0.03", "metric": "rel_l1"},
+        ours | {"median": "9", "metric": "int8_calls"},
+        row | {"provider": "torchao_int8", "median": "80.0"},
+        row | {"provider": "torchao_int8", "median": "0.04", "metric": "rel_l1"},
+        row | {"provider": "torch_sdpa_cudnn", "commit": "later", "median": "110.0"},
+    ]
+    *_, header, _, line = linear_rivals(rows).splitlines()
+    assert header == "| model | GPU | commit | stock, ms | a+linears_int8 | torchao_int8 |"
+    assert line == "| flux | H200 | new | 100.0 | 2.500 (0.03) | 1.250 (0.04) |"
+    other = [x | {"case": "wan"} for x in rows if x["provider"] != "torchao_int8"]
+    other += [row | {"case": "wan", "provider": "comfy_kitchen", "median": "125.0"}]
+    *_, flux, wan = linear_rivals([*rows, *other]).splitlines()
+    assert flux.endswith("| 1.250 (0.04) | – |") and wan.endswith("| 2.500 (0.03) | – | 0.800 (None) |")
+    assert linear_rivals(rows[1:6]).startswith("No rows yet")
 
 
 def test_the_wait_of_a_first_call_by_recipe_and_the_newest_row_of_each():
