@@ -41,7 +41,7 @@ def linears(rows: list[dict[str, str]]) -> str:
 
 
 def linear_rivals(rows: list[dict[str, str]]) -> str:
-    """A line for each model that was run with other packages' linear layers, too: forwards with stock's, ours (with our
+    """A line for each model that was run with other packages' linear layers: forwards with stock's, ours (with our
     attention) and theirs, and how far from stock the output is."""
     rows = [row for row in rows if row["suite"] == "end_to_end" and row["metric"] in ("time", "rel_l1")]
     usual = ("torch_sdpa_cudnn", "torch_sdpa_flash", "sage_kernels", "attention_removed")
