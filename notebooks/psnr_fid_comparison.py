@@ -33,7 +33,7 @@ from sage_processors.evaluation.side_by_side import amplification, side_by_side
 
 
 # %% tags=["parameters"]
-SIZE = "full"  # "small" is what CI runs: fewer pictures and steps in the live part
+SIZE = "full"  # "small" is what CI runs: fewer pictures, steps and pipelines in the live part
 FIGURES = "figures"
 
 # %%

@@ -60,10 +60,10 @@ class ModelState:
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
         self.in_8_bit = [module for module in modules if "_sage_linear" in module.__dict__]
-        self._held: list[tuple[Any, Any, torch.Tensor]] = []  # container, key, tensor
+        held: list[tuple[Any, Any, torch.Tensor]] = []  # container, key, tensor
         self._now = [values for module in modules for values in _attributes(module)]
-        self._then = [self._copied(values) for values in self._now]
-        self._containers, self._keys, self._tensors = ([x[i] for x in self._held] for i in range(3))
+        self._then = [_copied(values, held) for values in self._now]
+        self._containers, self._keys, self._tensors = ([x[i] for x in held] for i in range(3))
         self._counted = [x for x in self._tensors if version_of(x) is not None]
         self._memory = self._where_and_when()
 
@@ -84,17 +84,6 @@ class ModelState:
         """Where the tensors lie, and how often they were written to."""
         return [*map(torch.Tensor.data_ptr, self._tensors), *map(VERSION, self._counted)]
 
-    def _copied(self, value: Any, depth: int = DEPTH) -> Any:
-        """Containers anew, so that what is put into them shows; everything else as it is."""
-        if depth == 0 or not (isinstance(value, dict) or type(value) in (list, tuple, set)):
-            return value
-        if isinstance(value, set):
-            return set(value)
-        items = list(value.items() if isinstance(value, dict) else enumerate(value))
-        self._held += [(value, key, x) for key, x in items if isinstance(x, torch.Tensor)]
-        found = {key: self._copied(x, depth - 1) for key, x in items}
-        return found if isinstance(value, dict) else type(value)(found.values())
-
 
 def refresh_weights(modules: Iterable[nn.Module]) -> None:
     """Compare 8-bit weights with 16-bit ones that somebody may have written to uncounted; make those anew that differ.
@@ -109,6 +98,18 @@ def refresh_weights(modules: Iterable[nn.Module]) -> None:
         if not (state.dropped or state.is_fresh(weight)) or (bias is not None and state.bias_touched):
             with state.shared.lock:
                 state.prepare(module)
+
+
+def _copied(value: Any, held: list[tuple[Any, Any, torch.Tensor]], depth: int = DEPTH) -> Any:
+    """Containers anew, so that what is put into them shows; everything else as it is. held: gets their tensors."""
+    if depth == 0 or not (isinstance(value, dict) or type(value) in (list, tuple, set)):
+        return value
+    if isinstance(value, set):
+        return set(value)
+    items = list(value.items() if isinstance(value, dict) else enumerate(value))
+    held += [(value, key, x) for key, x in items if isinstance(x, torch.Tensor)]
+    found = {key: _copied(x, held, depth - 1) for key, x in items}
+    return found if isinstance(value, dict) else type(value)(found.values())
 
 
 def _tensors(module: nn.Module) -> list[torch.Tensor]:

@@ -409,9 +409,10 @@ def test_whole_models_beside_other_packages_linear_layers():
     assert header == "| model | GPU | commit | stock, ms | a+linears_int8 | torchao_int8 |"
     assert line == "| flux | H200 | new | 100.0 | 2.500 (0.03) | 1.250 (0.04) |"
     other = [x | {"case": "wan"} for x in rows if x["provider"] != "torchao_int8"]
-    other += [row | {"case": "wan", "provider": "comfy_kitchen", "median": "125.0"}]
+    comfy = row | {"case": "wan", "provider": "comfy_kitchen"}
+    other += [comfy | {"median": "125.0"}, comfy | {"median": "0.05", "metric": "rel_l1"}]
     *_, flux, wan = linear_rivals([*rows, *other]).splitlines()
-    assert flux.endswith("| 1.250 (0.04) | – |") and wan.endswith("| 2.500 (0.03) | – | 0.800 (None) |")
+    assert flux.endswith("| 1.250 (0.04) | – |") and wan.endswith("| 2.500 (0.03) | – | 0.800 (0.05) |")
     assert linear_rivals(rows[1:6]).startswith("No rows yet")
 
 

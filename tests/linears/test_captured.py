@@ -305,6 +305,19 @@ def test_replays_are_not_counted_on_a_tensor_without_numbers():
     assert found._times
 
 
+def test_replays_are_counted_where_an_eager_forward_has_made_room():
+    """What is made in a capture is that graph's alone; weights that are offloaded say nothing of the GPU."""
+    found, counter = replays.Replays(), EventCounter(2)
+    found.counters = [counter]
+    found.begin(torch.device("cpu"), captured=True)
+    counter.add(0)
+    found.end()
+    found.count()
+    assert not found._times and counter.numbers() == [1, 0]
+    net = nn.Sequential(nn.Linear(4, 4, device="meta"), nn.Linear(4, 4))
+    assert weights._device_of(net) == torch.device("cpu")
+
+
 @torch.no_grad()
 def test_what_is_captured_of_a_copy_counts_for_nobody_else(capturing):
     net, x = model(), draw(8, 1)
