@@ -60,8 +60,7 @@ def linear_rivals(rows: list[dict[str, str]]) -> str:
         base, cells = values["torch_sdpa_cudnn", "", "time"], []
         for key in columns:
             time, error = (values.get((*key, metric)) for metric in ("time", "rel_l1"))
-            is_whole = time is not None and error is not None
-            cells.append(f"{float(base) / float(time):.3f} ({error})" if is_whole else "–")
+            cells.append("–" if time is None or error is None else f"{float(base) / float(time):.3f} ({error})")
         lines.append([case, gpu, commit, base, *cells])
     header = ["model", "GPU", "commit", "stock, ms", *(recipe or provider for provider, recipe in columns)]
     return f"× stock, a forward (relative L1 of its output):\n\n{markdown_table(header, lines)}"
