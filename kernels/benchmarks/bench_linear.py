@@ -5,9 +5,11 @@
 
 A call of ours quantises its activation and multiplies, bias included; with a row a sample, as modulation has them, it
 multiplies the activation as it is by an 8-bit weight. torch_bf16 is torch.nn.functional.linear. All providers of a
-shape run in the same process, in turns; a ratio is bf16's time over theirs. torchao and comfy_kitchen run where they
-can be imported. `torch_fp8` is PyTorch's FP8 matmul behind our quantisation of rows, `torch_fp8_fast` the same with
-fast accumulation, whose long sums come out short (kernels/NOTES.md).
+shape run in the same process, in turns, each warmed up by itself: a GPU at its power limit is faster after a slow
+provider than after a fast one. A ratio is bf16's time over theirs. torchao and comfy_kitchen run where they can be
+imported. `flux_feed_forward` is a whole feed-forward, each with all that it fuses (feed_forward.py). `torch_fp8` is
+PyTorch's FP8 matmul behind our quantisation of rows, `torch_fp8_fast` the same with fast accumulation, whose long sums
+come out short (kernels/NOTES.md).
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import argparse
 import contextlib
 import math
 import sys
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+import feed_forward
 import torch
 import triton
 from bench import RESULTS, ROUNDS, quintiles
@@ -32,6 +36,7 @@ MAX_ERROR = {"int8": 0.0135, "fp8": 0.042}  # relative L2 on N(0, 1)
 WEIGHT_ONLY_ERROR = 0.0096  # of the weight alone: the square root of half
 PEER_ERROR = 0.1  # a peer's error is its own; this only tells a linear layer from something else
 GATE_ROWS = 256
+WARM_UP_MS, MEASURED_MS = 100, 40  # of a turn; the clock follows the power within tens of milliseconds
 
 
 class Shape(NamedTuple):
@@ -62,6 +67,16 @@ MODULATION = (
     Shape("flux_single_modulation", 1, 3072, 9216),
     Shape("flux_modulation_8_samples", 8, 3072, 18432),
 )  # nor these: the activation stays as it is
+FEED_FORWARD = Shape("flux_feed_forward", 4608, 3072, 12288)  # nor this: to as many columns, and back
+
+
+class Problem(NamedTuple):
+    """What is computed of a shape: its input, the last rows of its exact result, what it takes, who computes it."""
+
+    x: torch.Tensor
+    exact: torch.Tensor
+    flops: int
+    entrants: Iterable[tuple[str, str, float, Callable]]  # provider, recipe, largest relative L2 allowed, function
 
 
 def ours(format: str, weight, bias):
@@ -111,14 +126,26 @@ def providers(shape: Shape, weight, bias):
         yield provider, "", PEER_ERROR, function
 
 
-def run_shape(shape: Shape, save: bool) -> tuple[dict, list[str]]:
-    """Gate and time every provider. Returns {(provider, recipe): ratio to bf16} and the failures."""
+def one_layer(shape: Shape) -> Problem:
     x, weight = (torch.randn(n, shape.depth, device="cuda", dtype=torch.bfloat16) for n in (shape.rows, shape.columns))
     weight = weight * shape.depth**-0.5
     bias = torch.randn(shape.columns, device="cuda", dtype=torch.bfloat16)
     exact = x[-GATE_ROWS:].double() @ weight.double().T + bias.double()
+    return Problem(x, exact, 2 * shape.rows * shape.columns * shape.depth, providers(shape, weight, bias))
+
+
+def whole_feed_forward(shape: Shape) -> Problem:
+    x, layers = feed_forward.make(shape.rows, shape.depth, shape.columns, "cuda")
+    exact = feed_forward.exact(x, layers)[-GATE_ROWS:]
+    return Problem(x, exact, 4 * shape.rows * shape.columns * shape.depth, feed_forward.providers(layers))
+
+
+def run_shape(shape: Shape, save: bool) -> tuple[dict, list[str]]:
+    """Gate and time every provider. Returns {(provider, recipe): ratio to bf16} and the failures."""
+    torch.compiler.reset()  # a layer of another shape is compiled only so many times
+    x, exact, flops, contenders = (whole_feed_forward if shape == FEED_FORWARD else one_layer)(shape)
     entrants, failures = [], []
-    for provider, recipe, allowed, function in providers(shape, weight, bias):
+    for provider, recipe, allowed, function in contenders:
         try:
             error = float(relative_l2(function(x)[-GATE_ROWS:], exact))
         except Exception as failure:
@@ -133,11 +160,12 @@ def run_shape(shape: Shape, save: bool) -> tuple[dict, list[str]]:
         entrants.append((provider, recipe, function, error, []))
     for _ in range(ROUNDS):
         for *_, function, _, times in entrants:
-            times += triton.testing.do_bench(lambda f=function: f(x), warmup=10, rep=40, return_mode="all")
+            times += triton.testing.do_bench(
+                lambda f=function: f(x), warmup=WARM_UP_MS, rep=MEASURED_MS, return_mode="all"
+            )
     base, ratios = quintiles(entrants[0][-1])[1], {}
     for provider, recipe, _, error, times in entrants:
         p20, median, p80 = quintiles(times)
-        flops = 2 * shape.rows * shape.columns * shape.depth
         rates = [flops / ms / 1e9 for ms in (median, p80, p20)]
         ratios[provider, recipe] = base / median
         print(
@@ -156,7 +184,7 @@ def run_shape(shape: Shape, save: bool) -> tuple[dict, list[str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    known = {shape.name: shape for shape in (*SHAPES, *TEXT, *MODULATION)}
+    known = {shape.name: shape for shape in (*SHAPES, *TEXT, *MODULATION, FEED_FORWARD)}
     parser.add_argument("--case", action="append", choices=sorted(known), metavar="NAME", help="all by default")
     parser.add_argument("--no-save", action="store_true", help="print only, append nothing to results.csv")
     arguments = parser.parse_args()

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import contextmanager
+from operator import attrgetter
 
 import torch
+import torch._inductor.config
 from torch import nn
 
 
 RIVALS = ("torchao_int8", "torchao_fp8", "comfy_kitchen")
 COMPILED = ("torchao_int8", "torchao_fp8")  # which are slower than 16 bit without the compiler
+COMPILER_OPTIONS = (  # what torchao sets for the whole process where it quantises
+    "coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul",
+    "fx_graph_cache", "triton.unique_kernel_names",
+)  # fmt: skip
 
 
 def quantize_in_place(rival: str, layer: nn.Linear) -> None:
@@ -39,9 +45,11 @@ def quantize_in_place(rival: str, layer: nn.Linear) -> None:
 
 @contextmanager
 def rival_linears(rival: str, layers: Iterable[nn.Linear]):
-    """The layers of a model quantised so for a while; their own weights stay in memory meanwhile."""
-    layers = list(layers)
+    """The layers of a model quantised so for a while; their own weights stay in memory meanwhile. What the package
+    sets the compiler to holds as long."""
+    layers, config = list(layers), torch._inductor.config
     before = [(dict(layer.__dict__), dict(layer._parameters)) for layer in layers]
+    options = {name: attrgetter(name)(config) for name in COMPILER_OPTIONS}
     try:
         with torch.no_grad():
             for layer in layers:
@@ -53,3 +61,6 @@ def rival_linears(rival: str, layers: Iterable[nn.Linear]):
             layer.__dict__.update(attributes)
             layer._parameters.clear()
             layer._parameters.update(parameters)
+        for name, value in options.items():
+            holder, _, last = name.rpartition(".")
+            setattr(attrgetter(holder)(config) if holder else config, last, value)
