@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import contextmanager
-from operator import attrgetter
 
 import torch
 import torch._inductor.config
@@ -13,15 +12,12 @@ from torch import nn
 
 RIVALS = ("torchao_int8", "torchao_fp8", "comfy_kitchen")
 COMPILED = ("torchao_int8", "torchao_fp8")  # which are slower than 16 bit without the compiler
-COMPILER_OPTIONS = (  # what torchao sets for the whole process where it quantises
-    "coordinate_descent_tuning", "coordinate_descent_check_all_directions", "force_fuse_int_mm_with_mul",
-    "fx_graph_cache", "triton.unique_kernel_names",
-)  # fmt: skip
 
 
-def quantize_in_place(rival: str, layer: nn.Linear) -> None:
+def quantize_in_place(rival: str, layer: nn.Linear, *, searches: bool = True) -> None:
     """Have a layer run in 8 bit: weights by output channel, activations by row, each time anew.
 
+    Args: searches: torchao may set the compiler, for the whole process, to what it recommends.
     Raises: ImportError where the package is not installed; what the package raises where it can't run.
     """
     if rival == "comfy_kitchen":
@@ -38,29 +34,29 @@ def quantize_in_place(rival: str, layer: nn.Linear) -> None:
         "torchao_fp8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
     }[rival]
     holder = nn.Sequential(layer)
-    ao.quantize_(holder, make())
+    ao.quantize_(holder, make(set_inductor_config=searches))
     if holder[0] is not layer:
         raise RuntimeError(f"{rival}: got a {type(holder[0]).__name__} in its place, expected the layer itself")
 
 
 @contextmanager
 def rival_linears(rival: str, layers: Iterable[nn.Linear]):
-    """The layers of a model quantised so for a while; their own weights stay in memory meanwhile. What the package
-    sets the compiler to holds as long."""
-    layers, config = list(layers), torch._inductor.config
+    """The layers of a model quantised so for a while; their own weights stay in memory meanwhile.
+
+    Of what torchao recommends to the compiler the fusion of an INT8 product with its scales is switched on. The search
+    for faster kernels is not: for one kind of FLUX's blocks it did not end within four minutes.
+    """
+    layers = list(layers)
     before = [(dict(layer.__dict__), dict(layer._parameters)) for layer in layers]
-    options = {name: attrgetter(name)(config) for name in COMPILER_OPTIONS}
     try:
         with torch.no_grad():
             for layer in layers:
-                quantize_in_place(rival, layer)
-        yield
+                quantize_in_place(rival, layer, searches=False)
+        with torch._inductor.config.patch(force_fuse_int_mm_with_mul=True):
+            yield
     finally:
         for layer, (attributes, parameters) in zip(layers, before, strict=True):
             layer.__dict__.clear()
             layer.__dict__.update(attributes)
             layer._parameters.clear()
             layer._parameters.update(parameters)
-        for name, value in options.items():
-            holder, _, last = name.rpartition(".")
-            setattr(attrgetter(holder)(config) if holder else config, last, value)
