@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch._inductor.config
@@ -31,7 +32,7 @@ def quantize_in_place(rival: str, layer: nn.Linear, *, searches: bool = True) ->
 
     make = {
         "torchao_int8": ao.Int8DynamicActivationInt8WeightConfig,
-        "torchao_fp8": lambda: ao.Float8DynamicActivationFloat8WeightConfig(granularity=ao.PerRow()),
+        "torchao_fp8": partial(ao.Float8DynamicActivationFloat8WeightConfig, granularity=ao.PerRow()),
     }[rival]
     holder = nn.Sequential(layer)
     ao.quantize_(holder, make(set_inductor_config=searches))
