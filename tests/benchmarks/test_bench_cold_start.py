@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
 import pytest
 
@@ -16,14 +15,10 @@ BENCHMARKS = ROOT / "kernels" / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(BENCHMARKS))  # as when it is run
-    try:
-        import bench_cold_start
+def bench(on_the_path):
+    import bench_cold_start
 
-        yield bench_cold_start
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return bench_cold_start
 
 
 def test_cases_say_how_many_blocks_they_have(bench):

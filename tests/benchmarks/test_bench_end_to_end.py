@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 
 import pytest
 import torch
@@ -30,14 +29,10 @@ PARAMETERS = {
 
 
 @pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(BENCHMARKS))  # as when it is run
-    try:
-        import bench_end_to_end
+def bench(on_the_path):
+    import bench_end_to_end
 
-        yield bench_end_to_end
-    finally:
-        sys.path.remove(str(BENCHMARKS))
+    return bench_end_to_end
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 
 from sage_kernels.results import read_rows
-from tests.support.repository import ROOT
 
 
 pytest.importorskip("diffusers")
@@ -17,15 +14,10 @@ ARGUMENTS = ["--tiny", "--device", "cpu", "--rounds", "1", "--reps", "1"]
 
 
 @pytest.fixture(scope="module")
-def bench():
-    folder = str(ROOT / "kernels" / "benchmarks")
-    sys.path.insert(0, folder)  # as when it is run
-    try:
-        import bench_fusions
+def bench(on_the_path):
+    import bench_fusions
 
-        yield bench_fusions
-    finally:
-        sys.path.remove(folder)
+    return bench_fusions
 
 
 def ops_of(bench, called: str, name: str) -> set[str]:

@@ -7,13 +7,11 @@ import torch
 
 from sage_kernels import qk_norm_rope
 from sage_kernels.testing import relative_l2
-from tests.support.repository import ROOT
 
 
 @pytest.fixture
-def bench(monkeypatch):
+def bench(on_the_path):
     pytest.importorskip("triton")
-    monkeypatch.syspath_prepend(str(ROOT / "kernels" / "benchmarks"))
     import bench_heads
 
     return bench_heads

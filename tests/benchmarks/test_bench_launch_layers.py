@@ -10,7 +10,6 @@ import torch
 import sage_kernels
 from sage_kernels import attention, decode, replay
 from sage_kernels.results import read_rows
-from tests.support.repository import ROOT
 
 
 pytest.importorskip("diffusers")
@@ -19,15 +18,10 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 
 @pytest.fixture(scope="module")
-def bench():
-    folder = str(ROOT / "kernels" / "benchmarks")
-    sys.path.insert(0, folder)  # as when it is run
-    try:
-        import bench_launch_layers
+def bench(on_the_path):
+    import bench_launch_layers
 
-        yield bench_launch_layers
-    finally:
-        sys.path.remove(folder)
+    return bench_launch_layers
 
 
 def test_rows_of_all_variants(bench, tmp_path):

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import csv
-import sys
-from pathlib import Path
 
 import pytest
 
 
 pytest.importorskip("triton", reason="triton is not installed")
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "kernels" / "benchmarks"))
-import bench_memory  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def bench(on_the_path):
+    import bench_memory
+
+    return bench_memory
 
 
 @pytest.mark.parametrize("linears", ["int8", "fp8"])
-def test_weights_that_were_dropped_are_gone(linears, tmp_path):
+def test_weights_that_were_dropped_are_gone(bench, linears, tmp_path):
     out = tmp_path / "rows.csv"
-    assert bench_memory.main(["--tiny", "--device", "cpu", "--linears", linears, "--csv", str(out)]) == 0
+    assert bench.main(["--tiny", "--device", "cpu", "--linears", linears, "--csv", str(out)]) == 0
     with out.open(newline="") as file:
         stock, ours = csv.DictReader(file)
     assert {row["case"] for row in (stock, ours)} == {"flux_1024/tiny/dropped"}
@@ -26,10 +28,10 @@ def test_weights_that_were_dropped_are_gone(linears, tmp_path):
     assert 0 < float(ours["rel_l2_error"]) < 0.1
 
 
-def test_bytes_are_counted_once():
+def test_bytes_are_counted_once(bench):
     import torch
 
     model = torch.nn.Linear(256, 1024, bias=False)
     tied = torch.nn.Sequential(model, torch.nn.Linear(256, 1024, bias=False))
     tied[1].weight = model.weight
-    assert bench_memory.weights_gib(model) == bench_memory.weights_gib(tied) == 2**-10
+    assert bench.weights_gib(model) == bench.weights_gib(tied) == 2**-10

@@ -6,12 +6,9 @@ import sys
 
 import pytest
 
-from tests.support.repository import ROOT
-
 
 @pytest.fixture
-def host_speed(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "kernels" / "benchmarks"))
+def host_speed(on_the_path):
     import host_speed
 
     yield host_speed

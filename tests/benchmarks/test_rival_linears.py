@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from sage_kernels.results import read_rows
-from tests.support.repository import ROOT
 
 
 pytest.importorskip("diffusers")
@@ -19,14 +18,10 @@ TINY = ["--tiny", "--device", "cpu", "--case", "flux_1024", "--min-features", "0
 
 
 @pytest.fixture(scope="module")
-def bench():
-    sys.path.insert(0, str(ROOT / "kernels" / "benchmarks"))  # as when it is run
-    try:
-        import bench_end_to_end
+def bench(on_the_path):
+    import bench_end_to_end
 
-        yield bench_end_to_end
-    finally:
-        sys.path.remove(str(ROOT / "kernels" / "benchmarks"))
+    return bench_end_to_end
 
 
 @pytest.fixture
@@ -74,6 +69,26 @@ def test_an_error_on_the_way_puts_the_layers_back(rivals, stand_in):
     with pytest.raises(AttributeError), rivals.rival_linears("comfy_kitchen", net):
         pass
     assert "forward" not in net[0].__dict__
+
+
+@pytest.mark.parametrize("rival", ["torchao_int8", "torchao_fp8"])
+@pytest.mark.parametrize("searches", [None, True])
+def test_what_torchao_is_asked_for(rival, searches, rivals, monkeypatch):
+    package, asked = types.ModuleType("torchao.quantization"), []
+    package.PerRow = lambda: "rows"
+    package.Int8DynamicActivationInt8WeightConfig = lambda **given: ("int8", given)
+    package.Float8DynamicActivationFloat8WeightConfig = lambda **given: ("fp8", given)
+    package.quantize_ = lambda holder, config: asked.append(config)
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.quantization", package)
+    layer, fuses = nn.Linear(32, 32), lambda: torch._inductor.config.force_fuse_int_mm_with_mul
+    if searches:
+        rivals.quantize_in_place(rival, layer)
+    else:  # in whole models
+        with rivals.rival_linears(rival, [layer]):
+            assert fuses()
+    rows = {"torchao_int8": ("int8", {}), "torchao_fp8": ("fp8", {"granularity": "rows"})}[rival]
+    assert asked == [(rows[0], rows[1] | {"set_inductor_config": bool(searches)})] and not fuses()
 
 
 @pytest.mark.parametrize("rival", ["torchao_int8", "torchao_fp8"])
