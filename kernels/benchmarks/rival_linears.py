@@ -45,7 +45,7 @@ def rival_linears(rival: str, layers: Iterable[nn.Linear]):
     """The layers of a model quantised so for a while; their own weights stay in memory meanwhile.
 
     Of what torchao recommends to the compiler the fusion of an INT8 product with its scales is switched on. The search
-    for faster kernels is not: for one kind of FLUX's blocks it did not end within four minutes.
+    for faster kernels is not: for the two kinds of FLUX's blocks it did not end within three minutes.
     """
     layers = list(layers)
     before = [(dict(layer.__dict__), dict(layer._parameters)) for layer in layers]
