@@ -5,8 +5,8 @@
 
 A call of ours quantises its activation and multiplies, bias included; with a row a sample, as modulation has them, it
 multiplies the activation as it is by an 8-bit weight. torch_bf16 is torch.nn.functional.linear. All providers of a
-shape run in the same process, in turns, each warmed up by itself: a GPU at its power limit is faster after a slow
-provider than after a fast one. A ratio is bf16's time over theirs. torchao and comfy_kitchen run where they can be
+shape run in the same process, in turns, each warmed up by itself, or the clock of a GPU at its power limit would be
+that of the provider before. A ratio is bf16's time over theirs. torchao and comfy_kitchen run where they can be
 imported. `flux_feed_forward` is a whole feed-forward, each with all that it fuses (feed_forward.py). `torch_fp8` is
 PyTorch's FP8 matmul behind our quantisation of rows, `torch_fp8_fast` the same with fast accumulation, whose long sums
 come out short (kernels/NOTES.md).
@@ -25,18 +25,17 @@ import feed_forward
 import torch
 import triton
 from bench import RESULTS, ROUNDS, quintiles
-from rival_linears import COMPILED, RIVALS, quantize_in_place
+from feed_forward import MAX_ERROR
+from rival_linears import COMPILED, PEER_ERROR, RIVALS, quantize_in_place
 
 from sage_kernels import quantize_activation, quantize_weight, quantized_linear, weight_only_linear
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
 
 
-MAX_ERROR = {"int8": 0.0135, "fp8": 0.042}  # relative L2 on N(0, 1)
 WEIGHT_ONLY_ERROR = 0.0096  # of the weight alone: the square root of half
-PEER_ERROR = 0.1  # a peer's error is its own; this only tells a linear layer from something else
 GATE_ROWS = 256
-WARM_UP_MS, MEASURED_MS = 100, 40  # of a turn; the clock follows the power within tens of milliseconds
+WARM_UP_MS, MEASURED_MS = 100, 40  # of a turn, whose clock is to be its own
 
 
 class Shape(NamedTuple):

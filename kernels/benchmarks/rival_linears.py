@@ -12,6 +12,7 @@ from torch import nn
 
 
 RIVALS = ("torchao_int8", "torchao_fp8", "comfy_kitchen")
+PEER_ERROR = 0.1  # relative L2; a peer's error is its own, this only tells its layer from something else
 COMPILED = ("torchao_int8", "torchao_fp8")  # which are slower than 16 bit without the compiler
 
 

@@ -22,8 +22,9 @@ def feed_forward(on_the_path):
 def of_16_bit(
     x, weight, scale, bias, *, out_dtype, convrot=False, input_act="none", residual=None, residual_scale=None
 ):
-    """What the names of comfy_kitchen.int8_linear mean, without its rounding."""
+    """What the names of comfy_kitchen.int8_linear mean, not rounded; a reversal stands in for its rotation."""
     x = F.gelu(x, approximate="tanh") if input_act == "gelu_tanh" else x
+    x = x.flip(-1) if convrot else x
     out = F.linear(x, weight * scale, bias)
     return (out if residual is None else torch.addcmul(residual, residual_scale, out)).to(out_dtype)
 
@@ -34,7 +35,7 @@ def stand_in(monkeypatch):
         @staticmethod
         def quantize(weight, *, is_weight, per_channel, convrot):
             assert is_weight and per_channel
-            return weight, types.SimpleNamespace(scale=torch.ones(len(weight), 1))
+            return weight.flip(-1) if convrot else weight, types.SimpleNamespace(scale=torch.ones(len(weight), 1))
 
     package, tensor = types.ModuleType("comfy_kitchen"), types.ModuleType("comfy_kitchen.tensor")
     package.quantize_int8_rowwise = lambda weight: (weight, torch.ones(len(weight), 1))
