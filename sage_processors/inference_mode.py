@@ -1,7 +1,7 @@
 """A forward called under torch.inference_mode() runs as under torch.no_grad(): there tensors count their writes.
 
-What waits for its use (linears/lazy.py) has to notice when an input is written to meanwhile, and a layer in 8 bit when
-its weight is. Tensors that are made under inference_mode do not tell.
+What waits for its use (postponed/tensor.py) has to notice when an input is written to meanwhile, and a layer in 8 bit
+when its weight is. Tensors that are made under inference_mode do not tell.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _all_joined(owner, modules) -> int:
 
 
 def _at_once(shape, dtype, device, module, rows) -> torch.Tensor:
-    """What stands for LazyLinear(...): the product."""
+    """What stands for PostponedLinear(...): the product."""
     return modules.product(module, rows, module._sage_linear.bias, dtype=dtype)
 
 
@@ -68,11 +68,11 @@ def without(*fusions: str):
     change, config = mock.patch.object, torch._inductor.config
     with ExitStack() as stack:
         if "norms" in fusions:
-            stack.enter_context(change(norms.NormState, "_lazy", _nothing))
+            stack.enter_context(change(norms.NormState, "_waiting", _nothing))
         if "results" in fusions:
-            stack.enter_context(change(modules, "LazyLinear", _at_once))
+            stack.enter_context(change(modules, "PostponedLinear", _at_once))
         if "heads" in fusions:
-            stack.enter_context(change(head_norms.HeadNormState, "_lazy", _nothing))
+            stack.enter_context(change(head_norms.HeadNormState, "_waiting", _nothing))
             stack.enter_context(change(rotary, "_waits", _nothing))
             stack.enter_context(change(head_rotation.HeadRotations, "put", _nothing))
         if "values" in fusions:

@@ -21,8 +21,8 @@ from sage_kernels.recipe import MIXED_RECIPE
 
 from ..autocast import autocast
 from ..event_counter import count_shared, zero_shared
-from ..linears.lazy import real_of
 from ..options import BY_CALL, REMEDIES, SageAttnProcessor, UnsupportedAttentionError
+from ..postponed.tensor import ordinary_in
 from . import dispatcher
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient
 from .context_parallel import degrees, run_in_parallel
@@ -115,7 +115,7 @@ def _sage_int8(
     **unknown: Any,
 ) -> Any:
     """The back end: query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D], and lse [B, S_q, H]."""
-    query, key, value = real_of((query, key, value))
+    query, key, value = ordinary_in((query, key, value))
     attn_mask = _key_mask(attn_mask, query, key)
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if _parallel_config is not None:

@@ -1,7 +1,7 @@
 """In compiled code: norms of heads, rotary embedding and parts put side by side, in one pass in front of attention.
 
-What lazy_heads.py does in eager code, on the graph as Dynamo writes it. Only queries and keys of our own attention ops
-are looked at: heads of layers that stay exact keep the model's bits.
+What postponed_heads.py does in eager code, on the graph as Dynamo writes it. Only queries and keys of our own
+attention ops are looked at: heads of layers that stay exact keep the model's bits.
 """
 
 from __future__ import annotations

@@ -7,12 +7,11 @@ from typing import Any
 from sage_kernels.checks import MAX_HEAD_DIM
 
 from ..linears.graph_pass import fuse_in_compiled_code
-from ..linears.lazy import Operand
 from ..linears.modules import is_swapped, norm_class, put_class
 from ..linears.norms import NormState, norm_form
-from ..linears.weights import Shared
+from ..postponed.tensor import Operand
 from .head_fusion import fuse_heads
-from .lazy_heads import LazyHeads, Norm, Part, Waiting
+from .postponed_heads import HeadSource, Norm, Part, PostponedHeads
 
 
 # Children of an attention module that norm heads before a rotary embedding
@@ -20,17 +19,16 @@ NAMES = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 
 
 class HeadNormState(NormState):
-    """Of one norm in front of attention. waiting: as of the rotary embedding's."""
+    """Of one norm in front of attention. source: as of the rotary embedding's."""
 
-    waits_when_captured = True  # attention, which is captured with it, has it made in the same graph
     copies_weights = True  # a few bytes; else offloading, which changes no number, would change how heads are rounded
 
-    def __init__(self, label, kind, plus_one, shared):
-        super().__init__(label, kind, plus_one, shared)
-        self.waiting = Waiting(label)
+    def __init__(self, label, kind, plus_one):
+        super().__init__(label, kind, plus_one)
+        self.source = HeadSource(label)
 
-    def _lazy(self, x, dtype, forward, vectors):
-        if self.kind != "rms" or vectors["bias"] is not None or not self.waiting.is_postponed or dtype != x.dtype:
+    def _waiting(self, x, dtype, forward, vectors):
+        if self.kind != "rms" or vectors["bias"] is not None or not self.source.is_postponed or dtype != x.dtype:
             return None
         if x.dim() != 4 or x.shape[3] % 2 or x.shape[3] > MAX_HEAD_DIM or x.stride(3) != 1:
             return None
@@ -38,7 +36,7 @@ class HeadNormState(NormState):
         if weight is not None and weight.shape != x.shape[3:]:
             return None
         part = Part(Operand(x), Norm(weight, vectors["eps"]), None)
-        return LazyHeads(x.shape, dtype, x.device, (part,), None, (self.waiting,), forward)
+        return PostponedHeads(x.shape, dtype, x.device, (part,), None, (self.source,), forward)
 
 
 class HeadNorms:
@@ -50,7 +48,6 @@ class HeadNorms:
 
     def __init__(self) -> None:
         self._swapped: dict[int, Any] = {}
-        self._shared = Shared()
 
     def put(self, layers, label) -> None:
         """Let the head norms of attention layers wait, where the processor's rotary embedding does.
@@ -66,7 +63,7 @@ class HeadNorms:
                     _put_back(module)  # a copy of another model's: start anew
                 form = None if module is None or is_swapped(module) else norm_form(module)
                 if form is not None:
-                    state = HeadNormState(label(f"{layer.name}.{name}"), *form, self._shared)
+                    state = HeadNormState(label(f"{layer.name}.{name}"), *form)
                     object.__setattr__(module, "_sage_norm", state)
                     cls: Any = type(module)
                     put_class(module, norm_class(cls))

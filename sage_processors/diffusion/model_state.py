@@ -16,13 +16,12 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ..inference_mode import AsUnderNoGrad
-from ..linears.lazy import version_of
-from ..linears.leaving import LeavingHook
-from ..linears.swap import PrepareHook
+from ..linears.swap import EndHook, PrepareHook
+from ..postponed.tensor import version_of
 from .root_hook import RootHook
 
 
-OURS = (RootHook, PrepareHook, LeavingHook, AsUnderNoGrad)  # hooks that are captured with a forward
+OURS = (RootHook, PrepareHook, EndHook, AsUnderNoGrad)  # hooks that are captured with a forward
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 OPAQUE = ("torch", "builtins", "sage_kernels", "sage_processors")  # whose objects are compared by what they are alone

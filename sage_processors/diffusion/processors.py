@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import sage_kernels
 
 from ..autocast import autocast
-from ..linears.lazy import real_of
 from ..options import REMEDIES, UnsupportedAttentionError
+from ..postponed.tensor import ordinary_in
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient, training_reason
 from .context_parallel import (
     bytes_as_they_are,
@@ -32,8 +32,8 @@ from .context_parallel import (
 )
 from .dispatcher import exact, is_native, without_ours
 from .exact_with_lse import exact_part
-from .lazy_heads import made_ready
 from .mixed_calls import attend_mixed, is_mixed
+from .postponed_heads import made_ready
 from .rebind import dispatch_attention_fn, stand_ins
 from .rotary import is_rotary, rotary
 from .row_maxima_op import attention_keeping
@@ -312,7 +312,7 @@ def _sdpa(
             made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
             return made.transpose(1, 2)
         _stay_exact(processor, reason)
-    query, key, value = real_of((query, key, value))
+    query, key, value = ordinary_in((query, key, value))
     return F.scaled_dot_product_attention(
         query,
         key,
@@ -368,11 +368,11 @@ def _dispatch(
             _count_sent(processor, bytes_as_they_are((query, key, value), parallel_config))
             in_ring = degrees(parallel_config)[1] > 1 and is_native(exact(backend))
             if in_ring and not attention_kwargs and not needs_gradient(query, key, value):
-                call = (*real_of((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                call = (*ordinary_in((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)
                 parts: torch.Tensor = run_exact_in_parallel(call, parallel_config)
                 return parts
         backend = exact(backend)
-    query, key, value = real_of((query, key, value))
+    query, key, value = ordinary_in((query, key, value))
     out: torch.Tensor = dispatch_attention_fn(
         query,
         key,

@@ -1,11 +1,12 @@
 """Rotary embedding inside of a Sage class: it waits for attention where it can, else it is diffusers' own function.
 
 The functions of diffusers that are known here are called with [B, S, H, D]. What they compute in several passes over
-Q and K, norms of the heads included, is then one (lazy_heads.py).
+Q and K, norms of the heads included, is then one (postponed_heads.py).
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import types
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
-from ..linears.lazy import CAN_WAIT, Operand, can_wait, real_of
-from .lazy_heads import Angles, LazyHeads, Part, Waiting
+from ..postponed.region import current
+from ..postponed.tensor import CAN_WAIT, Operand, can_wait
+from .postponed_heads import Angles, HeadSource, Part, PostponedHeads
 
 
 # function → (its module, parameters after x and the angles, with their defaults)
@@ -78,7 +80,7 @@ def rotary(function, processor_of):
                 op = torch.ops.sage_processors.rotary
                 return op(x, given, function.__name__, options["use_real"], options["use_real_unbind_dim"])
         elif is_known:
-            turned = _waits(processor_of(), x, freqs_cis, options, lambda: function(real_of(x), freqs_cis, **options))
+            turned = _waits(processor_of(), x, freqs_cis, options, function)
             if turned is not None:
                 return turned
         return function(x, freqs_cis, *args, **kwargs)
@@ -86,11 +88,11 @@ def rotary(function, processor_of):
     return stand_in
 
 
-def _waits(processor, x, freqs, options, compute) -> LazyHeads | None:
-    if processor is None or processor._sage_config is None or not CAN_WAIT:
+def _waits(processor, x, freqs, options, function) -> PostponedHeads | None:
+    if processor is None or processor._sage_config is None or not CAN_WAIT or current() is None:
         return None
-    is_lazy = type(x) is LazyHeads
-    if not is_lazy and (type(x) is not torch.Tensor or not can_wait(x)):
+    is_postponed = type(x) is PostponedHeads
+    if not is_postponed and (type(x) is not torch.Tensor or not can_wait(x)):
         return None
     if x.dim() != 4 or x.dtype not in DTYPES or x.shape[3] % 2 or x.shape[3] > MAX_HEAD_DIM or x.numel() == 0:
         return None
@@ -102,12 +104,13 @@ def _waits(processor, x, freqs, options, compute) -> LazyHeads | None:
     angles = _angles(freqs, options, x, source)
     if angles is None:
         return None
-    if is_lazy:
-        return x.turned(angles, compute)
+    if is_postponed:
+        return x.turned(angles, lambda: function(x.value(), freqs, **options))
     if x.stride(3) != 1:
         return None
     part = Part(Operand(x), None, angles)
-    return LazyHeads(x.shape, x.dtype, x.device, (part,), None, (source,), compute)
+    own = functools.partial(function, x, freqs, **options)
+    return PostponedHeads(x.shape, x.dtype, x.device, (part,), None, (source,), own)
 
 
 def _freqs_of(freqs: Any, options: dict, x) -> tuple[torch.Tensor, ...] | None:
@@ -126,7 +129,7 @@ def _freqs_of(freqs: Any, options: dict, x) -> tuple[torch.Tensor, ...] | None:
     return given if is_known and all(t.dtype == dtype and t.shape == shape for t in given) else None
 
 
-def _angles(freqs: Any, options: dict, x, source: Waiting) -> Angles | None:
+def _angles(freqs: Any, options: dict, x, source: HeadSource) -> Angles | None:
     """Of a known call; None for a form that isn't."""
     given = _freqs_of(freqs, options, x)
     if given is None or not all(map(can_wait, given)):

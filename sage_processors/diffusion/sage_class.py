@@ -17,9 +17,11 @@ import torch
 
 from ..event_counter import EventCounter
 from ..options import PAG_REMEDY, SageAttnProcessor
+from ..postponed.containers import ordinary
+from ..postponed.region import current, opened
 from .class_lists import list_beside
 from .dispatcher import without_ours
-from .lazy_heads import Waiting
+from .postponed_heads import HeadSource
 from .processors import EVENTS, STAND_INS, CallSite
 from .processors import _running as running
 from .processors import _stay_exact as stay_exact
@@ -53,7 +55,7 @@ class _SageMethods:
     _sage_kept = False  # stays in 16 bit at all steps
     _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
     _sage_lock = None  # of the handle, held while a call counts in a state
-    _sage_waiting: Any = None  # lazy_heads.Waiting, once armed
+    _sage_waiting: Any = None  # postponed_heads.HeadSource, once armed
     _sage_probe = None  # probe.LayerProbe while a probe is on
 
     def _sage_arm(
@@ -74,7 +76,7 @@ class _SageMethods:
         set_("_sage_rotated", config is not None and config.rotation == "hadamard")
         set_("_sage_window", window)
         set_("_sage_lock", lock)
-        set_("_sage_waiting", Waiting(layer))
+        set_("_sage_waiting", HeadSource(layer))
         set_("_sage_events", EventCounter(len(EVENTS), device))
         set_("_sage_sent", [0])  # bytes that went to other devices
         set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
@@ -122,7 +124,12 @@ def _sage_class(base: Any) -> Any:
         outer, outer_calls, outer_training = running.processor, running.calls, running.training
         running.processor, running.calls, running.training = self, 0, getattr(module, "training", False) is True
         try:
-            return inner(self, *args, **kwargs)
+            if rotary is None or torch.compiler.is_compiling() or current() is not None:
+                return inner(self, *args, **kwargs)
+            if self._sage_config is None or not self._sage_waiting.is_closed(module, args, kwargs):
+                return inner(self, *args, **kwargs)
+            with opened():
+                return ordinary(inner(self, *args, **kwargs))
         finally:  # also after an exception: the next call in this thread starts clean
             running.processor, running.calls, running.training = outer, outer_calls, outer_training
 

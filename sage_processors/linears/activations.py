@@ -1,4 +1,4 @@
-"""Ordinary activations in 8 bit, each quantised once in a forward although several layers ask for it."""
+"""Inputs of linear layers in 8 bit, each quantised once in a block although several layers read it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from sage_kernels import QuantizedRows, quantize_activation
 
-from .captured import is_captured
+from ..postponed.region import Region
 
 
 class RowsOf:
@@ -19,6 +19,9 @@ class RowsOf:
 
     def __init__(self):
         self._found: dict[tuple, tuple] = {}  # (format, id of the balance, its version) → (the balance, rows)
+
+    def __bool__(self):
+        return bool(self._found)
 
     def get(self, format: str, balance: torch.Tensor | None) -> QuantizedRows | None:
         return self._found.get(_key_of(format, balance), (None, None))[1]
@@ -33,17 +36,13 @@ def _key_of(format, balance):
 
 
 class Activations:
-    """Those that layers were given in one forward of a model, and what they are in 8 bit.
+    """Ordinary tensors that layers of one block were given in one call of it, and their codes.
 
-    Not kept for the next forward: the same object, whose writes are counted, may have other numbers by then. Not every
-    write is counted: a CUDA graph that is replayed, as the compiler does between eager layers, leaves its results in
-    the tensors that it gave out before.
-
-    is_captured: the forward began while a CUDA graph was captured, which therefore holds all of it.
+    Not kept for longer: the same object, whose writes are counted, may have other numbers by then. Not every write is
+    counted: a CUDA graph that is replayed leaves its results in the tensors that it gave out before.
     """
 
-    def __init__(self, is_captured: bool = False):
-        self.is_captured = is_captured
+    def __init__(self):
         # id of a tensor → (weak reference to it, version, stream, RowsOf); entries leave with their tensors
         self._known: dict[int, tuple] = {}
 
@@ -63,18 +62,18 @@ class Activations:
         return found.put(format, balance, quantize_activation(x, format=format, balance=balance))
 
 
-def quantized(
-    x: torch.Tensor, format: str, balance: torch.Tensor | None = None, known: Activations | None = None
-) -> QuantizedRows:
+def quantized(x: torch.Tensor, format: str, balance: torch.Tensor | None, region: Region | None) -> QuantizedRows:
     """Codes [..., K] and scale [...] of an ordinary tensor [..., K], multiplied by balance [K].
 
-    With `known`, of the forward that runs, the same object, not written to in between, is quantised once. An inference
-    tensor does not know whether it was written to: it is quantised at every call. So is what a CUDA graph captures
-    that holds a part of the forward: the same object has other numbers at every replay.
+    In a region the same object, not written to in between, is quantised once. An inference tensor does not count
+    writes: it is quantised at every call.
     """
-    if known is None or x.is_inference() or (is_captured(x.device) and not known.is_captured):
+    if region is None or x.is_inference():
         return quantize_activation(x, format=format, balance=balance)
-    return known.quantized(x, format, balance)
+    if region.quantized is None:
+        region.quantized = Activations()
+    rows: QuantizedRows = region.quantized.quantized(x, format, balance)
+    return rows
 
 
 def _forget(known: dict, key: int, reference) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from ..postponed import patterns
+from ..postponed.patterns import FLOATS, is_by_token
 from .graph_edits import add_call, calls_of, erase, is_call, is_free, value_of
-from .lazy import is_by_token
 
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _ADDS, _MULTIPLICATIONS = (operator.add, torch.add), (operator.mul, torch.mul)
 _CASTS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16}
 # what a call of quantized_linear has after codes and scales: bias, activation, gate, residual, dtype
@@ -139,7 +139,7 @@ def _norm_of(node: Any) -> tuple[Any, str, Any, Any, float] | None:
         return None
     given: dict[str, Any] = defaults | dict(zip(names, node.args, strict=False)) | node.kwargs
     x, shape = value_of(given.get("input")), given.get("normalized_shape")
-    if x is None or x.dtype not in _FLOATS or not 2 <= x.dim() <= 4 or tuple(shape or ()) != tuple(x.shape[-1:]):
+    if x is None or x.dtype not in FLOATS or not 2 <= x.dim() <= 4 or tuple(shape or ()) != tuple(x.shape[-1:]):
         return None
     eps = torch.finfo(x.dtype).eps if given["eps"] is None else given["eps"]
     return (given["input"], kind, given["weight"], given.get("bias"), eps) if isinstance(eps, (int, float)) else None
@@ -148,7 +148,7 @@ def _norm_of(node: Any) -> tuple[Any, str, Any, Any, float] | None:
 def _is_vector(node: Any, shape: torch.Size) -> bool:
     """Whether it is None or one vector for all tokens, or for each sample's."""
     x = value_of(node)
-    return node is None or (x is not None and x.dtype in _FLOATS and is_by_token(x, shape))
+    return node is None or (x is not None and is_by_token(x, shape))
 
 
 def _take_norm(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -177,19 +177,17 @@ def _take_columns(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     """Columns of two tensors that are only put beside each other to be quantised are read from where they are."""
     x, *rest, beside = node.args
     y = value_of(x)
-    is_cat = isinstance(x, torch.fx.Node) and x.op == "call_function" and x.target in (torch.cat, torch.concat)
-    if not is_cat or beside is not None or y is None or len(x.users) > 1:  # type: ignore[union-attr]
+    if not isinstance(x, torch.fx.Node) or x.target not in patterns.CATS or beside is not None or y is None:
         return
-    given = dict(zip(("tensors", "dim"), x.args, strict=False)) | x.kwargs  # type: ignore[union-attr]
-    parts, dim = given.get("tensors"), given.get("dim", 0)
-    if not isinstance(parts, (list, tuple)) or len(parts) != 2 or dim not in (-1, y.dim() - 1) or "out" in given:
+    parts = patterns.joined(x.args, x.kwargs, y.dim())
+    if parts is None or len(x.users) > 1:
         return
     values = [value_of(part) for part in parts]
-    if any(v is None or v.dtype != y.dtype or 0 in v.shape for v in values) or not is_free(x, node):  # type: ignore
+    if any(v is None or v.dtype != y.dtype or 0 in v.shape for v in values) or not is_free(x, node):
         return
     new = add_call(graph, node, torch.ops.sage_kernels.quantize_activation.default, parts[0], *rest, parts[1])
     node.replace_all_uses_with(new)
-    erase(graph, node, x)  # type: ignore[arg-type]
+    erase(graph, node, x)
 
 
 # what follows a linear layer
@@ -213,12 +211,8 @@ def _finish(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _is_nothing(node: torch.fx.Node) -> bool:
-    """Whether it is a dropout that drops nothing."""
-    if node.target is not F.dropout:
-        return False
-    given: dict[str, Any] = {"p": 0.5, "training": True, "inplace": False}
-    given |= dict(zip(("input", *given), node.args, strict=False)) | node.kwargs
-    return given["inplace"] is False and (given["p"] == 0 or given["training"] is False)
+    """True for a dropout that drops nothing."""
+    return node.target is F.dropout and patterns.drops_nothing(node.args, node.kwargs)
 
 
 def _takes(args: list[Any], user: torch.fx.Node, node: torch.fx.Node, shape: torch.Size) -> bool:
@@ -233,19 +227,19 @@ def _takes(args: list[Any], user: torch.fx.Node, node: torch.fx.Node, shape: tor
     if user.op != "call_function":
         return False
     if args[_ACTIVATION] == "none" and is_bare:
-        activation = _activation(user)
+        activation = patterns.activation(user.target, user.args, user.kwargs)
         if activation is not None:
             args[_ACTIVATION] = activation
             return True
     for one, other in _sides(user, _MULTIPLICATIONS):
         x = value_of(other)
-        if one is node and other is not node and x is not None and is_bare and x.dtype in _FLOATS:
+        if one is node and other is not node and x is not None and is_bare:
             if is_by_token(x, shape):
                 args[_GATE], args[_DTYPE] = other, torch.promote_types(args[_DTYPE], x.dtype)
                 return True
     for one, other in _sides(user, _ADDS):
         x = value_of(other)
-        if one is node and other is not node and x is not None and args[_RESIDUAL] is None and x.dtype in _FLOATS:
+        if one is node and other is not node and x is not None and args[_RESIDUAL] is None and x.dtype in FLOATS:
             if x.shape == shape:
                 args[_DTYPE] = torch.promote_types(args[_DTYPE], x.dtype)
                 args[_RESIDUAL] = _before_casts(other, torch.float32)  # the op reads any type
@@ -271,14 +265,6 @@ def _join(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     erase(graph, product, *parts.values(), node)
 
 
-def _activation(node: torch.fx.Node) -> str | None:
-    if node.target is F.gelu:
-        approximate = node.args[1] if len(node.args) > 1 else node.kwargs.get("approximate", "none")
-        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(approximate))
-    in_place = node.args[1] if len(node.args) > 1 else node.kwargs.get("inplace", False)
-    return "silu" if node.target is F.silu and in_place is False else None
-
-
 def _cast(user: torch.fx.Node, node: Any) -> torch.dtype | None:
     """The dtype of a call of a tensor's method that only casts it, or None."""
     if user.args[0] is not node or user.kwargs:
@@ -286,10 +272,10 @@ def _cast(user: torch.fx.Node, node: Any) -> torch.dtype | None:
     if user.target in _CASTS and len(user.args) == 1:
         return _CASTS[str(user.target)]
     value, before = value_of(user), value_of(node)
-    if user.target == "to" and len(user.args) == 2 and user.args[1] in _FLOATS:
+    if user.target == "to" and len(user.args) == 2 and user.args[1] in FLOATS:
         return user.args[1]  # type: ignore[return-value]
     if user.target == "type_as" and len(user.args) == 2 and value is not None and before is not None:
-        return value.dtype if value.device == before.device and value.dtype in _FLOATS else None
+        return value.dtype if value.device == before.device and value.dtype in FLOATS else None
     return None
 
 
@@ -298,7 +284,7 @@ def _before_casts(node: Any, to: torch.dtype | None = None) -> Any:
     the same number before; what is cast to a smaller type loses a rounding."""
     while isinstance(node, torch.fx.Node) and node.op == "call_method" and isinstance(node.args[0], torch.fx.Node):
         before, dtype = value_of(node.args[0]), _cast(node, node.args[0])
-        if dtype is None or before is None or before.dtype not in _FLOATS or to not in (None, dtype):
+        if dtype is None or before is None or before.dtype not in FLOATS or to not in (None, dtype):
             break
         node = node.args[0]
     return node

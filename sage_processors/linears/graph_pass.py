@@ -11,10 +11,11 @@ import torch
 
 from sage_kernels.compat import add_graph_pass
 
+from ..postponed import patterns
 from . import graph_edits, graph_fusion
 
 
 def fuse_in_compiled_code(change: Callable[[torch.fx.Graph], None] = graph_fusion.fuse) -> None:
     """Have change(graph) run on what is compiled from now on. Harmless when repeated."""
-    sources: tuple[Any, ...] = (inspect.getmodule(change), graph_edits)
+    sources: tuple[Any, ...] = (inspect.getmodule(change), graph_edits, patterns)
     add_graph_pass(change, hashlib.sha256("".join(map(inspect.getsource, sources)).encode()).digest())

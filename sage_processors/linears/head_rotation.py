@@ -19,7 +19,7 @@ from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import are_ordinary, function_modes
 
 from ..other_globals import innermost, with_global
-from .lazy import is_dual
+from ..postponed.tensor import is_dual
 from .modules import put_class
 
 

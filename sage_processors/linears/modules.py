@@ -12,13 +12,14 @@ from torch import nn
 
 from sage_kernels import QuantizedRows, weight_only_linear
 
+from ..postponed.region import current_for_caller
+from ..postponed.tensor import CAN_WAIT, Postponed, is_dual, ordinary_in, version_of
 from .activations import quantized
 from .balance import vector_of
 from .captured import is_captured
-from .lazy import Lazy, is_dual, real_of, version_of
-from .lazy_columns import LazyColumns
-from .lazy_linear import LazyLinear, product
-from .lazy_norm import LazyNorm
+from .postponed_columns import PostponedColumns
+from .postponed_linear import PostponedLinear, product
+from .postponed_norm import PostponedNorm
 from .storage import CODES, SCALE, put_buffer
 from .weights import CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
 
@@ -29,7 +30,7 @@ else:
     _Beside = object
 
 _DEVICES = ("cpu", "cuda")
-_READY = (LazyNorm, LazyColumns)  # which are quantised as they are
+_READY = (PostponedNorm, PostponedColumns)  # which are quantised as they are
 _CALLED = EVENTS.index(CALLED)
 
 
@@ -87,29 +88,29 @@ def _exact(module, base, x):
     return F.linear(x, weight.to(x.dtype), module._parameters.get("bias"))
 
 
-def _in_8_bit(module, base, x):
-    """Forward of a swapped linear layer, eager: x [..., K] ordinary or lazy -> [..., N] ordinary or lazy.
+def _in_8_bit(module, base, x, region):
+    """Forward of a swapped linear layer, eager: x [..., K] -> [..., N]. With a region, both may be postponed.
 
     A weight-only one takes and gives ordinary tensors: what comes before it and after it is of a few rows.
     """
     state = module._sage_linear
     shared = state.shared
     shared.was_called = True
-    is_lazy = type(x) in _READY
-    if not (is_lazy or type(x) is torch.Tensor):
-        if isinstance(x, Lazy):
-            x = x.real()
+    waits = type(x) in _READY and not x._is_out
+    if not waits:
+        if isinstance(x, Postponed):
+            x = x.tensor()
         if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
             shared.had_work = True
             state.stay_exact("subclass")
             return _exact(module, base, x)
     if state.is_resting:
         shared.had_work = True
-        return _exact(module, base, real_of(x))
+        return _exact(module, base, ordinary_in(x))
     if x.numel() < state.short_below and is_timed(x.device):
         if not (is_captured(x.device) and state.is_ready(module, x.device)):
-            if is_lazy:
-                x = x.real_from_now_on() if type(x) is LazyNorm else x.real()
+            if waits:
+                x = x.tensor_for_16_bit() if type(x) is PostponedNorm else x.tensor()
             state.events.add(SHORT)
             return _exact(module, base, x)
     shared.had_work = True
@@ -118,46 +119,38 @@ def _in_8_bit(module, base, x):
     if reason is None:
         with shared.lock:
             if state.prepare(module):
-                return _multiplied(module, state, x, is_lazy)
+                return _multiplied(module, state, x, waits, region)
             reason = "weight" if state.failed else "other"
     if reason in ("training", "gradient"):
         state.may_be_trained(module)
     state.stay_exact(reason)
-    return _exact(module, base, real_of(x))
+    return _exact(module, base, ordinary_in(x))
 
 
-def _multiplied(module, state: LinearState, x, is_lazy: bool):
+def _multiplied(module, state: LinearState, x, waits: bool, region):
     """The call in 8 bit, by a weight that is ready. Under the lock: the weight stays where and as it is meanwhile."""
     dtype = _output_dtype(x)
-    storage, shared = state.storage, state.shared
+    storage = state.storage
     if storage.device != x.device:
         storage.move(x.device)
-    captured = is_captured(x.device)
-    storage.is_fixed = storage.is_fixed or captured
+    storage.is_fixed = storage.is_fixed or is_captured(x.device)
     state.events.add(_CALLED)
     if state.is_weight_only:
-        return weight_only_linear(real_of(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
+        return weight_only_linear(ordinary_in(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
     balance = vector_of(state, x.device)
-    if is_lazy:
-        rows = x.rows(state.format, balance)
-        version = version_of(x.real()) if x.is_changed else 0
-    else:
-        rows = quantized(x, state.format, balance, shared.activations if shared.may_wait else None)
-        version = version_of(x)
+    rows = x.rows(state.format, balance) if waits else quantized(x, state.format, balance, region)
     if state.probe is not None and state.probe.shared.on:
         state.probe.compare(module, x, rows)
-    run = state.run
-    if run is not None and version is not None:
-        y = run.output(state.index, x, version, rows, dtype)
+    version = 0 if waits else version_of(x)
+    if state.run is not None and region is not None and version is not None:
+        y = state.run.output(state.index, x, version, rows, dtype, region)
         if y is not None:
             return y
-    # what is joined is an ordinary tensor in some calls: in all of them, then, as what follows rounds otherwise;
-    # a hook may keep what it gets for longer than a result can wait
-    captured_apart = captured and not shared.is_captured_whole
-    if storage.is_joined or not shared.may_wait or module._forward_hooks or captured_apart:
+    # what is joined is an ordinary tensor in some calls: in all of them, then, as what follows rounds otherwise
+    if storage.is_joined or region is None or not CAN_WAIT:
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
-    return LazyLinear(shape, dtype, x.device, module, rows)
+    return PostponedLinear(shape, dtype, x.device, module, rows)
 
 
 def _compiled(module, base, x):
@@ -296,7 +289,7 @@ def linear_class(base: Any) -> type:
             parameters = self._parameters
             if "weight" in parameters and "bias" in parameters:
                 return F.linear(input, parameters["weight"], parameters["bias"])
-        return _in_8_bit(self, base, input)
+        return _in_8_bit(self, base, input, current_for_caller())
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
     return type("Sage" + base.__name__, (_SwappedLinear, base), members)
@@ -318,10 +311,9 @@ def norm_class(base: Any) -> type:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage_norm"):
             return base.forward(self, *args, **kwargs)
-        x = real_of(args[0])
-        # a hook gets numbers, which it may keep for longer than a result can wait
-        lazy = None if self._forward_hooks else self._sage_norm.postpone(self, x, base.forward)
-        return base.forward(self, x) if lazy is None else lazy
+        x = ordinary_in(args[0])
+        waiting = None if current_for_caller() is None else self._sage_norm.postpone(self, x, base.forward)
+        return base.forward(self, x) if waiting is None else waiting
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
     return type("Sage" + base.__name__, (_SwappedNorm, base), members)

@@ -1,4 +1,4 @@
-"""Norm modules whose output may be postponed: which formula a module computes, found by trying it."""
+"""Norm modules whose output may wait for its consumer; the formula of a module is found by trying it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import torch
 from torch import nn
 
 from ..inference_mode import counts_writes
-from .captured import is_captured
-from .lazy import Lazy, can_wait
-from .lazy_norm import LazyNorm, NormCall
+from ..postponed.patterns import FLOATS
+from ..postponed.tensor import CAN_WAIT, Postponed, can_wait
+from .postponed_norm import NormCall, PostponedNorm
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _HOOKS = {"_diffusers_hook", "_hf_hook"}  # attributes by which diffusers and accelerate move weights around a forward
 _EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
 
@@ -45,33 +44,42 @@ class NormState:
     """Of one norm module in front of 8-bit linear layers.
 
     Attributes:
-        label: its name. behind: a pattern of the layers behind it, for messages. shared: weights.Shared.
+        label: its name. behind: a pattern of the layers behind it, for messages.
         kind: "layer" or "rms". plus_one: the weight that it multiplies by is 1 + its parameter.
         is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
-        at_once_up_to: results of so many numbers or fewer do not wait: linear layers behind the norm stay in 16 bit.
-        waits_from: of results of so many numbers, some layers behind the norm do and others don't.
+        at_once_up_to: results of so many numbers or fewer do not wait: the first layer that reads them runs in 16 bit.
+        waits_from: of results of so many numbers it runs in 8 bit.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
-        waits_when_captured: also while a CUDA graph is captured that holds a part of a forward.
-        copies_weights: also where hooks move the weights away before the result is used, with a copy of them.
+        copies_weights: results wait with a copy of the weights where hooks move these away before the result is used.
     """
 
-    waits_when_captured = copies_weights = False
+    copies_weights = False
 
-    def __init__(self, label: str, kind: str, plus_one: bool, shared):
-        self.label, self.kind, self.plus_one, self.shared = label, kind, plus_one, shared
+    def __init__(self, label: str, kind: str, plus_one: bool):
+        self.label, self.kind, self.plus_one = label, kind, plus_one
         self.behind = f"{label.rpartition('.')[0]}.*" if "." in label else "*"
         self.is_postponed, self.is_proven = True, False
         self.dtypes: dict = {}
         self.at_once_up_to, self.waits_from = 0, sys.maxsize
 
+    def is_read_in_16_bit(self, size: int) -> None:
+        """A layer in 16 bit was the first that read a result of so many numbers."""
+        if size < self.waits_from:
+            self.at_once_up_to = max(self.at_once_up_to, size)
+
+    def is_read_in_8_bit(self, size: int) -> None:
+        """A layer in 8 bit was the first that read a result of so many numbers."""
+        self.waits_from = min(self.waits_from, size)
+        self.at_once_up_to = min(self.at_once_up_to, self.waits_from - 1)
+
     def _weight_of(self, weight):
         return weight if weight is None or not self.plus_one else 1.0 + weight.detach().float()
 
     def postpone(self, module, x, forward) -> torch.Tensor | None:
-        """The lazy result of norm module called with x, or None: it has to be computed now."""
-        if x.numel() <= self.at_once_up_to or not (self.is_postponed and self.shared.may_wait):
+        """The result of norm module called with x, which waits; None: it has to be computed now."""
+        if x.numel() <= self.at_once_up_to or not (self.is_postponed and CAN_WAIT):
             return None
-        if module.training or not can_wait(x) or x.dtype not in _DTYPES or not 2 <= x.dim() <= 4:
+        if module.training or not can_wait(x) or x.dtype not in FLOATS or not 2 <= x.dim() <= 4:
             return None
         parameters = module._parameters
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -83,8 +91,6 @@ class NormState:
             return None
         if torch.is_autocast_enabled(x.device.type):
             return None
-        if not self.waits_when_captured and is_captured(x.device) and not self.shared.is_captured_whole:
-            return None
         if any(p is not None and (p.is_meta or p.device != x.device or not counts_writes(p)) for p in (weight, bias)):
             return None
         key = (x.dtype, None if weight is None else weight.dtype)
@@ -92,16 +98,18 @@ class NormState:
         vectors = {"weight": self._weight_of(weight), "bias": bias, "eps": _eps_of(module, x.dtype)}
         if dtype is None:  # once: what dtype its result has
             dtype = self.dtypes[key] = forward(module, x).dtype
-        if dtype not in _DTYPES:
+        if dtype not in FLOATS:
             return None
         if not leave:
-            return self._lazy(x, dtype, lambda: forward(module, x), vectors)
+            return self._waiting(x, dtype, lambda: forward(module, x), vectors)
         made = forward(module, x)
-        lazy = self._lazy(x, dtype, lambda: made, {k: _copied(vector) for k, vector in vectors.items()})
-        return made if lazy is None else lazy
+        waiting = self._waiting(x, dtype, lambda: made, {k: _copied(vector) for k, vector in vectors.items()})
+        return made if waiting is None else waiting
 
-    def _lazy(self, x, dtype, forward, vectors) -> torch.Tensor | None:
-        return LazyNorm(x.shape, dtype, x.device, NormCall(self, x, forward, vectors, not self.is_proven))
+    def _waiting(self, x, dtype, forward, vectors) -> torch.Tensor | None:
+        if not x.is_contiguous():
+            return None
+        return PostponedNorm(x.shape, dtype, x.device, NormCall(self, x, forward, vectors))
 
 
 def _copied(vector):
@@ -133,7 +141,7 @@ def norm_form(module: nn.Module) -> tuple[str, bool] | None:
             got = type(module).forward(twin, x)
         except Exception:  # wants something else than one tensor
             return None
-    if not isinstance(got, torch.Tensor) or isinstance(got, Lazy) or got.shape != x.shape:
+    if not isinstance(got, torch.Tensor) or isinstance(got, Postponed) or got.shape != x.shape:
         return None
     eps = _eps_of(module, torch.float32) or 0.0
     for kind in ("layer", "rms"):

@@ -15,8 +15,8 @@ from sage_kernels import QuantizedRows
 from sage_kernels.compat import mark_static_address
 
 from ..layer_report import ratios
-from .lazy import real_of
-from .lazy_linear import product
+from ..postponed.tensor import Postponed
+from .postponed_linear import product
 from .storage import bits_of
 
 
@@ -43,7 +43,7 @@ class LinearProbe:
         mark_static_address(self.sums, guard=False)
 
     def compare(self, module: Any, x: torch.Tensor, rows: QuantizedRows) -> None:
-        """Add one call: x [..., K], ordinary or lazy, whose codes and scales are `rows`."""
+        """Add one call: x [..., K], ordinary or postponed, whose codes and scales are `rows`."""
         state = module._sage_linear
         if state.dropped:  # there is nothing to compare with
             return
@@ -53,7 +53,7 @@ class LinearProbe:
         count = min(self.shared.rows, tokens)
         some = torch.arange(count, device=x.device) * tokens // count
         weight, bias = module._parameters["weight"].detach(), module._parameters.get("bias")
-        exact = F.linear(real_of(x).flatten(0, -2)[some].float(), weight.float())
+        exact = F.linear((x.value() if isinstance(x, Postponed) else x).flatten(0, -2)[some].float(), weight.float())
         picked = QuantizedRows(_aligned(rows.codes.flatten(0, -2), some), rows.scale.flatten()[some])
         out = product(module, picked, None, dtype=torch.float32)
         error = out - exact

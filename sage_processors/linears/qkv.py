@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sage_kernels import QuantizedRows, quantized_linear
 
-from .captured import is_captured
+from ..postponed.region import Region
 
 
 # Children of an attention module that are mostly called with the same tensor, in the order of the calls.
@@ -43,49 +42,38 @@ def base_of(module: Any) -> Any:
 class Run:
     """Neighbours in a Storage, computed when the first one is called; the others' results wait for their calls.
 
-    Where they turn out to have other inputs, the run is broken up: nothing is computed for nothing twice.
+    They wait in the region of the block that runs, and no longer. Where the neighbours turn out to have other inputs,
+    the run is broken up: nothing is computed for nothing twice.
     """
 
     def __init__(self, storage, first: int, last: int):
         self.storage, self.first, self.last = storage, first, last
-        # (weak reference to the input, its version, dtype, whether it is captured, the forward's Activations, {index:
-        # (version of the weight, result)})
-        self._waiting: tuple | None = None
 
-    def __getstate__(self):
-        return self.__dict__ | {"_waiting": None}
-
-    @property
-    def _forward(self):
-        """Whose results may wait: what comes in the next forward may be the same object with other numbers."""
-        return self.storage.modules[self.first]._sage_linear.shared.activations
-
-    def output(self, index: int, x: torch.Tensor, version: int, rows: QuantizedRows, dtype) -> torch.Tensor | None:
+    def output(self, index: int, x: torch.Tensor, version: int, rows: QuantizedRows, dtype, region: Region):
         """[..., N] of the module at `index`; None: it is to be computed alone.
 
-        x: the input as the model has it, ordinary or lazy, whose codes and scales are `rows`.
+        x: the input as the model has it, ordinary or postponed, whose codes and scales are `rows`.
         """
-        waiting = self._waiting
-        if index != self.first:
+        waiting = region.joined.get(id(self))
+        if index == self.first:
             if waiting is None:
+                return self._all(x, version, rows, dtype, region)
+            if waiting.results:
+                self._break_up(min(waiting.results))  # nobody asked for them
                 return None
-            reference, known_version, known_dtype, was_captured, forward, results = waiting
-            if forward is not self._forward or was_captured != is_captured(x.device):
-                return None  # a replay gives it other numbers
-            if reference() is x and known_version == version and known_dtype == dtype:
-                weight_version, result = results.pop(index, (None, None))
-                if not results:
-                    self._waiting = None
-                is_current = weight_version == self.storage.modules[index]._sage_linear.version
-                return result if is_current else None
+            return self._all(x, version, rows, dtype, region)
+        if waiting is None or waiting.run is not self:
+            return None
+        if waiting.x is not x or waiting.version != version or waiting.dtype != dtype:
             self._break_up(index)
             return None
-        if waiting is not None and waiting[0]() is not None and waiting[-1]:
-            self._break_up(min(waiting[-1]))  # nobody asked for them
-            return None
-        return self._all(x, version, rows, dtype)
+        weight_version, bias, result = waiting.results.pop(index, (None, None, None))
+        if not waiting.results:
+            del region.joined[id(self)]
+        state = self.storage.modules[index]._sage_linear
+        return result if weight_version == state.version and bias is state.bias else None
 
-    def _all(self, x, version, rows, dtype):
+    def _all(self, x, version, rows, dtype, region: Region):
         storage, first, last = self.storage, self.first, self.last
         modules = storage.modules[first : last + 1]
         states = [module._sage_linear for module in modules]
@@ -98,21 +86,24 @@ class Run:
             return None
         together = quantized_linear(rows, storage.rows_of(first, last), storage.bias(first, last), dtype=dtype)
         parts = together.split([module.out_features for module in modules], -1)
-        results = {i: (s.version, y) for i, s, y in zip(range(first, last + 1), states, parts, strict=True)}
-        own = results.pop(first)[1]
-        captured = is_captured(x.device)
-        self._waiting = (weakref.ref(x, self._forget), version, dtype, captured, self._forward, results)
+        results = {i: (s.version, s.bias, y) for i, s, y in zip(range(first, last + 1), states, parts, strict=True)}
+        own = results.pop(first)[2]
+        region.joined[id(self)] = _Waiting(self, x, version, dtype, results)
         return own
-
-    def _forget(self, reference) -> None:
-        waiting = self._waiting
-        if waiting is not None and waiting[0] is reference:
-            self._waiting = None
 
     def _break_up(self, at: int) -> None:
         """The modules before `at` and those from there on have different inputs."""
-        self._waiting = None
         for first, last in ((self.first, at - 1), (at, self.last)):
             run = Run(self.storage, first, last) if last > first else None
             for module in self.storage.modules[first : last + 1]:
                 module._sage_linear.run = run
+
+
+class _Waiting(NamedTuple):
+    """Results of a run whose modules were not called yet: {index: (version of the weight, bias, result)}."""
+
+    run: Run  # held: its id is nobody else's
+    x: torch.Tensor  # likewise
+    version: int
+    dtype: torch.dtype
+    results: dict[int, tuple[int, torch.Tensor | None, torch.Tensor]]

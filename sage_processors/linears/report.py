@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
+from .compiled_parts import modules_in_compiled_parts
 from .layers import layers_of_others
-from .lazy import modules_in_compiled_parts
 from .probe import relative_error
 from .weights import CALLED, EVENTS, REMEDIES
 

@@ -57,7 +57,7 @@ class ShortForwards:
         if shapes == self._known:
             self._times += 1
             return True
-        if shapes == self._latest and shapes != self._busy and self._shared.may_wait:
+        if shapes == self._latest and shapes != self._busy and not self._shared.has_compiled_parts:
             self._before = _short_calls(states)
             self._shared.had_work = False
         self._latest = shapes

@@ -12,12 +12,12 @@ from sage_kernels.compat import keep_out_of_dynamo
 
 from ..inference_mode import AsUnderNoGrad
 from ..on_import import when_imported
+from ..postponed.block import block_class, enclose, is_enclosed
 from .balance import find_neighbours, share_known
 from .captured import is_captured
 from .graph_pass import fuse_in_compiled_code
 from .head_rotation import HeadRotations
-from .layers import Choice, choose
-from .leaving import LeavingHook
+from .layers import Choice, choose, repeated_blocks
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
 from .qkv import TOGETHER, Run, base_of, last_joined
@@ -67,6 +67,17 @@ def _prepare(hook: PrepareHook, module: nn.Module, args: tuple[Any, ...], kwargs
 keep_out_of_dynamo(PrepareHook.__call__)
 
 
+class EndHook:
+    """Forward hook of a model: its forward is over, after an error too."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.shared.replays.end()
+
+
 class LinearSwap:
     """Linear layers of one model in 8 bit. What `quantize_linears` returns; use it as a context manager to undo it.
 
@@ -96,7 +107,7 @@ class LinearSwap:
         self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0, model)
         self._short = ShortForwards(self._shared)
         self._states: dict[int, tuple[Any, LinearState]] = {}
-        self._norms, self._rotations = dict[int, Any](), HeadRotations()
+        self._norms, self._blocks, self._rotations = dict[int, Any](), dict[int, Any](), HeadRotations()
         self.choices: list[Choice] = []
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
         self._trains = False  # gradients were wanted in the latest forward
@@ -106,7 +117,7 @@ class LinearSwap:
             hook = PrepareHook(self._shared, self)
             self._hooks.append(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
             if not is_swapped(model):  # a layer alone is a part of what calls it
-                self._hooks.append(LeavingHook(self._shared).install(model))
+                self._hooks.append(model.register_forward_hook(EndHook(self._shared), prepend=True, always_call=True))
                 self._hooks += AsUnderNoGrad().install(model)
             when_imported("torch._inductor.config", fuse_in_compiled_code, ready="pre_grad_custom_pass")
         except Exception:
@@ -161,6 +172,7 @@ class LinearSwap:
             state.find_short()
         find_neighbours(self.model, [module for module, _ in self._states.values()])
         self._postpone_norms()
+        self._enclose_blocks()
         self._rotations.put(self.model, bool(self._states))
 
     def _enter(self, choice: Choice) -> None:
@@ -214,10 +226,21 @@ class LinearSwap:
             form = norm_form(module)
             if form is None:
                 continue
-            object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form, self._shared))
+            object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form))
             cls: Any = type(module)
             put_class(module, norm_class(cls))
             self._norms[id(module)] = module
+
+    def _enclose_blocks(self) -> None:
+        """Let results wait for their consumers inside of each repeated block."""
+        for prefix in repeated_blocks(self.model):
+            block: Any = self.model.get_submodule(prefix.removesuffix("."))
+            if is_enclosed(block) or is_swapped(block) or not any(id(m) in self._states for m in block.modules()):
+                continue
+            enclose(block)
+            cls: Any = type(block)
+            put_class(block, block_class(cls))
+            self._blocks[id(block)] = block
 
     def _waits(self, module: Any) -> bool:
         """Whether the weight is better quantised where the model will run than where it is: on a CPU that has a GPU
@@ -335,6 +358,10 @@ class LinearSwap:
         self._active = False
         for hook in self._hooks:
             hook.remove()
+        for block in self._blocks.values():
+            if is_enclosed(block):
+                put_class(block, type(block)._sage_base)
+                del block._sage_enclosure
         for module in self._norms.values():
             if is_swapped(module):
                 put_class(module, type(module)._sage_base)
@@ -343,7 +370,7 @@ class LinearSwap:
             if is_swapped(module):
                 self._leave(module)
         self._rotations.remove()
-        self._norms, self._states, self.choices = {}, {}, []
+        self._norms, self._blocks, self._states, self.choices = {}, {}, {}, []
 
     def __enter__(self) -> LinearSwap:
         return self

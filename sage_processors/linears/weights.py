@@ -16,10 +16,9 @@ from sage_kernels.compat import SEES_DISPATCH, are_ordinary
 from ..event_counter import EventCounter
 from ..inference_mode import counts_writes
 from ..options import UnsupportedLinearError
-from .activations import Activations
 from .captured import is_captured
+from .compiled_parts import has_compiled_parts
 from .layers import WEIGHT_ONLY
-from .lazy import CAN_WAIT, may_wait_in
 from .replays import Replays
 from .samples import sample_of
 from .storage import Storage
@@ -84,11 +83,11 @@ def is_timed(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-NOT_COPIED = ("lock", "_forward", "replays")
+NOT_COPIED = ("lock", "replays")
 
 
 class Shared:
-    """What the layers and norms of one model have in common.
+    """What the linear layers of one model have in common.
 
     Attributes: least_work: multiply-adds of a call on a GPU that is worth 8 bit. was_called: a layer was, from Python,
         since the last forward of the model began. had_work: one was that did not find its call short. all_short: no
@@ -100,57 +99,32 @@ class Shared:
 
     def __init__(self, least_work: int = 0, model: nn.Module | None = None):
         self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
-        self._may_wait: bool | None = None
         self.was_called = self.had_work = self.all_short = self.is_taken_in = False
         self.forwards = 0
-        self._forward = threading.local()
         self.lock = threading.RLock()
         self.replays = Replays()
 
     def __getstate__(self) -> dict[str, Any]:  # the layers of a copy learn whose they are when its forward begins
         kept = {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
-        return kept | {"_model": _nothing, "_may_wait": self.may_wait, "all_short": False}
+        return kept | {"_model": _nothing, "all_short": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state | {"lock": threading.RLock(), "_forward": threading.local(), "replays": Replays()}
-
-    @property
-    def activations(self) -> Activations | None:
-        """Of this thread's forward; None between forwards."""
-        return getattr(self._forward, "activations", None)
+        self.__dict__ |= state | {"lock": threading.RLock(), "replays": Replays()}
 
     def look_anew(self, copied: nn.Module | None = None) -> None:
-        """A forward of the model, or of its copy, begins: `may_wait` may be another one, and activations are."""
+        """A forward of the model, or of its copy, begins."""
         if copied is not None and self._model() is not copied:
             self._model = weakref.ref(copied)
         model = self._model()  # a layer alone is a part of what calls it
-        is_whole = model is not None and "_sage_linear" not in model.__dict__
-        captured = is_whole and is_captured()
-        self._may_wait, self._forward.activations = None, Activations(captured)
-        if is_whole:
-            self.replays.begin(_device_of(model), captured)
+        if model is not None and "_sage_linear" not in model.__dict__:
+            self.replays.begin(_device_of(model), is_captured())
         self.forwards += 1
 
-    def forget_activations(self) -> None:
-        """This thread's forward is over."""
-        self._forward.activations = None
-        self.replays.end()
-
     @property
-    def is_captured_whole(self) -> bool:
-        """Whether a CUDA graph is captured that holds all of this forward, and so what computes results that wait. Of
-        a layer that is captured by itself such a result would be computed once, after the first replay."""
-        activations = self.activations
-        return activations is not None and activations.is_captured
-
-    @property
-    def may_wait(self) -> bool:
-        """Whether results may be lazy. Not while a part of the model is compiled: torch.compile sees ordinary tensors
-        alone. Found once a forward, by the first who asks: nobody does where all calls are short."""
-        if self._may_wait is None:
-            model = self._model()
-            self._may_wait = CAN_WAIT if model is None else may_wait_in(model)
-        return self._may_wait
+    def has_compiled_parts(self) -> bool:
+        """True if a part of the model is compiled by itself: calls of its layers are not made from Python."""
+        model = self._model()
+        return model is not None and has_compiled_parts(model)
 
 
 class LinearState:

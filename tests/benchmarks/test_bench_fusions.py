@@ -52,7 +52,7 @@ def test_heads_are_made_in_one_pass_only_where_they_should(bench, called, name, 
 
 @pytest.mark.parametrize("name", ["all_fusions", "no_norms", "no_results", "no_fusions"])
 def test_norms_and_results_wait_only_where_they_should(bench, monkeypatch, name):
-    from sage_processors.linears import lazy_linear, lazy_norm
+    from sage_processors.linears import postponed_linear, postponed_norm
 
     made = set()
 
@@ -63,8 +63,8 @@ def test_norms_and_results_wait_only_where_they_should(bench, monkeypatch, name)
 
         return run
 
-    monkeypatch.setattr(lazy_norm.LazyNorm, "rows", noted("norms", lazy_norm.LazyNorm.rows))
-    monkeypatch.setattr(lazy_linear, "product", noted("results", lazy_linear.product))
+    monkeypatch.setattr(postponed_norm.PostponedNorm, "rows", noted("norms", postponed_norm.PostponedNorm.rows))
+    monkeypatch.setattr(postponed_linear, "product", noted("results", postponed_linear.product))
     assert bench.main([*ARGUMENTS, "--variant", name]) == 0
     off = {"no_norms": {"norms"}, "no_results": {"results"}, "no_fusions": {"norms", "results"}}
     assert made == {"norms", "results"} - off.get(name, set())
@@ -88,7 +88,7 @@ def test_a_variant_of_eager_code_is_not_asked_for_in_compiled_code(bench):
 
 
 def test_what_was_switched_off_is_on_again(bench):
-    places = [(bench.norms.NormState, "_lazy"), (bench.modules, "LazyLinear"), (bench.rotary, "_waits")]
+    places = [(bench.norms.NormState, "_waiting"), (bench.modules, "PostponedLinear"), (bench.rotary, "_waits")]
     before = [getattr(*place) for place in places]
     with pytest.raises(RuntimeError, match="inside"), bench.without("norms", "results", "heads", "graph"):
         assert all(getattr(*place) is not was for place, was in zip(places, before, strict=True))

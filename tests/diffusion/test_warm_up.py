@@ -105,7 +105,7 @@ def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkey
     """Not the lengths: what a kernel is specialised for are types, constants, and strides as 1 or multiples of 16."""
     pytest.importorskip("triton")
     from sage_kernels._triton.heads import qk_norm_rope as heads
-    from sage_processors.diffusion import lazy_heads
+    from sage_processors.diffusion import postponed_heads
 
     kinds = set()
 
@@ -130,7 +130,7 @@ def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkey
         expected = kinds.copy()
         assert len(expected) == (name != "unet_sd15")
         kinds.clear()
-        monkeypatch.setattr(lazy_heads, "qk_norm_rope", made_ready)
+        monkeypatch.setattr(postponed_heads, "qk_norm_rope", made_ready)
         for _ in range(2):
             model(**inputs)
     assert kinds == expected

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sage_processors as sp
 from sage_processors.event_counter import EventCounter
 from sage_processors.linears import activations, modules, norms, qkv, replays, storage, weights
-from sage_processors.linears.lazy import Lazy
+from sage_processors.postponed.tensor import Postponed
 from sage_processors.linears.storage import CODES
 from tests.linears.counting import OpCounter, set_least_work
 
@@ -176,9 +176,9 @@ def test_what_is_captured_by_itself_does_not_wait(capturing):
             net(x)
         block = net.blocks[0]
         wide = draw(8, 2).repeat(1, 1, 2)
-        assert all(isinstance(y, Lazy) for y in (block.norm(x), block.out(wide)))
+        assert all(isinstance(y, Postponed) for y in (block.norm(x), block.out(wide)))
         capturing.append(True)
-        assert not any(isinstance(y, Lazy) for y in (block.norm(x), block.out(wide)))
+        assert not any(isinstance(y, Postponed) for y in (block.norm(x), block.out(wide)))
         capturing.clear()
         net.blocks[0].out.register_forward_pre_hook(lambda module, args: capturing.append(True))
         with OpCounter() as ops:  # from the first block's last layer on

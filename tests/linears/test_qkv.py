@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import sage_processors as sp
 from sage_processors.linears import qkv
-from sage_processors.linears.lazy import Lazy
+from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import OpCounter, expected_error, relative_error
 from tests.support.tiny_models import MODELS
 
@@ -211,7 +211,7 @@ def test_what_a_model_puts_side_by_side_is_in_one_piece():
     class Seen(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             if func is torch.cat and args[0][0].dim() == 4:
-                joined.append([not isinstance(x, Lazy) and x.is_contiguous() for x in args[0]])
+                joined.append([not isinstance(x, Postponed) and x.is_contiguous() for x in args[0]])
             return func(*args, **(kwargs or {}))
 
     with sp.apply(model, sp.SageAttnProcessor(linears="int8", linears_min_features=0, min_tokens=0)), torch.no_grad():

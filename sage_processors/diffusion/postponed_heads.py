@@ -1,15 +1,18 @@
-"""Queries and keys whose norm and rotary embedding wait for attention, which has both made in one pass."""
+"""Queries and keys whose norm and rotary embedding wait for attention: one kernel makes both."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from sage_kernels import qk_norm_rope
 
 from ..linears.errors import ChangedInputError
-from ..linears.lazy import Lazy, Operand, real_of
+from ..postponed.enclosure import Enclosure
+from ..postponed.region import current
+from ..postponed.tensor import Operand, Postponed, ordinary_in
 
 
 class Norm(NamedTuple):
@@ -42,8 +45,8 @@ class Part(NamedTuple):
     angles: Angles | None
 
 
-class Waiting:
-    """What a source of lazy heads has seen: whether its inputs are left alone until their heads are used.
+class HeadSource:
+    """A norm or rotary embedding in front of attention, and what is known of its results.
 
     Attributes:
         label: of the layer. is_postponed: its results may wait. is_proven: one did, and its input was not written to
@@ -54,12 +57,21 @@ class Waiting:
     def __init__(self, label: str):
         self.label, self.is_postponed, self.is_proven = label, True, False
         self.angles: Angles | None = None
+        self._enclosure: Enclosure | None = None
+
+    def is_closed(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """True if a call of this attention module's processor runs code of libraries alone."""
+        if not isinstance(module, nn.Module):
+            return False
+        if self._enclosure is None:
+            self._enclosure = Enclosure(module)
+        return self._enclosure.is_closed(module, args, kwargs)
 
     def __getstate__(self):
-        return self.__dict__ | {"angles": None}
+        return self.__dict__ | {"angles": None, "_enclosure": None}
 
 
-class LazyHeads(Lazy):
+class PostponedHeads(Postponed):
     """[B, S, H, D] of parts, each normed and turned; `angles` of all parts together, or None.
 
     compute: () -> what the model's own code would have made, in 16 bit.
@@ -69,10 +81,10 @@ class LazyHeads(Lazy):
         super().__init__(shape, dtype, device)
         self._parts: tuple[Part, ...] = parts
         self._angles: Angles | None = angles
-        self._sources: tuple[Waiting, ...] = sources
+        self._sources: tuple[HeadSource, ...] = sources
         self._own = compute
         if not all(source.is_proven for source in sources):
-            self.real()  # whether the model writes to the input before the heads are used is not known yet
+            self.value()  # whether the model writes to the input before the heads are used is not known yet
 
     @property
     def is_stale(self) -> bool:
@@ -94,15 +106,17 @@ class LazyHeads(Lazy):
         """Whether it has had a rotary embedding, in whole or in parts."""
         return self._angles is not None or any(part.angles is not None for part in self._parts)
 
-    def turned(self, angles: Angles, compute) -> LazyHeads | None:
+    def turned(self, angles: Angles, compute) -> PostponedHeads | None:
         """After a rotary embedding of the whole; None: it can't wait for that."""
-        if self.is_turned or self.is_changed:
+        if self.is_turned or self._is_out:
             return None
         parts: tuple[Part, ...] = self._parts
         whole: Angles | None = angles
         if len(parts) == 1:
             parts, whole = (parts[0]._replace(angles=angles),), None
-        return LazyHeads(self._shape, self._dtype, self._device, parts, whole, self._sources, compute)
+        made = PostponedHeads(self._shape, self._dtype, self._device, parts, whole, self._sources, compute)
+        self._derive(made)
+        return made
 
     @classmethod
     def _knows(cls, func):
@@ -112,19 +126,24 @@ class LazyHeads(Lazy):
 def _cat(args, kwargs):
     """Parts of the sequence side by side."""
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if dim not in (1, -3) or "out" in kwargs or not all(type(x) is LazyHeads for x in tensors):
+    if current() is None or dim not in (1, -3) or "out" in kwargs:
+        return None
+    if not all(type(x) is PostponedHeads for x in tensors):
         return None
     first = tensors[0]
-    if any(x.is_changed or x._angles is not None or x._dtype != first._dtype for x in tensors):
+    if any(x._is_out or x._angles is not None or x._dtype != first._dtype for x in tensors):
         return None
     if any((x.shape[0], x.shape[2:]) != (first.shape[0], first.shape[2:]) for x in tensors):
         return None
     parts = tuple(part for x in tensors for part in x._parts)
     shape = torch.Size((first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]))
     sources = tuple(source for x in tensors for source in x._sources)
-    return LazyHeads(
-        shape, first._dtype, first._device, parts, None, sources, lambda: torch.cat([x.real() for x in tensors], 1)
+    made = PostponedHeads(
+        shape, first._dtype, first._device, parts, None, sources, lambda: torch.cat([x.value() for x in tensors], 1)
     )
+    for x in tensors:
+        x._derive(made)
+    return made
 
 
 _KNOWN = {torch.cat: _cat, torch.concat: _cat}
@@ -132,17 +151,17 @@ _KNOWN = {torch.cat: _cat, torch.concat: _cat}
 
 def made_ready(query, key):
     """Queries and keys [B, S, H, D] for attention, ordinary tensors: in one pass where both wait for the same."""
-    if type(query) is not LazyHeads or type(key) is not LazyHeads:
-        return real_of(query), real_of(key)
+    if type(query) is not PostponedHeads or type(key) is not PostponedHeads:
+        return ordinary_in(query), ordinary_in(key)
     sources = (*query._sources, *key._sources)
-    if query.is_changed or key.is_changed or not _fit(query, key):
-        return query.real(), key.real()
+    if query._is_out or key._is_out or not _fit(query, key):
+        return query.tensor(), key.tensor()
     if query.is_stale or key.is_stale:
         if all(source.is_proven for source in sources):
-            return query.real(), key.real()  # raises
+            return query.tensor(), key.tensor()  # raises
         for source in sources:
             source.is_postponed = False  # this model writes to what it has normed or turned
-        return query.real(), key.real()
+        return query.tensor(), key.tensor()
     for source in sources:
         source.is_proven = True
     part = query._parts[0]
@@ -161,7 +180,7 @@ def made_ready(query, key):
     return made
 
 
-def _fit(query: LazyHeads, key: LazyHeads) -> bool:
+def _fit(query: PostponedHeads, key: PostponedHeads) -> bool:
     """Whether one pass makes both: the same parts, the same angles, one eps, norms of one kind, one dtype."""
     mine, others = query._parts, key._parts
     if len(mine) != len(others) or query._dtype != key._dtype:

@@ -9,8 +9,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_processors as sp
-from sage_processors.linears.lazy import Lazy, real_of
-from sage_processors.linears.lazy_columns import LazyColumns
+from sage_processors.linears.postponed_columns import PostponedColumns
+from sage_processors.postponed.tensor import Postponed, ordinary_in
+
+
+pytestmark = pytest.mark.usefixtures("waiting")
 
 
 class Cats(TorchDispatchMode):
@@ -45,13 +48,13 @@ def test_both_are_quantised_from_where_they_are(block, is_first, dim):
     given = [other, F.gelu(module.up(x))] if is_first else (F.gelu(module.up(x)), other)
     with Cats() as cats:
         both = torch.cat(given, dim=dim)
-        got = real_of(module.down(both))
-    assert type(both) is LazyColumns and both.shape == (2, 6, 96) and cats.number == 0
-    together = torch.cat([real_of(t) for t in given], -1)
-    assert torch.equal(got, real_of(module.down(together)))
-    assert torch.equal(both.real(), together)
+        got = ordinary_in(module.down(both))
+    assert type(both) is PostponedColumns and both.shape == (2, 6, 96) and cats.number == 0
+    together = torch.cat([ordinary_in(t) for t in given], -1)
+    assert torch.equal(got, ordinary_in(module.down(together)))
+    assert torch.equal(both.tensor(), together)
     again = module.down(both)  # of the same rows, whoever asks
-    assert torch.equal(real_of(again), got)
+    assert torch.equal(ordinary_in(again), got)
 
 
 def test_they_are_quantised_once_for_all_layers():
@@ -78,18 +81,18 @@ OTHERS = {
 def test_everything_else_is_put_together_at_once(block, name):
     module, x, _ = block
     residual = torch.randn(2, 6, 64)
-    got, expected = OTHERS[name](module.up(x), residual), OTHERS[name](module.up(x).real(), residual)
-    assert not isinstance(got, Lazy) and torch.equal(got, expected)
+    got, expected = OTHERS[name](module.up(x), residual), OTHERS[name](module.up(x).tensor(), residual)
+    assert not isinstance(got, Postponed) and torch.equal(got, expected)
 
 
 def test_others_get_the_tensor_and_may_write_to_it(block):
     module, x, other = block
     both = torch.cat([other, module.up(x)], -1)
-    assert torch.equal(torch.relu(both), torch.relu(both.real()))
-    before = real_of(module.down(both))
+    assert torch.equal(torch.relu(both), torch.relu(both.tensor()))
+    before = ordinary_in(module.down(both))
     both.mul_(-2)
-    after = real_of(module.down(both))
-    assert torch.equal(after, real_of(module.down(both.real().clone()))) and not torch.equal(after, before)
+    after = ordinary_in(module.down(both))
+    assert torch.equal(after, ordinary_in(module.down(both.tensor().clone()))) and not torch.equal(after, before)
 
 
 def test_a_tensor_that_was_written_to_is_an_error(block):
@@ -114,5 +117,5 @@ def test_a_tensor_without_a_version_does_not_wait(block):
 def test_nan_in_one_is_nan_in_the_whole_row(block):
     module, x, other = block
     other[1, 2, 3] = float("nan")
-    got = real_of(module.down(torch.cat([other, module.up(x)], -1)))
+    got = ordinary_in(module.down(torch.cat([other, module.up(x)], -1)))
     assert got[1, 2].isnan().all() and got.isnan().any(-1).sum() == 1

@@ -16,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_processors as sp
 from sage_processors.diffusion import rotary
-from sage_processors.diffusion.lazy_heads import LazyHeads
-from sage_processors.linears.lazy import Lazy
+from sage_processors.diffusion.postponed_heads import PostponedHeads
 from sage_processors.linears.modules import is_swapped
+from sage_processors.postponed.region import opened
+from sage_processors.postponed.tensor import Postponed
 from tests.support.tiny_models import MODELS
 
 
+pytestmark = pytest.mark.usefixtures("library_tests")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # model → passes over queries and keys in a forward, one for each attention layer whose heads are turned as one
 WAIT = {"flux": 2, "flux2": 2, "chroma": 2, "bria": 2, "ovis_image": 2, "longcat_image": 2, "qwen_image": 1}
@@ -100,7 +102,7 @@ def test_queries_and_keys_are_the_models_own_to_the_last_rounding(monkeypatch):
 
     def compare(query, key):
         made = made_ready(query, key)
-        seen.extend(zip(made, (query.real(), key.real()), strict=True))
+        seen.extend(zip(made, (query.value(), key.value()), strict=True))
         return made
 
     monkeypatch.setattr(processors, "made_ready", compare)
@@ -371,14 +373,16 @@ def test_under_autocast_nothing_waits_and_in_inference_mode_what_counts_its_writ
     assert (got - expected).norm() < 0.03 * expected.norm()
 
 
-def test_heads_that_nobody_finishes_are_lazy_and_print_as_numbers():
+def test_heads_that_nobody_finishes_wait_and_print_as_numbers():
     model = Model(Processor())
-    with sp.apply(model, config()):
-        model(X, angles())
+    handle = sp.apply(model, config())
+    model(X, angles())
+    assert type(model.attn.norm_q(X.view(2, 20, 2, 16))) is torch.Tensor
+    with handle, opened():
         q = model.attn.norm_q(X.view(2, 20, 2, 16))
-        assert type(q) is LazyHeads and isinstance(q, Lazy) and q._real is None
+        assert type(q) is PostponedHeads and isinstance(q, Postponed) and q._ordinary is None
         assert q.shape == (2, 20, 2, 16) and repr(q).startswith("tensor(")
-        torch.testing.assert_close(q.real(), torch.nn.RMSNorm(16, eps=1e-6)(X.view(2, 20, 2, 16)))
+        torch.testing.assert_close(q.tensor(), torch.nn.RMSNorm(16, eps=1e-6)(X.view(2, 20, 2, 16)))
         for other in (X.view(2, 40, 16), X.view(2, 20, 2, 16).mT.contiguous().mT):
             assert type(model.attn.norm_q(other)) is torch.Tensor
 

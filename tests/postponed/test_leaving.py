@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears import leaving, swap
-from sage_processors.linears.lazy import Lazy
+from sage_processors.linears import swap
+from sage_processors.postponed import block
+from sage_processors.postponed.region import opened
+from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import OpCounter
 
 
+pytestmark = pytest.mark.usefixtures("library_tests")
 Pair = namedtuple("Pair", "first second")
 
 
@@ -88,13 +91,13 @@ def test_outputs_of_every_kind_are_ordinary_tensors(kind, mode):
         again = model(x)
     assert (ops.quantized, ops.multiplied) == (2, 2)  # gelu in the first one's last pass
     assert type(found) is type(stock)
-    assert tensors(found) and not any(isinstance(y, Lazy) for y in tensors(found))
+    assert tensors(found) and not any(isinstance(y, Postponed) for y in tensors(found))
     for a, b, c in zip(tensors(found), tensors(stock), tensors(again), strict=True):
         assert 0 < (a - b).norm() / b.norm() < 0.03 and torch.equal(b, c)
 
 
 @pytest.mark.parametrize("kind", OUTPUTS)
-def test_an_output_without_lazy_tensors_is_the_one_that_the_model_made(kind):
+def test_an_output_without_waiting_tensors_is_the_one_that_the_model_made(kind):
     kept = []
     model = Model(lambda y: kept.append(OUTPUTS[kind](y + 0.0)) or kept[-1]).eval().requires_grad_(False)
     with sp.quantize_linears(model, "int8", min_features=16):
@@ -104,7 +107,9 @@ def test_an_output_without_lazy_tensors_is_the_one_that_the_model_made(kind):
 def test_a_layer_alone_is_a_part_of_what_calls_it():
     layer = nn.Linear(64, 64).eval().requires_grad_(False)
     with sp.quantize_linears(layer, "int8", min_features=16):
-        assert isinstance(layer(torch.randn(3, 64)), Lazy)
+        assert type(layer(torch.randn(3, 64))) is torch.Tensor
+        with opened():
+            assert isinstance(layer(torch.randn(3, 64)), Postponed)
     assert not layer._forward_hooks
 
 
@@ -136,6 +141,6 @@ def test_compiled_code_looks_for_nothing(monkeypatch):
     x = torch.randn(3, 64)
     with sp.quantize_linears(model, "int8", min_features=16):
         wanted = model(x)["a"]
-        monkeypatch.setattr(leaving, "_ordinary", lambda value: pytest.fail("was called"))
+        monkeypatch.setattr(block, "ordinary", lambda value: pytest.fail("was called"))
         found = torch.compile(model, backend="eager", fullgraph=True)(x)["a"]
     assert torch.allclose(found, wanted, atol=1e-4)

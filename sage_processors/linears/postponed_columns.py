@@ -1,4 +1,4 @@
-"""Columns of two tensors that are not beside each other yet: an 8-bit linear layer reads each from where it is."""
+"""Columns of two tensors that an 8-bit linear layer reads from where they are, without torch.cat."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import torch
 
 from sage_kernels import QuantizedRows, quantize_activation
 
+from ..postponed import patterns
+from ..postponed.region import current
+from ..postponed.tensor import Operand, Postponed, can_wait, ordinary_in
 from .activations import RowsOf
 from .errors import ChangedInputError
-from .lazy import Lazy, Operand, can_wait, real_of
 
 
-class LazyColumns(Lazy):
+class PostponedColumns(Postponed):
     """torch.cat([first, second], -1)."""
 
     def __init__(self, shape, dtype, device, first, second):
@@ -33,10 +35,7 @@ class LazyColumns(Lazy):
         return torch.cat(self._operands(), -1)
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
-        """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these,
-        unless somebody has had the ordinary tensor, which may be written to."""
-        if self._real is not None:
-            return quantize_activation(self._real, format=format, balance=balance)
+        """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these."""
         rows = self._rows.get(format, balance)
         if rows is None:
             first, second = self._operands()
@@ -45,22 +44,22 @@ class LazyColumns(Lazy):
         return rows
 
 
-def cat(args, kwargs) -> LazyColumns | None:
+def cat(args, kwargs) -> PostponedColumns | None:
     """`torch.cat` of two activations along their last dimension, one of them a layer's; None: of something else."""
     tensors = args[0] if args else kwargs.get("tensors")
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if type(tensors) not in (tuple, list) or len(tensors) != 2 or kwargs.get("out") is not None:
+    if current() is None or not isinstance(tensors, (tuple, list)) or not isinstance(tensors[0], torch.Tensor):
         return None
-    first, second = tensors
-    if not all(isinstance(x, torch.Tensor) for x in tensors) or first.dim() != second.dim():
+    pair = patterns.joined(args, kwargs, tensors[0].dim())
+    if pair is None or not isinstance(pair[1], torch.Tensor) or pair[0].dim() != pair[1].dim():
         return None
+    first, second = pair
     shape = first.shape
-    if not 2 <= len(shape) <= 4 or dim not in (-1, len(shape) - 1) or shape[:-1] != second.shape[:-1]:
+    if not 2 <= len(shape) <= 4 or shape[:-1] != second.shape[:-1]:
         return None
     if (first.dtype, first.device) != (second.dtype, second.device) or 0 in (*shape, second.shape[-1]):
         return None
-    first, second = real_of(first), real_of(second)
+    first, second = ordinary_in(first), ordinary_in(second)
     if not (can_wait(first) and can_wait(second)):
         return None
     wide = torch.Size((*shape[:-1], shape[-1] + second.shape[-1]))
-    return LazyColumns(wide, first.dtype, first.device, first, second)
+    return PostponedColumns(wide, first.dtype, first.device, first, second)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears.lazy import Lazy
+from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import OpCounter, expected_error, relative_error
 
 
@@ -20,6 +20,9 @@ def linear_pair(k=48, n=64, dtype=torch.float32):
     torch.manual_seed(0)
     stock = nn.Linear(k, n).to(dtype).eval().requires_grad_(False)
     return stock, copy.deepcopy(stock)
+
+
+pytestmark = pytest.mark.usefixtures("waiting")
 
 
 @pytest.fixture
@@ -54,7 +57,7 @@ def test_known_continuations_are_one_op(linear, name):
     gate, residual = torch.randn(2, 1, 64), torch.randn(2, 6, 64)
     with OpCounter() as ops:
         got = CONTINUED[name](twin(x), gate, residual)
-        got = got.real() if isinstance(got, Lazy) else got
+        got = got.tensor() if isinstance(got, Postponed) else got
     assert (ops.quantized, ops.multiplied) == (1, 1)
     expected = CONTINUED[name](stock(x), gate, residual)
     assert relative_error(got, expected) < 1.5 * expected_error(x, stock.weight)
@@ -74,7 +77,7 @@ def test_casts_and_wider_gates_are_of_the_same_op(dtype):
         for name, call in calls.items():
             with OpCounter() as ops:
                 got = call(twin)
-                got = got.real() if isinstance(got, Lazy) else got
+                got = got.tensor() if isinstance(got, Postponed) else got
             expected = call(stock)
             assert got.dtype == expected.dtype == torch.float32, name
             assert ops.multiplied == 1  # of rows that are quantised once for all of them
@@ -121,11 +124,11 @@ OTHERS = {
 def test_everything_else_gets_the_16_bit_tensor(linear, name):
     _, twin, x = linear
     residual = torch.randn(2, 6, 64)
-    ordinary = twin(x).real()
+    ordinary = twin(x).tensor()
     assert type(ordinary) is torch.Tensor
     got, expected = OTHERS[name](twin(x), residual), OTHERS[name](ordinary, residual)
-    assert type(got) is not type(twin(x)) or got.real() is not None
-    got = got.real() if isinstance(got, Lazy) else got
+    assert type(got) is not type(twin(x)) or got.tensor() is not None
+    got = got.tensor() if isinstance(got, Postponed) else got
     assert got.dtype == expected.dtype and got.stride() == expected.stride()
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
@@ -139,8 +142,8 @@ def test_what_is_asked_without_numbers_computes_nothing(linear):
         assert y.is_contiguous() and y.contiguous() is y and y.to(torch.float32) is y and y.type_as(x) is y
         assert isinstance(y, torch.Tensor) and not y.requires_grad and y.is_floating_point() and len(y.shape) == 3
     assert ops.multiplied == 0
-    assert repr(y) == repr(y.real()) and f"{y[0, 0, 0]}" and len(y) == 2
-    assert torch.equal(y, y.real()) and torch.equal(y.real(), y) and y.stride() == (384, 64, 1)
+    assert repr(y) == repr(y.tensor()) and f"{y[0, 0, 0]}" and len(y) == 2
+    assert torch.equal(y, y.tensor()) and torch.equal(y.tensor(), y) and y.stride() == (384, 64, 1)
     file = io.BytesIO()
     torch.save(y, file)
     assert type(torch.load(io.BytesIO(file.getvalue()), weights_only=True)) is torch.Tensor
@@ -149,7 +152,7 @@ def test_what_is_asked_without_numbers_computes_nothing(linear):
 def test_operations_in_place_change_what_later_uses_see(linear):
     _, twin, x = linear
     for change in (lambda y: y.mul_(2), lambda y: y[:, 0].zero_(), lambda y: y.data.fill_(3)):
-        y, ordinary = twin(x), twin(x).real()
+        y, ordinary = twin(x), twin(x).tensor()
         change(y)
         change(ordinary)
         for use in (lambda y: F.gelu(y), lambda y: torch.ones(2, 6, 64) + y, lambda y: y * torch.ones(64)):
@@ -172,7 +175,7 @@ def test_a_gate_without_a_version_does_not_wait(linear):
         y = gate * twin(x)
         assert type(y) is torch.Tensor
         gate.add_(1)
-    assert torch.equal(y, twin(x).real())
+    assert torch.equal(y, twin(x).tensor())
 
 
 class Three(nn.ModuleList):
@@ -278,7 +281,7 @@ def test_norm_and_modulation_are_one_op(name, modulated, dtype):
             for a, b in zip(got, expected, strict=True):
                 assert relative_error(a, b) < 0.02 + 4 * torch.finfo(dtype).eps
         assert type(block.norm(x)) is not torch.Tensor
-        torch.testing.assert_close(block.norm(x).real(), type(block.norm)._sage_base.forward(block.norm, x))
+        torch.testing.assert_close(block.norm(x).tensor(), type(block.norm)._sage_base.forward(block.norm, x))
     assert all(torch.equal(a, b) for a, b in zip(block(x, scale, shift), expected, strict=True))
 
 

@@ -1,19 +1,22 @@
-"""The output of an 8-bit linear layer that is not computed yet: what follows it may belong to its last pass."""
+"""The output of an 8-bit linear layer that waits: its kernel may do what follows in its last pass."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from sage_kernels import QuantizedRows, quantized_linear
 
+from ..postponed import patterns
+from ..postponed.patterns import FLOATS, GATED, is_by_token
+from ..postponed.tensor import Operand, Postponed, can_wait, ordinary_in
 from .errors import ChangedInputError
-from .lazy import Lazy, Operand, can_wait, is_by_token, real_of
-from .lazy_columns import cat
+from .postponed_columns import cat
 from .storage import Storage
 
 
-GATED = {"gelu": "geglu", "gelu_tanh": "geglu_tanh", "silu": "swiglu"}
 _GATED = frozenset(GATED.values())
 _STOCK = {
     "gelu": F.gelu,
@@ -22,7 +25,7 @@ _STOCK = {
 }
 
 
-class LazyLinear(Lazy):
+class PostponedLinear(Postponed):
     """gate · activation(x · weightᵀ + bias), of which gate and activation may be missing.
 
     A sum with a residual of the same shape computes it all in one pass.
@@ -64,49 +67,57 @@ class LazyLinear(Lazy):
 
     def _with(self, dtype=None, **changes):
         kept = {"activation": self._activation, "gate": self._gate} | changes
-        lazy = LazyLinear(self._shape, dtype or self._dtype, self._device, self._module, self._x, **kept)
-        lazy._weights = self._weights
-        return lazy
+        made = PostponedLinear(self._shape, dtype or self._dtype, self._device, self._module, self._x, **kept)
+        made._weights = self._weights
+        return made
 
     def _cast(self, dtype):
         """Rounded once, to the type that is asked for."""
-        return self._with(dtype) if self._real is None and dtype in _FLOATS else self.real().to(dtype)
+        return self._with(dtype) if not self._is_out and dtype in FLOATS else self.tensor().to(dtype)
 
     @property
     def _is_bare(self) -> bool:
-        """Whether only the product and the bias are there, and nobody has had its numbers."""
-        return self._activation == "none" and self._gate is None and self._real is None
+        """True if only the product and the bias are there, and nobody has had its numbers."""
+        return self._activation == "none" and self._gate is None and not self._is_out
 
     def _activated(self, activation: str):
-        return self._with(activation=activation) if self._is_bare else _STOCK[activation](self.real())
+        return self._with(activation=activation) if self._is_bare else _STOCK[activation](self.tensor())
 
     def __mul__(self, other):
-        if isinstance(other, LazyLinear):
+        if isinstance(other, PostponedLinear):
             pair = _gated_pair(self, other)
             if pair is not None:
                 return pair
-        other = real_of(other)
-        if self._gate is None and self._real is None and can_wait(other) and is_by_token(other, self._shape):
+        other = ordinary_in(other)
+        if self._gate is None and not self._is_out and can_wait(other) and is_by_token(other, self._shape):
             dtype = torch.promote_types(self._dtype, other.dtype)
-            if dtype in _FLOATS:
+            if dtype in FLOATS:
                 return self._with(dtype, gate=Operand(other))
-        return self.real() * other
+        return self.tensor() * other
 
     def __truediv__(self, other):
-        if type(other) in (int, float) and other == 1:
-            return self
-        return self.real() / real_of(other)
+        if type(other) in (int, float) and other == 1 and not self._is_out:
+            return self._with()  # another tensor, as that of a division is
+        return self.tensor() / ordinary_in(other)
 
     def __add__(self, other):
-        if isinstance(other, Lazy):
-            other = other.real()
-        if self._real is None and can_wait(other) and other.shape == self._shape and other.dtype in _FLOATS:
+        other = ordinary_in(other)
+        if not self._is_out and can_wait(other) and other.shape == self._shape and other.dtype in FLOATS:
             if other.device == self._device:
                 return self._finish(other, torch.promote_types(self._dtype, other.dtype))
-        return self.real() + other
+        return self.tensor() + other
 
     __rmul__ = __mul__
     __radd__ = __add__
+
+    # a product is contiguous
+
+    def contiguous(self, memory_format=torch.contiguous_format):
+        usual = memory_format in (torch.contiguous_format, torch.preserve_format)
+        return self if usual else self.tensor().contiguous(memory_format=memory_format)
+
+    def is_contiguous(self, memory_format=torch.contiguous_format):
+        return memory_format is torch.contiguous_format or self.tensor().is_contiguous(memory_format=memory_format)
 
     @classmethod
     def _knows(cls, func):
@@ -130,32 +141,43 @@ def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=No
     return (y if residual is None else residual + y).to(dtype)
 
 
-class LazyHalf(Lazy):
-    """One of two equal parts of a linear layer's columns, maybe activated: half of GEGLU or SwiGLU."""
+class PostponedHalf(Postponed):
+    """One of two equal parts of a linear layer's columns, maybe activated: half of GEGLU or SwiGLU.
 
-    def __init__(self, shape, dtype, device, whole, place, activation="none"):
+    of: the half that this one activates; None for a half as the layer gives it.
+    """
+
+    def __init__(self, shape, dtype, device, whole, place, activation="none", of=None):
         super().__init__(shape, dtype, device)
-        self._whole, self._place, self._activation = whole, place, activation
+        self._whole, self._place, self._activation, self._of = whole, place, activation, of
 
     def _compute(self):
-        half = self._whole.real().chunk(2, -1)[self._place]
-        return half if self._activation == "none" else _STOCK[self._activation](half)
+        if self._of is not None:
+            return _STOCK[self._activation](self._of.value())
+        return self._whole.value().chunk(2, -1)[self._place]
+
+    def tensor(self):
+        """The ordinary tensor, which is a part of the whole one's memory unless it is activated."""
+        if self._of is None:
+            self._whole.tensor()
+        return super().tensor()
 
     def _activated(self, activation: str):
-        if self._activation != "none" or self._real is not None or self._whole._real is not None:
-            return _STOCK[activation](self.real())
-        return LazyHalf(self._shape, self._dtype, self._device, self._whole, self._place, activation)
+        if self._activation != "none" or self._is_out or self._whole._is_out:
+            return _STOCK[activation](self.tensor())
+        half = PostponedHalf(self._shape, self._dtype, self._device, self._whole, self._place, activation, self)
+        return self._derive(half)
 
     def __mul__(self, other):
-        if isinstance(other, LazyHalf) and other._whole is self._whole and self._whole._real is None:
+        if isinstance(other, PostponedHalf) and other._whole is self._whole and not self._whole._is_out:
             value, gate = (self, other) if self._activation == "none" else (other, self)
-            both = {value._place, gate._place} == {0, 1} and value._real is None and gate._real is None
+            both = {value._place, gate._place} == {0, 1} and not (value._is_out or gate._is_out)
             if both and value._activation == "none" and gate._activation != "none":
                 whole = self._whole
                 if _put_in_turns(whole._module, gate_first=gate._place == 0):
                     kind = GATED[gate._activation]
-                    return LazyLinear(self._shape, self._dtype, self._device, whole._module, whole._x, kind)
-        return self.real() * real_of(other)
+                    return PostponedLinear(self._shape, self._dtype, self._device, whole._module, whole._x, kind)
+        return self.tensor() * ordinary_in(other)
 
     __rmul__ = __mul__
 
@@ -164,11 +186,8 @@ class LazyHalf(Lazy):
         return _KNOWN.get(func)
 
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-
-
 def _put_in_turns(module, *, gate_first: bool) -> bool:
-    """Store a layer's rows as its gated activation wants them; whether they are."""
+    """Store a layer's rows as its gated activation wants them. Returns True if they are."""
     state = module._sage_linear
     with state.shared.lock:
         storage = state.storage
@@ -185,10 +204,10 @@ def _put_in_turns(module, *, gate_first: bool) -> bool:
         return True
 
 
-def _gated_pair(a: LazyLinear, b: LazyLinear) -> LazyLinear | None:
+def _gated_pair(a: PostponedLinear, b: PostponedLinear) -> PostponedLinear | None:
     """activation(gate layer) · value layer of the same input, as one multiplication; None where it is none."""
     value, gate = (a, b) if a._activation == "none" else (b, a)
-    known = value._is_bare and gate._real is None and gate._gate is None and gate._activation in _STOCK
+    known = value._is_bare and not gate._is_out and gate._gate is None and gate._activation in _STOCK
     if not known or value._x is not gate._x or value._dtype != gate._dtype or value._shape != gate._shape:
         return None
     modules = (value._module, gate._module)
@@ -203,11 +222,11 @@ def _gated_pair(a: LazyLinear, b: LazyLinear) -> LazyLinear | None:
         elif storage.modules[0] is not modules[0]:
             return None  # the other way round than the first time
         kind = GATED[gate._activation]
-        return LazyLinear(value._shape, value._dtype, value._device, modules[0], value._x, kind)
+        return PostponedLinear(value._shape, value._dtype, value._device, modules[0], value._x, kind)
 
 
 def _pair_up(modules, states) -> bool:
-    """Store the rows of two layers in turns; whether they are."""
+    """Store the rows of two layers in turns. Returns True if they are."""
     if any(len(s.storage.modules) > 1 or s.storage.in_turns or s.storage.is_fixed for s in states):
         return False
     pair = Storage(modules, in_turns=True)
@@ -224,47 +243,35 @@ def _pair_up(modules, states) -> bool:
     return True
 
 
-def _gelu(args, kwargs):
-    x = args[0] if args else None
-    approximate = kwargs.get("approximate", "none")
-    names = {"none": "gelu", "tanh": "gelu_tanh"}
-    return x._activated(names[approximate]) if approximate in names and isinstance(x, _ACTIVATED) else None
+def _activation(func):
+    def call(args, kwargs):
+        name = patterns.activation(func, args, kwargs)
+        x = args[0] if args else None
+        return x._activated(name) if name is not None and isinstance(x, _ACTIVATED) else None
 
-
-def _silu(args, kwargs):
-    x = args[0] if args else None
-    in_place = args[1] if len(args) > 1 else kwargs.get("inplace", False)
-    return x._activated("silu") if not in_place and isinstance(x, _ACTIVATED) else None
+    return call
 
 
 def _dropout(args, kwargs):
     x = args[0] if args else None
-    p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    training = args[2] if len(args) > 2 else kwargs.get("training", True)
-    in_place = args[3] if len(args) > 3 else kwargs.get("inplace", False)
-    return x if isinstance(x, Lazy) and not in_place and (not training or p == 0) else None
+    return x if isinstance(x, Postponed) and patterns.drops_nothing(args, kwargs) else None
 
 
 def _chunk(args, kwargs):
-    x = args[0]
-    chunks = args[1] if len(args) > 1 else kwargs.get("chunks")
-    dim = args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    if type(x) is not LazyLinear or not x._is_bare or chunks != 2 or dim not in (-1, x.dim() - 1):
+    x = args[0] if args else None
+    if type(x) is not PostponedLinear or not x._is_bare or not patterns.halves(args, kwargs, x.dim()):
         return None
     storage = x._module._sage_linear.storage
     if x._shape[-1] % 2 or len(storage.modules) > 1:
         return None
     shape = torch.Size((*x._shape[:-1], x._shape[-1] // 2))
-    return tuple(LazyHalf(shape, x._dtype, x._device, x, place) for place in (0, 1))
+    return tuple(x._derive(PostponedHalf(shape, x._dtype, x._device, x, place)) for place in (0, 1))
 
 
-_ACTIVATED = (LazyLinear, LazyHalf)
-_KNOWN = {
-    F.gelu: _gelu,
-    F.silu: _silu,
+_ACTIVATED = (PostponedLinear, PostponedHalf)
+_KNOWN: dict[Any, Any] = {
+    **{func: _activation(func) for func in (F.gelu, F.silu)},
     F.dropout: _dropout,
-    torch.chunk: _chunk,
-    torch.Tensor.chunk: _chunk,
-    torch.cat: cat,
-    torch.concat: cat,
+    **dict.fromkeys(patterns.CHUNKS, _chunk),
+    **dict.fromkeys(patterns.CATS, cat),
 }

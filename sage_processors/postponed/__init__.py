@@ -1,0 +1,4 @@
+"""Results that wait for their consumer, so that one kernel computes both: when they may, and the tensors that do.
+
+Imports torch, sage_kernels' compat, and nothing else of this package.
+"""

@@ -1,0 +1,153 @@
+"""Tells whether all code that runs inside of a block is a library's, so that results may wait there.
+
+A hook, a module or a processor of the user's in a block may look at what it is given, keep it or write to it, at any
+time. Then nothing waits in that block.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from sage_kernels.compat import function_modes
+
+from .library import is_library_class, is_library_function
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+_PLAIN = {torch.Tensor, nn.Parameter, type(None), bool, int, float, complex, str, slice}
+
+
+class Enclosure:
+    """One block, and what in it is not a library's code.
+
+    What the answer depends on is compared at every call: modules, their classes and hooks, functions put on a module,
+    processors. Only where that differs is it all looked at anew.
+    """
+
+    def __init__(self, block: nn.Module):
+        self._look(block)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the block has modules of its own
+        return _unseen, ()
+
+    def _look(self, block: nn.Module) -> None:
+        modules = list(block.modules())
+        self.modules = modules
+        inner = modules[1:]  # hooks of the block itself run before and after the region
+        self._now: list[Any] = [m._modules for m in modules]
+        self._now += [m.__dict__[name] for m in inner for name in _HOOKS]
+        self._then = [dict(x) for x in self._now]
+        self._attributes = [m.__dict__ for m in modules]
+        self._sizes, self._kinds = list(map(len, self._attributes)), list(map(type, modules))
+        self._with_processor = [m for m in modules if "processor" in m.__dict__]
+        self._processors = [type(m.__dict__["processor"]) for m in self._with_processor]
+        self._hooked = [m for m in inner if not _MOVERS.isdisjoint(m.__dict__)]
+        self._movers = [_movers(m) for m in self._hooked]
+        self._functions = [
+            (kind, name, getattr(kind, name, None))
+            for kind in dict.fromkeys(self._kinds + self._processors)
+            for name in ("forward", "__call__")
+        ]
+        self.obstacle = self._find(block, inner)
+
+    def _is_as_seen(self, block: nn.Module) -> bool:
+        return (
+            self._now == self._then
+            and self._sizes == list(map(len, self._attributes))
+            and self._kinds == list(map(type, self.modules))
+            and self.modules[0] is block
+            and self._processors == [type(m.__dict__.get("processor")) for m in self._with_processor]
+            and self._movers == [_movers(m) for m in self._hooked]
+            and all(getattr(kind, name, None) is known for kind, name, known in self._functions)
+        )
+
+    def _find(self, block: nn.Module, inner: list[nn.Module]) -> str:
+        """What stands against waiting, in a few words; "" for nothing."""
+        for module in self.modules:
+            if not _is_of_library(type(module)):
+                return f"a module of class {type(module).__name__}"
+        for module in inner:
+            own = module.__dict__
+            if own.get("_compiled_call_impl") is not None:
+                return "a compiled module"
+            if "forward" in own and not _is_of_library_function(own["forward"]):
+                return f"a forward put on a {type(module).__name__}"
+            for hook in (hook for name in _HOOKS for hook in own[name].values()):
+                if not _is_of_library_function(hook):
+                    return f"a hook of a {type(module).__name__}"
+            if not all(map(is_library_class, _movers(module))):
+                return f"a hook of a {type(module).__name__}"
+        for kind in self._processors:
+            if not _is_of_library(kind):
+                return f"a processor of class {kind.__name__}"
+        return ""
+
+    def is_closed(self, block: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
+        """True if a call of the block with these arguments runs code of libraries alone."""
+        if not self._is_as_seen(block):
+            self._look(block)
+        if self.obstacle or any(getattr(nn_module, name) for name in _GLOBAL_HOOKS) or function_modes():
+            return False
+        return all(map(_is_plain, args)) and (not kwargs or all(map(_is_plain, kwargs.values())))
+
+
+class _Unseen(Enclosure):
+    """Of a copied block, which was not called yet."""
+
+    def __init__(self) -> None:
+        self.obstacle = ""
+
+    def is_closed(self, block: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
+        self.__class__ = Enclosure  # type: ignore[assignment]
+        self._look(block)
+        return self.is_closed(block, args, kwargs)
+
+
+def _unseen() -> Enclosure:
+    return _Unseen()
+
+
+_MOVERS = {"_hf_hook", "_diffusers_hook"}  # attributes by which accelerate and diffusers move and cast weights
+
+
+def _movers(module: nn.Module) -> list[type]:
+    """Classes of the hooks by which accelerate or diffusers wrap a module's forward."""
+    hook, registry = (module.__dict__.get(name) for name in sorted(_MOVERS, reverse=True))
+    found = [] if hook is None else [hook, *getattr(hook, "hooks", ())]
+    return [type(x) for x in (*found, *getattr(registry, "hooks", {}).values())]
+
+
+def _is_of_library_function(called: Any) -> bool:
+    """True for a function, method, partial function or object whose call runs code of a library."""
+    while isinstance(called, functools.partial):
+        called = called.func
+    if not isinstance(called, (types.FunctionType, types.MethodType)):
+        called = getattr(type(called), "__call__", None)  # noqa: B004 (the function, not whether there is one)
+    return is_library_function(called)
+
+
+def _is_of_library(kind: type) -> bool:
+    """True if instances of this class run a library's forward, or __call__ for what is no module."""
+    own: Any = getattr(kind, "_sage_base", kind)
+    called = [getattr(own, "__call__", None)]  # noqa: B004 (the function, not whether there is one)
+    if issubclass(kind, nn.Module):
+        called.append(getattr(own, "forward", None))
+    return all(map(is_library_function, called)) and is_library_class(own)
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if kind in (tuple, list):
+        return all(map(_is_plain, value))
+    if kind is dict:
+        return all(map(_is_plain, value.values()))
+    return is_library_class(kind)
