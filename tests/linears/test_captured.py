@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import sage_processors as sp
 from sage_processors.event_counter import EventCounter
 from sage_processors.linears import activations, modules, norms, qkv, replays, storage, weights
-from sage_processors.postponed.tensor import Postponed
 from sage_processors.linears.storage import CODES
+from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import OpCounter, set_least_work
 
 
