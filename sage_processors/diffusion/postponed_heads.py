@@ -74,11 +74,12 @@ class HeadSource:
 class PostponedHeads(Postponed):
     """[B, S, H, D] of parts, each normed and turned; `angles` of all parts together, or None.
 
-    compute: () -> what the model's own code would have made, in 16 bit.
+    compute: () -> what the model's own code would have made, in 16 bit. of: heads whose numbers that reads.
     """
 
-    def __init__(self, shape, dtype, device, parts, angles, sources, compute):
+    def __init__(self, shape, dtype, device, parts, angles, sources, compute, of=()):
         super().__init__(shape, dtype, device)
+        self._of: tuple[PostponedHeads, ...] = of
         self._parts: tuple[Part, ...] = parts
         self._angles: Angles | None = angles
         self._sources: tuple[HeadSource, ...] = sources
@@ -101,6 +102,9 @@ class PostponedHeads(Postponed):
             )
         return self._own()
 
+    def _reads(self, other):
+        return any(other is x for x in self._of)
+
     @property
     def is_turned(self) -> bool:
         """Whether it has had a rotary embedding, in whole or in parts."""
@@ -114,9 +118,7 @@ class PostponedHeads(Postponed):
         whole: Angles | None = angles
         if len(parts) == 1:
             parts, whole = (parts[0]._replace(angles=angles),), None
-        made = PostponedHeads(self._shape, self._dtype, self._device, parts, whole, self._sources, compute)
-        self._derive(made)
-        return made
+        return PostponedHeads(self._shape, self._dtype, self._device, parts, whole, self._sources, compute, (self,))
 
     @classmethod
     def _knows(cls, func):
@@ -138,12 +140,11 @@ def _cat(args, kwargs):
     parts = tuple(part for x in tensors for part in x._parts)
     shape = torch.Size((first.shape[0], sum(x.shape[1] for x in tensors), *first.shape[2:]))
     sources = tuple(source for x in tensors for source in x._sources)
-    made = PostponedHeads(
-        shape, first._dtype, first._device, parts, None, sources, lambda: torch.cat([x.value() for x in tensors], 1)
-    )
-    for x in tensors:
-        x._derive(made)
-    return made
+
+    def own():
+        return torch.cat([x.value() for x in tensors], 1)
+
+    return PostponedHeads(shape, first._dtype, first._device, parts, None, sources, own, tuple(tensors))
 
 
 _KNOWN = {torch.cat: _cat, torch.concat: _cat}

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from sage_kernels import QuantizedRows, weight_only_linear
+from sage_kernels.compat import is_differentiating_forward
 
-from ..postponed.region import current_for_caller
+from ..postponed.region import current, is_caller_known
 from ..postponed.tensor import CAN_WAIT, Postponed, is_dual, ordinary_in, version_of
 from .activations import quantized
 from .balance import vector_of
@@ -48,7 +49,7 @@ def _reason_against(module, state: LinearState, x, weight) -> str | None:
         bias = module._parameters.get("bias")
         if x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad):
             return "gradient"
-    if is_dual(x) or is_dual(weight):
+    if is_differentiating_forward() and (is_dual(x) or is_dual(weight)):
         return "gradient"
     if x.device.type not in _DEVICES or weight.device != x.device:
         return "device"
@@ -88,8 +89,8 @@ def _exact(module, base, x):
     return F.linear(x, weight.to(x.dtype), module._parameters.get("bias"))
 
 
-def _in_8_bit(module, base, x, region):
-    """Forward of a swapped linear layer, eager: x [..., K] -> [..., N]. With a region, both may be postponed.
+def _in_8_bit(module, base, x):
+    """Forward of a swapped linear layer, eager: x [..., K] -> [..., N], both ordinary or postponed.
 
     A weight-only one takes and gives ordinary tensors: what comes before it and after it is of a few rows.
     """
@@ -119,7 +120,7 @@ def _in_8_bit(module, base, x, region):
     if reason is None:
         with shared.lock:
             if state.prepare(module):
-                return _multiplied(module, state, x, waits, region)
+                return _multiplied(module, state, x, waits)
             reason = "weight" if state.failed else "other"
     if reason in ("training", "gradient"):
         state.may_be_trained(module)
@@ -127,9 +128,9 @@ def _in_8_bit(module, base, x, region):
     return _exact(module, base, ordinary_in(x))
 
 
-def _multiplied(module, state: LinearState, x, waits: bool, region):
+def _multiplied(module, state: LinearState, x, waits: bool):
     """The call in 8 bit, by a weight that is ready. Under the lock: the weight stays where and as it is meanwhile."""
-    dtype = _output_dtype(x)
+    dtype, region = _output_dtype(x), current()
     storage = state.storage
     if storage.device != x.device:
         storage.move(x.device)
@@ -147,7 +148,7 @@ def _multiplied(module, state: LinearState, x, waits: bool, region):
         if y is not None:
             return y
     # what is joined is an ordinary tensor in some calls: in all of them, then, as what follows rounds otherwise
-    if storage.is_joined or region is None or not CAN_WAIT:
+    if storage.is_joined or not CAN_WAIT or not is_caller_known(3):
         return product(module, rows, state.bias, dtype=dtype)
     shape = torch.Size((*x.shape[:-1], module.out_features))
     return PostponedLinear(shape, dtype, x.device, module, rows)
@@ -289,7 +290,7 @@ def linear_class(base: Any) -> type:
             parameters = self._parameters
             if "weight" in parameters and "bias" in parameters:
                 return F.linear(input, parameters["weight"], parameters["bias"])
-        return _in_8_bit(self, base, input, current_for_caller())
+        return _in_8_bit(self, base, input)
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
     return type("Sage" + base.__name__, (_SwappedLinear, base), members)
@@ -311,8 +312,8 @@ def norm_class(base: Any) -> type:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage_norm"):
             return base.forward(self, *args, **kwargs)
-        x = ordinary_in(args[0])
-        waiting = None if current_for_caller() is None else self._sage_norm.postpone(self, x, base.forward)
+        x = args[0].tensor() if isinstance(args[0], Postponed) else args[0]
+        waiting = None if not is_caller_known(1) else self._sage_norm.postpone(self, x, base.forward)
         return base.forward(self, x) if waiting is None else waiting
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}

@@ -165,8 +165,10 @@ class PostponedHalf(Postponed):
     def _activated(self, activation: str):
         if self._activation != "none" or self._is_out or self._whole._is_out:
             return _STOCK[activation](self.tensor())
-        half = PostponedHalf(self._shape, self._dtype, self._device, self._whole, self._place, activation, self)
-        return self._derive(half)
+        return PostponedHalf(self._shape, self._dtype, self._device, self._whole, self._place, activation, self)
+
+    def _reads(self, other):
+        return other is self._whole or other is self._of
 
     def __mul__(self, other):
         if isinstance(other, PostponedHalf) and other._whole is self._whole and not self._whole._is_out:
@@ -265,7 +267,7 @@ def _chunk(args, kwargs):
     if x._shape[-1] % 2 or len(storage.modules) > 1:
         return None
     shape = torch.Size((*x._shape[:-1], x._shape[-1] // 2))
-    return tuple(x._derive(PostponedHalf(shape, x._dtype, x._device, x, place)) for place in (0, 1))
+    return tuple(PostponedHalf(shape, x._dtype, x._device, x, place) for place in (0, 1))
 
 
 _ACTIVATED = (PostponedLinear, PostponedHalf)

@@ -72,6 +72,9 @@ class PostponedNorm(Postponed):
         self._refuse_stale(self._call.x)
         return self._call.forward()
 
+    def _reads(self, other):
+        return other is self._parent
+
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
         """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these."""
         rows = self._rows.get(format, balance)
@@ -95,7 +98,7 @@ class PostponedNorm(Postponed):
 
     def _next(self, step, dtype, **operands):
         kept = {"gain": self._gain, "shift": self._shift} | operands
-        return self._derive(PostponedNorm(self._shape, dtype, self._device, self._call, self, step, **kept))
+        return PostponedNorm(self._shape, dtype, self._device, self._call, self, step, **kept)
 
     def _takes(self, other) -> bool:
         return not self._is_out and can_wait(other) and is_by_token(other, self._shape)

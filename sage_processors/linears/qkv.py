@@ -82,7 +82,7 @@ class Run:
                 self._break_up(first + place)
                 return None
         # those that are offloaded now are as they were, or their own call notices
-        if not all([state.prepare(module) for state, module in zip(states, modules, strict=True)]):
+        if not all([state.prepare(module) for state, module in zip(states[1:], modules[1:], strict=True)]):
             return None
         together = quantized_linear(rows, storage.rows_of(first, last), storage.bias(first, last), dtype=dtype)
         parts = together.split([module.out_features for module in modules], -1)

@@ -214,6 +214,8 @@ class LinearState:
     def prepare(self, module) -> bool:
         """Have the 8-bit weight be that of the 16-bit one; whether there is one. Syncs where it looks at numbers."""
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+        if weight is not None and self._are_as_known(weight, bias):
+            return not self.failed
         if _is_wrapped(weight, self._weight) or _is_wrapped(bias, self._bias):
             return False
         if not self.dropped and (weight is None or not self.is_fresh(weight)):
@@ -239,6 +241,26 @@ class LinearState:
         elif self.bias_touched and not is_captured(bias.device):
             self._take_bias(bias)
         return not self.failed
+
+    def _are_as_known(self, weight, bias) -> bool:
+        """True in the usual case, found at once: weight and bias are the objects that they were, not written to."""
+        return (
+            weight is self._weight()
+            and not self.touched
+            and not weight.is_inference()
+            and weight._version == self._weight_version
+            and not (weight.requires_grad and weight.grad is not None)
+            and (
+                self.bias is None
+                if bias is None
+                else bias is self._bias()
+                and not self.bias_touched
+                and not bias.is_inference()
+                and bias._version == self._bias_version
+                and self.bias.device == bias.device
+                and not (bias.requires_grad and bias.grad is not None)
+            )
+        )
 
     def _has_another_bias(self, bias) -> bool:
         known = bias is self._bias() and _version(bias) == self._bias_version

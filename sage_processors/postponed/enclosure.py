@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from sage_kernels.compat import function_modes
+from sage_kernels.compat import function_modes, is_differentiating_forward
 
 from .library import is_library_class, is_library_function
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(nn_module, name) for name in ("_global_forward_hooks", "_global_forward_pre_hooks")]
 _PLAIN = {torch.Tensor, nn.Parameter, type(None), bool, int, float, complex, str, slice}
 
 
@@ -50,11 +51,10 @@ class Enclosure:
         self._processors = [type(m.__dict__["processor"]) for m in self._with_processor]
         self._hooked = [m for m in inner if not _MOVERS.isdisjoint(m.__dict__)]
         self._movers = [_movers(m) for m in self._hooked]
-        self._functions = [
-            (kind, name, getattr(kind, name, None))
-            for kind in dict.fromkeys(self._kinds + self._processors)
-            for name in ("forward", "__call__")
-        ]
+        kinds = dict.fromkeys(self._kinds + self._processors)
+        called = [(kind, name) for kind in kinds for name in ("forward", "__call__") if hasattr(kind, name)]
+        self._called, self._names = [kind for kind, _ in called], [name for _, name in called]
+        self._functions = list(map(getattr, self._called, self._names))
         self.obstacle = self._find(block, inner)
 
     def _is_as_seen(self, block: nn.Module) -> bool:
@@ -64,8 +64,8 @@ class Enclosure:
             and self._kinds == list(map(type, self.modules))
             and self.modules[0] is block
             and self._processors == [type(m.__dict__.get("processor")) for m in self._with_processor]
-            and self._movers == [_movers(m) for m in self._hooked]
-            and all(getattr(kind, name, None) is known for kind, name, known in self._functions)
+            and (not self._hooked or self._movers == [_movers(m) for m in self._hooked])
+            and self._functions == list(map(getattr, self._called, self._names))
         )
 
     def _find(self, block: nn.Module, inner: list[nn.Module]) -> str:
@@ -93,9 +93,9 @@ class Enclosure:
         """True if a call of the block with these arguments runs code of libraries alone."""
         if not self._is_as_seen(block):
             self._look(block)
-        if self.obstacle or any(getattr(nn_module, name) for name in _GLOBAL_HOOKS) or function_modes():
+        if self.obstacle or any(_GLOBAL_HOOKS) or function_modes() or is_differentiating_forward():
             return False
-        return all(map(_is_plain, args)) and (not kwargs or all(map(_is_plain, kwargs.values())))
+        return _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
 
 
 class _Unseen(Enclosure):
@@ -142,12 +142,16 @@ def _is_of_library(kind: type) -> bool:
     return all(map(is_library_function, called)) and is_library_class(own)
 
 
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind in _PLAIN:
-        return True
-    if kind in (tuple, list):
-        return all(map(_is_plain, value))
-    if kind is dict:
-        return all(map(_is_plain, value.values()))
-    return is_library_class(kind)
+def _are_plain(values: Iterable[Any]) -> bool:
+    """True if calling a block with these hands it no object whose methods are somebody else's code."""
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if kind in (tuple, list):
+            inner = _are_plain(value)
+        else:
+            inner = _are_plain(value.values()) if kind is dict else is_library_class(kind)
+        if not inner:
+            return False
+    return True

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from typing import Any
 
-from .library import calls_from_library
+from .library import is_called_by_library
 
 
 class Region:
@@ -16,23 +15,21 @@ class Region:
     Attributes:
         quantized: inputs of linear layers in 8 bit, once for all layers that read them; None before the first.
         joined: {id of a group of layers: results that were computed together and are yet to be asked for}.
+        waiting: weak references to the tensors that wait.
     """
 
-    __slots__ = ("quantized", "joined", "_waiting")
+    __slots__ = ("quantized", "joined", "waiting")
 
     def __init__(self) -> None:
         self.quantized: Any = None
         self.joined: dict[int, Any] = {}
-        self._waiting: list[weakref.ref[Any]] = []
-
-    def add(self, tensor: Any) -> None:
-        """Remember a tensor that waits, as long as somebody else holds it."""
-        self._waiting.append(weakref.ref(tensor))
+        self.waiting: list[weakref.ref[Any]] = []
 
     def settle(self) -> None:
         """Compute all that still waits and that somebody still holds."""
-        while self._waiting:
-            tensor = self._waiting.pop(0)()
+        waiting, self.waiting = self.waiting, []
+        for reference in waiting:
+            tensor = reference()
             if tensor is not None:
                 tensor.tensor()
 
@@ -42,18 +39,17 @@ class _Thread(threading.local):
         self.region: Region | None = None
 
 
-_thread = _Thread()
+in_thread = _Thread()
 
 
 def current() -> Region | None:
     """The region that is open in this thread, or None: nothing may wait."""
-    return _thread.region
+    return in_thread.region
 
 
-def current_for_caller() -> Region | None:
-    """The open region, for a module's forward that calls this: None, too, where user code called the module."""
-    region = _thread.region
-    return region if region is not None and calls_from_library(sys._getframe(2)) else None
+def is_caller_known(depth: int) -> bool:
+    """True if a region is open and a library's code called the module whose forward runs `depth` frames up."""
+    return in_thread.region is not None and is_called_by_library(depth + 1)
 
 
 class opened:  # noqa: N801 (used as a function)
@@ -65,9 +61,9 @@ class opened:  # noqa: N801 (used as a function)
     __slots__ = ("_region", "_is_outer")
 
     def __enter__(self) -> Region:
-        before = _thread.region
+        before = in_thread.region
         self._is_outer = before is None
-        region = _thread.region = before if before is not None else Region()
+        region = in_thread.region = before if before is not None else Region()
         self._region = region
         return region
 
@@ -77,4 +73,4 @@ class opened:  # noqa: N801 (used as a function)
                 if kind is None:
                     self._region.settle()
             finally:
-                _thread.region = None
+                in_thread.region = None

@@ -9,7 +9,7 @@ import torch
 
 from sage_kernels.compat import has_tangent, is_differentiating_forward, make_wrapper_subclass
 
-from .region import current
+from .region import in_thread
 
 
 CAN_WAIT = make_wrapper_subclass is not None  # else every result is computed at once
@@ -32,10 +32,9 @@ class Postponed(torch.Tensor):
 
     def __init__(self, shape, dtype, device):
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._derived: list[weakref.ref[Postponed]] = []
-        region = current()
+        region = in_thread.region
         if region is not None:
-            region.add(self)
+            region.waiting.append(weakref.ref(self))
 
     def _compute(self) -> torch.Tensor:
         raise NotImplementedError
@@ -54,18 +53,17 @@ class Postponed(torch.Tensor):
         return self._ordinary
 
     def _settle(self) -> None:
-        """Compute the numbers of this tensor, and before somebody may write to them, all that is derived from them."""
+        """Compute the numbers of this tensor and, before somebody may write to them, all that reads them."""
         self.value()
-        derived, self._derived = self._derived, []
-        for reference in derived:
+        region = in_thread.region
+        for reference in () if region is None else region.waiting:
             tensor = reference()
-            if tensor is not None:
+            if tensor is not None and tensor._ordinary is None and tensor._reads(self):
                 tensor._settle()
 
-    def _derive(self, tensor: Postponed) -> Postponed:
-        """Note that `tensor` is computed from this one's numbers."""
-        self._derived.append(weakref.ref(tensor))
-        return tensor
+    def _reads(self, other: Postponed) -> bool:
+        """True if this tensor is computed from the numbers of the other one."""
+        return False
 
     # asked of a tensor without wanting its numbers; the machinery below would take microseconds for each
     shape = property(lambda self: self._shape)
@@ -191,12 +189,11 @@ class Operand:
 
 
 def can_wait(x) -> bool:
-    """True for a tensor that may be an operand: an ordinary one that counts writes and needs no derivative."""
+    """True for a tensor that may be an operand: an ordinary one that counts writes and needs no gradient."""
     return (
         type(x) in (torch.Tensor, torch.nn.Parameter)
         and not x.is_inference()
         and not (x.requires_grad and torch.is_grad_enabled())
-        and not is_dual(x)
     )
 
 

@@ -1,7 +1,7 @@
-"""Random programs over norms and linear layers: what users' forwards do with results, in place and behind PyTorch's back.
+"""Random programs over norms and linear layers, as users write them: in place, and behind PyTorch's back.
 
-A program is a list of steps on a list of tensors [B, S, WIDTH]. The same program runs on a stock model and on a swapped
-copy of it, so that whatever it does to tensors and weights it does to both.
+A program is a list of steps on a list of tensors [B, S, WIDTH]. The same program runs on a stock model and on a
+swapped copy of it, so that whatever it does to tensors and weights it does to both.
 """
 
 from __future__ import annotations
