@@ -70,6 +70,11 @@ def notes_of(swap) -> list[str]:
     found = layers_of_others(swap.model)
     kinds = ", ".join(dict.fromkeys(found))
     notes = [f"{len(found)} linear layers are of another kind and left to it: {kinds}."] if found else []
+    found = [block._sage_enclosure.obstacle_of(block) for block in swap.blocks]
+    obstacles = dict.fromkeys(filter(None, found))
+    if obstacles:
+        count = sum(map(bool, found))
+        notes.append(f"In {count} of {len(found)} blocks no result waits for its consumer: {', '.join(obstacles)}.")
     return notes + [TAKEN_IN] * any(state.shared.is_taken_in for state in swap.states())
 
 

@@ -242,6 +242,11 @@ class LinearSwap:
             put_class(block, block_class(cls))
             self._blocks[id(block)] = block
 
+    @property
+    def blocks(self) -> list[Any]:
+        """Blocks of the model in which results may wait."""
+        return list(self._blocks.values())
+
     def _waits(self, module: Any) -> bool:
         """Whether the weight is better quantised where the model will run than where it is: on a CPU that has a GPU
         beside it, it takes minutes."""

@@ -89,6 +89,11 @@ class Enclosure:
                 return f"a processor of class {kind.__name__}"
         return ""
 
+    def obstacle_of(self, block: nn.Module) -> str:
+        """What in the block stands against waiting as it is now, in a few words; "" for nothing."""
+        self.is_closed(block)
+        return self.obstacle
+
     def is_closed(self, block: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
         """True if a call of the block with these arguments runs code of libraries alone."""
         if not self._is_as_seen(block):
