@@ -21,8 +21,8 @@ class Watch:
     Compared by identity, in C: about 60 ns a name.
     """
 
-    def __init__(self, functions: Iterable[types.FunctionType] = (), methods: Iterable[tuple[type, str]] = ()) -> None:
-        """functions: as of `function`. methods: (class, name of an attribute), as of `attribute`."""
+    def __init__(self, functions: Iterable[types.FunctionType] = (), methods: Iterable[tuple[Any, str]] = ()) -> None:
+        """functions: as of `function`. methods: (class or module, name of an attribute), as of `attribute`."""
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._lay_out()
@@ -31,19 +31,26 @@ class Watch:
         for cls, name in methods:
             self.attribute(cls, name)
 
-    def function(self, fn: types.FunctionType) -> None:
+    def function(self, fn: types.FunctionType, seen: dict[str, Any] | None = None) -> None:
         """Watch a function's code, the globals that it uses, and what it uses of modules (`F.linear`).
 
-        Functions that it calls are not followed: add those whose code matters, too.
+        Functions that it calls are not followed: add those whose code matters, too (`with_helpers`).
+        seen: a copy of its globals, which holds what is compared with; None: they are looked up now.
         """
         self.attribute(fn, "__code__")
         for scope, name in _lookups(fn.__code__, fn.__globals__):
-            self._globals.setdefault((id(scope), name), (scope, name, scope.get(name)))
+            was = (seen if seen is not None and scope is fn.__globals__ else scope).get(name)
+            self._globals.setdefault((id(scope), name), (scope, name, was))
         self._lay_out()
 
     def attribute(self, owner: Any, name: str) -> None:
-        """Watch an attribute that is the same object each time: a class's method, also where a base class has it."""
-        self._attributes.setdefault((id(owner), name), (owner, name, getattr(owner, name, None)))
+        """Watch an attribute that is the same object each time: of a module, or a class's method, also where a base
+        class has it."""
+        if isinstance(owner, types.ModuleType):
+            scope = vars(owner)
+            self._globals.setdefault((id(scope), name), (scope, name, scope.get(name)))
+        else:
+            self._attributes.setdefault((id(owner), name), (owner, name, getattr(owner, name, None)))
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -60,11 +67,26 @@ class Watch:
 
     def names(self) -> list[str]:
         """Full names of what means something else now: "diffusers.models.transformers.transformer_flux.apply_…"."""
-        found = [f"{s.get('__name__', '?')}.{name}" for s, name, was in self._globals.values() if s.get(name) is not was]
+        found = [
+            f"{s.get('__name__', '?')}.{name}" for s, name, was in self._globals.values() if s.get(name) is not was
+        ]
         for owner, name, was in self._attributes.values():
             if getattr(owner, name, None) is not was:
                 found.append(f"{owner.__module__}.{owner.__qualname__}.{name}")
         return found
+
+
+def with_helpers(fn: types.FunctionType) -> list[types.FunctionType]:
+    """A function and the ones of its module that it uses by name, these that they use, and so on."""
+    found = {fn: None}
+    left = [fn]
+    while left:
+        for scope, name in _lookups(left.pop().__code__, fn.__globals__):
+            value = scope.get(name)
+            if isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__ and value not in found:
+                found[value] = None
+                left.append(value)
+    return list(found)
 
 
 def _lookups(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
@@ -83,7 +105,7 @@ def _lookups(code: types.CodeType, scope: dict[str, Any]) -> Iterator[tuple[dict
 
 @functools.lru_cache(2048)
 def _chains(code: types.CodeType) -> tuple[tuple[str, ...], ...]:
-    """Global names with the attributes behind them, ("torch", "nn", "functional"), in a code object and those in it."""
+    """Global names and attributes behind them, ("torch", "nn", "functional"), of a code object and those in it."""
     chains: list[list[str]] = []
     goes_on = False
     for instruction in dis.get_instructions(code):
