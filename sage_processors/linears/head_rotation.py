@@ -19,6 +19,7 @@ from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import are_ordinary, function_modes
 
 from ..other_globals import innermost, with_global
+from ..patched import Watch
 from ..postponed.tensor import is_dual
 from .modules import put_class
 
@@ -138,11 +139,13 @@ def rotating_class(base: Any) -> type | None:
     own = with_global(base.forward, FUNCTION, in_one_pass(function))
     if own is None:
         return None
+    watch = Watch([code_of], [(base, "forward")])
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # checkpoints run a forward without gradients, then with them: both have to round alike
-        return (base.forward if self.training else own)(self, *args, **kwargs)
+        as_it_is = self.training or (not torch.compiler.is_compiling() and watch.changed())
+        return (base.forward if as_it_is else own)(self, *args, **kwargs)
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
     return type("Sage" + base.__name__, (_Rotating, base), members)

@@ -20,6 +20,7 @@ from .captured import is_captured
 from .postponed_columns import PostponedColumns
 from .postponed_linear import PostponedLinear, product
 from .postponed_norm import PostponedNorm
+from .replaced import FORWARD, LINEAR, call_replaced, is_replaced
 from .storage import CODES, SCALE, put_buffer
 from .weights import CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
 
@@ -73,7 +74,7 @@ def _exact(module, base, x):
     state = module._sage_linear
     if not state.dropped:
         parameters = module._parameters
-        if base.forward is nn.Linear.forward and _has_parameters(module):
+        if base.forward is FORWARD and _has_parameters(module):
             # without `weight` below, which takes the caller for one who may write
             return F.linear(x, parameters["weight"], parameters["bias"])
         return base.forward(module, x)
@@ -85,7 +86,10 @@ def _exact(module, base, x):
         weight = storage.turned_back(weight.t()).t()
     if state.balance is not None:
         weight = weight * state.balance.vector.to(weight.device)
-    return F.linear(x, weight.to(x.dtype), module._parameters.get("bias"))
+    weight = weight.to(x.dtype)
+    if base.forward is not FORWARD:
+        return call_replaced(base, module, weight, x)
+    return F.linear(x, weight, module._parameters.get("bias"))
 
 
 def _in_8_bit(module, base, x, region):
@@ -277,15 +281,17 @@ def placeholder(shape, dtype, device) -> nn.Parameter:
 @functools.cache
 def linear_class(base: Any) -> type:
     """The 8-bit subclass of nn.Linear or of a subclass of it with the same forward."""
-    is_stock = base.forward is nn.Linear.forward
 
     def forward(self, input):
         state = getattr(self, "_sage_linear", None)
         if state is None:  # removed, and called by somebody's wrapper, which holds this function
             return base.forward(self, input)
+        if (base.forward is not FORWARD or F.linear is not LINEAR) and is_replaced(base):
+            state.stay_exact("patched")
+            return _exact(self, base, ordinary_in(input))
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)
-        if state.shared.all_short and is_stock and type(input) is torch.Tensor and input.numel() < state.short_below:
+        if state.shared.all_short and type(input) is torch.Tensor and input.numel() < state.short_below:
             parameters = self._parameters
             if "weight" in parameters and "bias" in parameters:
                 return F.linear(input, parameters["weight"], parameters["bias"])
@@ -308,8 +314,16 @@ class _SwappedNorm(_Beside):
 def norm_class(base: Any) -> type:
     """The subclass of a norm class whose result may be computed by the linear layers behind it."""
 
+    own = base.forward
+
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage_norm"):
+        if (
+            torch.compiler.is_compiling()
+            or base.forward is not own
+            or kwargs
+            or len(args) != 1
+            or not hasattr(self, "_sage_norm")
+        ):
             return base.forward(self, *args, **kwargs)
         x = ordinary_in(args[0])
         waiting = None if current_for_caller() is None else self._sage_norm.postpone(self, x, base.forward)

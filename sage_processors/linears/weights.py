@@ -40,6 +40,7 @@ EVENTS = (
     "device",
     "weight",
     "short",
+    "patched",
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
@@ -54,6 +55,7 @@ REMEDIES = {
     "dtype": "float16, bfloat16 and float32 only: cast the model",
     "autocast": "autocast to float16 or bfloat16 only",
     "weight": "its weight holds NaN or inf",
+    "patched": "torch.nn.Linear.forward or F.linear was replaced: it runs in 8 bit with torch's own again",
     "short": "too little work for 8 bit to pay: linears_min_features=1024 runs it in 8 bit all the same",
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
