@@ -101,7 +101,7 @@ def empty_lists(
     clock[CLOCK_LAST] = NEVER
     return SkipState(
         lists=torch.zeros(shape, dtype=torch.int32, device=device),
-        bound=torch.zeros(shape[:3], device=device),
+        bound=torch.zeros(shape[:3], dtype=torch.float32, device=device),
         alarms=torch.zeros(2, *shape[:2], dtype=torch.int32, device=device),
         clock=clock, now=now, limit=limit, totals=totals, every=every, block_q=block[0], block_k=block[1],
     )  # fmt: skip

@@ -23,7 +23,7 @@ def make_blocks(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32)
 
     q, k = normal(batch, seq, heads, head_dim), normal(batch, seq, kv_heads, head_dim)
     v = normal(batch, seq, kv_heads, head_dim)
@@ -32,14 +32,15 @@ def make_blocks(
     if family in ("clustered", "heavy_tailed", "clustered_biased"):
         directions = normal(batch, runs, kv_heads, head_dim)
         wanted = torch.randint(runs, (runs,), generator=generator)
-        strength = torch.full((runs,), 0.7)
+        strength = torch.full((runs,), 0.7, dtype=torch.float32)
         if family == "heavy_tailed":
             strength = 1.1 * torch.exp(0.5 * normal(runs))
         k = k + 0.6 * directions[:, of_token]
         looked_for = strength[:, None, None] * directions[:, wanted]
         q = q + looked_for.repeat_interleave(group, 2)[:, of_token]
         if family == "clustered_biased":
-            k = k + 3 * torch.randn(1, 1, kv_heads, head_dim, generator=torch.Generator().manual_seed(0))
+            fixed = torch.Generator().manual_seed(0)
+            k = k + 3 * torch.randn(1, 1, kv_heads, head_dim, generator=fixed, dtype=torch.float32)
     elif family == "needle":
         needles = torch.randint(seq, (seq,), generator=generator)
         q = 0.7 * q + 0.8 * k[:, needles].repeat_interleave(group, 2)

@@ -178,7 +178,7 @@ class Demotion:
             sets = list(combinations(range(len(used)), count))
             if not sets:
                 break
-            totals = costs[1:][torch.tensor(sets)].amin(1).sum(-1)  # [sets]
+            totals = costs[1:][torch.tensor(sets, dtype=torch.int64)].amin(1).sum(-1)  # [sets]
             lowest = float(totals.min())
             if lowest < least * (1 - _SAME):  # else fewer ranges do as well
                 first = int((totals <= lowest * (1 + _SAME)).nonzero()[0])

@@ -137,7 +137,12 @@ def inject_channel_outliers(
                 if len(factors) > width:
                     raise ValueError(f"factors: got {len(factors)}, expected at most {width} channels in {place.norm}")
                 channels = torch.randperm(width, generator=generator)[: len(factors)]
-                _plant(place, [modules[reader] for reader in place.readers], channels, torch.tensor(factors))
+                _plant(
+                    place,
+                    [modules[reader] for reader in place.readers],
+                    channels,
+                    torch.tensor(factors, dtype=torch.float32),
+                )
         yield [place.norm for place in places]
     finally:
         with torch.no_grad():

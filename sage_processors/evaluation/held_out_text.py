@@ -88,7 +88,7 @@ def heldout_windows(
     for kind in kinds:
         texts = [document["text"] for document in documents if document["kind"] == kind]
         rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        stream = torch.tensor([token for row in rows for token in (*row, *end)])
+        stream = torch.tensor([token for row in rows for token in (*row, *end)], dtype=torch.int64)
         parts.append(stream[: len(stream) // length * length].view(-1, length))
     windows = torch.cat(parts)
     wanted = len(windows) if count is None else count

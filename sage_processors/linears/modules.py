@@ -237,7 +237,7 @@ class _SwappedLinear(_Beside):
         dropped = self._parameters.pop("weight") if state.dropped else None
         before = next((buffer.device for buffer in own.values()), None)
         try:
-            probe = None if before is None else fn(torch.empty(0, device=before))
+            probe = None if before is None else fn(torch.empty(0, dtype=torch.float32, device=before))
             super()._apply(fn, recurse)
             if dropped is not None:
                 kind = fn(dropped.detach()[:1, :1].clone())

@@ -132,8 +132,9 @@ def norm_form(module: nn.Module) -> tuple[str, bool] | None:
         return None
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        x = torch.randn(3, width, generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]]) + 0.1
-        own = {key: torch.rand(width, generator=generator) + 0.5 for key in parameters}
+        sizes = torch.tensor([[1.0], [1e-3], [30.0]], dtype=torch.float32)
+        x = torch.randn(3, width, generator=generator, dtype=torch.float32) * sizes + 0.1
+        own = {key: torch.rand(width, generator=generator, dtype=torch.float32) + 0.5 for key in parameters}
         twin = copy.copy(module)
         twin.__dict__ = module.__dict__ | {"_parameters": {k: own.get(k) for k in module._parameters}}
         twin.__dict__ |= {"training": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}

@@ -14,7 +14,7 @@ _BLOCK = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2}
 
 
 def _text(*shape: int) -> torch.Tensor:
-    return torch.randn(1, *(shape or (TEXT_TOKENS, TEXT_WIDTH)))
+    return torch.randn(1, *(shape or (TEXT_TOKENS, TEXT_WIDTH)), dtype=torch.float32)
 
 
 def _wan():
