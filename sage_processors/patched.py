@@ -56,6 +56,11 @@ class Watch:
     def _lay_out(self) -> None:
         self._columns = [list(zip(*x.values(), strict=True)) for x in (self._globals, self._attributes)]
 
+    def functions(self) -> list[types.FunctionType]:
+        """What was put on the watch and is a function in Python."""
+        places = (*self._globals.values(), *self._attributes.values())
+        return [was for _, _, was in places if isinstance(was, types.FunctionType)]
+
     def changed(self) -> bool:
         """Whether one of the names means something else now."""
         scopes, attributes = self._columns

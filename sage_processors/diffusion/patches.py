@@ -13,6 +13,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from ..patched import Watch
+from ..postponed.library import is_library_function
 from .rebind import StandIns, rebind
 
 
@@ -22,6 +23,7 @@ class Binding:
     Attributes:
         inner: the code with the stand-ins.
         calls: attention calls in the code.
+        is_of_libraries: all functions that the code uses by name are a library's: they may be handed what waits.
         is_replaced: `__call__` or an attention function is another one than at first: `inner` is not to be used.
         face: the function that models see as `__call__`, if any. They drop keyword arguments (RoPE, masks!) that its
             signature does not have.
@@ -48,6 +50,7 @@ class Binding:
         if bound.calls == self.calls:
             self._whole = watch
         self._watch, self._bound_calls, self.inner = watch, bound.calls, bound.function
+        self.is_of_libraries = all(map(is_library_function, watch.functions()))
 
     def look(self) -> None:
         """Follow what was replaced, or put back."""

@@ -78,6 +78,21 @@ def test_a_rotary_embedding_replaced_after_the_swap_is_used_in_int8(monkeypatch)
         assert torch.equal(forward(model, inputs), before)
 
 
+def test_what_is_put_there_is_handed_ordinary_tensors(monkeypatch):
+    """Nobody knows what it does with them, and norms of heads may wait for what was there before."""
+    model, inputs = MODELS["flux"]()
+    given = []
+
+    def seen(x, *args, **kwargs):
+        given.append(type(x))
+        return OWN_ROTARY(x, *args, **kwargs)
+
+    with sp.apply(model, CONFIG):
+        forward(model, inputs)
+        patched_forward(monkeypatch, model, inputs, transformer_flux, "apply_rotary_emb", seen)
+    assert given and set(given) == {torch.Tensor}
+
+
 def test_what_a_rotary_embedding_is_made_of_is_followed(monkeypatch):
     """Its own code is left out where heads are turned in the pass of attention."""
     model, inputs = MODELS["flux"]()

@@ -137,6 +137,11 @@ def test_helpers_are_functions_of_the_module_that_are_used_by_name(library):
     assert with_helpers(library.plain) == [library.plain]
 
 
+def test_functions_on_the_watch_are_those_in_python(library):
+    watch = Watch([library.uses], [(library.Base, "forward")])
+    assert set(watch.functions()) == {library.helper, F.relu, F.silu, library.Base.forward}
+
+
 def test_values_may_be_those_of_a_copy_of_the_globals(library):
     """Made a moment ago: what was replaced since shows."""
     seen, watch = dict(vars(library)), Watch()
