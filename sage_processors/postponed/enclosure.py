@@ -52,9 +52,12 @@ class Enclosure:
         self._movers = [_movers(m) for m in self._hooked]
         self._functions = [
             (kind, name, getattr(kind, name, None))
-            for kind in dict.fromkeys(self._kinds + self._processors)
+            for own in dict.fromkeys(self._kinds + self._processors)
+            for kind in dict.fromkeys((own, getattr(own, "_sage_base", own)))
             for name in ("forward", "__call__")
         ]
+        bindings = [x for x in (getattr(kind, "_sage_binding", None) for kind in self._processors) if x is not None]
+        self._bound = [(binding, binding.inner) for binding in bindings]
         self.obstacle = self._find(block, inner)
 
     def _is_as_seen(self, block: nn.Module) -> bool:
@@ -65,6 +68,7 @@ class Enclosure:
             and self.modules[0] is block
             and self._processors == [type(m.__dict__.get("processor")) for m in self._with_processor]
             and self._movers == [_movers(m) for m in self._hooked]
+            and all(binding.inner is known for binding, known in self._bound)
             and all(getattr(kind, name, None) is known for kind, name, known in self._functions)
         )
 
@@ -87,6 +91,8 @@ class Enclosure:
         for kind in self._processors:
             if not _is_of_library(kind):
                 return f"a processor of class {kind.__name__}"
+        if not all(binding.is_of_libraries for binding, _ in self._bound):
+            return "a function that a processor uses"
         return ""
 
     def is_closed(self, block: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:

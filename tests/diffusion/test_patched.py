@@ -78,18 +78,22 @@ def test_a_rotary_embedding_replaced_after_the_swap_is_used_in_int8(monkeypatch)
         assert torch.equal(forward(model, inputs), before)
 
 
-def test_what_is_put_there_is_handed_ordinary_tensors(monkeypatch):
-    """Nobody knows what it does with them, and norms of heads may wait for what was there before."""
+@pytest.mark.parametrize("linears", ["none", "int8"])
+@pytest.mark.parametrize("patched", [(transformer_flux, "apply_rotary_emb"), (torch.nn.RMSNorm, "forward")])
+def test_what_is_put_there_is_handed_ordinary_tensors(patched, linears, monkeypatch):
+    """Nobody knows what it does with them, and results may wait for what was there before."""
     model, inputs = MODELS["flux"]()
-    given = []
+    own, given = getattr(*patched), []
 
-    def seen(x, *args, **kwargs):
-        given.append(type(x))
-        return OWN_ROTARY(x, *args, **kwargs)
+    def seen(*args, **kwargs):
+        given.extend(type(x) for x in args if isinstance(x, torch.Tensor))
+        return own(*args, **kwargs)
 
-    with sp.apply(model, CONFIG):
-        forward(model, inputs)
-        patched_forward(monkeypatch, model, inputs, transformer_flux, "apply_rotary_emb", seen)
+    config = sp.SageAttnProcessor(min_tokens=0, scaling="dynamic", linears=linears, linears_min_features=0)
+    with sp.apply(model, config):
+        before = forward(model, inputs)
+        patched_forward(monkeypatch, model, inputs, *patched, seen)
+        assert torch.equal(forward(model, inputs), before)
     assert given and set(given) == {torch.Tensor}
 
 
