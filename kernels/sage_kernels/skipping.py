@@ -130,7 +130,7 @@ def totals_of(totals: torch.Tensor) -> dict[str, float | int]:
     return {
         "skipped_fraction": 1 - visited / tiles if tiles else 0.0,
         "lost_mean": lost * LOSS_UNIT / measured if measured else 0.0,
-        "lost_max": float(torch.tensor(largest, dtype=torch.int32).view(torch.float32)),
+        "lost_max": float(torch.tensor(largest, dtype=torch.int32, device="cpu").view(torch.float32)),
         "measured": measured,
         "beyond": beyond,
     }

@@ -251,7 +251,9 @@ def _mask(case: Case, device):
         return (torch.arange(case.seq_kv, device=device) < lengths[:, None])[:, None, None]
     if case.mask == "bias":
         generator = torch.Generator("cpu").manual_seed(1)
-        bias = torch.randn(1, case.heads, case.seq_q, case.seq_kv, generator=generator, dtype=torch.float32)
+        bias = torch.randn(
+            1, case.heads, case.seq_q, case.seq_kv, generator=generator, dtype=torch.float32, device="cpu"
+        )
         return bias.to(device, torch.bfloat16)
     return None
 

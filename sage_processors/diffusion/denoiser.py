@@ -263,8 +263,9 @@ class Part:
         return self.state is not None or self._steps.windowed
 
     def timestep_of(self, args, kwargs):
-        """The timestep argument of a call of the model, or None."""
-        return self._reader.timestep_of(args, kwargs)
+        """The timestep argument of a call of the model; None without one, or with one on "meta", which is no number."""
+        timestep = self._reader.timestep_of(args, kwargs)
+        return None if isinstance(timestep, torch.Tensor) and timestep.is_meta else timestep
 
     def _modules(self) -> list[nn.Module]:
         return [layer.module for layer in self.layers]

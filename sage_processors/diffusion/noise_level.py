@@ -47,7 +47,7 @@ def numbers_of(values: Any) -> torch.Tensor:
     """Timesteps or sigmas of a scheduler, a tensor, an array or a list, in fp32."""
     if isinstance(values, torch.Tensor):
         return values.detach().to(torch.float32)
-    return torch.tensor(values, dtype=torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
 
 
 def noise_levels(scheduler) -> torch.Tensor:

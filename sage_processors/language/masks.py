@@ -335,11 +335,13 @@ _CAUSAL_WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
 
 
-_PACKED = packed_sequence_mask_function(torch.empty(0, dtype=torch.float32)).__code__
+_PACKED = packed_sequence_mask_function(torch.empty(0, dtype=torch.float32, device="cpu")).__code__
 _REMAPPED = (
     None
     if remap_positions_for_packed_sequence is None
-    else remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0, dtype=torch.float32)).__code__
+    else remap_positions_for_packed_sequence(
+        causal_mask_function, torch.empty(0, dtype=torch.float32, device="cpu")
+    ).__code__
 )
 
 

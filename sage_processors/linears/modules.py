@@ -233,6 +233,8 @@ class _SwappedLinear(_Beside):
     def _apply(self, fn, recurse=True):
         """Move, but never cast, what is in 8 bit: `to(dtype)` is meant for the 16-bit weight."""
         state = self.__dict__["_sage_linear"]
+        if torch.__future__.get_swap_module_params_on_conversion():
+            state.let_go()
         own: dict[str, Any] = {name: self._buffers.pop(name) for name in (CODES, SCALE) if name in self._buffers}
         dropped = self._parameters.pop("weight") if state.dropped else None
         before = next((buffer.device for buffer in own.values()), None)

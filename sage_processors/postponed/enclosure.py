@@ -101,6 +101,8 @@ class Enclosure:
             self._look(block)
         if self.obstacle or any(getattr(nn_module, name) for name in _GLOBAL_HOOKS) or function_modes():
             return False
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+            return False
         return all(map(_is_plain, args)) and (not kwargs or all(map(_is_plain, kwargs.values())))
 
 

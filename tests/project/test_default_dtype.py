@@ -1,4 +1,5 @@
-"""torch.set_default_dtype is the user's: nothing of ours has another dtype, or other numbers, because of it."""
+"""torch.set_default_dtype and torch.set_default_device are the user's: nothing of ours has another dtype or other
+numbers because of them, or lies elsewhere."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ MAKERS = {
     *("as_tensor", "asarray", "scalar_tensor", "empty_strided", "hann_window", "hamming_window", "blackman_window"),
 }
 WHOLE = {"arange", "range"}  # of ints unless there is a fraction
+DRAWN = {"randint", "randperm"}  # of ints
 
 
 def is_fraction(node) -> bool:
@@ -47,7 +49,7 @@ def chooses_numbers(call) -> bool:
 
 
 def left_to_the_default(source: str) -> list[str]:
-    """The calls whose result has the default dtype."""
+    """The calls whose result has the default dtype, or is made on the default device."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not (isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch.")):
@@ -58,6 +60,8 @@ def left_to_the_default(source: str) -> list[str]:
             bare = not names & {"dtype", None, "out"}
         else:
             bare = name == "where" and chooses_numbers(node)
+        if name in MAKERS | WHOLE | DRAWN and not names & {"device", None, "out"}:
+            bare = True
         if bare:
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
@@ -67,11 +71,14 @@ def left_to_the_default(source: str) -> list[str]:
     "source, is_bare",
     {
         "torch.zeros(3)": True,
-        "torch.zeros(3, dtype=d)": False,
+        "torch.zeros(3, dtype=d)": True,
+        "torch.zeros(3, device=d)": True,
+        "torch.zeros(3, dtype=d, device=e)": False,
+        "torch.randperm(3)": True,
         "torch.zeros(3, **like)": False,
-        "torch.arange(n)": False,
-        "torch.arange(n / 2)": True,
-        "torch.arange(0, 1, 0.1)": True,
+        "torch.arange(n, device=d)": False,
+        "torch.arange(n / 2, device=d)": True,
+        "torch.arange(0, 1, 0.1, device=d)": True,
         "torch.where(x, 1.0, -torch.inf)": True,
         "torch.where(x, 2.0, torch.where(x, 1.0, 0.5))": True,
         "torch.where(x, y, 1.0)": False,
@@ -82,7 +89,7 @@ def test_what_is_looked_for_is_found(source, is_bare):
     assert bool(left_to_the_default(source)) == is_bare
 
 
-def test_no_tensor_is_made_with_the_default_dtype():
+def test_no_tensor_is_made_with_the_default_dtype_or_device():
     sources = files("sage_processors", "kernels/sage_kernels")
     found = {str(path): calls for path in sources if (calls := left_to_the_default(path.read_text("utf-8")))}
     assert not found, found
