@@ -24,7 +24,7 @@ class EventCounter:
 
     def __init__(self, events: int, device: torch.device | str = "cpu"):
         self.eager = [0] * events
-        self._keep(torch.zeros(events, dtype=torch.int64), device)
+        self._keep(torch.zeros(events, dtype=torch.int64, device="cpu"), device)
 
     def _keep(self, numbers: torch.Tensor, device) -> None:
         with torch.inference_mode(False):  # an inference tensor could not be counted up outside of inference_mode

@@ -54,6 +54,7 @@ REMEDIES = {
     "requires_grad": 'a gradient is asked for: torch.no_grad(), or training="int8"',
     "no_backward": "PyTorch has no fused backward for such a call: 16 bit is the faster one to train there",
     "replaced": "another processor was put there: call handle.refresh()",
+    "patched": "a function of the model's attention was replaced after the swap, which report() names: put it back",
     "unfollowed": "nobody knows which step it is: let the pipeline have the scheduler, pipe.scheduler = scheduler",
     "captured": "capture a graph for each precision, which handle.steps.precision tells",
     "backend": "set_attention_backend came after the swap: call handle.refresh()",

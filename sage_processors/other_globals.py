@@ -16,9 +16,9 @@ def with_globals(fn: types.FunctionType, scope: dict[str, Any], closure: Any = N
     return copy
 
 
-def scope_of(fn: types.FunctionType, replaced: dict[str, Any]) -> dict[str, Any]:
-    """The globals of `fn`, some of them replaced."""
-    scope = fn.__globals__ | replaced
+def scope_of(own: dict[str, Any], replaced: dict[str, Any]) -> dict[str, Any]:
+    """The globals of a function, some of them replaced."""
+    scope = own | replaced
     # Dynamo up to 2.13 resolves the globals of a function through the module of this name, not through its own dict
     scope.pop("__name__", None)
     return scope
@@ -37,7 +37,7 @@ def with_global(fn: Any, name: str, value: Any) -> types.FunctionType | None:
     if not isinstance(fn, types.FunctionType):
         return None
     if not hasattr(fn, "__wrapped__"):
-        return with_globals(fn, scope_of(fn, {name: value}))
+        return with_globals(fn, scope_of(fn.__globals__, {name: value}))
     inner = with_global(fn.__wrapped__, name, value)
     cells = fn.__closure__ or ()
     held = [_content(cell) is fn.__wrapped__ for cell in cells]

@@ -122,7 +122,7 @@ def _fused(
         if mask is not None:
             lse = torch.where(lse == -torch.inf, torch.inf, lse)  # as in the reference
             if mask.dtype == torch.bool:
-                mask = torch.zeros(()).where(mask, -torch.inf)
+                mask = torch.zeros((), dtype=torch.float32, device="cpu").where(mask, -torch.inf)
             mask = mask.float().expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
         found = compat.flash_backward_for_cpu(*given, lse, 0.0, triangle, attn_mask=mask, scale=scale)
         return [x.transpose(1, 2) for x in found]

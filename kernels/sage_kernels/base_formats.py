@@ -16,7 +16,8 @@ def round_to_e2m1(x: torch.Tensor) -> torch.Tensor:
     """x fp32 to the nearest of 0, ±0.5, ±1, ±1.5, ±2, ±3, ±4, ±6: ties to even mantissas, saturating."""
     x = x.clamp(-E2M1_MAX, E2M1_MAX)
     size = x.abs()
-    step = torch.where(size >= 4, 2.0, torch.where(size >= 2, 1.0, 0.5))
+    half = torch.full_like(size, 0.5)
+    step = torch.where(size >= 4, 2.0, torch.where(size >= 2, 1.0, half))
     return torch.round(x / step) * step
 
 

@@ -115,7 +115,7 @@ def of_sequence(masking: Masking, seq_q: int, seq_kv: int) -> tuple[Masking, sli
 def log2_bias(mask: torch.Tensor) -> torch.Tensor:
     """The mask as a bias on base-2 scores, fp32: 0 and -inf for bool. A finite bias stays finite."""
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, device=mask.device).masked_fill_(~mask, -torch.inf)
+        return torch.zeros(mask.shape, dtype=torch.float32, device=mask.device).masked_fill_(~mask, -torch.inf)
     bias = mask.float()
     return (bias * LOG2_E).clamp_min(torch.finfo(torch.float32).min).masked_fill(bias == -torch.inf, -torch.inf)
 

@@ -92,7 +92,7 @@ def sampled_center(k: torch.Tensor, counts: torch.Tensor | None = None) -> torch
     number: int | torch.Tensor = CENTER_SAMPLES
     if counted is not None:
         sample = torch.where(counted, sample, 0.0)
-        number = counted.sum(2, keepdim=True).clamp_min(1)
+        number = counted.sum(2, keepdim=True).clamp_min(1).float()
     amax = sample.abs().amax((2, 3), keepdim=True).clamp_min(AMAX_FLOOR)
     total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()
     return total * (amax / (CENTER_STEPS * number))
@@ -186,7 +186,7 @@ def value_center(v, counts=None) -> torch.Tensor:
     number: int | torch.Tensor = CENTER_SAMPLES
     if counted is not None:
         sample = torch.where(counted, sample, 0.0)
-        number = counted.sum(2, keepdim=True).clamp_min(1)
+        number = counted.sum(2, keepdim=True).clamp_min(1).float()
     sample = torch.where(torch.isfinite(sample), sample, 0.0)
     amax = sample.abs().amax(2, keepdim=True).clamp_min(AMAX_FLOOR)
     total = torch.round(sample * divide(CENTER_STEPS, amax)).double().sum(2, keepdim=True).float()

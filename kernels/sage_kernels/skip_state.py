@@ -46,6 +46,7 @@ def new_skip_state(
     device = torch.device(device)
     return empty_lists(
         batch, heads, seq_q, seq_kv, skip_block(device, head_dim, recipe), every=every,
-        now=torch.zeros((), dtype=torch.int32, device=device), limit=torch.full((), float(limit), device=device),
+        now=torch.zeros((), dtype=torch.int32, device=device),
+        limit=torch.full((), float(limit), dtype=torch.float32, device=device),
         totals=torch.zeros(TOTAL_FIELDS, dtype=torch.int64, device=device),
     )  # fmt: skip

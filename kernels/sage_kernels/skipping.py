@@ -101,7 +101,7 @@ def empty_lists(
     clock[CLOCK_LAST] = NEVER
     return SkipState(
         lists=torch.zeros(shape, dtype=torch.int32, device=device),
-        bound=torch.zeros(shape[:3], device=device),
+        bound=torch.zeros(shape[:3], dtype=torch.float32, device=device),
         alarms=torch.zeros(2, *shape[:2], dtype=torch.int32, device=device),
         clock=clock, now=now, limit=limit, totals=totals, every=every, block_q=block[0], block_k=block[1],
     )  # fmt: skip
@@ -130,7 +130,7 @@ def totals_of(totals: torch.Tensor) -> dict[str, float | int]:
     return {
         "skipped_fraction": 1 - visited / tiles if tiles else 0.0,
         "lost_mean": lost * LOSS_UNIT / measured if measured else 0.0,
-        "lost_max": float(torch.tensor(largest, dtype=torch.int32).view(torch.float32)),
+        "lost_max": float(torch.tensor(largest, dtype=torch.int32, device="cpu").view(torch.float32)),
         "measured": measured,
         "beyond": beyond,
     }

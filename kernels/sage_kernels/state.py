@@ -110,13 +110,13 @@ def new_head_state(rows: int, head_dim: int, device: torch.device | str) -> Head
     """An empty state of `rows` heads: nothing planned, nothing seen."""
     channels = padded_head_dim(head_dim)
     state = HeadState(
-        plan=torch.zeros(rows, PLAN_FIELDS, channels, device=device),
-        plan_scale=torch.zeros(rows, device=device),
-        stats=torch.empty(rows, STAT_FIELDS, channels, device=device),
+        plan=torch.zeros(rows, PLAN_FIELDS, channels, dtype=torch.float32, device=device),
+        plan_scale=torch.zeros(rows, dtype=torch.float32, device=device),
+        stats=torch.empty(rows, STAT_FIELDS, channels, dtype=torch.float32, device=device),
         counts=torch.zeros(rows, COUNT_FIELDS, dtype=torch.int32, device=device),
         row=torch.zeros((), dtype=torch.int32, device=device),
-        row_max=torch.zeros(0, device=device),
-        row_max_next=torch.zeros(0, device=device),
+        row_max=torch.zeros(0, dtype=torch.float32, device=device),
+        row_max_next=torch.zeros(0, dtype=torch.float32, device=device),
     )
     clear_step(state.stats, state.counts)
     return state

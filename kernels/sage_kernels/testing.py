@@ -37,14 +37,22 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     q = normal(batch, seq_q, heads, head_dim)
     k = normal(batch, seq_kv, kv_heads, head_dim)
     v = normal(batch, seq_kv, kv_heads, head_dim)
     if family == "biased_keys":
         # the bias belongs to the model, not to the draw: the same for every seed
-        k += 3 * torch.randn(1, 1, kv_heads, head_dim, generator=torch.Generator("cpu").manual_seed(0))
+        k += 3 * torch.randn(
+            1,
+            1,
+            kv_heads,
+            head_dim,
+            generator=torch.Generator("cpu").manual_seed(0),
+            dtype=torch.float32,
+            device="cpu",
+        )
     elif family == "outlier_channels":
         q[..., :2] *= 64
         k[..., :2] /= 64
@@ -55,10 +63,10 @@ def make_qkv(family, batch, seq_q, seq_kv, heads, kv_heads, head_dim, *, dtype=t
     elif family == "biased_varying_outliers":
         fixed = torch.Generator("cpu").manual_seed(0)
         k[..., : head_dim // 2 : head_dim // 8] *= 8
-        bias = 2 * torch.randn(1, 1, kv_heads, head_dim, generator=fixed)
+        bias = 2 * torch.randn(1, 1, kv_heads, head_dim, generator=fixed, dtype=torch.float32, device="cpu")
         bias[..., head_dim // 2 :: head_dim // 8] = 20 * bias[..., head_dim // 2 :: head_dim // 8].sign()
         k += bias
-        q += torch.randn(1, 1, heads, head_dim, generator=fixed)
+        q += torch.randn(1, 1, heads, head_dim, generator=fixed, dtype=torch.float32, device="cpu")
     elif family != "normal":
         raise ValueError(f"family: got {family!r}, expected one of {FAMILIES}")
     return tuple(x.to(device, dtype) for x in (q, k, v))
@@ -71,10 +79,10 @@ def make_biased(seq_kv: int, *, seq_q: int = 256, heads: int = 2, head_dim: int 
     """
     fixed = torch.Generator().manual_seed(7)
     q, k, v = make_qkv("normal", 1, seq_q, seq_kv, heads, heads, head_dim, seed=seed)
-    bias = 2 * torch.randn(1, 1, heads, head_dim, generator=fixed)
+    bias = 2 * torch.randn(1, 1, heads, head_dim, generator=fixed, dtype=torch.float32, device="cpu")
     bias[..., :: head_dim // 4] = 20 * bias[..., :: head_dim // 4].sign()
-    q = q + 0.5 * torch.randn(1, 1, heads, head_dim, generator=fixed)
-    return q, k + bias, v + 2 * torch.randn(1, 1, heads, head_dim, generator=fixed)
+    q = q + 0.5 * torch.randn(1, 1, heads, head_dim, generator=fixed, dtype=torch.float32, device="cpu")
+    return q, k + bias, v + 2 * torch.randn(1, 1, heads, head_dim, generator=fixed, dtype=torch.float32, device="cpu")
 
 
 def exact_attention(q, k, v, scale=None, *, mask=None, softcap=0.0, sinks=None):

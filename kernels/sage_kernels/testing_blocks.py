@@ -23,25 +23,26 @@ def make_blocks(
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     q, k = normal(batch, seq, heads, head_dim), normal(batch, seq, kv_heads, head_dim)
     v = normal(batch, seq, kv_heads, head_dim)
     group, runs = heads // kv_heads, -(-seq // _CLUSTER)
-    of_token = torch.arange(seq) // _CLUSTER
+    of_token = torch.arange(seq, device="cpu") // _CLUSTER
     if family in ("clustered", "heavy_tailed", "clustered_biased"):
         directions = normal(batch, runs, kv_heads, head_dim)
-        wanted = torch.randint(runs, (runs,), generator=generator)
-        strength = torch.full((runs,), 0.7)
+        wanted = torch.randint(runs, (runs,), generator=generator, device="cpu")
+        strength = torch.full((runs,), 0.7, dtype=torch.float32, device="cpu")
         if family == "heavy_tailed":
             strength = 1.1 * torch.exp(0.5 * normal(runs))
         k = k + 0.6 * directions[:, of_token]
         looked_for = strength[:, None, None] * directions[:, wanted]
         q = q + looked_for.repeat_interleave(group, 2)[:, of_token]
         if family == "clustered_biased":
-            k = k + 3 * torch.randn(1, 1, kv_heads, head_dim, generator=torch.Generator().manual_seed(0))
+            fixed = torch.Generator().manual_seed(0)
+            k = k + 3 * torch.randn(1, 1, kv_heads, head_dim, generator=fixed, dtype=torch.float32, device="cpu")
     elif family == "needle":
-        needles = torch.randint(seq, (seq,), generator=generator)
+        needles = torch.randint(seq, (seq,), generator=generator, device="cpu")
         q = 0.7 * q + 0.8 * k[:, needles].repeat_interleave(group, 2)
     elif family != "iid":
         raise ValueError(f"family: got {family!r}, expected one of {BLOCK_FAMILIES}")

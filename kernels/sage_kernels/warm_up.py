@@ -74,9 +74,9 @@ def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
         q = torch.empty(1, LONG, 1, width, dtype=kind.dtype, device=device)
         weight = None if kind.weight_dtype is None else torch.empty(width, dtype=kind.weight_dtype, device=device)
         if kind.complex_angles:
-            cos, sin = torch.empty(LONG, width // 2, 2, device=device).unbind(-1)
+            cos, sin = torch.empty(LONG, width // 2, 2, dtype=torch.float32, device=device).unbind(-1)
         else:
-            cos, sin = torch.empty(2, LONG, width, device=device)
+            cos, sin = torch.empty(2, LONG, width, dtype=torch.float32, device=device)
         launch_qk_norm_rope([q], [q], [weight], [weight], kind.norm, 1e-6, [cos], [sin], kind.pairs)
 
     return call
@@ -119,7 +119,7 @@ def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
                 q = torch.empty(1, tokens, 1, kind.head_dim, dtype=kind.dtype, device=device)
                 state = new_head_state(1, kind.head_dim, device) if kind.scaling == "planned" else None
                 if state is not None and known is not None:
-                    state = state.keeping(torch.empty(1, 1, tokens, device=device), known)
+                    state = state.keeping(torch.empty(1, 1, tokens, dtype=torch.float32, device=device), known)
                 launch_attention_fwd(
                     q, q, q, scale=1.0, scaling=kind.scaling, smooth_k=smooth_k, state=state, return_lse=False,
                     recipe=kind.recipe, rotation=kind.rotation, masking=_masking(kind, tokens, device),

@@ -64,7 +64,9 @@ def measured_seconds(
     generator = torch.Generator().manual_seed(0)
     sizes = ((shape.seq_q, shape.heads), (shape.seq_kv, shape.kv_heads), (shape.seq_kv, shape.kv_heads))
     q, k, v = (
-        torch.randn(shape.batch, seq, heads, shape.head_dim, generator=generator).to(device, dtype)
+        torch.randn(
+            shape.batch, seq, heads, shape.head_dim, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(device, dtype)
         for seq, heads in sizes
     )
     if scaling == EXACT:

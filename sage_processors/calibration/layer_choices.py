@@ -171,14 +171,14 @@ class Demotion:
         """The ranges, MAX_RANGES at most, with which all layers together cost least. best: of `plan`, by layer."""
         used = sorted({span for rows in best for span in rows if span})
         each = [[rows.get(span, rows[()])[0] for rows in best] for span in ((), *used)]
-        costs = torch.tensor(each, dtype=torch.float64)  # [1 + ranges, layers]
+        costs = torch.tensor(each, dtype=torch.float64, device="cpu")  # [1 + ranges, layers]
         costs = torch.minimum(costs, costs[:1])
         least, found = float(costs[0].sum()), ()
         for count in range(1, MAX_RANGES + 1):
             sets = list(combinations(range(len(used)), count))
             if not sets:
                 break
-            totals = costs[1:][torch.tensor(sets)].amin(1).sum(-1)  # [sets]
+            totals = costs[1:][torch.tensor(sets, dtype=torch.int64, device="cpu")].amin(1).sum(-1)  # [sets]
             lowest = float(totals.min())
             if lowest < least * (1 - _SAME):  # else fewer ranges do as well
                 first = int((totals <= lowest * (1 + _SAME)).nonzero()[0])

@@ -275,7 +275,10 @@ def _seconds(rows: int, module: Any, format: str, kind: str) -> float:
 
 def measured_linear_seconds(rows: int, weight: torch.Tensor, format: str, *, repeats: int = 10) -> float:
     """Median wall time of one call on random inputs [rows, K], after a first one, quantisation included."""
-    x = torch.randn(rows, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device, weight.dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, weight.shape[1], generator=generator, dtype=torch.float32, device="cpu").to(
+        weight.device, weight.dtype
+    )
     with torch.no_grad():
         if format == EXACT:
 

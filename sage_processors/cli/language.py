@@ -83,7 +83,8 @@ def results_table(name: str, results: dict[str, language.Result]) -> Table:
     for column in (*columns, "INT8 calls", "on INT8 cache", "exact calls"):
         table.add_column(column, justify="left" if column == "case" else "right")
     for result in results.values():
-        same = torch.tensor([written[1] if place is None else place for place in result.first]).float().median()
+        places = [written[1] if place is None else place for place in result.first]
+        same = torch.tensor(places, dtype=torch.float32, device="cpu").median()
         exact = ", ".join(f"{reason} {count}" for reason, count in result.exact.items()) or "0"
         table.add_row(
             result.name, f"{result.perplexity.value:.4f}", f"{result.ratio:.5f}", f"{result.ratio_error:.5f}",

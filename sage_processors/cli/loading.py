@@ -91,7 +91,7 @@ def torch_device(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
+        torch.empty(0, dtype=torch.float32, device=chosen)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise typer.BadParameter(f"{device}: {str(error).splitlines()[0]}", param_hint="--device") from error
     return chosen

@@ -247,11 +247,14 @@ def least_sqnr_db(q: torch.Tensor, k: torch.Tensor, scaling: str, recipe: str = 
 
 def _mask(case: Case, device):
     if case.mask == "bool":
-        lengths = torch.tensor([case.seq_kv, case.seq_kv - 77], device=device)
+        lengths = torch.tensor([case.seq_kv, case.seq_kv - 77], dtype=torch.int64, device=device)
         return (torch.arange(case.seq_kv, device=device) < lengths[:, None])[:, None, None]
     if case.mask == "bias":
         generator = torch.Generator("cpu").manual_seed(1)
-        return torch.randn(1, case.heads, case.seq_q, case.seq_kv, generator=generator).to(device, torch.bfloat16)
+        bias = torch.randn(
+            1, case.heads, case.seq_q, case.seq_kv, generator=generator, dtype=torch.float32, device="cpu"
+        )
+        return bias.to(device, torch.bfloat16)
     return None
 
 

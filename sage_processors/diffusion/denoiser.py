@@ -27,9 +27,10 @@ from .layer_lists import lists_of_layers, place_lists
 from .layer_reasons import reason_against
 from .noise_level import TimestepReader
 from .parked_state import Parked
+from .patches import Patches
 from .root_hook import RootHook
 from .row_maxima_op import keep_rows_of
-from .sage_class import attention_calls_in, is_pag, is_sage, swap
+from .sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
 from .whole_graphs import WholeGraphs
 from .windows import is_kept, option_of
 
@@ -73,6 +74,7 @@ class Part:
         self.graphs: WholeGraphs | None = None
         self._signs: tuple[Any, ...] = ()  # of processors that diffusers puts there
         self._head_norms, self._parked = HeadNorms(), Parked()
+        self._patches: dict[type, Patches] = {}
         self.guests: dict[int, Any] = {}  # Sage processors that a pipeline puts there within its steps
         self.perturbed = False  # by others than those
         self.follows_scheduler = self.frozen = self.is_told = False
@@ -123,8 +125,11 @@ class Part:
             own["skip"] = "none"  # it has no lists, which are kept with what is planned
         config = dataclasses.replace(self.config, **own, **{f"layer_{option}": () for option in LAYER_OPTIONS})
         window = self._steps.window_of(config.keep_noise)
-        kept, lock = is_kept(self.config, label), self._lock
-        return swap(original, config, label, device=self.device, kept=kept, window=window, lock=lock)
+        kind: Any = sage_class(type(original))
+        if kind not in self._patches:
+            self._patches[kind] = Patches(kind._sage_binding)
+        shared: dict[str, Any] = {"window": window, "lock": self._lock, "patches": self._patches[kind]}
+        return swap(original, config, label, device=self.device, kept=is_kept(self.config, label), **shared)
 
     def _count_on(self, module, sage) -> None:
         """The counts of the layer so far, and whether it turned out to need a rotation."""
@@ -258,8 +263,9 @@ class Part:
         return self.state is not None or self._steps.windowed
 
     def timestep_of(self, args, kwargs):
-        """The timestep argument of a call of the model, or None."""
-        return self._reader.timestep_of(args, kwargs)
+        """The timestep argument of a call of the model; None without one, or with one on "meta"."""
+        timestep = self._reader.timestep_of(args, kwargs)
+        return None if isinstance(timestep, torch.Tensor) and timestep.is_meta else timestep
 
     def _modules(self) -> list[nn.Module]:
         return [layer.module for layer in self.layers]
@@ -282,6 +288,8 @@ class Part:
 
         Returns: whether diffusers put them there with an adapter or for fused projections; then all are swapped again.
         """
+        for patches in self._patches.values():
+            patches.look()
         others = [layer for layer in self.layers if layer.module.processor is not layer.sage]
         if others and self.will_follow:
             with self._lock:

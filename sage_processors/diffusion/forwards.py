@@ -76,7 +76,7 @@ class Forwards:
         with torch.inference_mode(False):
             # forwards since the latest step, -1 while no step is running, and the timestep of the latest
             self._since = torch.full((), -1, dtype=torch.int64, device=device)
-            self._latest = torch.zeros((), device=device)
+            self._latest = torch.zeros((), dtype=torch.float32, device=device)
             self._precision = torch.zeros((), dtype=torch.int64, device=device)
         self._precision_there = 0
         for tensor in (self._since, self._latest, self._precision):
@@ -119,7 +119,7 @@ class Forwards:
         stray = since < 0
         if timestep is not None:
             if not isinstance(timestep, torch.Tensor):
-                timestep = torch.full((), float(timestep), device=latest.device)
+                timestep = torch.full((), float(timestep), dtype=torch.float32, device=latest.device)
             t = timestep.detach().to(latest.device, torch.float32).amax()
             stray = stray | ((since > 0) & (t != latest))
             latest.copy_(t)

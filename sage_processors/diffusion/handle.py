@@ -311,7 +311,7 @@ class Handle:
         if part.watch():
             self._attach()
         device = input_device((*args, *kwargs.values()))
-        if device is not None and device != part.device:
+        if device is not None and device != part.device and device.type != "meta":
             part.move(device)
             level = None if self.following.active is None else self.following.active.level
             if part.state is not None:

@@ -8,15 +8,19 @@ how often it was written to: about a microsecond a module, on a host that would 
 from __future__ import annotations
 
 import operator
+import types
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ..inference_mode import AsUnderNoGrad
 from ..linears.swap import EndHook, PrepareHook
+from ..other_globals import innermost
+from ..patched import Watch, with_helpers
 from ..postponed.tensor import version_of
 from .root_hook import RootHook
 
@@ -65,10 +69,11 @@ class ModelState:
         self._containers, self._keys, self._tensors = ([x[i] for x in held] for i in range(3))
         self._counted = [x for x in self._tensors if version_of(x) is not None]
         self._memory = self._where_and_when()
+        self._code = watch_of(modules)
 
     def holds(self) -> bool:
         """Whether the model is still what it was."""
-        if any(getattr(nn_module, name) for name in GLOBAL_HOOKS):
+        if any(getattr(nn_module, name) for name in GLOBAL_HOOKS) or self._code.changed():
             return False
         try:
             if self._now != self._then:
@@ -82,6 +87,19 @@ class ModelState:
     def _where_and_when(self) -> list[int]:
         """Where the tensors lie, and how often they were written to."""
         return [*map(torch.Tensor.data_ptr, self._tensors), *map(VERSION, self._counted)]
+
+
+def watch_of(modules: Iterable[nn.Module]) -> Watch:
+    """A watch on the code of modules and of their attention processors, on what they use by name, and on attention."""
+    watch = Watch(methods=[(F, "scaled_dot_product_attention")])
+    owners: list[tuple[Any, str]] = [(type(module), "forward") for module in modules]
+    owners += [(type(module.processor), "__call__") for module in modules if hasattr(module, "processor")]
+    for cls, name in dict.fromkeys((getattr(cls, "_sage_base", cls), name) for cls, name in owners):
+        watch.attribute(cls, name)
+        own = innermost(getattr(cls, name))
+        for function in with_helpers(own) if isinstance(own, types.FunctionType) else ():
+            watch.function(function)
+    return watch
 
 
 def refresh_weights(modules: Iterable[nn.Module]) -> None:

@@ -43,23 +43,30 @@ def _from_sigmas(scheduler, sigmas: torch.Tensor) -> torch.Tensor:
     return sigmas / ((1.0 - sigmas) ** 2 + sigmas**2).sqrt()
 
 
+def numbers_of(values: Any) -> torch.Tensor:
+    """Timesteps or sigmas of a scheduler, a tensor, an array or a list, in fp32."""
+    if isinstance(values, torch.Tensor):
+        return values.detach().to(torch.float32)
+    return torch.tensor(values, dtype=torch.float32, device="cpu")
+
+
 def noise_levels(scheduler) -> torch.Tensor:
     """Noise level of every entry of `scheduler.timesteps`, after its `set_timesteps`.
 
     Returns: fp32 [len(timesteps)] in [0, 1], on the device of `timesteps`. A scheduler of unknown kind gets its place
         in the run, falling from 1: still one level per step, but not shared with other schedulers.
     """
-    timesteps = torch.as_tensor(scheduler.timesteps)
+    timesteps = numbers_of(scheduler.timesteps)
     count, device = timesteps.numel(), timesteps.device
     sigmas, alphas = getattr(scheduler, "sigmas", None), getattr(scheduler, "alphas_cumprod", None)
     if _config(scheduler, "prediction_type") == "trigflow":
-        levels = timesteps.to(torch.float32).sin()
+        levels = timesteps.sin()
     # KDPM2 evaluates between two sigmas every other time, at a fractional timestep
     elif sigmas is not None and len(sigmas) >= count and getattr(scheduler, "sigmas_interpol", None) is None:
-        levels = _from_sigmas(scheduler, torch.as_tensor(sigmas).to(device, torch.float32)[:count])
+        levels = _from_sigmas(scheduler, numbers_of(sigmas).to(device)[:count])
     elif alphas is not None:
-        levels = (1.0 - torch.as_tensor(alphas).to(device, torch.float32)).sqrt()
-        place = timesteps.to(torch.float32).clamp(0, levels.numel() - 1)
+        levels = (1.0 - numbers_of(alphas).to(device)).sqrt()
+        place = timesteps.clamp(0, levels.numel() - 1)
         known = ~place.isnan()
         place = torch.where(known, place, 0.0)
         levels = torch.lerp(levels[place.floor().long()], levels[place.ceil().long()], place.frac())
@@ -91,7 +98,7 @@ class Run:
         timesteps = getattr(scheduler, "timesteps", None)
         if timesteps is None or len(timesteps) == 0:
             return
-        self._timesteps = torch.as_tensor(timesteps).detach()
+        self._timesteps = numbers_of(timesteps)
         self._levels = noise_levels(scheduler)
         self._places = torch.arange(self._levels.numel(), device=self._levels.device)
         place = min(max(int(place), 0), self._levels.numel() - 1)
@@ -239,11 +246,11 @@ class TimestepReader:
     def to(self, device) -> None:
         """Start anew on `device`."""
         with torch.inference_mode(False):
-            self._largest = torch.zeros((), device=device)
-            self.level = torch.ones((), device=device)
+            self._largest = torch.zeros((), dtype=torch.float32, device=device)
+            self.level = torch.ones((), dtype=torch.float32, device=device)
             self.begins = torch.ones((), dtype=torch.int32, device=device)
             # of the running run: its first timestep (NaN: none yet), the latest one, and which way it goes
-            self._walk = torch.full((3,), torch.nan, device=device)
+            self._walk = torch.full((3,), torch.nan, dtype=torch.float32, device=device)
 
     def begin_run(self) -> None:
         """The next call begins a run, whatever its timestep."""
@@ -272,7 +279,7 @@ class TimestepReader:
         held: int32 [], 1: what decides how timesteps are numbered stays as it is.
         """
         if not isinstance(timestep, torch.Tensor):
-            timestep = torch.full((), float(timestep), device=self.level.device)
+            timestep = torch.full((), float(timestep), dtype=torch.float32, device=self.level.device)
         t = timestep.detach().to(self.level.device, torch.float32).abs().amax()
         t = torch.where(t.isfinite(), t, self._largest)  # NaN would stay the largest for ever
         largest = torch.maximum(self._largest, t)

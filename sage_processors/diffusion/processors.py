@@ -51,6 +51,7 @@ EVENTS = (
     "training",
     "no_backward",
     "replaced",
+    "patched",
     "backend",
     "context_parallel",
     "attention_kwargs",

@@ -63,16 +63,30 @@ def _names_in(code: types.CodeType) -> tuple[tuple[str, str], ...]:
     return tuple((i.opname, i.argval) for i in dis.get_instructions(code) if isinstance(i.argval, str))
 
 
-def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
-    """Attention calls in the code of `fn`, globals to replace, helper functions of its module that call attention."""
+class Found(NamedTuple):
+    """What the code of a function calls.
+
+    Attributes: calls: of attention. replaced: globals to replace. helpers: functions of its module that call
+        attention, by name. others: functions that `ops.other` stands in for.
+    """
+
+    calls: int = 0
+    replaced: dict[str, object] = {}
+    helpers: dict[str, types.FunctionType] = {}
+    others: tuple[types.FunctionType, ...] = ()
+
+
+def _scan(fn, ops: StandIns, scope: dict[str, Any], above=()) -> Found:
+    """scope: the globals of `fn`, or a copy."""
     instructions = _names_in(fn.__code__)
     names = {name for _, name in instructions}
     calls = 0
     replaced: dict[str, object] = {}
-    helpers: dict[str, object] = {}
+    helpers: dict[str, types.FunctionType] = {}
     others: dict[str, object] = {}
+    functions: tuple[Any, ...] = ()
     for opname, name in instructions:
-        value = fn.__globals__.get(name) if opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
+        value = scope.get(name) if opname in ("LOAD_GLOBAL", "LOAD_NAME") else None
         stand_in = _stand_in(value, names, ops)
         if stand_in is not None:
             replaced[name] = stand_in
@@ -81,21 +95,34 @@ def _scan(fn, ops: StandIns, above=()) -> tuple[int, dict, dict]:
             calls += 1
         elif value is not None and (stand_in := ops.other(value)) is not None:
             others[name] = stand_in
+            functions += (value,)
         elif isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__ and value not in above:
-            inner_calls, inner_replaced, inner_helpers = _scan(value, ops, (*above, fn))
-            if inner_calls:
-                calls += inner_calls
-                replaced |= inner_replaced
-                helpers |= inner_helpers | {name: value}
-    return (calls, replaced | others, helpers) if replaced else (0, {}, {})
+            inner = _scan(value, ops, scope, (*above, fn))
+            if inner.calls:
+                calls += inner.calls
+                replaced |= inner.replaced
+                helpers |= inner.helpers | {name: value}
+                functions += inner.others
+    return Found(calls, replaced | others, helpers, functions) if replaced else Found()
 
 
-def rebind(fn, ops: StandIns):
-    """(`fn` with `ops` in place of the attention functions of torch and diffusers, attention calls in its code)."""
-    calls, replaced, helpers = _scan(fn, ops)
-    scope = scope_of(fn, replaced)
-    scope.update({name: with_globals(helper, scope) for name, helper in helpers.items()})
-    return with_globals(fn, scope), calls
+class Bound(NamedTuple):
+    """A function with stand-ins. Attributes: function. calls: of attention, in its code. made_of: the functions whose
+    code, or code of ours in its place, runs when it is called. seen: the globals that it was made with."""
+
+    function: types.FunctionType
+    calls: int
+    made_of: list[types.FunctionType]
+    seen: dict[str, Any]
+
+
+def rebind(fn, ops: StandIns) -> Bound:
+    """`fn` with `ops` in place of the attention functions of torch and diffusers."""
+    seen = dict(fn.__globals__)
+    found = _scan(fn, ops, seen)
+    scope = scope_of(seen, found.replaced)
+    scope.update({name: with_globals(helper, scope) for name, helper in found.helpers.items()})
+    return Bound(with_globals(fn, scope), found.calls, [fn, *found.helpers.values(), *found.others], seen)
 
 
 _LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)
@@ -103,4 +130,4 @@ _LOOK_ONLY = stand_ins(F.scaled_dot_product_attention, dispatch_attention_fn)
 
 def attention_calls(fn) -> int:
     """Number of attention calls in a Python function's own code; 0 for anything else."""
-    return _scan(fn, _LOOK_ONLY)[0] if isinstance(fn, types.FunctionType) else 0
+    return _scan(fn, _LOOK_ONLY, fn.__globals__).calls if isinstance(fn, types.FunctionType) else 0

@@ -246,7 +246,9 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                     )
                     if any(unknown) or mismatch:
                         note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
-                if without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.sage._sage_backend:
+                if patched := layer.sage._sage_patches.note():
+                    note = patched
+                elif without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.sage._sage_backend:
                     note = REMEDIES["backend"]
                 elif module.training and own.training != "int8":
                     note = REMEDIES["training"]

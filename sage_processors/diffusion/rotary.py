@@ -16,6 +16,8 @@ import torch
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
+from ..autocast import is_autocast
+from ..patched import Watch
 from ..postponed.region import current
 from ..postponed.tensor import CAN_WAIT, Operand, can_wait
 from .postponed_heads import Angles, HeadSource, Part, PostponedHeads
@@ -57,7 +59,14 @@ def is_rotary(function) -> bool:
         isinstance(function, types.FunctionType)
         and KNOWN.get(function.__name__, (None,))[0] == function.__module__
         and not hasattr(function, "__wrapped__")
+        and not _watch_of(function).changed()
     )
+
+
+@functools.cache
+def _watch_of(function) -> Watch:
+    """On its code, as it was when the function was first met: what waits is computed without it."""
+    return Watch([function])
 
 
 def usual_angles(name: str) -> tuple[bool, bool]:
@@ -96,7 +105,7 @@ def _waits(processor, x, freqs, options, function) -> PostponedHeads | None:
         return None
     if x.dim() != 4 or x.dtype not in DTYPES or x.shape[3] % 2 or x.shape[3] > MAX_HEAD_DIM or x.numel() == 0:
         return None
-    if torch.is_autocast_enabled(x.device.type) or function_modes():
+    if is_autocast(x.device) or function_modes():
         return None
     source = processor._sage_waiting
     if not source.is_postponed:

@@ -8,7 +8,6 @@ stay the model's own.
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import types
 from typing import Any
@@ -21,11 +20,11 @@ from ..postponed.containers import ordinary
 from ..postponed.region import current, opened
 from .class_lists import list_beside
 from .dispatcher import without_ours
+from .patches import Binding, Patches
 from .postponed_heads import HeadSource
 from .processors import EVENTS, STAND_INS, CallSite
 from .processors import _running as running
 from .processors import _stay_exact as stay_exact
-from .rebind import rebind
 from .rotary import is_rotary
 from .windows import Window
 
@@ -45,6 +44,7 @@ class _SageMethods:
 
     _sage_base: Any  # the class of the original
     _sage_calls: int  # attention calls in its code
+    _sage_binding: Binding  # its code, with other attention ops
     _sage_rotary: str | None  # name of the rotary embedding that it calls, where that can wait for attention
     _sage_config: SageAttnProcessor | None = None
     _sage_layer = "stand-alone processor"
@@ -54,7 +54,8 @@ class _SageMethods:
     _sage_window = None  # windows.Window of the handle, shared with the layers of the same range
     _sage_kept = False  # stays in 16 bit at all steps
     _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
-    _sage_lock = None  # of the handle, held while a call counts in a state
+    _sage_lock = None  # of the handle, held while a call counts in a state; None: it is in no handle
+    _sage_patches: Any = None  # patches.Patches, shared with the layers of the same class
     _sage_waiting: Any = None  # postponed_heads.HeadSource, once armed
     _sage_probe = None  # probe.LayerProbe while a probe is on
 
@@ -67,6 +68,7 @@ class _SageMethods:
         kept: bool = False,
         window: Window | None = None,
         lock: threading.RLock | None = None,
+        patches: Patches | None = None,
     ) -> None:
         """Swap under `config` (None: behave as the base class), counting from zero, without planned scales."""
         set_ = functools.partial(object.__setattr__, self)  # nn.Module processors intercept plain assignment
@@ -76,6 +78,7 @@ class _SageMethods:
         set_("_sage_rotated", config is not None and config.rotation == "hadamard")
         set_("_sage_window", window)
         set_("_sage_lock", lock)
+        set_("_sage_patches", patches or Patches(self._sage_binding))
         set_("_sage_waiting", HeadSource(layer))
         set_("_sage_events", EventCounter(len(EVENTS), device))
         set_("_sage_sent", [0])  # bytes that went to other devices
@@ -104,37 +107,49 @@ def sage_class(base: type) -> type:
     `base`.
     Raises: TypeError if `base` has no Python `__call__`.
     """
+    fn = getattr(base, "__call__", None)  # noqa: B004 (a Python method, not any callable)
+    if not isinstance(base, type) or not isinstance(fn, types.FunctionType):
+        raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
     kind: Any = base
-    found: type = _sage_class(kind)
+    found: type[Any] = _sage_class(kind, fn)
+    if not found._sage_calls:  # made while an attention function was replaced, maybe
+        found._sage_binding.look()
+        found._sage_calls = found._sage_binding.calls
     return found
 
 
 @functools.cache
-def _sage_class(base: Any) -> Any:
-    fn = getattr(base, "__call__", None)  # noqa: B004 (a Python method, not any callable)
-    if not isinstance(base, type) or not isinstance(fn, types.FunctionType):
-        raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
-    inner, calls = rebind(fn, STAND_INS)
+def _sage_class(base: Any, fn: types.FunctionType) -> Any:
+    """The class for a base whose `__call__` is `fn` now."""
+    binding = Binding(base, STAND_INS)
     called: list[Any] = [fn.__globals__.get(name) for name in fn.__code__.co_names]
     rotary = next((function.__name__ for function in called if is_rotary(function)), None)
     original: Any = base
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         module = args[0] if args else kwargs.get("attn")
+        patches = self._sage_patches
+        if self._sage_lock is None and not torch.compiler.is_compiling():
+            patches.look()
+        if self._sage_config is None:
+            return base.__call__(self, *args, **kwargs)
+        if patches.found:
+            stay_exact(self, "patched")
+            return base.__call__(self, *args, **kwargs)
         outer, outer_calls, outer_training = running.processor, running.calls, running.training
         running.processor, running.calls, running.training = self, 0, getattr(module, "training", False) is True
         try:
             if rotary is None or torch.compiler.is_compiling() or current() is not None:
-                return inner(self, *args, **kwargs)
-            if self._sage_config is None or not self._sage_waiting.is_closed(module, args, kwargs):
-                return inner(self, *args, **kwargs)
+                return binding.inner(self, *args, **kwargs)
+            if not (binding.is_of_libraries and self._sage_waiting.is_closed(module, args, kwargs)):
+                return binding.inner(self, *args, **kwargs)
             with opened():
-                return ordinary(inner(self, *args, **kwargs))
+                return ordinary(binding.inner(self, *args, **kwargs))
         finally:  # also after an exception: the next call in this thread starts clean
             running.processor, running.calls, running.training = outer, outer_calls, outer_training
 
-    # models drop the keyword arguments (RoPE, masks!) that they don't find in this signature
-    __call__.__signature__ = inspect.signature(fn)  # type: ignore[attr-defined]
+    binding.face = __call__
+    binding.look()
 
     @functools.wraps(original.__init__)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,7 +160,8 @@ def _sage_class(base: Any) -> Any:
         "__call__": __call__,
         "__init__": __init__,
         "_sage_base": base,
-        "_sage_calls": calls,
+        "_sage_calls": binding.calls,
+        "_sage_binding": binding,
         "_sage_rotary": rotary,
         "__doc__": base.__doc__,
     }
@@ -156,8 +172,8 @@ def _sage_class(base: Any) -> Any:
 
 def attention_calls_in(base: type) -> int:
     """How many attention calls the code of a processor class makes."""
-    kind: Any = base
-    calls: int = _sage_class(kind)._sage_calls
+    kind: Any = sage_class(base)
+    calls: int = kind._sage_calls
     return calls
 
 

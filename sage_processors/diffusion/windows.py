@@ -76,9 +76,10 @@ class Progress:
         """A run starts at timesteps[place] of a scheduler with these noise levels fp32 [N]."""
         self.total, self.place, self.taken = len(levels), min(max(place, 0), len(levels) - 1), 0
         self.levels = levels.tolist() if self.windowed else []
-        timesteps = None if timesteps is None else torch.as_tensor(timesteps)
-        readable = timesteps is not None and (self.windowed or timesteps.device.type == "cpu")
-        self.timesteps = [float(t) for t in timesteps.tolist()] if readable else []
+        is_far = isinstance(timesteps, torch.Tensor) and timesteps.device.type != "cpu"
+        readable = timesteps is not None and (self.windowed or not is_far)
+        listed = timesteps.tolist() if isinstance(timesteps, torch.Tensor) else timesteps
+        self.timesteps = [float(t) for t in listed] if readable else []
         self.is_told, self.is_over, self.token = is_told, False, object()
 
     def move(self, place: int) -> None:

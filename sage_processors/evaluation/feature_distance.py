@@ -204,10 +204,14 @@ def distance_of_features(
         raise ValueError(f"together: got {together!r}, expected an int of at least 1 that divides {len(found)} rows")
     units = len(found) // together
     keep = _leave_out(units, together) if (units - -(-units // GROUPS)) * together > found.shape[1] else []
-    values = torch.tensor([frechet_distance(found[rows], reference) for rows in keep], dtype=torch.float64)
+    values = torch.tensor(
+        [frechet_distance(found[rows], reference) for rows in keep], dtype=torch.float64, device="cpu"
+    )
     excess = None
     if baseline is not None:
-        other = torch.tensor([frechet_distance(baseline[rows], reference) for rows in keep], dtype=torch.float64)
+        other = torch.tensor(
+            [frechet_distance(baseline[rows], reference) for rows in keep], dtype=torch.float64, device="cpu"
+        )
         difference = value - frechet_distance(baseline, reference)
         spread = 1.96 * _jackknife_error(values - other)
         excess = Interval(difference, difference - spread, difference + spread)
@@ -216,7 +220,7 @@ def distance_of_features(
 
 def _leave_out(units: int, together: int = 1) -> list[torch.Tensor]:
     """Row masks that each leave one of GROUPS interleaved groups of units of `together` rows out."""
-    group = torch.arange(units).repeat_interleave(together) % GROUPS
+    group = torch.arange(units, device="cpu").repeat_interleave(together) % GROUPS
     return [group != g for g in range(min(GROUPS, units))]
 
 

@@ -136,8 +136,13 @@ def inject_channel_outliers(
                 width = modules[place.readers[0]].in_features
                 if len(factors) > width:
                     raise ValueError(f"factors: got {len(factors)}, expected at most {width} channels in {place.norm}")
-                channels = torch.randperm(width, generator=generator)[: len(factors)]
-                _plant(place, [modules[reader] for reader in place.readers], channels, torch.tensor(factors))
+                channels = torch.randperm(width, generator=generator, device="cpu")[: len(factors)]
+                _plant(
+                    place,
+                    [modules[reader] for reader in place.readers],
+                    channels,
+                    torch.tensor(factors, dtype=torch.float32, device="cpu"),
+                )
         yield [place.norm for place in places]
     finally:
         with torch.no_grad():

@@ -75,7 +75,7 @@ def bias_keys(factor: float = 30.0) -> Iterator[dict]:
     def biased(query, key, value, attn_mask, is_causal, scale, processor, index, *others):
         place = (processor._sage_layer, index)
         if place not in constants:
-            ramp = torch.linspace(-factor, factor, key.shape[3], device=key.device)
+            ramp = torch.linspace(-factor, factor, key.shape[3], dtype=torch.float32, device=key.device)
             constants[place] = key.float().std((0, 1)) * ramp
         key = key + constants[place].to(key.dtype)
         return attend(query, key, value, attn_mask, is_causal, scale, processor, index, *others)

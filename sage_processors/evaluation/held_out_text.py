@@ -88,10 +88,10 @@ def heldout_windows(
     for kind in kinds:
         texts = [document["text"] for document in documents if document["kind"] == kind]
         rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
-        stream = torch.tensor([token for row in rows for token in (*row, *end)])
+        stream = torch.tensor([token for row in rows for token in (*row, *end)], dtype=torch.int64, device="cpu")
         parts.append(stream[: len(stream) // length * length].view(-1, length))
     windows = torch.cat(parts)
     wanted = len(windows) if count is None else count
     if not 1 <= wanted <= len(windows):
         raise ValueError(f"count: got {wanted}, expected 1 to {len(windows)} windows of {length} tokens of {kinds}")
-    return windows[torch.arange(wanted) * len(windows) // wanted]
+    return windows[torch.arange(wanted, device="cpu") * len(windows) // wanted]

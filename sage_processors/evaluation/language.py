@@ -235,8 +235,10 @@ class Result:
         written = {**common, "batch": len(self.first)}
         yield {**written, "metric": "identical_share", "unit": "1", "median": round(self.identical, 4)}
         length = self.tokens.shape[1]
-        places = torch.tensor([length if place is None else place for place in self.first], dtype=torch.float64)
-        low, middle, high = places.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+        places = torch.tensor(
+            [length if place is None else place for place in self.first], dtype=torch.float64, device="cpu"
+        )
+        low, middle, high = places.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64, device="cpu")).tolist()
         yield {**written, "metric": "same_tokens", "unit": "1", "median": middle, "p20": low, "p80": high}
         leads = [lead for lead in self.margin if lead is not None]
         if leads:

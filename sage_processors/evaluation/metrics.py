@@ -155,15 +155,15 @@ def mean_interval(values: Sequence[float] | torch.Tensor, *, draws: int = 2000, 
     Returns: Interval in the unit of the values.
     Raises: ValueError.
     """
-    values = torch.as_tensor(values, dtype=torch.float64).flatten().cpu()
+    values = torch.as_tensor(values, dtype=torch.float64, device="cpu").flatten()
     if values.numel() == 0 or not bool(torch.isfinite(values).all()):
         raise ValueError(f"values: got {values.numel()} with NaN or infinity, expected at least one, all finite")
     if isinstance(draws, bool) or not isinstance(draws, int) or draws < 100:
         raise ValueError(f"draws: got {draws!r}, expected an int of at least 100")
     generator = torch.Generator().manual_seed(seed)
-    picks = torch.randint(values.numel(), (draws, values.numel()), generator=generator)
+    picks = torch.randint(values.numel(), (draws, values.numel()), generator=generator, device="cpu")
     means = values[picks].mean(1)
-    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    low, high = means.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64, device="cpu")).tolist()
     return Interval(values.mean().item(), low, high)
 
 

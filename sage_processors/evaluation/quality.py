@@ -99,8 +99,8 @@ class Quality:
         if self.attention_sqnr_db:
             samples.append(("attention_sqnr_db", "dB", self.attention_sqnr_db))
         for metric, unit, values in samples:
-            low, middle, high = torch.tensor(values, dtype=torch.float64).quantile(
-                torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+            low, middle, high = torch.tensor(values, dtype=torch.float64, device="cpu").quantile(
+                torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64, device="cpu")
             )
             digits = 2 if unit == "dB" else 6
             spread = {"p20": round(low.item(), digits), "p80": round(high.item(), digits)}

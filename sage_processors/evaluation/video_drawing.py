@@ -26,7 +26,9 @@ def strip(stock: torch.Tensor, ours: torch.Tensor, *, columns: int = 6, cell: in
     _check(stock, ours)
     if isinstance(columns, bool) or not isinstance(columns, int) or columns < 1:
         raise ValueError(f"columns: got {columns!r}, expected an int of at least 1")
-    picked = torch.linspace(0, len(stock) - 1, min(columns, len(stock))).round().long()
+    picked = (
+        torch.linspace(0, len(stock) - 1, min(columns, len(stock)), dtype=torch.float64, device="cpu").round().long()
+    )
     titles = [f"frame {index + 1}" for index in picked.tolist()]
     gain = amplification(stock, ours)  # one for all: frames compare with each other
     return side_by_side(stock[picked], ours[picked], titles, gain, cell=cell, ran=ran)

@@ -89,7 +89,9 @@ def motion(clips: torch.Tensor, *, block: int = BLOCK, reach: int = REACH) -> to
         raise ValueError(f"clips: got {height}x{width} pixels, expected at least one block of {block}x{block}")
     before, after = (x.flatten(0, 1).float() for x in (clips[:, :-1], clips[:, 1:]))
     around = F.pad(after, (reach,) * 4, mode="replicate")
-    best = torch.full((len(before), height // block, width // block), torch.inf, device=clips.device)
+    best = torch.full(
+        (len(before), height // block, width // block), torch.inf, dtype=clips.dtype, device=clips.device
+    )
     found = torch.zeros(*best.shape, 2, dtype=torch.int64, device=clips.device)
     for down in range(-reach, reach + 1):
         for right in range(-reach, reach + 1):
@@ -98,7 +100,7 @@ def motion(clips: torch.Tensor, *, block: int = BLOCK, reach: int = REACH) -> to
             cost = cost + DISTANCE_COST * (down * down + right * right) ** 0.5
             better = cost < best
             best = torch.where(better, cost, best)
-            found[better] = torch.tensor([down, right], device=clips.device)
+            found[better] = torch.tensor([down, right], dtype=torch.int64, device=clips.device)
     return found.view(count, frames - 1, *found.shape[1:])
 
 

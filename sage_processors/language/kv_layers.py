@@ -139,7 +139,9 @@ class Int8Layer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.batch_size, self.num_heads, _, self.head_dim = key_states.shape
         self._allocate(self._first_capacity())
-        self.k_mean = torch.zeros(self.batch_size, self.num_heads, self.head_dim, device=self.device)
+        self.k_mean = torch.zeros(
+            self.batch_size, self.num_heads, self.head_dim, dtype=torch.float32, device=self.device
+        )
         self.k_balance = torch.ones_like(self.k_mean)
         self.is_initialized = True
 

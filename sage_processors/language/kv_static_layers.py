@@ -26,7 +26,7 @@ class Int8StaticLayer(Int8Layer):
         super().__init__(heads, dims)
         self.max_cache_len = max_cache_len
         self.is_empty = True
-        self.cumulative_length = torch.tensor(0)
+        self.cumulative_length = torch.tensor(0, dtype=torch.int64, device="cpu")
         # None: compiled calls have added tokens, only the device knows how many
         self._host_length: Any = 0
 

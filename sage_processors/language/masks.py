@@ -223,7 +223,11 @@ def sage_mask(batch_size: int, q_length: int, kv_length: int, q_offset: Any = 0,
             return None
         offset, right = (int(q_offset) - kv_offset, 0) if sides[1] == 0 else (0, UNLIMITED)
         band = (batch_size, 1, q_length, kv_length), offset, UNLIMITED, right
-        seen = _in_band(*band, device) if written_out else BandMask(*band, torch.empty(0, device=device))
+        seen = (
+            _in_band(*band, device)
+            if written_out
+            else BandMask(*band, torch.empty(0, dtype=torch.float32, device=device))
+        )
     return _added(seen, dtype) if written_out else AddedMask(seen, dtype)
 
 
@@ -304,7 +308,9 @@ def _mask(
             return None if left == UNLIMITED and last == kv_length else written_out()
         if left == UNLIMITED and first == 0 and q_length >= kv_length:
             return None  # else a cache has room left: without a mask, rows that a model cuts off would be told wrongly
-    return BandMask((batch_size, 1, q_length, kv_length), first, left, right, torch.empty(0, device=device))
+    return BandMask(
+        (batch_size, 1, q_length, kv_length), first, left, right, torch.empty(0, dtype=torch.float32, device=device)
+    )
 
 
 def _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing) -> torch.Tensor | None:
@@ -329,11 +335,13 @@ _CAUSAL_WINDOW = sliding_window_overlay(1).__code__
 _TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
 
 
-_PACKED = packed_sequence_mask_function(torch.empty(0)).__code__
+_PACKED = packed_sequence_mask_function(torch.empty(0, dtype=torch.float32, device="cpu")).__code__
 _REMAPPED = (
     None
     if remap_positions_for_packed_sequence is None
-    else remap_positions_for_packed_sequence(causal_mask_function, torch.empty(0)).__code__
+    else remap_positions_for_packed_sequence(
+        causal_mask_function, torch.empty(0, dtype=torch.float32, device="cpu")
+    ).__code__
 )
 
 

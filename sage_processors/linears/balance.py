@@ -201,7 +201,7 @@ def _join(groups: list[Any], modules: list[Any], sizes: list[Any], *, even_ordin
 
 def _give(modules: list[Any], sizes: list[Any]) -> None:
     known = [size for size in sizes if size is not None]
-    exponents = exponents_of(known) if known else torch.zeros(())
+    exponents = exponents_of(known) if known else torch.zeros((), dtype=torch.float32, device="cpu")
     device = modules[0]._parameters["weight"].device
     balance = Balance(torch.exp2(exponents).to(device)) if exponents.any() else None
     for module in modules:

@@ -18,7 +18,9 @@ from sage_kernels import qk_norm_rope
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import are_ordinary, function_modes
 
+from ..autocast import is_autocast
 from ..other_globals import innermost, with_global
+from ..patched import Watch
 from ..postponed.tensor import is_dual
 from .modules import put_class
 
@@ -70,7 +72,8 @@ def _can_turn(function: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any) 
     given = (q, k, cos, sin)
     if torch.compiler.is_compiling() or function_modes() or not all(map(_is_ordinary, given)):
         return False
-    if not are_ordinary(given) or torch.is_autocast_enabled(q.device.type):
+    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if is_traced or not are_ordinary(given) or is_autocast(q.device):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype or cos.dtype != sin.dtype:
         return False
@@ -138,11 +141,13 @@ def rotating_class(base: Any) -> type | None:
     own = with_global(base.forward, FUNCTION, in_one_pass(function))
     if own is None:
         return None
+    watch = Watch([code_of], [(base, "forward")])
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # checkpoints run a forward without gradients, then with them: both have to round alike
-        return (base.forward if self.training else own)(self, *args, **kwargs)
+        as_it_is = self.training or (not torch.compiler.is_compiling() and watch.changed())
+        return (base.forward if as_it_is else own)(self, *args, **kwargs)
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
     return type("Sage" + base.__name__, (_Rotating, base), members)

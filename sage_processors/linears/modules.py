@@ -21,6 +21,7 @@ from .captured import is_captured
 from .postponed_columns import PostponedColumns
 from .postponed_linear import PostponedLinear, product
 from .postponed_norm import PostponedNorm
+from .replaced import FORWARD, LINEAR, call_replaced, is_replaced
 from .storage import CODES, SCALE, put_buffer
 from .weights import CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
 
@@ -74,7 +75,7 @@ def _exact(module, base, x):
     state = module._sage_linear
     if not state.dropped:
         parameters = module._parameters
-        if base.forward is nn.Linear.forward and _has_parameters(module):
+        if base.forward is FORWARD and _has_parameters(module):
             # without `weight` below, which takes the caller for one who may write
             return F.linear(x, parameters["weight"], parameters["bias"])
         return base.forward(module, x)
@@ -86,7 +87,10 @@ def _exact(module, base, x):
         weight = storage.turned_back(weight.t()).t()
     if state.balance is not None:
         weight = weight * state.balance.vector.to(weight.device)
-    return F.linear(x, weight.to(x.dtype), module._parameters.get("bias"))
+    weight = weight.to(x.dtype)
+    if base.forward is not FORWARD:
+        return call_replaced(base, module, weight, x)
+    return F.linear(x, weight, module._parameters.get("bias"))
 
 
 def _in_8_bit(module, base, x):
@@ -230,11 +234,13 @@ class _SwappedLinear(_Beside):
     def _apply(self, fn, recurse=True):
         """Move, but never cast, what is in 8 bit: `to(dtype)` is meant for the 16-bit weight."""
         state = self.__dict__["_sage_linear"]
+        if torch.__future__.get_swap_module_params_on_conversion():
+            state.let_go()
         own: dict[str, Any] = {name: self._buffers.pop(name) for name in (CODES, SCALE) if name in self._buffers}
         dropped = self._parameters.pop("weight") if state.dropped else None
         before = next((buffer.device for buffer in own.values()), None)
         try:
-            probe = None if before is None else fn(torch.empty(0, device=before))
+            probe = None if before is None else fn(torch.empty(0, dtype=torch.float32, device=before))
             super()._apply(fn, recurse)
             if dropped is not None:
                 kind = fn(dropped.detach()[:1, :1].clone())
@@ -278,15 +284,17 @@ def placeholder(shape, dtype, device) -> nn.Parameter:
 @functools.cache
 def linear_class(base: Any) -> type:
     """The 8-bit subclass of nn.Linear or of a subclass of it with the same forward."""
-    is_stock = base.forward is nn.Linear.forward
 
     def forward(self, input):
         state = getattr(self, "_sage_linear", None)
         if state is None:  # removed, and called by somebody's wrapper, which holds this function
             return base.forward(self, input)
+        if (base.forward is not FORWARD or F.linear is not LINEAR) and is_replaced(base):
+            state.stay_exact("patched")
+            return _exact(self, base, ordinary_in(input))
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)
-        if state.shared.all_short and is_stock and type(input) is torch.Tensor and input.numel() < state.short_below:
+        if state.shared.all_short and type(input) is torch.Tensor and input.numel() < state.short_below:
             parameters = self._parameters
             if "weight" in parameters and "bias" in parameters:
                 return F.linear(input, parameters["weight"], parameters["bias"])
@@ -309,8 +317,16 @@ class _SwappedNorm(_Beside):
 def norm_class(base: Any) -> type:
     """The subclass of a norm class whose result may be computed by the linear layers behind it."""
 
+    own = base.forward
+
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage_norm"):
+        if (
+            torch.compiler.is_compiling()
+            or base.forward is not own
+            or kwargs
+            or len(args) != 1
+            or not hasattr(self, "_sage_norm")
+        ):
             return base.forward(self, *args, **kwargs)
         x = args[0].tensor() if isinstance(args[0], Postponed) else args[0]
         waiting = None if not is_caller_known(1) else self._sage_norm.postpone(self, x, base.forward)

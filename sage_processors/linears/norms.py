@@ -8,6 +8,7 @@ import sys
 import torch
 from torch import nn
 
+from ..autocast import is_autocast
 from ..inference_mode import counts_writes
 from ..postponed.patterns import FLOATS
 from ..postponed.tensor import CAN_WAIT, Postponed, can_wait
@@ -89,7 +90,7 @@ class NormState:
             return None
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)):
             return None
-        if torch.is_autocast_enabled(x.device.type):
+        if is_autocast(x.device):
             return None
         if any(p is not None and (p.is_meta or p.device != x.device or not counts_writes(p)) for p in (weight, bias)):
             return None
@@ -132,8 +133,11 @@ def norm_form(module: nn.Module) -> tuple[str, bool] | None:
         return None
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        x = torch.randn(3, width, generator=generator) * torch.tensor([[1.0], [1e-3], [30.0]]) + 0.1
-        own = {key: torch.rand(width, generator=generator) + 0.5 for key in parameters}
+        sizes = torch.tensor([[1.0], [1e-3], [30.0]], dtype=torch.float32, device="cpu")
+        x = torch.randn(3, width, generator=generator, dtype=torch.float32, device="cpu") * sizes + 0.1
+        own = {
+            key: torch.rand(width, generator=generator, dtype=torch.float32, device="cpu") + 0.5 for key in parameters
+        }
         twin = copy.copy(module)
         twin.__dict__ = module.__dict__ | {"_parameters": {k: own.get(k) for k in module._parameters}}
         twin.__dict__ |= {"training": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from ..layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
 from .compiled_parts import modules_in_compiled_parts
 from .layers import layers_of_others
 from .probe import relative_error
+from .replaced import is_replaced
 from .weights import CALLED, EVENTS, REMEDIES
 
 
@@ -107,6 +110,9 @@ def rows_of(swap) -> list[dict]:
             calls = row["calls"] + row["compiled_calls"]
             row["bytes_saved"] = calls * choice.module.in_features * choice.module.out_features * size
             notes = [REMEDIES["training"]] if choice.module.training else []
+            notes += (
+                [REMEDIES["patched"]] if is_replaced(getattr(type(choice.module), "_sage_base", nn.Linear)) else []
+            )
             notes += [REMEDIES["weight"]] if known.failed else []
             notes += ["16-bit weight dropped"] if known.dropped else []
             row["note"] = "; ".join(notes)

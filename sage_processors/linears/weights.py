@@ -40,6 +40,7 @@ EVENTS = (
     "device",
     "weight",
     "short",
+    "patched",
     "other",
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
@@ -54,6 +55,7 @@ REMEDIES = {
     "dtype": "float16, bfloat16 and float32 only: cast the model",
     "autocast": "autocast to float16 or bfloat16 only",
     "weight": "its weight holds NaN or inf",
+    "patched": "torch.nn.Linear.forward or F.linear was replaced: it runs in 8 bit with torch's own again",
     "short": "too little work for 8 bit to pay: linears_min_features=1024 runs it in 8 bit all the same",
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -225,7 +227,7 @@ class LinearState:
                 return self.is_filled and not self.failed
             if weight.shape != (module.out_features, module.in_features):
                 return False
-            if is_captured(weight.device):  # whoever captures has run it before, and only looked at it since
+            if _is_recorded(weight.device):  # whoever records has run it before, and only looked at it since
                 if not self.is_filled or self._is_another(weight):
                     return False
             else:
@@ -235,10 +237,10 @@ class LinearState:
         if bias is None:
             self.bias = None
         elif self._has_another_bias(bias):
-            if is_captured(bias.device):
+            if _is_recorded(bias.device):
                 return False
             self._take_bias(bias)
-        elif self.bias_touched and not is_captured(bias.device):
+        elif self.bias_touched and not _is_recorded(bias.device):
             self._take_bias(bias)
         return not self.failed
 
@@ -288,6 +290,10 @@ class LinearState:
             self.sample = sample_of(weight).clone()
         self._weight, self._weight_version, self._checksum = weakref.ref(weight), _version(weight), known
         self.touched = False
+
+    def let_go(self) -> None:
+        """Have no weak references to the weight and the bias: PyTorch exchanges no tensors that have any."""
+        self._weight = self._bias = _nothing
 
     def may_be_trained(self, module) -> None:
         """Gradients were wanted: an optimizer's step may follow, which need not count its writes."""
@@ -357,6 +363,12 @@ class LinearState:
 def _device_of(model: Any) -> torch.device:
     """Where the model runs, if one GPU holds it; parameters that are offloaded may be nowhere."""
     return next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
+
+
+def _is_recorded(device: torch.device) -> bool:
+    """True while a CUDA graph is captured, or torch.jit.trace records operations: with the weights as they are."""
+    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return is_traced or is_captured(device)
 
 
 def _nothing():

@@ -14,7 +14,7 @@ _BLOCK = {"num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2}
 
 
 def _text(*shape: int) -> torch.Tensor:
-    return torch.randn(1, *(shape or (TEXT_TOKENS, TEXT_WIDTH)))
+    return torch.randn(1, *(shape or (TEXT_TOKENS, TEXT_WIDTH)), dtype=torch.float32, device="cpu")
 
 
 def _wan():
@@ -80,7 +80,7 @@ def _ltx():
         decoder_layers_per_block=(1,) * 5,
     )
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05)
-    mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
+    mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool, device="cpu")
     text = {"prompt_embeds": _text(), "negative_prompt_embeds": _text()}
     masks = {"prompt_attention_mask": mask, "negative_prompt_attention_mask": mask}
     pipe = LTXPipeline(tokenizer=None, text_encoder=None, scheduler=scheduler, vae=vae, transformer=transformer)
@@ -117,7 +117,7 @@ def _hunyuan_video():
         vae=vae,
         transformer=transformer,
     )
-    mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool)
+    mask = torch.ones(1, TEXT_TOKENS, dtype=torch.bool, device="cpu")
     text = {"prompt_embeds": _text(), "pooled_prompt_embeds": _text(16), "prompt_attention_mask": mask}
     return pipe, {"height": 128, "width": 128, "num_frames": 9, **text}
 

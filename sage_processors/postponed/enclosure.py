@@ -17,7 +17,8 @@ from torch.nn.modules import module as nn_module
 
 from sage_kernels.compat import function_modes, is_differentiating_forward
 
-from .library import is_library_class, is_library_function
+from ..patched import Watch
+from .library import is_library_class, is_library_function, is_pythons_function
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -51,10 +52,15 @@ class Enclosure:
         self._processors = [type(m.__dict__["processor"]) for m in self._with_processor]
         self._hooked = [m for m in inner if not _MOVERS.isdisjoint(m.__dict__)]
         self._movers = [_movers(m) for m in self._hooked]
-        kinds = dict.fromkeys(self._kinds + self._processors)
+        kinds = dict.fromkeys(
+            x for own in self._kinds + self._processors for x in (own, getattr(own, "_sage_base", own))
+        )
         called = [(kind, name) for kind in kinds for name in ("forward", "__call__") if hasattr(kind, name)]
         self._called, self._names = [kind for kind, _ in called], [name for _, name in called]
         self._functions = list(map(getattr, self._called, self._names))
+        self._watch = Watch(fn for fn in dict.fromkeys(self._functions) if is_library_function(fn))
+        bindings = [x for x in (getattr(kind, "_sage_binding", None) for kind in self._processors) if x is not None]
+        self._bound = [(binding, binding.inner) for binding in bindings]
         self.obstacle = self._find(block, inner)
 
     def _is_as_seen(self, block: nn.Module) -> bool:
@@ -66,6 +72,8 @@ class Enclosure:
             and self._processors == [type(m.__dict__.get("processor")) for m in self._with_processor]
             and (not self._hooked or self._movers == [_movers(m) for m in self._hooked])
             and self._functions == list(map(getattr, self._called, self._names))
+            and all(binding.inner is known for binding, known in self._bound)
+            and not self._watch.changed()
         )
 
     def _find(self, block: nn.Module, inner: list[nn.Module]) -> str:
@@ -87,6 +95,10 @@ class Enclosure:
         for kind in self._processors:
             if not _is_of_library(kind):
                 return f"a processor of class {kind.__name__}"
+        if not all(binding.is_of_libraries for binding, _ in self._bound):
+            return "a function that a processor uses"
+        if not all(is_library_function(fn) or is_pythons_function(fn) for fn in self._watch.functions()):
+            return "a function in the place of a library's"
         return ""
 
     def obstacle_of(self, block: nn.Module) -> str:
@@ -99,6 +111,8 @@ class Enclosure:
         if not self._is_as_seen(block):
             self._look(block)
         if self.obstacle or any(_GLOBAL_HOOKS) or function_modes() or is_differentiating_forward():
+            return False
+        if torch.jit.is_tracing():  # type: ignore[attr-defined]
             return False
         return _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 from types import CodeType
 from typing import Any
@@ -17,6 +18,8 @@ from typing import Any
 PACKAGES = ("accelerate", "diffusers", "peft", "sage_kernels", "sage_processors", "torch", "transformers")
 # Files whose frames lie between a module's forward and the function that called the module
 _CALLING = ("torch/nn/modules/module.py", "accelerate/hooks.py", "diffusers/hooks/hooks.py")
+
+_STANDARD = os.path.dirname(os.__file__)
 
 _is_library: dict[str, bool] = {}
 _of_file: dict[str, bool | None] = {}  # what `_kind` said
@@ -45,6 +48,12 @@ def is_library_function(function: Any) -> bool:
     """True for a Python function, method or bound method whose code is of one of `PACKAGES`."""
     code = getattr(function, "__code__", None)
     return isinstance(code, CodeType) and is_library_file(code.co_filename)
+
+
+def is_pythons_function(function: Any) -> bool:
+    """True for a Python function of Python's standard library."""
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return file.startswith(_STANDARD) and "-packages" not in file
 
 
 def is_library_class(kind: type) -> bool:

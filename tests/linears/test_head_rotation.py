@@ -355,3 +355,24 @@ def test_what_can_not_be_given_another_global_is_left():
 
     assert with_global(outer(plain), "SHAPES", 1) is None and with_global(len, "SHAPES", 1) is None
     assert with_global(plain, "SHAPES", 1)() == 1 and plain() == SHAPES
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_traced_model_turns_heads_as_its_own_code_does():
+    model, inputs = MODELS["llama"]()
+    ids = inputs["input_ids"]
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids):
+            return self.model(input_ids=ids, use_cache=False).logits
+
+    with torch.no_grad():
+        expected = model(input_ids=ids.flip(1)).logits
+        with sp.quantize_linears(model, min_features=0):
+            traced = torch.jit.trace(Logits().eval(), ids)
+            assert "sage_kernels::" in str(traced.inlined_graph)
+            assert 0 < relative_error(traced(ids.flip(1)), expected) < 0.05

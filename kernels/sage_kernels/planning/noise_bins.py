@@ -15,7 +15,7 @@ class NoiseBins:
     def __init__(self, number: int, device: torch.device):
         self.number, self.device = number, device
         # as fp32: a level is in one bin however it is given
-        edges = (torch.arange(1, number, dtype=torch.float64) * (math.pi / 2 / number)).sin().float()
+        edges = (torch.arange(1, number, dtype=torch.float64, device="cpu") * (math.pi / 2 / number)).sin().float()
         self.edges, self._on_host = edges.to(device), edges.tolist()
 
     def of(self, u: float | torch.Tensor) -> torch.Tensor:

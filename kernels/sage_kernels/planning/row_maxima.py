@@ -63,7 +63,7 @@ class RowMaxima:
         if self._steps < FIRST_STEPS or capturing or self.nbytes + nbytes > self.limit:
             return None
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference_mode
-            self._kept[place, call] = torch.full(shape, -torch.inf, device=device)
+            self._kept[place, call] = torch.full(shape, -torch.inf, dtype=torch.float32, device=device)
         self.nbytes += nbytes
         return self._kept[place, call], False
 

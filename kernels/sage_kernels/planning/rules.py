@@ -114,7 +114,7 @@ class Delayed(Timestep):
     def refit(self, state) -> None:
         shape = (self.history, *state.step_stats.shape)
         if self._steps is None or self._steps.shape != shape or self._steps.device != state.device:
-            self._steps = torch.zeros(shape, device=state.device)
+            self._steps = torch.zeros(shape, dtype=torch.float32, device=state.device)
             self._valid = torch.zeros(shape[:2], dtype=torch.bool, device=state.device)
             # a tensor: counting on the host would recompile a model whose own hook advances the state
             self._place = torch.zeros(1, dtype=torch.int64, device=state.device)

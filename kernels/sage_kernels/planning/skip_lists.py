@@ -72,9 +72,10 @@ class SkipLists:
         with torch.inference_mode(False):  # inference tensors could not be written to outside of inference_mode
             self.now = torch.zeros((), dtype=torch.int32, device=device)
             # of each site in this step; 16 bytes a site: rows are aligned as kernels want it
-            self.limit_of_step = torch.zeros(self._sites, 4, device=device)
-            self._limits = torch.tensor(self.limits, device=device).reshape(self._sites, -1).T.contiguous()
-            self._borders = torch.tensor(self.borders, device=device)
+            self.limit_of_step = torch.zeros(self._sites, 4, dtype=torch.float32, device=device)
+            limits = torch.tensor(self.limits, dtype=torch.float32, device=device)
+            self._limits = limits.reshape(self._sites, -1).T.contiguous()
+            self._borders = torch.tensor(self.borders, dtype=torch.float32, device=device)
             self._range = torch.zeros(1, dtype=torch.int64, device=device)
             self.totals = torch.zeros(self._sites, TOTAL_FIELDS, dtype=torch.int64, device=device)
             self.went_back = torch.zeros((), dtype=torch.int64, device=device)

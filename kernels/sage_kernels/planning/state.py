@@ -114,9 +114,11 @@ class ScaleState:
         starts = [torch.full((), first, dtype=torch.int32, device=device) for first in self._first_rows]
         self._head_states = [shared._replace(row=start) for start in starts]
         self._shared = shared
-        dims = torch.tensor([s.channels for s in self.sites for _ in range(s.kv_heads)])
-        self._is_channel = (torch.arange(width) < dims[:, None]).to(device)
-        self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, device=device)
+        dims = torch.tensor(
+            [s.channels for s in self.sites for _ in range(s.kv_heads)], dtype=torch.int64, device="cpu"
+        )
+        self._is_channel = (torch.arange(width, device="cpu") < dims[:, None]).to(device)
+        self._table = torch.zeros(self.bins, rows, STAT_FIELDS, width, dtype=torch.float32, device=device)
         self._table_run = torch.zeros(self.bins, rows, dtype=torch.int32, device=device)  # see table.record
         self._run = torch.zeros((), dtype=torch.int32, device=device)
         # tensors: a flag on the host would be a guard of compiled code, and nothing to a CUDA graph

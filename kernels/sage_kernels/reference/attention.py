@@ -260,7 +260,8 @@ def _tile_rounding(s, reference, block_k: int):
     own = own.maximum(own.cummax(1).values - P_CODE_FALL)
     own = torch.where(own == -torch.inf, 0.0, own)
     j = torch.arange(block_k, device=s.device)
-    step = P_CODE_MAGIC + 1 / 16 + (j ^ j // 8) % 2 / 2 + j // 2 % 2 / 4 + j // 4 % 2 / 8
+    halves, quarters, eighths = (bit.float() for bit in ((j ^ j // 8) % 2, j // 2 % 2, j // 4 % 2))
+    step = P_CODE_MAGIC + 1 / 16 + halves / 2 + quarters / 4 + eighths / 8
     codes = torch.floor(torch.exp2(tiles - own[..., None]) + step) - P_CODE_MAGIC
     rounded = codes * torch.exp2(own - torch.where(reference == -torch.inf, 0.0, reference))[..., None]
     return lambda _: rounded.flatten(1)[:, : s.shape[1]]

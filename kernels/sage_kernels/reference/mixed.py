@@ -111,7 +111,7 @@ def _by_block(x: torch.Tensor, fill: float, size: int = BLOCK) -> torch.Tensor:
 def _block_means(x: torch.Tensor, size: int = BLOCK) -> torch.Tensor:
     """Mean of each block of tokens, [B, H, blocks, D]."""
     blocks = _by_block(x, 0.0, size)
-    number = torch.full((blocks.shape[2], 1), float(size), device=x.device)
+    number = torch.full((blocks.shape[2], 1), float(size), dtype=torch.float32, device=x.device)
     number[-1] = x.shape[2] - (blocks.shape[2] - 1) * size
     return blocks.sum(3) / number
 
@@ -137,6 +137,7 @@ def ref_block_scores(
     if causal:
         near = torch.tensor(
             [visible_blocks(i, q.shape[2], k.shape[2], True, offset, block_q) - 1 for i in range(row_blocks)],
+            dtype=torch.int64,
             device=q.device,
         )
     scores = -(keys[None] - near[:, None]).abs().float()

@@ -49,7 +49,7 @@ def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     rows = slice(int(state.row), int(state.row) + kv_heads)
     plan = state.plan[None, rows, :, :head_dim]
     center, k_weight, q_weight = (plan[:, :, i] for i in (PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT))
-    extent = torch.tensor([kf.shape[2]], device=kf.device)
+    extent = torch.tensor([kf.shape[2]], dtype=torch.int64, device=kf.device)
     counted = torch.ones_like(kf[:1, :1, :, 0], dtype=torch.bool) if counts is None else counts
     counted = counted.expand(kf.shape[0], kv_heads, -1)
     if counts is not None:
@@ -58,7 +58,8 @@ def plan_fits(qf, kf, counts, state: HeadState) -> torch.Tensor:
     k = kf.gather(2, tokens[..., None].expand(-1, -1, -1, head_dim))
     counted = counted.gather(2, tokens)[..., None]
     heads = torch.arange(FIT_SAMPLES, device=qf.device) * (qf.shape[1] // kv_heads) // FIT_SAMPLES
-    q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, fit_tokens(torch.tensor([qf.shape[2]], device=qf.device))]
+    length = torch.tensor([qf.shape[2]], dtype=torch.int64, device=qf.device)
+    q = qf.unflatten(1, (kv_heads, -1))[:, :, heads, fit_tokens(length)]
     q = q.abs().nan_to_num(LARGEST_QUERY).clamp_max(LARGEST_QUERY) * q_weight[:, :, None]
     q = q / q.sum(-1, keepdim=True).clamp_min(AMAX_FLOOR)  # rows have scales of their own
     q_size = (q * q).sum(2)

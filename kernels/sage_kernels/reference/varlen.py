@@ -25,7 +25,7 @@ def ref_attention_varlen(
         the sink.
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.full(q.shape[:2], -torch.inf, device=q.device)
+    lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
     if masking.sinks is not None:
         lse = torch.maximum(lse, masking.sinks)
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()

@@ -158,7 +158,9 @@ def launch_mask_tiles(
         return MaskTiles("keys", reach, extent, tiles, numbers, (int(mask_batch > 1), 0, 0))
     m_tiles = triton.cdiv(seq_q, block_m)
     reach_heads = 1 if mask_heads == 1 else kv_heads
-    reach = torch.full((mask_batch, reach_heads, n_tiles * block_n), -torch.inf, device=mask.device)
+    reach = torch.full(
+        (mask_batch, reach_heads, n_tiles * block_n), -torch.inf, dtype=torch.float32, device=mask.device
+    )
     tiles = torch.empty(mask_batch * mask_heads * m_tiles, n_tiles, dtype=torch.int32, device=mask.device)
     numbers = torch.empty(tiles.shape[0], 2, dtype=torch.int32, device=mask.device)
     launch(
