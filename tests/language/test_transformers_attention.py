@@ -13,7 +13,6 @@ import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
 from sage_processors.language import attention, names
-from sage_processors.language import call as transformers_call
 from sage_processors.language.masks import sage_mask
 from sage_processors.language.report import counted
 from sage_processors.on_import import when_imported
@@ -22,6 +21,7 @@ from tests.support.repository import fresh
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
@@ -322,7 +322,7 @@ def test_what_the_op_can_not_do_is_exact_and_counted(arguments, reason, caplog):
             for _ in range(2):
                 out, weights = attend(module, query, key, value, **arguments)
         scaling = arguments.get("scaling")
-        plain = transformers_call.sdpa_attention_forward(module, query, key, value, None, scaling=scaling)[0]
+        plain = sdpa_attention_forward(module, query, key, value, None, scaling=scaling)[0]
         assert relative_l2(out, plain) < 1e-6
         assert [reason in record.getMessage() for record in caplog.records] == [True]  # once
     assert set(counted(module)) == {reason}
@@ -337,7 +337,7 @@ def test_head_dims_of_no_kernel_are_exact(head_dim, value_dim, reason):
     attend, module, *_ = llama_attention()
     query, key, value = torch.randn(1, 4, 9, head_dim), torch.randn(1, 2, 9, head_dim), torch.randn(1, 2, 9, value_dim)
     out, _ = attend(module, query, key, value)
-    plain, _ = transformers_call.sdpa_attention_forward(module, query, key, value, None)
+    plain, _ = sdpa_attention_forward(module, query, key, value, None)
     assert torch.equal(out, plain) and counted(module) == {reason: 1}
 
 
