@@ -164,7 +164,10 @@ def load_skeleton(name: str):
 
     with refusing(name):
         if (Path(source) / "config.json").is_file() and not (Path(source) / "model_index.json").is_file():
-            return build(json.loads((Path(source) / "config.json").read_text())["_class_name"])
+            config = json.loads((Path(source) / "config.json").read_text())
+            if "_class_name" not in config:
+                raise ValueError("its config.json has no _class_name, as models of diffusers have")
+            return build(config["_class_name"])
         index = diffusers.DiffusionPipeline.load_config(source)
         parts = {
             part: pair[1] for part, pair in index.items() if isinstance(pair, (list, tuple)) and pair[0] == "diffusers"
@@ -172,6 +175,41 @@ def load_skeleton(name: str):
         return _Skeleton(
             {part: build(class_name, subfolder=part) for part, class_name in parts.items() if part != "vae"}
         )
+
+
+def load_language_skeleton(name: str):
+    """A model of transformers of this name, built from its config alone, without weights; None where it is none."""
+    from ..evaluation.held_out_text import EMBEDDED_NAME, locate
+
+    diffusers = quiet_diffusers()
+    import transformers
+
+    source = str(locate(name)) if name == EMBEDDED_NAME else _locate(name)
+    folder = Path(source)
+    with refusing(name):
+        if (folder / "model_index.json").is_file():
+            return None
+        if (folder / "config.json").is_file():
+            if "model_type" not in json.loads((folder / "config.json").read_text()):
+                return None
+        elif not folder.is_dir() and _is_found(diffusers.DiffusionPipeline.load_config, source):
+            return None
+        elif not _is_found(transformers.AutoConfig.from_pretrained, source, trust_remote_code=False):
+            return None
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        is_known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        with torch.device("meta"):
+            made = kind(config) if is_known else transformers.AutoModel.from_config(config, trust_remote_code=False)
+        return made.eval()
+
+
+def _is_found(load, source: str, **options) -> bool:
+    try:
+        load(source, **options)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextmanager

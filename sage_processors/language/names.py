@@ -56,7 +56,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {}  # those that are registered
 
 
 def name_of(recipe: str) -> str:
-    """The standard name of a recipe: "sage_" and its own, where that is none of MEANINGFUL."""
+    """The standard name of a recipe: "sage_" and its own, without what is in MEANINGFUL."""
     return f"sage_{recipe.replace('int_flash', 'int_fa')}"
 
 

@@ -117,7 +117,7 @@ def _name_set(module: Any) -> Any:
 
 def _device_of(module: Any) -> torch.device | str:
     parameter = next(module.parameters(), None)
-    return "cpu" if parameter is None else parameter.device
+    return "cpu" if parameter is None or parameter.is_meta else parameter.device
 
 
 def _code_names(member: Any) -> tuple[str, ...]:
