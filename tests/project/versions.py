@@ -42,6 +42,7 @@ TESTS = (
     "tests/language/test_transformers_coexistence.py",
     "tests/language/test_transformers_export.py",
     "tests/language/test_transformers_masks.py",
+    "tests/language/test_transformers_names.py",
 )
 # Triton 3.6's interpreter makes numbers of arrays of one element, which NumPy refuses from 2.4 on
 TESTERS = ("pytest>=8", "numpy<2.4", "hypothesis>=6.100")
