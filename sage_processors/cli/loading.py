@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -99,15 +100,19 @@ def torch_device(device: str) -> torch.device:
 
 def quiet_diffusers():
     """diffusers, with its and transformers' progress bars and hints off. Raises: ImportError naming the extra."""
+    _quiet("transformers", "diffusers")
+    return _quiet("diffusers", "diffusers")
+
+
+def _quiet(name: str, extra: str) -> Any:
+    """diffusers or transformers, as in `quiet_diffusers`. Raises: ImportError naming the extra."""
     try:
-        import diffusers
-        import transformers
+        library = importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f'{error.name} is not installed: pip install "sage-processors[diffusers]"') from error
-    for library in (diffusers, transformers):
-        library.utils.logging.set_verbosity_error()
-        library.utils.logging.disable_progress_bar()
-    return diffusers
+        raise ImportError(f'{error.name} is not installed: pip install "sage-processors[{extra}]"') from error
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    return library
 
 
 def _locate(name: str) -> str:
@@ -181,21 +186,19 @@ def load_language_skeleton(name: str):
     """A model of transformers of this name, built from its config alone, without weights; None where it is none."""
     from ..evaluation.held_out_text import EMBEDDED_NAME, locate
 
-    diffusers = quiet_diffusers()
-    import transformers
-
     source = str(locate(name)) if name == EMBEDDED_NAME else _locate(name)
-    folder = Path(source)
     with refusing(name):
-        if (folder / "model_index.json").is_file():
-            return None
-        if (folder / "config.json").is_file():
-            if "model_type" not in json.loads((folder / "config.json").read_text()):
+        if Path(source).is_dir():
+            files = [Path(source) / file for file in ("model_index.json", "config.json")]
+            if files[0].is_file() or "model_type" not in json.loads(files[1].read_text()):
                 return None
-        elif not folder.is_dir() and _is_found(diffusers.DiffusionPipeline.load_config, source):
-            return None
-        elif not _is_found(transformers.AutoConfig.from_pretrained, source, trust_remote_code=False):
-            return None
+            transformers = _quiet("transformers", "transformers")
+        else:
+            transformers, diffusers = _quiet("transformers", "transformers"), quiet_diffusers()
+            if _is_found(diffusers.DiffusionPipeline.load_config, source):
+                return None
+            if not _is_found(transformers.AutoConfig.from_pretrained, source, trust_remote_code=False):
+                return None
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         is_known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)

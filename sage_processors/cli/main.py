@@ -157,12 +157,12 @@ def report(
     as_json: JsonOption = False,
 ) -> None:
     """List the attention layers that INT8 attention would run in. Reads configs only, loads no weights."""
-    from ..diffusion.handle import apply
-
     language_model = loading.load_language_skeleton(model)
     if language_model is not None:
         _report_language(language_model, recipe, scaling, as_json)
         return
+    from ..diffusion.handle import apply
+
     config, target = _config(recipe, scaling), load_skeleton(model)
     try:
         handle = apply(target, config)

@@ -71,7 +71,7 @@ def _is_ordinary(x: Any) -> bool:
 def _can_turn(function: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any) -> bool:
     """Whether this call of `function`, which `turns_halves`, is one pass: nobody looks on or differentiates."""
     given = (q, k, cos, sin)
-    if torch.compiler.is_compiling() or function_modes() or not all(map(_is_ordinary, given)):
+    if function_modes() or not all(map(_is_ordinary, given)):
         return False
     if not are_ordinary(given) or torch.is_autocast_enabled(q.device.type):
         return False
