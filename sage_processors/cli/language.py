@@ -27,20 +27,24 @@ def bench_language(
     prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens per prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens written per prompt.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Windows, or prompts, per call.")] = 16,
+    chat: Annotated[bool, typer.Option("--chat", help="Dialogues in the model's own chat template.")] = False,
     recipe: Annotated[str, typer.Option(help="Number formats of the two matmuls.")] = sage_kernels.DEFAULT_RECIPE,
     csv: Annotated[Path | None, typer.Option(help="results.csv to append to.")] = None,
     device: DeviceOption = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """Perplexity and greedy text of a language model: INT8 attention and INT8 cache against stock attention."""
+    """Perplexity and greedy text of a language model: INT8 attention and INT8 cache against stock attention.
+
+    The text is plain, through the model's own tokenizer; tiny_lm reads dialogues in the markup that it was trained on.
+    """
     check_csv(csv)
     if recipe not in sage_kernels.RECIPES:
         raise typer.BadParameter(f"{recipe}: expected one of {sorted(sage_kernels.RECIPES)}", param_hint="--recipe")
     loaded, tokenizer = _load(model, device)
     with answer(as_json) as found:
         try:
-            text = language.heldout_windows(tokenizer, context, count=windows)
-            starts = language.heldout_windows(tokenizer, prompt_tokens, count=prompts)
+            text = language.heldout_windows(tokenizer, context, count=windows, chat=chat)
+            starts = language.heldout_windows(tokenizer, prompt_tokens, count=prompts, chat=chat)
             with console.status("stock attention, then INT8 attention, then an INT8 cache"):
                 results = language.evaluate(
                     loaded, text, starts, new_tokens=new_tokens, recipe=recipe, prefill=prefill, chunk=chunk,
@@ -54,7 +58,7 @@ def bench_language(
             if said := differences(result):
                 console.print(said, markup=False, highlight=False)
         if csv is not None:
-            language.append_results(csv, Path(model).name, results, loaded, context)
+            language.append_results(csv, Path(model).name + "_chat" * chat, results, loaded, context)
             console.print(f"Rows appended to {csv}", markup=False, highlight=False)
 
 

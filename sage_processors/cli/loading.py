@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import sys
@@ -99,15 +100,19 @@ def torch_device(device: str) -> torch.device:
 
 def quiet_diffusers():
     """diffusers, with its and transformers' progress bars and hints off. Raises: ImportError naming the extra."""
+    _quiet("transformers", "diffusers")
+    return _quiet("diffusers", "diffusers")
+
+
+def _quiet(name: str, extra: str) -> Any:
+    """diffusers or transformers, as in `quiet_diffusers`. Raises: ImportError naming the extra."""
     try:
-        import diffusers
-        import transformers
+        library = importlib.import_module(name)
     except ImportError as error:
-        raise ImportError(f'{error.name} is not installed: pip install "sage-processors[diffusers]"') from error
-    for library in (diffusers, transformers):
-        library.utils.logging.set_verbosity_error()
-        library.utils.logging.disable_progress_bar()
-    return diffusers
+        raise ImportError(f'{error.name} is not installed: pip install "sage-processors[{extra}]"') from error
+    library.utils.logging.set_verbosity_error()
+    library.utils.logging.disable_progress_bar()
+    return library
 
 
 def _locate(name: str) -> str:
@@ -164,7 +169,10 @@ def load_skeleton(name: str):
 
     with refusing(name):
         if (Path(source) / "config.json").is_file() and not (Path(source) / "model_index.json").is_file():
-            return build(json.loads((Path(source) / "config.json").read_text())["_class_name"])
+            config = json.loads((Path(source) / "config.json").read_text())
+            if "_class_name" not in config:
+                raise ValueError("its config.json has no _class_name, as models of diffusers have")
+            return build(config["_class_name"])
         index = diffusers.DiffusionPipeline.load_config(source)
         parts = {
             part: pair[1] for part, pair in index.items() if isinstance(pair, (list, tuple)) and pair[0] == "diffusers"
@@ -172,6 +180,39 @@ def load_skeleton(name: str):
         return _Skeleton(
             {part: build(class_name, subfolder=part) for part, class_name in parts.items() if part != "vae"}
         )
+
+
+def load_language_skeleton(name: str):
+    """A model of transformers of this name, built from its config alone, without weights; None where it is none."""
+    from ..evaluation.held_out_text import EMBEDDED_NAME, locate
+
+    source = str(locate(name)) if name == EMBEDDED_NAME else _locate(name)
+    with refusing(name):
+        if Path(source).is_dir():
+            files = [Path(source) / file for file in ("model_index.json", "config.json")]
+            if files[0].is_file() or "model_type" not in json.loads(files[1].read_text()):
+                return None
+            transformers = _quiet("transformers", "transformers")
+        else:
+            transformers, diffusers = _quiet("transformers", "transformers"), quiet_diffusers()
+            if _is_found(diffusers.DiffusionPipeline.load_config, source):
+                return None
+            if not _is_found(transformers.AutoConfig.from_pretrained, source, trust_remote_code=False):
+                return None
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        is_known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        with torch.device("meta"):
+            made = kind(config) if is_known else transformers.AutoModel.from_config(config, trust_remote_code=False)
+        return made.eval()
+
+
+def _is_found(load, source: str, **options) -> bool:
+    try:
+        load(source, **options)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 @contextmanager

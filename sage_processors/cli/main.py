@@ -17,6 +17,8 @@ try:
 except ImportError as missing:
     raise ImportError(f"the command line needs {missing.name}: pip install sage-processors") from missing
 
+import sage_kernels
+
 from .. import pipelines
 from ..options import SCALINGS, SageAttnProcessor
 from ..version import __version__
@@ -145,17 +147,23 @@ def demo(
 @app.command()
 def report(
     model: Annotated[
-        str, typer.Argument(help="Embedded pipeline, folder of a pipeline or model, or name on the Hub.")
+        str,
+        typer.Argument(help="Embedded pipeline or language model, folder of a pipeline or model, or name on the Hub."),
     ],
     recipe: RecipeOption = "qk_int8_pv_bf16",
-    scaling: ScalingOption = "timestep",
+    scaling: Annotated[
+        str, typer.Option(help=f"{', '.join(SCALINGS)}; models of transformers have per_token.")
+    ] = "timestep",
     as_json: JsonOption = False,
 ) -> None:
     """List the attention layers that INT8 attention would run in. Reads configs only, loads no weights."""
+    language_model = loading.load_language_skeleton(model)
+    if language_model is not None:
+        _report_language(language_model, recipe, scaling, as_json)
+        return
     from ..diffusion.handle import apply
 
-    config = _config(recipe, scaling)
-    target = load_skeleton(model)
+    config, target = _config(recipe, scaling), load_skeleton(model)
     try:
         handle = apply(target, config)
     except ValueError as error:
@@ -165,6 +173,24 @@ def report(
         planned.print(console)
         console.print(
             "Nothing ran. Calls with a mask, causal calls and short ones are found, and counted, when they happen."
+        )
+
+
+def _report_language(model: Any, recipe: str, scaling: str, as_json: bool) -> None:
+    """The report of a transformers model with the name of a recipe, before any call."""
+    from ..language.attention import attention_report
+    from ..language.names import name_of
+
+    if SCALINGS.get(scaling) != "per_token":
+        raise typer.BadParameter(f"{scaling}: models of transformers have per_token", param_hint="--scaling")
+    if recipe not in sage_kernels.RECIPES:
+        raise typer.BadParameter(f"{recipe}: expected one of {sorted(sage_kernels.RECIPES)}", param_hint="--recipe")
+    model.set_attn_implementation(name_of(recipe))
+    with answer(as_json) as found:
+        found |= (planned := attention_report(model)).as_dict()
+        planned.print(console)
+        console.print(
+            "Nothing ran. Exact calls, of which short ones are some, are found and counted when they happen."
         )
 
 

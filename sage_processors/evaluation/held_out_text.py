@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -63,35 +64,73 @@ def chat_ids(tokenizer, said: str | list[dict]) -> torch.Tensor:
 
 
 def heldout_windows(
-    tokenizer, length: int, *, count: int | None = None, kinds: Sequence[str] = KINDS, folder: str | Path | None = None
+    tokenizer,
+    length: int,
+    *,
+    count: int | None = None,
+    kinds: Sequence[str] = KINDS,
+    chat: bool = False,
+    folder: str | Path | None = None,
 ) -> torch.Tensor:
     """Windows that do not overlap, of text that the embedded model was not trained on.
 
     Args:
-        tokenizer: of any language model. length: tokens per window, >= 2.
+        tokenizer: of any language model. What it puts in front of a text (<bos>) is in front of every window, and
+            where a document ends in a window stands its end-of-text token.
+        length: tokens per window, >= 2.
         count: this many, evenly spread over the text; None: all.
         kinds: of KINDS; "topics", "docs" and "code" are Python's (PSF licence), "dialogues" are made up.
+        chat: dialogues are in the tokenizer's own chat template. Without, what was said is plain text, a line each;
+            the embedded model's dialogues are always in its own markup, which it was trained on.
         folder: where heldout.json is; None: with the embedded model.
     Returns: int64 [count, length].
-    Raises: ValueError for an unknown kind, or where the text is shorter than what is asked for; ImportError where the
-        embedded model is not installed.
+    Raises: ValueError for an unknown kind, a tokenizer without a chat template where one is asked for, or where the
+        text is shorter than what is asked for; ImportError where the embedded model is not installed.
     """
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown or not kinds:
         raise ValueError(f"kinds: got {list(kinds)}, expected some of {list(KINDS)}")
-    if length < 2:
-        raise ValueError(f"length: got {length}, expected at least 2 tokens")
+    before = _before_a_text(tokenizer)
+    if length < 2 + len(before):
+        raise ValueError(f"length: got {length}, expected at least {2 + len(before)} tokens")
+    if chat and tokenizer.chat_template is None:
+        raise ValueError("chat: got True and a tokenizer without a chat template, expected False")
     home = pipelines.installed_folder(EMBEDDED_NAME) if folder is None else Path(folder)
     documents = json.loads((home / "heldout.json").read_text())
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    parts = []
+    parts, own = [], length - len(before)
     for kind in kinds:
         texts = [document["text"] for document in documents if document["kind"] == kind]
+        if kind == "dialogues":
+            texts = [_dialogue(tokenizer, text, chat) for text in texts]
         rows = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids
         stream = torch.tensor([token for row in rows for token in (*row, *end)], dtype=torch.int64, device="cpu")
-        parts.append(stream[: len(stream) // length * length].view(-1, length))
+        parts.append(stream[: len(stream) // own * own].view(-1, own))
     windows = torch.cat(parts)
     wanted = len(windows) if count is None else count
     if not 1 <= wanted <= len(windows):
         raise ValueError(f"count: got {wanted}, expected 1 to {len(windows)} windows of {length} tokens of {kinds}")
-    return windows[torch.arange(wanted, device="cpu") * len(windows) // wanted]
+    windows = windows[torch.arange(wanted, device="cpu") * len(windows) // wanted]
+    in_front = torch.tensor(before, dtype=torch.int64, device="cpu").expand(wanted, -1)
+    return torch.cat([in_front, windows], 1)
+
+
+def _before_a_text(tokenizer) -> list[int]:
+    """The special tokens that a tokenizer puts in front of a text."""
+    whole, bare = tokenizer("a").input_ids, tokenizer("a", add_special_tokens=False).input_ids
+    return next((whole[:i] for i in range(len(whole)) if whole[i : i + len(bare)] == bare), [])
+
+
+def _dialogue(tokenizer, text: str, chat: bool) -> str:
+    """A dialogue of heldout.json, which has the embedded model's markup, for another tokenizer; its own as it is."""
+    said = re.split(r"<\|(user|assistant)\|>", text)[1:]
+    messages = [
+        {"role": role, "content": content.removesuffix("<|end|>")}
+        for role, content in zip(said[::2], said[1::2], strict=True)
+    ]
+    may_be_own = tokenizer.chat_template is not None and "<|user|>" in tokenizer.get_added_vocab()
+    if chat or may_be_own:
+        written: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        if chat or written.removesuffix("<|end|>") == text:
+            return written.removesuffix("<|end|>")
+    return "\n".join(message["content"] for message in messages)

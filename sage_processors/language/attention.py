@@ -3,9 +3,9 @@
     import sage_processors
     model.set_attn_implementation("sage_int8")
 
-Names: "sage_int8" runs the default recipe, "sage_<recipe>" each recipe of sage_kernels.RECIPES. With "_strict" behind
-it a call that INT8 attention can't do raises instead of running the model's own exact attention: a name travels with
-the model (from_pretrained, one per sub-model), which a global switch would not.
+Names (names.py): "sage_int8" runs the default recipe, "sage_<recipe>" each recipe of sage_kernels.RECIPES. With
+"_strict" behind it a call that INT8 attention can't do raises instead of running the model's own exact attention: a
+name travels with the model (from_pretrained, one per sub-model), which a global switch would not.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +22,11 @@ from sage_kernels import crossover
 from sage_kernels.compat import is_exporting
 
 from ..autocast import autocast
-from ..options import POLICIES, TRAININGS, UnsupportedAttentionError
+from ..options import UnsupportedAttentionError
 from .call import Call, Sequences, exact, masking, needs_gradient, only_of
 from .choice import watch_choices
 from .masks import asked_of, plain_mask, sage_mask
+from .names import IMPLEMENTATIONS, MEANINGFUL, Implementation, standard
 from .report import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .visible import band_of, complete_mask, write_out
 
@@ -44,31 +44,6 @@ logger = logging.getLogger("sage_processors")
 _logged: set[tuple[type, str]] = set()
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """What one registered name runs. Arguments as in `register_transformers`."""
-
-    recipe: str = sage_kernels.DEFAULT_RECIPE
-    min_tokens: int | None = None
-    policy: str = "fallback"
-    training: str = "exact"
-
-    scaling = "per_token"  # a token's codes then depend on no other token: what a cache and causality need
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("recipe", sage_kernels.RECIPES), ("policy", POLICIES), ("training", TRAININGS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {sorted(allowed)}")
-        tokens = self.min_tokens
-        if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0):
-            raise ValueError(f"min_tokens: got {tokens!r}, expected None or an int >= 0")
-        if tokens is not None and tokens >= 2**63:
-            raise ValueError(f"min_tokens: got an int of {tokens.bit_length()} bits, expected an int64")
-
-
-_implementations: dict[str, Implementation] = {}
-
-
 def register_transformers(
     name: str | None = None,
     *,
@@ -76,6 +51,8 @@ def register_transformers(
     min_tokens: int | None = None,
     policy: str = "fallback",
     training: str = "exact",
+    smooth_k: bool | None = None,
+    rotation: str = "none",
 ) -> list[str]:
     """Make INT8 attention known to transformers, attention and mask function together. Repeating it changes nothing.
 
@@ -96,22 +73,24 @@ def register_transformers(
             backward is PyTorch's, in 16 bit (sage_kernels.differentiable_attention). Exact all the same, and counted:
             dropout; gradients of masks, biases, sinks or scales; windows, soft caps and sinks, and calls without a
             fused backward, as reason "no_backward". "exact": all of them, as "training" or "gradient".
+        smooth_k, rotation: as of sage_kernels.sage_attention. smooth_k=False takes no center from K and balances no
+            channels, so that codes of a token depend on no other one. What that costs the rotation gives back in
+            part; see "Prefix caching" in docs/language.md. "sage_int8_causal" has both.
     Returns: the names registered.
     Raises: ValueError for a name or an option that can't be.
     """
+    options = (recipe, min_tokens, policy, training, smooth_k, rotation)
     if name is None:
-        if (recipe, min_tokens, policy, training) != (sage_kernels.DEFAULT_RECIPE, None, "fallback", "exact"):
+        if options != (sage_kernels.DEFAULT_RECIPE, None, "fallback", "exact", None, "none"):
             raise ValueError("name: got None with options, expected a name for an implementation of your own")
-        wanted = {"sage_int8": Implementation()}
-        wanted |= {f"sage_{recipe}": Implementation(recipe) for recipe in sage_kernels.RECIPES}
-        wanted |= {f"{key}_strict": Implementation(it.recipe, policy="strict") for key, it in wanted.items()}
+        wanted = standard()
     else:
         _check_name(name)
-        wanted = {name: Implementation(recipe, min_tokens, policy, training)}
+        wanted = {name: Implementation(name, *options)}
     for key, implementation in wanted.items():
-        if _implementations.get(key) == implementation:
+        if IMPLEMENTATIONS.get(key) == implementation:
             continue
-        _implementations[key] = implementation
+        IMPLEMENTATIONS[key] = implementation
         AttentionMaskInterface.register(key, sage_mask)  # without it transformers passes no mask at all
         AttentionInterface.register(key, _attention_function(implementation))
     return list(wanted)
@@ -120,12 +99,12 @@ def register_transformers(
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
         raise ValueError(f"name: got {name!r}, expected a string")
-    meaningful = [part for part in ("flash", "/", "|", "sdpa", "flex_attention") if part in name]
+    meaningful = [part for part in MEANINGFUL if part in name]
     if meaningful:
         raise ValueError(
             f"name: got {name!r}, expected one without {meaningful[0]!r}, which has a meaning to transformers"
         )
-    if name == "eager" or (name in AttentionInterface._global_mapping and name not in _implementations):
+    if name == "eager" or (name in AttentionInterface._global_mapping and name not in IMPLEMENTATIONS):
         raise ValueError(f"name: got {name!r}, expected one that is not taken")
 
 
@@ -138,7 +117,7 @@ def attention_report(model: Any) -> AttentionReport:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a transformers model (torch.nn.Module)")
-    return build_report(model, _implementations)
+    return build_report(model, IMPLEMENTATIONS)
 
 
 def _attention_function(implementation: Implementation) -> Callable[..., Any]:
@@ -187,7 +166,7 @@ def _attend(
     """query [B, H, S_q, D], key and value [B, H_kv, S_kv, D], any strides -> [B, S_q, H, D], and weights or None."""
     complete_mask(call, query, key)
     if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
-        return _attend_cache(call, query, key, value), None
+        return _attend_cache(implementation, call, query, key, value), None
     needed = needs_gradient(call, query, key, value)
     trains = implementation.training == "int8" and only_of(call, query, key, value)
     reason = None if trains else "training" if call.module.training else "gradient" if needed else None
@@ -216,15 +195,14 @@ def _attend(
         _stay_exact(implementation, call, reason, query.device)
         found: tuple[torch.Tensor, torch.Tensor | None] = exact(call, query, key, value)
         return found
-    count(call.module, INT8, query.device)
+    count(call.module, implementation, INT8, query.device)
     if needed:
         return sage_kernels.differentiable_attention(
-            q, k, v, attn_mask=mask, causal=causal, recipe=implementation.recipe, scaling=implementation.scaling,
-            scale=call.scaling,
+            q, k, v, attn_mask=mask, causal=causal, scale=call.scaling, **_numbers(implementation)
         ), None  # fmt: skip
     out = sage_kernels.sage_attention(
         q, k, v, attn_mask=mask, causal=causal, window=window, softcap=call.softcap or 0.0, sinks=call.sinks,
-        recipe=implementation.recipe, scaling=implementation.scaling, scale=call.scaling,
+        scale=call.scaling, **_numbers(implementation),
     )  # fmt: skip
     return out, None
 
@@ -238,14 +216,19 @@ def _attend_packed(
     value: torch.Tensor,
 ) -> torch.Tensor:
     """Attention of the sequences packed into a row [1, H, S, D], each by itself: no mask of S x S is made."""
-    count(call.module, INT8, query.device)
+    count(call.module, implementation, INT8, query.device)
     causal, window = band_of(call, query.shape[2])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     out: torch.Tensor = sage_kernels.sage_attention_varlen(
         q, k, v, sequences.q_ends, sequences.k_ends, causal=causal, window=window, softcap=call.softcap or 0.0,
-        sinks=call.sinks, recipe=implementation.recipe, scaling=implementation.scaling, scale=call.scaling,
+        sinks=call.sinks, scale=call.scaling, **_numbers(implementation),
     )  # fmt: skip
     return out[None]
+
+
+def _numbers(implementation: Implementation) -> dict[str, Any]:
+    """The options of an op that its numbers come from."""
+    return {name: getattr(implementation, name) for name in ("recipe", "scaling", "smooth_k", "rotation")}
 
 
 def _reason_against(
@@ -281,7 +264,9 @@ def _reason_against_training(call: Any, q: torch.Tensor, mask: Any, window: int 
     return None if sage_kernels.has_fused_backward(q, mask) else "no_backward"
 
 
-def _attend_cache(call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _attend_cache(
+    implementation: Implementation, call: Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
     """Attention on keys and values that an INT8 cache returned as codes."""
     from . import kv_cache
 
@@ -310,7 +295,7 @@ def _attend_cache(call: Call, query: torch.Tensor, key: torch.Tensor, value: tor
         mask = torch.nn.functional.pad(mask, (0, seq_kv - seen), value=-torch.inf)
     # whichever end the rows were counted from: those of a cache are its newest tokens
     causal = "bottom_right" if causal else False
-    count(call.module, INT8_CACHE, query.device)
+    count(call.module, implementation, INT8_CACHE, query.device)
     return kv_cache.attend(
         query.transpose(1, 2), stored, attn_mask=mask, causal=causal, window=window, softcap=call.softcap or 0.0,
         sinks=call.sinks, scale=call.scaling,
@@ -321,7 +306,7 @@ def _stay_exact(implementation: Any, call: Any, reason: str, device: torch.devic
     """Count a call that runs exact attention; raise under policy="strict" unless it is merely short."""
     if implementation.policy == "strict" and reason != "short":
         (_refuse_export if is_exporting() else _refuse)(call.label, reason)
-    count(call.module, reason, device)
+    count(call.module, implementation, reason, device)
     if is_exporting():
         _say_exported(call.label, reason)
     elif not torch.compiler.is_compiling():
@@ -371,4 +356,4 @@ def _log_once(call: Call, reason: str) -> None:
 
 
 register_transformers()
-watch_choices(PreTrainedModel, _implementations)
+watch_choices(PreTrainedModel, IMPLEMENTATIONS)

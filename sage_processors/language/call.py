@@ -15,7 +15,7 @@ from .masks import UNLIMITED, BandMask, plain_mask
 
 
 try:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 except ImportError as error:
     raise ImportError(
         "sage_processors needs transformers 5.10.1 or newer for this: pip install 'sage-processors[transformers]'"
@@ -133,11 +133,14 @@ def causal_mask(seq_q: int, seq_kv: int, device) -> torch.Tensor:
 
 
 def exact(call: Call, query, key, value):
-    """The model's own exact attention: transformers' SDPA function, or the eager one for what SDPA would ignore."""
+    """The model's own exact attention: transformers' SDPA function, or the eager one for what SDPA would ignore.
+
+    Both are looked up at every call, as the model's own code does: tools put other functions in their place.
+    """
     # SDPA reads a scale as a number: gradients through a tensor would end there
     by_eager = call.weights or call.softcap or call.sinks is not None or call.unknown
     if not (by_eager or isinstance(call.scaling, torch.Tensor)):
-        return sdpa_attention_forward(
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](
             call.module, query, key, value, plain_mask(call.mask), dropout=call.dropout, scaling=call.scaling,
             is_causal=call.is_causal, position_bias=call.position_bias,
         )  # fmt: skip
@@ -158,68 +161,84 @@ def exact(call: Call, query, key, value):
 
 def _eager_function(call: Call):
     """The eager function of the module's own forward. Raises NotImplementedError if it would drop an argument."""
-    kind: Any = type(call.module)
-    eager, taken, named_by_forward = (_traced_eager_of if torch.compiler.is_compiling() else _eager_of)(kind)
+    eager, named_by_forward = (_traced_eager_of if torch.compiler.is_compiling() else _eager_of)(type(call.module))
     if eager is None:
         raise NotImplementedError(
             f"{call.label}: got {', '.join(call.unknown) or 'softcap, sinks or output_attentions'} and no "
             "eager_attention_forward beside its class, expected one; use set_attn_implementation('sdpa')"
         )
+    taken, reads_sinks = _arguments_of(eager)
+    if not taken:  # (*args, **kwargs): it hands everything on
+        return eager
     given = {"position_bias": call.position_bias, "softcap": call.softcap or None, "s_aux": call.sinks}
     dropped = [name for name, x in given.items() if x is not None and name not in taken]
-    if "sinks" in eager.__code__.co_names:  # read from the module
+    if reads_sinks:  # from the module
         dropped = [name for name in dropped if name != "s_aux"]
     # what forward itself hands to implementations whose names it does not know, it has told the others otherwise
     dropped += [name for name in call.unknown if name in named_by_forward and name not in taken]
     if dropped:
         raise NotImplementedError(
-            f"{call.label}: got {', '.join(dropped)}, which its {eager.__name__} does not take, expected arguments "
-            "that it does: they change the result; use set_attn_implementation('sdpa') or 'eager'"
+            f"{call.label}: got {', '.join(dropped)}, which {getattr(eager, '__name__', eager)} does not take and "
+            "which change the result, expected arguments that it takes; use set_attn_implementation('sdpa') or 'eager'"
         )
     return eager
 
 
-@functools.cache
-def _eager_of(kind: Any) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
-    """(the eager function that a module class's forward names or None, the names of its arguments, all strings in that
-    forward if it asks for names)."""
+@functools.lru_cache(maxsize=512)
+def _arguments_by_function(eager: Any) -> tuple[tuple[str, ...], bool]:
+    parameters = inspect.signature(eager).parameters.values()
+    taken = tuple(x.name for x in parameters if x.kind not in (x.VAR_POSITIONAL, x.VAR_KEYWORD))
+    return taken, "sinks" in getattr(getattr(inspect.unwrap(eager), "__code__", None), "co_names", ())
+
+
+@torch.compiler.assume_constant_result
+def _arguments_of(eager: Any) -> tuple[tuple[str, ...], bool]:
+    """The named arguments of an eager function below its decorators, and whether it reads sinks by itself."""
+    return _arguments_by_function(eager)
+
+
+def _eager_of(kind: Any) -> tuple[Any, tuple[str, ...]]:
+    """The eager function that a module class's forward names, or None, and all strings in that forward if it asks for
+    names of implementations."""
     space, name, strings = _named_by(kind)
-    eager = inspect.unwrap(space[name]) if name in space else None
-    return eager, () if eager is None else tuple(inspect.signature(eager).parameters), strings
+    return space.get(name), strings
 
 
 def _named_by(kind: Any) -> tuple[dict[str, Any], str, tuple[str, ...]]:
     """Where the forward of a module class finds its eager function: (namespace, name, strings as in `_eager_of`)."""
     for base in kind.__mro__:
-        forward = inspect.unwrap(vars(base).get("forward", base))
-        code = getattr(forward, "__code__", None)
-        for name in () if code is None else code.co_names:
-            if name.endswith("eager_attention_forward") and name in forward.__globals__:
-                strings = _strings(() if code is None else code.co_consts)
-                by_name = {"eager", "sdpa"} & strings
-                return forward.__globals__, name, tuple(sorted(strings)) if by_name else ()
+        if "forward" in vars(base) and (found := _named_in(vars(base)["forward"])) is not None:
+            return found
     return vars(sys.modules[kind.__module__]), "eager_attention_forward", ()
 
 
+@functools.lru_cache(maxsize=512)
+def _named_in(forward: Any) -> tuple[dict[str, Any], str, tuple[str, ...]] | None:
+    forward = inspect.unwrap(forward)
+    code: Any = getattr(forward, "__code__", None)
+    for name in () if code is None else code.co_names:
+        if name.endswith("eager_attention_forward") and name in forward.__globals__:
+            strings = _strings(code.co_consts)
+            return forward.__globals__, name, tuple(sorted(strings)) if {"eager", "sdpa"} & strings else ()
+    return None
+
+
 @torch.compiler.assume_constant_result
-def _names_of(kind: Any) -> tuple[str, str, tuple[str, ...], tuple[str, ...]]:
-    """(module, name, arguments, strings) of the eager function of a module class; no module where that has another one
-    of this name, or none.
+def _names_of(kind: Any) -> tuple[str, str, tuple[str, ...]]:
+    """(module, name, strings) of the eager function of a module class; no module where there is none.
 
     Constants for Dynamo, which would follow the search, and gives up where somebody writes to a class meanwhile.
     """
-    eager, taken, strings = _eager_of(kind)
-    space, name, _ = _named_by(kind)
+    space, name, strings = _named_by(kind)
     module = space.get("__name__", "")
-    found: Any = getattr(sys.modules.get(module), name, None)
-    is_there = eager is not None and found is not None and inspect.unwrap(found) is eager
-    return module if is_there else "", name, taken, strings
+    found = getattr(sys.modules.get(module), name, None)
+    return module if found is not None and found is space.get(name) else "", name, strings
 
 
-def _traced_eager_of(kind: Any) -> tuple[Any, tuple[str, ...], tuple[str, ...]]:
-    """`_eager_of` where Dynamo traces."""
-    module, name, taken, strings = _names_of(kind)
-    return inspect.unwrap(getattr(sys.modules[module], name)) if module else None, taken, strings
+def _traced_eager_of(kind: Any) -> tuple[Any, tuple[str, ...]]:
+    """`_eager_of` where Dynamo traces: it is read from its module, so that the graph is made anew for another one."""
+    module, name, strings = _names_of(kind)
+    return getattr(sys.modules[module], name) if module else None, strings
 
 
 def _strings(constants) -> frozenset[str]:

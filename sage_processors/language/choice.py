@@ -15,7 +15,7 @@ from typing import Any
 
 from ..options import UnsupportedAttentionError
 from .masks import adds_masks
-from .report import REMEDIES, takes_implementations
+from .report import REMEDIES, follow_choice, takes_implementations
 
 
 logger = logging.getLogger("sage_processors")
@@ -70,6 +70,8 @@ def _watched_choice(choose, implementations):
             for config, name in before:
                 config._attn_implementation = name  # parents first: this sets the parts' names, too
             raise
+        if wanted:
+            follow_choice(self, implementations)
         return result
 
     return set_attn_implementation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from sage_kernels.compat import is_exporting
 from ..event_counter import EventCounter, count_shared, shared_numbers
 from ..layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
 from ..linears.swap import swap_of
+from .names import Implementation
 
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 
 INT8, INT8_CACHE = "int8", "int8_cache"
+EARLIER = "earlier"  # status of what ran under a name that is not set any more
 # Slots of a layer's counter: two ways of running in INT8, then the reasons for exact attention.
 EVENTS = (
     INT8,
@@ -50,7 +53,23 @@ REMEDIES = {
 WHOSE = "transformers layers without a counter"  # compiled calls of layers that were never called eagerly
 
 
-def count(module: Any, event: str, device: torch.device) -> None:
+class Calls(EventCounter):
+    """Counts of the calls of one attention layer under one name.
+
+    Attributes: implementation: what that name stood for when they ran.
+    """
+
+    def __init__(self, implementation: Implementation, device: torch.device | str = "cpu"):
+        super().__init__(len(EVENTS), device)
+        self.implementation = implementation
+
+    @property
+    def by_event(self) -> dict[str, int]:
+        """{event: calls} without those that never happened. Syncs."""
+        return {event: number for event, number in zip(EVENTS, self.numbers(), strict=True) if number}
+
+
+def count(module: Any, implementation: Implementation, event: str, device: torch.device) -> None:
     """Count a call of an attention module. device: where the call's tensors are.
 
     Calls of an exported program are not counted: it runs without us, and would carry our counters along.
@@ -58,23 +77,47 @@ def count(module: Any, event: str, device: torch.device) -> None:
     if is_exporting():
         return
     slot = _EVENT.get(event, _EVENT["other"])
-    counter = getattr(module, "_sage_events", None)
+    # by name and numbers: what is chosen later, or registered anew by the same name, has counts of its own
+    counter = getattr(module, "_sage_events", {}).get((implementation.name, implementation.numbers))
     if counter is None:
         if torch.compiler.is_compiling():
             count_shared(WHOSE, len(EVENTS), slot, device)
             return
-        counter = module._sage_events = EventCounter(len(EVENTS), device)
+        counter = give_counter(module, implementation, device)
     elif counter.traced.device != device and not torch.compiler.is_compiling():
         counter.to(device)
     counter.add(slot)
 
 
+def give_counter(module: Any, implementation: Implementation, device: torch.device | str) -> Calls:
+    """The counter of an attention module's calls under this name, made if there is none."""
+    counters: dict[tuple[str, str], Calls] = vars(module).setdefault("_sage_events", {})
+    key = implementation.name, implementation.numbers
+    return counters[key] if key in counters else counters.setdefault(key, Calls(implementation, device))
+
+
 def counted(module: Any) -> dict[str, int]:
-    """{event: calls} of an attention module, without those that never happened. Syncs."""
-    counter = getattr(module, "_sage_events", None)
-    if counter is None:
-        return {}
-    return {event: number for event, number in zip(EVENTS, counter.numbers(), strict=True) if number}
+    """{event: calls} of an attention module under all names, without those that never happened. Syncs."""
+    total: Counter[str] = Counter()
+    for counter in getattr(module, "_sage_events", {}).values():
+        total.update(counter.by_event)
+    return dict(total)
+
+
+def follow_choice(model: torch.nn.Module, implementations: dict[str, Implementation]) -> None:
+    """Give every layer that counts its calls a counter for the name that is set now: compiled calls can't make one."""
+    for module in model.modules():
+        if "_sage_events" in vars(module) and (chosen := implementations.get(_name_set(module))) is not None:
+            give_counter(module, chosen, _device_of(module))
+
+
+def _name_set(module: Any) -> Any:
+    return getattr(getattr(module, "config", None), "_attn_implementation", None)
+
+
+def _device_of(module: Any) -> torch.device | str:
+    parameter = next(module.parameters(), None)
+    return "cpu" if parameter is None or parameter.is_meta else parameter.device
 
 
 def _code_names(member: Any) -> tuple[str, ...]:
@@ -105,12 +148,15 @@ class AttentionReport(LayerReport):
     """Result of `attention_report(model)`.
 
     Attributes:
-        rows: one dict per attention layer, with the keys
+        rows: one dict per attention layer and implementation that ran in it, the one that is set now first, with the
+            keys
             layer, module: its name in the model, its class.
-            status: "active"; "not selected": its config names another implementation; "not swappable": its code
-                takes no implementation, it runs as in stock.
-            implementation: what its config names; None where the code takes none.
-            recipe, scaling: what its INT8 calls run; None unless active.
+            status: "active"; "earlier": what ran before another implementation was set; "not selected": its config
+                names another implementation, which is not counted; "not swappable": its code takes no
+                implementation, it runs as in stock.
+            implementation: of these calls; None where the code takes none.
+            recipe, scaling: what their INT8 calls ran; None where nothing of ours is set.
+            numbers: recipe, scaling and what else decides an INT8 call's numbers, in words; None as recipe.
             calls: INT8 calls, those on an INT8 cache included.
             cache_calls: calls that read keys and values from an INT8 cache.
             fallbacks: {reason: exact calls}. "short" is meant: INT8 saves nothing there.
@@ -118,6 +164,28 @@ class AttentionReport(LayerReport):
         notes: about the model as a whole.
         linears: linears.report.LinearReport after `quantize_linears(model)`, else None.
     """
+
+    @property
+    def verdict(self) -> str:
+        """What ran under the names that are set now, in one line, and then what ran before under others."""
+        now, before = self._now, [row for row in self.rows if row["status"] == EARLIER]
+        said = [LayerReport(now).verdict]
+        others = dict.fromkeys(row["implementation"] for row in now if row["status"] == "not selected")
+        if before and others:
+            said = [f"Set now: {', '.join(map(str, others))}, whose calls are not counted"]
+            if any(row["status"] == "active" for row in now):
+                said.append(LayerReport(now).verdict)
+        for name in dict.fromkeys(row["implementation"] for row in before):
+            rows = [row for row in before if row["implementation"] == name]
+            said.append(f"before, by {name}: {LayerReport(rows).verdict}")
+        return "; ".join(said)
+
+    def remarks(self) -> list[str]:
+        return LayerReport(self._now).remarks()
+
+    @property
+    def _now(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if row["status"] != EARLIER]
 
     def table(self) -> Table:
         """The rows as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
@@ -130,34 +198,43 @@ class AttentionReport(LayerReport):
 
 
 def _kind(row: dict[str, Any]) -> str:
-    if row["status"] == "active":
-        return f"active: {row['implementation']}, {row['recipe']}, {row['scaling']}"
-    return f"{row['status']}: {row['implementation']}" if row["implementation"] else str(row["status"])
+    said = [row["implementation"], row["numbers"]]
+    return ": ".join([row["status"], ", ".join(filter(None, said))] if any(said) else [row["status"]])
 
 
-def _row(name: str, module: Any, implementations: Any) -> dict[str, Any]:
-    config = getattr(module, "config", None)
-    name_of_implementation = getattr(config, "_attn_implementation", None)
-    options = implementations.get(name_of_implementation)
-    events = counted(module)
+def _row(name: str, module: Any, status: str, implementation: Any, ran: Calls | None) -> dict[str, Any]:
+    """implementation: a name, where no call was counted; ran: the calls of one of ours."""
+    options = None if ran is None else ran.implementation
+    events = {} if ran is None else ran.by_event
     int8, int8_cache = events.pop(INT8, 0), events.pop(INT8_CACHE, 0)
-    stays_exact = options is not None and module.training and options.training != "int8"
-    note = REMEDIES["training"] if stays_exact else ""
+    is_set = options is not None and status != EARLIER
+    stays_exact = is_set and module.training and options.training != "int8"  # type: ignore[union-attr]
     return {
         "layer": name,
         "module": type(module).__name__,
-        "status": "not selected" if options is None else "active",
-        "implementation": name_of_implementation,
+        "status": status,
+        "implementation": implementation if options is None else options.name,
         "recipe": None if options is None else options.recipe,
         "scaling": None if options is None else options.scaling,
+        "numbers": None if options is None else options.numbers,
         "calls": int8 + int8_cache,
         "cache_calls": int8_cache,
         "fallbacks": events,
-        "note": note,
+        "note": REMEDIES["training"] if stays_exact else "",
     }
 
 
-def build_report(model: Any, implementations: dict[str, Any]) -> AttentionReport:
+def _rows(name: str, module: Any, implementations: dict[str, Implementation]) -> list[dict[str, Any]]:
+    """A layer's rows: what is set now, then what else ran."""
+    counters = vars(module).setdefault("_sage_events", {})
+    chosen = implementations.get(_name_set(module))
+    now = None if chosen is None else give_counter(module, chosen, _device_of(module))
+    first = _row(name, module, "not selected" if now is None else "active", _name_set(module), now)
+    before = [_row(name, module, EARLIER, None, ran) for ran in counters.values() if ran is not now]
+    return [first, *(row for row in before if row["calls"] or row["fallbacks"])]
+
+
+def build_report(model: Any, implementations: dict[str, Implementation]) -> AttentionReport:
     """Read the counters of a model (one sync per layer), and give a counter to the layers that have none yet.
 
     implementations: {name: options} of ours.
@@ -165,18 +242,10 @@ def build_report(model: Any, implementations: dict[str, Any]) -> AttentionReport
     rows, notes = [], []
     for name, module in model.named_modules():
         if takes_implementations(module):
-            if getattr(module, "_sage_events", None) is None:
-                parameter = next(module.parameters(), None)
-                where = "cpu" if parameter is None else parameter.device
-                module._sage_events = EventCounter(len(EVENTS), where)
-            rows.append(_row(name, module, implementations))
+            rows += _rows(name, module, implementations)
         elif _attends_by_itself(module):
-            rows.append(
-                {"layer": name, "module": type(module).__name__, "status": "not swappable"}
-                | dict.fromkeys(("implementation", "recipe", "scaling"))
-                | {"calls": 0, "cache_calls": 0, "fallbacks": {}}
-                | {"note": "attention in forward() that takes no implementation"}
-            )
+            row = _row(name, module, "not swappable", None, None)
+            rows.append(row | {"note": "attention in forward() that takes no implementation"})
     if not any(row["status"] != "not swappable" for row in rows):
         notes.append(
             f"Nothing of this {type(model).__name__} can run in INT8: no layer takes an attention implementation of "

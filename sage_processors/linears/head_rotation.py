@@ -2,12 +2,15 @@
 
 The attention modules of transformers call a function of their file, `apply_rotary_pos_emb`: some ten operations, each
 a pass over Q or K. Where it is the usual one, they get a class whose forward is their own code with another function
-by that name. Compiled code has the model's own, which the compiler makes one pass of.
+by that name. Compiled code has the model's own, which the compiler makes one pass of. So have modules in whose class
+or file somebody put another function.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -70,7 +73,7 @@ def _is_ordinary(x: Any) -> bool:
 def _can_turn(function: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any) -> bool:
     """Whether this call of `function`, which `turns_halves`, is one pass: nobody looks on or differentiates."""
     given = (q, k, cos, sin)
-    if torch.compiler.is_compiling() or function_modes() or not all(map(_is_ordinary, given)):
+    if function_modes() or not all(map(_is_ordinary, given)):
         return False
     is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if is_traced or not are_ordinary(given) or is_autocast(q.device):
@@ -130,24 +133,44 @@ class _Rotating:
         return _rebuild, (type(self)._sage_base,), self.__dict__
 
 
-@functools.cache
+def _read_by(function: Any) -> dict[str, Any]:
+    """{name: value} of the globals that a function reads; None for those of Python's own."""
+    read = (x.argval for x in dis.get_instructions(function.__code__) if x.opname == "LOAD_GLOBAL")
+    return {name: function.__globals__.get(name) for name in read}
+
+
+def _is_of_the_library(function: types.FunctionType, scope: dict[str, Any]) -> bool:
+    """Whether a function, with those that it calls by name, is of the file with these globals or of transformers: what
+    somebody put in its place may do more than turn heads, such as keep or count them."""
+    called = [x for x in _read_by(function).values() if isinstance(x, types.FunctionType)]
+    homes = [each.__globals__ for each in (function, *called)]
+    return all(own is scope or str(own.get("__name__")).partition(".")[0] == "transformers" for own in homes)
+
+
 def rotating_class(base: Any) -> type | None:
     """The subclass of an attention module's class, or None: it calls no such function, or another one."""
     code_of = innermost(base.forward)
     code, scope = getattr(code_of, "__code__", None), getattr(code_of, "__globals__", {})
     function = scope.get(FUNCTION) if code is not None and FUNCTION in code.co_names else None
-    if function is None or issubclass(base, _Rotating) or not turns_halves(function):
+    if not isinstance(function, types.FunctionType) or issubclass(base, _Rotating):
         return None
-    own = with_global(base.forward, FUNCTION, in_one_pass(function))
+    is_usual = _is_of_the_library(function, scope) and turns_halves(function)
+    return _class_with(base, base.forward, function) if is_usual else None
+
+
+@functools.cache
+def _class_with(base: Any, known: Any, function: Any) -> type | None:
+    own = with_global(known, FUNCTION, in_one_pass(function))
     if own is None:
         return None
-    watch = Watch([code_of], [(base, "forward")])
+    watch = Watch([innermost(known), function], [(base, "forward")])
 
-    @functools.wraps(base.forward)
+    @functools.wraps(known)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # the copy has globals of its own: what somebody puts into the class or its file later would be ignored
         # checkpoints run a forward without gradients, then with them: both have to round alike
-        as_it_is = self.training or (not torch.compiler.is_compiling() and watch.changed())
-        return (base.forward if as_it_is else own)(self, *args, **kwargs)
+        stock = self.training or torch.compiler.is_compiling() or watch.changed()
+        return (base.forward if stock else own)(self, *args, **kwargs)
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}
     return type("Sage" + base.__name__, (_Rotating, base), members)

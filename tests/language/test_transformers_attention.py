@@ -12,8 +12,7 @@ import torch
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors.language import attention
-from sage_processors.language import call as transformers_call
+from sage_processors.language import attention, names
 from sage_processors.language.masks import sage_mask
 from sage_processors.language.report import counted
 from sage_processors.on_import import when_imported
@@ -22,6 +21,7 @@ from tests.support.repository import fresh
 
 transformers = pytest.importorskip("transformers")
 
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 from transformers.masking_utils import AttentionMaskInterface  # noqa: E402
 from transformers.modeling_utils import AttentionInterface  # noqa: E402
 
@@ -30,7 +30,8 @@ from tests.support.tiny_language_models import MODELS, padded, tokens  # noqa: E
 
 
 STRICT = sp.register_transformers("sage_strict_any_length", min_tokens=1, policy="strict")[0]
-STANDARD = {"sage_int8", *(f"sage_{recipe}" for recipe in sage_kernels.RECIPES)}
+STANDARD = {"sage_int8", "sage_int8_causal", "sage_qk_int8_pv_bf16", "sage_qk_int8_pv_fp8", "sage_qk_int8_pv_int8"}
+STANDARD |= {"sage_qk_fp8_pv_fp8", "sage_int_fa_half", "sage_int_fa_full", "sage_int_fa_full_fp32_sum"}
 STANDARD |= {f"{name}_strict" for name in STANDARD}
 
 
@@ -133,7 +134,7 @@ def test_M12_attention_and_mask_function_are_registered_together():
 def test_names_that_mean_something_to_transformers_are_refused(name):
     with pytest.raises(ValueError, match="name: got"):
         sp.register_transformers(name)
-    assert name not in attention._implementations
+    assert name not in names.IMPLEMENTATIONS
 
 
 @pytest.mark.parametrize(
@@ -321,7 +322,7 @@ def test_what_the_op_can_not_do_is_exact_and_counted(arguments, reason, caplog):
             for _ in range(2):
                 out, weights = attend(module, query, key, value, **arguments)
         scaling = arguments.get("scaling")
-        plain = transformers_call.sdpa_attention_forward(module, query, key, value, None, scaling=scaling)[0]
+        plain = sdpa_attention_forward(module, query, key, value, None, scaling=scaling)[0]
         assert relative_l2(out, plain) < 1e-6
         assert [reason in record.getMessage() for record in caplog.records] == [True]  # once
     assert set(counted(module)) == {reason}
@@ -336,7 +337,7 @@ def test_head_dims_of_no_kernel_are_exact(head_dim, value_dim, reason):
     attend, module, *_ = llama_attention()
     query, key, value = torch.randn(1, 4, 9, head_dim), torch.randn(1, 2, 9, head_dim), torch.randn(1, 2, 9, value_dim)
     out, _ = attend(module, query, key, value)
-    plain, _ = transformers_call.sdpa_attention_forward(module, query, key, value, None)
+    plain, _ = sdpa_attention_forward(module, query, key, value, None)
     assert torch.equal(out, plain) and counted(module) == {reason: 1}
 
 
@@ -369,7 +370,7 @@ def test_the_report_reads_like_the_one_of_pipelines():
     )
     assert "2 layers active: sage_any_length, qk_int8_pv_bf16, per_token" in text
     model.set_attn_implementation("sdpa")
-    assert {row["status"] for row in sp.attention_report(model).rows} == {"not selected"}
+    assert {row["status"] for row in sp.attention_report(model).rows} == {"not selected", "earlier"}
     assert not [key for key in model.state_dict() if "sage" in key]
     with pytest.raises(TypeError, match="model: got"):
         sp.attention_report("llama")

@@ -37,9 +37,9 @@ def visible(seq_q, seq_kv, causal, window):
     return seen if window is None else seen & ((row - key).abs() < window)
 
 
-def exact_op(q, k, v, *, recipe, scaling, scale, attn_mask, causal, window, softcap, sinks):
+def exact_op(q, k, v, *, recipe, scaling, smooth_k, rotation, scale, attn_mask, causal, window, softcap, sinks):
     """Exact attention with the interface of sage_attention."""
-    assert (recipe, scaling) == (sage_kernels.DEFAULT_RECIPE, "per_token")
+    assert (recipe, scaling, smooth_k, rotation) == (sage_kernels.DEFAULT_RECIPE, "per_token", True, "none")
     mask = attn_mask if attn_mask is not None else visible(q.shape[1], k.shape[1], causal, window)
     return exact_attention(q, k, v, scale, mask=mask, softcap=softcap, sinks=sinks)[0].to(q.dtype).contiguous()
 

@@ -1,0 +1,122 @@
+"""The commands on models of transformers: what they report of one, and how they measure one that is not ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+
+transformers = pytest.importorskip("transformers")
+
+import sage_processors as sp  # noqa: E402
+from sage_processors.cli import main as cli  # noqa: E402
+from tests.support import real_models  # noqa: E402
+from tests.support.tiny_language_models import MODELS  # noqa: E402
+
+
+def invoke(*arguments, code=0) -> str:
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments], env={"COLUMNS": "200", "HF_HUB_OFFLINE": "1"})
+    assert result.exit_code == code, (result.output, result.exception)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return " ".join(result.output.split())
+
+
+def folder_of(name: str, path):
+    """A folder with the config of a tiny model, and no weights."""
+    model, _ = MODELS[name]()
+    model.config.architectures = [type(model).__name__]  # as save_pretrained of a model does
+    model.config.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["llama", "siglip", "t5"])
+def test_report_lists_every_layer_of_a_model_of_transformers(name, tmp_path):
+    output = invoke("report", folder_of(name, tmp_path))
+    rows = json.loads(invoke("report", tmp_path, "--json"))["rows"]
+    model, inputs = MODELS[name]()
+    model.set_attn_implementation("sage_int8")
+    expected = sp.attention_report(model).rows
+    assert [row["layer"] for row in rows] == [row["layer"] for row in expected]
+    number = sum(row["status"] == "active" for row in expected)
+    assert f"{number} layers active: sage_qk_int8_pv_bf16, qk_int8_pv_bf16, per_token" in output and number >= 2
+    assert output.startswith("Nothing ran") and not list(tmp_path.glob("*.safetensors"))
+
+
+def test_report_takes_a_recipe_and_gives_data(tmp_path):
+    folder = folder_of("llama", tmp_path)
+    found = json.loads(invoke("report", folder, "--recipe", "int_flash_half", "--json"))
+    assert [row["implementation"] for row in found["rows"]] == ["sage_int_fa_half"] * 2 and found["calls"] == 0
+    assert "3 layers active" in invoke("report", "tiny_lm")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--scaling", "per_block"), "--scaling: per_block: models of transformers have per_token"),
+        (("--scaling", "x"), "--scaling: x: models of transformers have per_token"),
+        (("--recipe", "mixed"), "--recipe: mixed: expected one of"),
+    ],
+)
+def test_report_refuses_what_models_of_transformers_have_not(options, said, tmp_path):
+    assert said in invoke("report", folder_of("llama", tmp_path), *options, code=2)
+
+
+def test_report_of_a_model_without_our_kind_of_attention(tmp_path):
+    transformers.MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, state_size=4).save_pretrained(
+        tmp_path
+    )
+    output = invoke("report", tmp_path)
+    assert "Nothing of this MambaModel can run in INT8" in output
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "nobodys"}, {"model_type": "llama", "auto_map": {"AutoConfig": "x.Y"}, "num_heads": []}]
+)
+def test_a_config_that_transformers_refuses_is_a_message(config, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if config["model_type"] == "llama":  # known under its own name: code beside it is not run
+        assert "32 layers active" in invoke("report", tmp_path)
+    else:
+        assert "could not be loaded" in invoke("report", tmp_path, code=2)
+
+
+def test_warm_up_says_in_a_line_that_it_is_for_diffusers(tmp_path):
+    said = invoke("warm-up", folder_of("llama", tmp_path), code=2)
+    assert "could not be loaded: its config.json has no _class_name, as models of diffusers have" in said
+
+
+@pytest.mark.slow("a process: libraries read HF_HOME once")
+def test_report_of_a_name_on_the_hub(tmp_path):
+    snapshot = tmp_path / "hub" / "models--me--llama" / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (tmp_path / "hub" / "models--me--llama" / "refs").mkdir()
+    (tmp_path / "hub" / "models--me--llama" / "refs" / "main").write_text("0" * 40)
+    folder_of("llama", snapshot)
+    env = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "sage_processors.cli", "report"]
+    done = subprocess.run([*command, "me/llama"], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "2 layers active: sage_qk_int8_pv_bf16" in done.stdout, done.stderr
+    done = subprocess.run([*command, "me/nothing"], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "me/nothing could not be loaded" in done.stderr and not done.stdout
+
+
+@pytest.mark.real
+def test_report_of_a_real_model():
+    real_models.load("smollm2")
+    output = invoke("report", real_models.folder("smollm2"))
+    assert "30 layers active: sage_qk_int8_pv_bf16, qk_int8_pv_bf16, per_token" in output
+
+
+@pytest.mark.real
+def test_bench_language_measures_a_real_model():
+    folder = real_models.folder("smollm2")
+    real_models.load("smollm2")
+    small = ("--windows", 8, "--context", 129, "--prompts", 2, "--prompt-tokens", 32, "--new-tokens", 8, "--chunk", 16)
+    found = json.loads(invoke("bench", "language", "--model", folder, *small, "--device", "cpu", "--json"))
+    assert found["stock"]["perplexity"] < 25  # of plain documentation, code and stories
+    assert abs(found["prefill"]["ratio"] - 1) < 0.01 and found["prefill"]["int8_calls"] > 0

@@ -1,0 +1,116 @@
+"""Functions of transformers that somebody puts others in place of, after our names were chosen, are the ones that run.
+
+Profilers, adapters and other accelerators do this. Each patch changes what the function returns, and stock under the
+same patch is what has to come out.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import sage_processors as sp
+from sage_kernels.testing import relative_l2
+
+
+pytest.importorskip("transformers")
+
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface  # noqa: E402
+from transformers.models.gemma2 import modeling_gemma2  # noqa: E402
+from transformers.models.llama import modeling_llama  # noqa: E402
+
+from tests.language.test_transformers_models import ANY_LENGTH, forward  # noqa: E402
+from tests.support.patching import as_profilers_do, mixed_up  # noqa: E402
+from tests.support.tiny_language_models import MODELS  # noqa: E402
+
+
+NEVER = sp.register_transformers("sage_never_long", min_tokens=10**6)[0]
+SAME, NEAR = 1e-5, 0.05
+
+
+WAYS = pytest.mark.parametrize("way", [mixed_up, as_profilers_do])
+COMPILED = pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow("compiles"))])
+TARGETS = {
+    "rotary": (modeling_llama, "apply_rotary_pos_emb"),
+    "forward": (modeling_llama.LlamaAttention, "forward"),
+}
+
+
+def compared(name, implementation, patch, compiled=False):
+    """(ours under the patch, and ours before it, stock under it) as relative L2; the patch comes after a forward."""
+    model, inputs = MODELS[name]()
+    model.set_attn_implementation(implementation)
+    running = torch.compile(model, backend="eager") if compiled else model
+    torch._dynamo.reset()
+    before = forward(running, inputs)
+    patch()
+    after = forward(running, inputs)
+    stock, _ = MODELS[name]()
+    return relative_l2(after, before), relative_l2(after, forward(stock, inputs))
+
+
+@COMPILED
+@pytest.mark.parametrize("implementation", [ANY_LENGTH, NEVER])
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_a_model_calls_by_name_or_by_class_is_followed(target, implementation, compiled, monkeypatch):
+    place, name = TARGETS[target]
+    patch = lambda: monkeypatch.setattr(place, name, mixed_up(getattr(place, name)))  # noqa: E731
+    moved, off = compared("llama", implementation, patch, compiled)
+    assert moved > 0.05 and off < (SAME if implementation == NEVER else NEAR)
+
+
+@COMPILED
+@WAYS
+def test_the_eager_function_of_exact_calls_is_the_one_that_is_there(way, compiled, monkeypatch):
+    """Gemma 2 has a soft cap, which SDPA does not know: its exact calls are those of its eager function."""
+    name = "eager_attention_forward"
+    patch = lambda: monkeypatch.setattr(modeling_gemma2, name, way(getattr(modeling_gemma2, name)))  # noqa: E731
+    moved, off = compared("gemma2", NEVER, patch, compiled)
+    assert moved > 0.05 and off < SAME
+
+
+@COMPILED
+@WAYS
+def test_the_sdpa_function_of_exact_calls_is_the_registered_one(way, compiled, monkeypatch):
+    usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def patch():
+        AttentionInterface.register("sdpa", way(usual))
+
+    try:
+        model, inputs = MODELS["llama"]()
+        model.set_attn_implementation(NEVER)
+        running = torch.compile(model, backend="eager") if compiled else model
+        torch._dynamo.reset()
+        before = forward(running, inputs)
+        patch()
+        after = forward(running, inputs)
+        model.set_attn_implementation("sdpa")
+        assert relative_l2(after, before) > 0.05 and relative_l2(after, forward(model, inputs)) < SAME
+    finally:
+        AttentionInterface.register("sdpa", usual)
+
+
+def test_a_patch_that_is_taken_away_is_gone(monkeypatch):
+    model, inputs = MODELS["gemma2"]()
+    model.set_attn_implementation(NEVER)
+    before = forward(model, inputs)
+    with monkeypatch.context() as patch:
+        name = "eager_attention_forward"
+        patch.setattr(modeling_gemma2, name, mixed_up(getattr(modeling_gemma2, name)))
+        assert relative_l2(forward(model, inputs), before) > 0.05
+    assert torch.equal(forward(model, inputs), before)
+
+
+def test_an_eager_function_that_names_its_arguments_is_held_to_them(monkeypatch):
+    """Stock would drop the soft cap without a word, since the eager functions take any keyword."""
+
+    def forgetful(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+        raise AssertionError("is not called")
+
+    model, inputs = MODELS["gemma2"]()
+    model.set_attn_implementation(NEVER)
+    forward(model, inputs)
+    monkeypatch.setattr(modeling_gemma2, "eager_attention_forward", forgetful)
+    with pytest.raises(NotImplementedError, match="got softcap, which forgetful does not take"):
+        forward(model, inputs)
