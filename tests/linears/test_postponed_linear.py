@@ -216,6 +216,33 @@ def test_inference_tensors_do_not_know_their_writes():
         assert torch.equal(got, wanted) and ops.quantized == 3
 
 
+def test_a_result_has_the_bias_of_its_call(linear):
+    _, twin, x = linear
+    expected = twin(x).tensor()
+    y = twin(x)
+    twin.bias.add_(1)
+    later = twin(x).tensor()
+    assert torch.equal(y.tensor(), expected) and torch.allclose(later, expected + 1, atol=1e-5)
+
+
+def test_a_half_is_memory_of_the_whole(linear):
+    _, twin, x = linear
+    y = twin(x)
+    half, other = y.chunk(2, -1)
+    half.mul_(0)
+    assert not y.tensor()[..., :32].any() and y.tensor()[..., 32:].any()
+    assert torch.equal(other.tensor(), y.tensor()[..., 32:]) and not other.is_contiguous()
+
+
+def test_what_was_handed_out_is_an_ordinary_tensor_from_then_on(linear):
+    _, twin, x = linear
+    y = twin(x)
+    memory = y.tensor()
+    memory.data.fill_(2)  # a write that nobody counts
+    assert torch.equal(y + torch.ones(2, 6, 64), torch.full((2, 6, 64), 3.0))
+    assert torch.equal(F.silu(y), F.silu(memory)) and torch.equal(y * torch.ones(64), memory)
+
+
 # --- norms ---
 
 
@@ -305,6 +332,17 @@ def test_an_input_that_the_model_overwrites_is_noticed_in_the_first_call():
             expected = stock(x.clone())
             for a, b in zip(block(x), expected, strict=True):
                 assert relative_error(a, b) < 0.02
+
+
+def test_a_modulation_that_is_overwritten_is_an_error():
+    block = normed("layer")
+    with sp.quantize_linears(block, min_features=0):
+        x, scale = torch.randn(2, 6, 48), torch.ones(48)
+        block(x)
+        y = block.norm(x) * scale
+        scale.add_(1)
+        with pytest.raises(sp.ChangedInputError, match="input of norm"):
+            y.sum()
 
 
 def test_an_input_that_is_overwritten_later_is_an_error():
@@ -426,6 +464,18 @@ def test_gate_and_value_of_two_layers_are_one_op():
         block.gate_proj.weight.mul_(-1)  # one of the two is quantised anew
         assert relative_error(block(x) + 0, swapless(block, x)) < 0.04
         assert swap.report().fallbacks == {}
+
+
+def test_a_pair_the_other_way_round_is_no_pair():
+    """One layer's activation gates the other one's value, then the other way round: both are right."""
+    torch.manual_seed(0)
+    block = nn.ModuleList(nn.Linear(48, 64) for _ in range(2)).eval().requires_grad_(False)
+    stock, x = copy.deepcopy(block), torch.randn(2, 6, 48)
+    with sp.quantize_linears(block, min_features=0):
+        for value, gate in ((0, 1), (1, 0), (0, 1), (1, 0)):
+            y = x.clone()
+            got = block[value](y) * F.silu(block[gate](y)) + 0
+            assert relative_error(got, stock[value](x) * F.silu(stock[gate](x))) < 0.03
 
 
 def swapless(block, x):

@@ -302,6 +302,55 @@ def test_what_stands_against_waiting_is_seen_and_said(kind):
         assert len(said) == 1 and f"1 of {len(blocks)} blocks" in said[0]
 
 
+def test_a_function_of_users_that_a_library_calls_gets_ordinary_tensors():
+    """An attention function that calls a layer of the module which it is handed."""
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    seen = []
+
+    def mine(module, query, key, value, attention_mask, **kwargs):
+        seen.append(type(module.o_proj(query.transpose(1, 2).flatten(2))))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    model, inputs = built("llama")
+    AttentionInterface.register("mine", mine)
+    model.config._attn_implementation = "mine"
+    with torch.no_grad(), sp.quantize_linears(model, min_features=0):
+        for _ in range(2):
+            model(**inputs)
+    assert seen and set(seen) == {torch.Tensor}
+
+
+class MyProcessor:
+    def __call__(self, attn, hidden_states, *args, **kwargs):
+        return hidden_states
+
+
+def test_a_processor_of_users_keeps_its_block_open():
+    model, inputs = MODELS["flux"]()
+    with torch.no_grad(), sp.quantize_linears(model, min_features=0) as swap:
+        block = swap.blocks[-1]
+        assert block._sage_enclosure.is_closed(block)
+        block.attn.processor = MyProcessor()
+        assert not block._sage_enclosure.is_closed(block)
+        assert "MyProcessor" in block._sage_enclosure.obstacle
+
+
+def test_a_function_in_the_place_of_a_librarys_keeps_its_block_open(monkeypatch):
+    from transformers.models.llama import modeling_llama
+
+    model, inputs = built("llama")
+    own = modeling_llama.eager_attention_forward
+    with torch.no_grad(), sp.quantize_linears(model, min_features=0) as swap:
+        block = swap.blocks[0]
+        assert block._sage_enclosure.is_closed(block)
+        with monkeypatch.context() as patch:
+            patch.setattr(modeling_llama, "eager_attention_forward", lambda *args, **kwargs: own(*args, **kwargs))
+            assert not block._sage_enclosure.is_closed(block)
+        assert block._sage_enclosure.is_closed(block)
+
+
 def test_modes_arguments_and_global_hooks_of_users_keep_a_block_open():
     from torch.overrides import TorchFunctionMode
 
