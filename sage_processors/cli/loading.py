@@ -200,7 +200,7 @@ def load_language_skeleton(name: str):
             if not _is_found(transformers.AutoConfig.from_pretrained, source, trust_remote_code=False):
                 return None
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        kind = getattr(transformers, (config.architectures or [""])[0], None)
+        kind: Any = getattr(transformers, (config.architectures or [""])[0], None)
         is_known = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
         with torch.device("meta"):
             made = kind(config) if is_known else transformers.AutoModel.from_config(config, trust_remote_code=False)

@@ -235,7 +235,7 @@ def _rows(name: str, module: Any, implementations: dict[str, Implementation]) ->
 
 
 def build_report(model: Any, implementations: dict[str, Implementation]) -> AttentionReport:
-    """Read the counters of a model (one sync per layer), and give a counter to the layers that have none yet.
+    """Read the counters of a model (a sync per layer and name), and give one to the layers that have none yet.
 
     implementations: {name: options} of ours.
     """

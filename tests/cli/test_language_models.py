@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("diffusers")  # its loggers keep the output of the command that imports it, which a test closes
 
 import sage_processors as sp  # noqa: E402
 from sage_processors.cli import main as cli  # noqa: E402

@@ -13,6 +13,7 @@ import sage_processors as sp
 from sage_processors.event_counter import shared_numbers
 from sage_processors.language import names
 from sage_processors.language import report as language_report
+from tests.support import real_models
 from tests.support.repository import ROOT
 
 
@@ -151,3 +152,20 @@ def test_a_part_that_is_set_to_something_else_is_said_with_the_rest():
     verdict = sp.attention_report(model).verdict
     assert verdict.startswith("Set now: sdpa, whose calls are not counted; 100 % of attention calls in INT8 (2 of 2)")
     assert f"before, by {ANY_LENGTH}: 100 % of attention calls in INT8 (2 of 2)" in verdict
+
+
+@pytest.mark.real
+def test_reports_of_a_real_model_belong_to_what_ran():
+    model, tokenizer = real_models.load("smollm2")
+    ids = real_models.windows("smollm2", tokenizer, 1, 64)
+    model.set_attn_implementation("sage_int8")
+    forward(model, {"input_ids": ids})
+    model.set_attn_implementation("sage_qk_int8_pv_fp8")
+    said = "Nothing ran: no attention calls counted; before, by sage_int8: 100 % of attention calls in INT8 (30 of 30)"
+    assert sp.attention_report(model).verdict == said
+    model.set_attn_implementation("sdpa")
+    forward(model, {"input_ids": ids})
+    said = (
+        "Set now: sdpa, whose calls are not counted; before, by sage_int8: 100 % of attention calls in INT8 (30 of 30)"
+    )
+    assert sp.attention_report(model).verdict == said

@@ -40,7 +40,8 @@ def dangers(source: str) -> list[str]:
             found += [home] if home in MODULES else []
             found += [f"{home}.{alias.name}" for alias in node.names if (home, alias.name) in ATTRIBUTES]
         elif isinstance(node, ast.keyword) and node.arg in OPTIONS:
-            found.append(node.arg)
+            says_no = isinstance(node.value, ast.Constant) and node.value.value is False
+            found += [] if says_no and node.arg == "trust_remote_code" else [node.arg]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in OPTIONS | MODULES:
             found.append(node.value)
     return found
@@ -62,9 +63,11 @@ def dangers(source: str) -> list[str]:
         ("f(**{'trust_remote_code': 1})", ["trust_remote_code"]),
         ("np.load(p, allow_pickle=True)", ["allow_pickle"]),
         ("run('ls', shell=True)", ["shell"]),
+        ("f(trust_remote_code=None)", ["trust_remote_code"]),  # transformers would ask the user
         # harmless: a method, a docstring, a comment
         ("model.eval()\n'''never torch.load or pickle'''  # eval(x)", []),
         ("re.compile(x); torch.compile(x)", []),
+        ("f(trust_remote_code=False)", []),
     ],
 )
 def test_dangers_are_found(source, found):
