@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class Enclosure:
         called = [(kind, name) for kind in kinds for name in ("forward", "__call__") if hasattr(kind, name)]
         self._called, self._names = [kind for kind, _ in called], [name for _, name in called]
         self._functions = list(map(getattr, self._called, self._names))
-        self._watch = Watch(fn for fn in dict.fromkeys(self._functions) if is_library_function(fn))
+        own = (fn for each in dict.fromkeys(self._functions) for fn in _with_wrapped(each))
+        self._watch = Watch(fn for fn in own if is_library_function(fn))
         bindings = [x for x in (getattr(kind, "_sage_binding", None) for kind in self._processors) if x is not None]
         self._bound = [(binding, binding.inner) for binding in bindings]
         self.obstacle = self._find(block, inner)
@@ -80,21 +81,21 @@ class Enclosure:
         """What stands against waiting, in a few words; "" for nothing."""
         for module in self.modules:
             if not _is_of_library(type(module)):
-                return f"a module of class {type(module).__name__}"
+                return f"a module of class {_name(module)}"
         for module in inner:
             own = module.__dict__
             if own.get("_compiled_call_impl") is not None:
                 return "a compiled module"
             if "forward" in own and not _is_of_library_function(own["forward"]):
-                return f"a forward put on a {type(module).__name__}"
+                return f"a forward put on a {_name(module)}"
             for hook in (hook for name in _HOOKS for hook in own[name].values()):
                 if not _is_of_library_function(hook):
-                    return f"a hook of a {type(module).__name__}"
+                    return f"a hook of a {_name(module)}"
             if not all(map(is_library_class, _movers(module))):
-                return f"a hook of a {type(module).__name__}"
+                return f"a hook of a {_name(module)}"
         for kind in self._processors:
             if not _is_of_library(kind):
-                return f"a processor of class {kind.__name__}"
+                return f"a processor of class {getattr(kind, '_sage_base', kind).__name__}"
         if not all(binding.is_of_libraries for binding, _ in self._bound):
             return "a function that a processor uses"
         if not all(is_library_function(fn) or is_pythons_function(fn) for fn in self._watch.functions()):
@@ -150,6 +151,18 @@ def _is_of_library_function(called: Any) -> bool:
     if not isinstance(called, (types.FunctionType, types.MethodType)):
         called = getattr(type(called), "__call__", None)  # noqa: B004 (the function, not whether there is one)
     return is_library_function(called)
+
+
+def _name(module: nn.Module) -> str:
+    name: str = getattr(type(module), "_sage_base", type(module)).__name__
+    return name
+
+
+def _with_wrapped(function: Any) -> Iterator[Any]:
+    """A function, and those that its decorators wrapped."""
+    while function is not None:
+        yield function
+        function = getattr(function, "__wrapped__", None)
 
 
 def _is_of_library(kind: type) -> bool:

@@ -12,6 +12,9 @@ import sage_processors as sp
 from sage_processors.linears import activations
 
 
+pytestmark = pytest.mark.usefixtures("library_tests")
+
+
 WIDTH = 48
 
 

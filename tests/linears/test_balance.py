@@ -109,7 +109,7 @@ def test_layers_of_one_activation_share_a_balance_and_are_quantised_once(planted
         assert all((own.vector.log2() % 1 == 0).all() and (own.vector < 1).sum() == 3 for own in found.values())
 
 
-def test_keys_and_values_of_another_input_have_a_balance_of_their_own():
+def test_keys_and_values_of_another_input_have_a_balance_of_their_own(library_tests):
     stock, x = hard_block()
     for module in (stock.to_k, stock.to_v):
         module.weight[:, 5] *= 256.0

@@ -12,10 +12,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sage_processors as sp
 from sage_processors.event_counter import EventCounter
-from sage_processors.linears import activations, modules, norms, qkv, replays, storage, weights
+from sage_processors.linears import modules, replays, storage, weights
 from sage_processors.linears.storage import CODES
-from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import OpCounter, set_least_work
+
+
+pytestmark = pytest.mark.usefixtures("library_tests")
 
 
 WIDTH = 1024
@@ -69,7 +71,7 @@ def capturing(monkeypatch):
     """A list: while it is not empty, a graph is taken to be captured. And the CPU for a GPU, where calls are short."""
     on: list = []
     monkeypatch.setattr(modules, "is_timed", lambda device: True)
-    for module in (activations, modules, norms, qkv, replays, storage, weights):
+    for module in (modules, replays, storage, weights):
         monkeypatch.setattr(module, "is_captured", lambda device=None: bool(on))
     return on
 
@@ -164,27 +166,6 @@ def test_a_forward_that_is_captured_quantises_what_an_eager_one_does(capturing):
                 assert torch.equal(net(x), wanted)
             counted.append((ops.quantized, ops.multiplied))
         assert counted[0] == counted[1] == (3 * 2, 4 * 2)
-
-
-@torch.no_grad()
-def test_what_is_captured_by_itself_does_not_wait(capturing):
-    """Nobody would compute it in the graph: it would be computed once, after the first replay."""
-    net, x = model(), draw(8, 1)
-    with sp.quantize_linears(net, "int8"):
-        set_least_work(net, 0)
-        for _ in range(2):
-            net(x)
-        block = net.blocks[0]
-        wide = draw(8, 2).repeat(1, 1, 2)
-        assert all(isinstance(y, Postponed) for y in (block.norm(x), block.out(wide)))
-        capturing.append(True)
-        assert not any(isinstance(y, Postponed) for y in (block.norm(x), block.out(wide)))
-        capturing.clear()
-        net.blocks[0].out.register_forward_pre_hook(lambda module, args: capturing.append(True))
-        with OpCounter() as ops:  # from the first block's last layer on
-            assert error(net(x), model()(x)) < 0.05
-        assert (ops.quantized, ops.multiplied) == (3 + 4, 4 + 4)
-        assert type(block.norm(x)) is torch.Tensor
 
 
 @torch.no_grad()

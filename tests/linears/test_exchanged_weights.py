@@ -29,7 +29,7 @@ def model():
     return Model().eval().requires_grad_(False)
 
 
-def test_a_result_that_is_used_after_its_weight_was_exchanged_is_an_error(model):
+def test_a_result_that_is_used_after_its_weight_was_exchanged_is_an_error(model, waiting):
     x = torch.randn(3, 64)
     with sp.quantize_linears(model, "int8", min_features=16):
         model(x)
@@ -57,7 +57,7 @@ def test_an_output_keeps_the_numbers_of_its_call(model):
         assert torch.equal(kept + 0.0, wanted)
 
 
-def test_a_result_from_inside_is_an_error_after_its_layer_was_given_back(model):
+def test_a_result_from_inside_is_an_error_after_its_layer_was_given_back(model, waiting):
     x = torch.randn(3, 64)
     swap = sp.quantize_linears(model, "int8", min_features=16)
     model(x)  # from here on `up` lies in turns

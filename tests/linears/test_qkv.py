@@ -7,13 +7,15 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_processors as sp
-from sage_processors.linears import qkv
-from sage_processors.postponed.tensor import Postponed
+from sage_processors.postponed.region import opened
 from tests.linears.counting import OpCounter, expected_error, relative_error
 from tests.support.tiny_models import MODELS
+
+
+pytestmark = pytest.mark.usefixtures("library_tests")
 
 
 class Attention(nn.Module):
@@ -83,56 +85,60 @@ def test_three_inputs_and_any_order():
             close((q, k, v), stock, x[0])
 
 
-def test_an_input_written_to_between_the_calls_is_seen():
+BETWEEN = {
+    "nothing": lambda model, x: None,
+    "input": lambda model, x: x.mul_(-3),
+    "weight": lambda model, x: model.to_k.weight.mul_(2),
+    "bias": lambda model, x: model.to_k.bias.add_(1),
+    "exchanged weight": lambda model, x: setattr(
+        model.to_k, "weight", nn.Parameter(model.to_k.weight.data * 2, False)
+    ),
+    "exchanged bias": lambda model, x: setattr(model.to_k, "bias", nn.Parameter(model.to_k.bias.data + 1, False)),
+}
+
+
+@pytest.mark.parametrize("change", BETWEEN)
+@pytest.mark.parametrize("other", [False, True])
+def test_what_changes_between_the_calls_is_seen(change, other):
     stock, twin = pair()
     with sp.quantize_linears(twin, min_features=0):
+        twin(torch.randn(2, 6, 48))
         x = torch.randn(2, 6, 48)
-        q = twin.to_q(x) + 0
-        first = stock.to_q(x)
-        x.mul_(-3)
-        k = twin.to_k(x) + 0
-        assert relative_error(q, first) < 0.02 and relative_error(k, stock.to_k(x)) < 0.02
-        with torch.inference_mode():
-            y = torch.randn(2, 6, 48)
-            twin.to_q(y)
-            y.mul_(-3)
-            assert relative_error(twin.to_k(y) + 0, stock.to_k(y)) < 0.02
+        y = torch.randn(2, 6, 48) if other else x
+        with opened():
+            q, first = twin.to_q(x) + 0, stock.to_q(x)
+            BETWEEN[change](twin, x)
+            k = twin.to_k(y) + 0
+        stock.load_state_dict(twin.state_dict())
+        assert relative_error(q, first) < 0.02 and relative_error(k, stock.to_k(y)) < 0.02
+
+
+def test_an_inference_tensor_that_is_written_to_between_the_calls_is_seen():
+    stock, twin = pair()
+    with sp.quantize_linears(twin, min_features=0), torch.inference_mode(), opened():
+        y = torch.randn(2, 6, 48)
+        twin.to_q(y)
+        y.mul_(-3)
+        assert relative_error(twin.to_k(y) + 0, stock.to_k(y)) < 0.02
 
 
 def test_results_nobody_asks_for_are_let_go():
-    _, twin = pair()
-    with sp.quantize_linears(twin, min_features=0):
-        x = torch.randn(2, 6, 48)
-        twin.to_q(x)
-        run = twin.to_q._sage_linear.run
-        assert run._waiting is not None
-        del x
-        assert run._waiting is None
-        for _ in range(2):
-            twin.to_q(torch.randn(2, 6, 48))
-        kept = torch.randn(2, 6, 48)
-        twin.to_q(kept)
-        twin.to_q(torch.randn(2, 6, 48))
-        assert twin.to_q._sage_linear.run is None
-
-
-def test_results_of_a_captured_call_are_for_captured_ones(monkeypatch):
-    """They have other numbers at every replay."""
     stock, twin = pair()
     with sp.quantize_linears(twin, min_features=0):
         x = torch.randn(2, 6, 48)
-        for captured in (True, False):
-            monkeypatch.setattr(qkv, "is_captured", lambda device, captured=captured: captured)
+        with opened() as region:
             twin.to_q(x)
-            monkeypatch.setattr(qkv, "is_captured", lambda device, captured=captured: not captured)
-            with OpCounter() as ops:
-                k = twin.to_k(x) + 0
-            assert ops.multiplied == 1 and relative_error(k, stock.to_k(x)) < 0.02
-            monkeypatch.setattr(qkv, "is_captured", lambda device, captured=captured: captured)
-            with OpCounter() as ops:
-                v = twin.to_v(x) + 0
-            assert ops.multiplied == 0 and relative_error(v, stock.to_v(x)) < 0.02
-            twin.to_k(x)  # all are taken
+            assert len(region.joined) == 1
+            twin.to_k(x), twin.to_v(x)
+            assert not region.joined
+        twin.to_q(x)  # nobody knows for how long it is what it is
+        with OpCounter() as ops:
+            assert relative_error(twin.to_k(x), stock.to_k(x)) < 0.02
+        assert ops.multiplied == 1
+        with opened():
+            twin.to_q(x)
+            twin.to_q(torch.randn(2, 6, 48))
+            assert twin.to_q._sage_linear.run is None
 
 
 def test_one_weight_that_changes_is_quantised_anew_alone():
@@ -208,10 +214,10 @@ def test_what_a_model_puts_side_by_side_is_in_one_piece():
     model, inputs = MODELS["flux"]()
     joined = []
 
-    class Seen(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func is torch.cat and args[0][0].dim() == 4:
-                joined.append([not isinstance(x, Postponed) and x.is_contiguous() for x in args[0]])
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.cat.default and args[0][0].dim() == 4:
+                joined.append([x.is_contiguous() for x in args[0]])
             return func(*args, **(kwargs or {}))
 
     with sp.apply(model, sp.SageAttnProcessor(linears="int8", linears_min_features=0, min_tokens=0)), torch.no_grad():
@@ -219,6 +225,4 @@ def test_what_a_model_puts_side_by_side_is_in_one_piece():
             joined.clear()
             with Seen():
                 model(**inputs, return_dict=False)
-    blocks = len(model.transformer_blocks)
-    assert joined.count([True, True]) == blocks  # values; queries and keys wait for attention
-    assert len(joined) == 3 * blocks
+    assert joined == [[True, True]] * len(model.transformer_blocks)  # values; queries and keys wait for attention

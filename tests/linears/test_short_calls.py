@@ -77,7 +77,7 @@ def test_only_default_sizes_leave_short_calls_in_16_bit():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypatch):
+def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypatch, library_tests):
     """As on a GPU: the CPU is taken for one."""
     monkeypatch.setattr(modules, "is_timed", lambda device: True)
     net = model(1024)

@@ -308,7 +308,7 @@ class Around(nn.Module):
 
 
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_a_model_that_is_compiled_with_code_around_it_needs_refresh_and_says_so(fullgraph):
+def test_a_model_that_is_compiled_with_code_around_it_needs_refresh_and_says_so(fullgraph, library_tests):
     torch._dynamo.reset()
     around, x = Around(), torch.randn(4, 64)
     with sp.quantize_linears(around.inner, min_features=0) as swap:
