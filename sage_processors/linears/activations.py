@@ -46,6 +46,10 @@ class Activations:
         # id of a tensor → (weak reference to it, version, stream, RowsOf); entries leave with their tensors
         self._known: dict[int, tuple] = {}
 
+    def forget(self) -> None:
+        """Let go of all of them: what watches an entry's tensor holds the dictionary."""
+        self._known.clear()
+
     def quantized(self, x: torch.Tensor, format: str, balance: torch.Tensor | None) -> QuantizedRows:
         """As `quantized`, which says for which tensors."""
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0

@@ -25,6 +25,13 @@ class Region:
         self.joined: dict[int, Any] = {}
         self.waiting: list[weakref.ref[Any]] = []
 
+    def forget(self) -> None:
+        """Let go of all that is kept for the rest of the block, at once: it lies in the GPU's memory."""
+        self.joined.clear()
+        self.waiting.clear()
+        if self.quantized is not None:
+            self.quantized.forget()
+
     def settle(self) -> None:
         """Compute all that still waits and that somebody still holds."""
         waiting, self.waiting = self.waiting, []
@@ -74,3 +81,4 @@ class opened:  # noqa: N801 (used as a function)
                     self._region.settle()
             finally:
                 in_thread.region = None
+                self._region.forget()

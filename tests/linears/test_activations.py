@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -173,3 +174,19 @@ def test_copies_keep_nothing_for_their_next_forward():
         for seed in (2, 3):
             assert error(twin(x), stock(x)) < 0.02
             write_uncounted(x, seed)
+
+
+@torch.no_grad()
+def test_a_block_leaves_no_garbage_that_holds_memory():
+    """Codes of a block's inputs are let go when it ends, not when the garbage collector comes round."""
+    net, x = model(), draw(1)
+    with sp.quantize_linears(net, min_features=0):
+        for _ in range(2):
+            net(x)
+        gc.collect()
+        gc.disable()
+        try:
+            net(x)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
