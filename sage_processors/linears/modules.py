@@ -256,7 +256,7 @@ class _SwappedLinear(_Beside):
 
         with state.shared.lock:
             own = [self._buffers[name] for name in (CODES, SCALE) if name in self._buffers]
-            dropped = self._parameters["weight"] if state.dropped else None
+            dropped: Any = self._parameters["weight"] if state.dropped else None
             return super()._apply(applied, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
