@@ -394,6 +394,7 @@ def quantize_linears(
 def swap_of(model: nn.Module) -> LinearSwap | None:
     """The live swap of a model, or None."""
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, PrepareHook) and hook.swap is not None and hook.swap._active:
-            return hook.swap
+        swap: LinearSwap | None = hook.swap if isinstance(hook, PrepareHook) else None
+        if swap is not None and swap._active:
+            return swap
     return None
