@@ -4,7 +4,7 @@ import torch
 
 
 def is_autocast(device: torch.device) -> bool:
-    """Whether autocast is on there; PyTorch raises for "meta", where it never is."""
+    """True if autocast is on there; PyTorch raises for "meta", where it never is."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 

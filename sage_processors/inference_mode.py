@@ -27,16 +27,16 @@ class AsUnderNoGrad:
     which torch refuses outside of inference_mode. Such a forward runs as it is called.
     """
 
-    def __init__(self) -> None:
-        self._thread = threading.local()
+    def __init__(self, is_leftover: bool = False) -> None:
+        self._thread, self.is_leftover = threading.local(), is_leftover
 
     def install(self, model: nn.Module) -> list[Any]:
         """The handles of the hooks, to remove them."""
         begin = model.register_forward_pre_hook(self.begin, with_kwargs=True)
         return [begin, model.register_forward_hook(self.end, always_call=True)]
 
-    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has hooks of its own
-        return AsUnderNoGrad, ()
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy of the model has hooks of its own, which nobody will remove
+        return AsUnderNoGrad, (True,)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Leave inference_mode until the forward is over."""

@@ -1,4 +1,4 @@
-"""Whether anybody replaced a function since we looked: module globals, methods of classes, a function's own code.
+"""Tells that somebody replaced a function since we looked: module globals, methods of classes, a function's own code.
 
 Profilers, adapters and other accelerators replace functions of libraries while a program runs. Code of a library that
 we run in our own way stands for that code only as long as everything it looks up by name is what it was.
@@ -57,12 +57,12 @@ class Watch:
         self._columns = [list(zip(*x.values(), strict=True)) for x in (self._globals, self._attributes)]
 
     def functions(self) -> list[types.FunctionType]:
-        """What was put on the watch and is a function in Python."""
+        """The functions in Python that were put on the watch."""
         places = (*self._globals.values(), *self._attributes.values())
         return [was for _, _, was in places if isinstance(was, types.FunctionType)]
 
     def changed(self) -> bool:
-        """Whether one of the names means something else now."""
+        """True if one of the names means something else now."""
         scopes, attributes = self._columns
         if scopes and not all(map(operator.is_, map(dict.get, scopes[0], scopes[1]), scopes[2])):
             return True

@@ -17,6 +17,7 @@ from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.recipe import MIXED_RECIPE
 
 from ..inference_mode import AsUnderNoGrad
+from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS
 from .announced import signs_of
@@ -67,6 +68,7 @@ class Part:
     def __init__(self, name, model, config, handle):
         self.name, self.model, self.config, self._steps = name, model, config, handle.steps
         self._lock = handle.lock
+        take_out_leftovers(model, attention=True)
         self.layers: list[Layer] = []
         self._made: list[Layer] = []  # every layer ever: diffusers keeps replaced processors and may put them back
         self.state: Any = None  # a ScaleState where scales are planned
@@ -347,6 +349,7 @@ class Part:
         self._head_norms.remove()
         for hook in self._hooks:
             hook.remove()
+        take_out_leftovers(self.model, attention=True)
         for _, module in attention_modules(self.model):
             if is_sage(module.processor):
                 put_processor(module, self._stock(module))

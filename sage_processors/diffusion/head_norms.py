@@ -7,8 +7,10 @@ from typing import Any
 from sage_kernels.checks import MAX_HEAD_DIM
 
 from ..linears.graph_pass import fuse_in_compiled_code
+from ..linears.leftovers import give_back_norm
 from ..linears.modules import is_swapped, norm_class, put_class
 from ..linears.norms import NormState, norm_form
+from ..owner import Owner
 from ..postponed.tensor import Operand
 from .head_fusion import fuse_heads
 from .postponed_heads import HeadSource, Norm, Part, PostponedHeads
@@ -21,6 +23,7 @@ NAMES = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 class HeadNormState(NormState):
     """Of one norm in front of attention. source: as of the rotary embedding's."""
 
+    is_of_attention = True
     copies_weights = True  # a few bytes; else offloading, which changes no number, would change how heads are rounded
 
     def __init__(self, label, kind, plus_one):
@@ -48,6 +51,7 @@ class HeadNorms:
 
     def __init__(self) -> None:
         self._swapped: dict[int, Any] = {}
+        self._owner = Owner()
 
     def put(self, layers, label) -> None:
         """Let the head norms of attention layers wait, where the processor's rotary embedding does.
@@ -59,11 +63,10 @@ class HeadNorms:
         for layer in layers:
             for name in NAMES if layer.sage._sage_rotary else ():
                 module = layer.module._modules.get(name)
-                if id(module) not in self._swapped and isinstance(getattr(module, "_sage_norm", None), HeadNormState):
-                    _put_back(module)  # a copy of another model's: start anew
                 form = None if module is None or is_swapped(module) else norm_form(module)
                 if form is not None:
                     state = HeadNormState(label(f"{layer.name}.{name}"), *form)
+                    state.owner = self._owner
                     object.__setattr__(module, "_sage_norm", state)
                     cls: Any = type(module)
                     put_class(module, norm_class(cls))
@@ -73,10 +76,5 @@ class HeadNorms:
         """Put their own classes back. Harmless when repeated."""
         for module in self._swapped.values():
             if is_swapped(module):
-                _put_back(module)
-        self._swapped = {}
-
-
-def _put_back(module: Any) -> None:
-    put_class(module, type(module)._sage_base)
-    del module._sage_norm
+                give_back_norm(module)
+        self._swapped, self._owner.is_there = {}, False

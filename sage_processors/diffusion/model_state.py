@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ..inference_mode import AsUnderNoGrad
-from ..linears.swap import EndHook, PrepareHook
+from ..linears.swap_hooks import EndHook, PrepareHook
 from ..other_globals import innermost
 from ..patched import Watch, with_helpers
 from ..postponed.tensor import version_of

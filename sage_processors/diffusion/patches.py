@@ -63,12 +63,12 @@ class Binding:
             self._shown = there
 
     def names(self) -> list[str]:
-        """What was replaced and is why `inner` is not to be used."""
+        """Names of the replaced functions because of which `inner` is not to be used."""
         return self._own.names() + self._whole.names() if self.is_replaced else []
 
 
 class Patches:
-    """What was replaced since some layers of one class were swapped.
+    """Tells which functions were replaced since some layers of one class were swapped.
 
     Attributes: found: attention was, which their calls run in 16 bit.
     """
@@ -85,6 +85,6 @@ class Patches:
         self.found = self._binding.is_replaced or (self._binding.calls > 0 and self._sdpa.changed())
 
     def note(self) -> str:
-        """What to say of such layers; "" where nothing was found."""
+        """A remark for the report of such layers; "" where nothing was found."""
         names = self._binding.names() + self._sdpa.names()
         return f"replaced after the swap: {', '.join(dict.fromkeys(names))}" if self.found else ""

@@ -14,8 +14,15 @@ class RootHook:
     forward. Only where code around the model is compiled, the hook is compiled with it.
     """
 
+    is_of_attention = True
+
     def __init__(self, handle=None, part=None):
         self.handle, self.part = handle, part
+
+    @property
+    def is_leftover(self):
+        """True in a copy of the model."""
+        return self.handle is None
 
     def __call__(self, module, args, kwargs):
         handle, part = self.handle, self.part

@@ -23,6 +23,7 @@ from sage_kernels.compat import are_ordinary, function_modes
 
 from ..autocast import is_autocast
 from ..other_globals import innermost, with_global
+from ..owner import Owner
 from ..patched import Watch
 from ..postponed.tensor import is_dual
 from .modules import put_class
@@ -181,11 +182,23 @@ def _rebuild(base: Any) -> Any:
     return object.__new__(rotating_class(base) or base)
 
 
+def is_rotating(module: Any) -> bool:
+    """True for an attention module that turns its heads in one pass."""
+    return isinstance(module, _Rotating)
+
+
+def give_back_rotation(module: Any) -> None:
+    """Give an attention module its own class back."""
+    put_class(module, type(module)._sage_base)
+    module.__dict__.pop("_sage_rotations", None)
+
+
 class HeadRotations:
     """The attention modules of one model that turn their heads in one pass: the same objects, with another class."""
 
     def __init__(self) -> None:
         self._swapped: dict[int, nn.Module] = {}
+        self._owner = Owner()
 
     def put(self, model: nn.Module, in_8_bit: bool) -> None:
         """Give every attention module of the model the class for it, if there is one.
@@ -197,7 +210,7 @@ class HeadRotations:
             cls = rotating_class(own) if in_8_bit and not isinstance(module, _Rotating) else None
             if cls is not None:
                 put_class(module, cls)
-            if isinstance(module, _Rotating):  # or a copy of another model's
+                object.__setattr__(module, "_sage_rotations", self._owner)
                 self._swapped[id(module)] = module
         if not in_8_bit:
             self.remove()
@@ -205,6 +218,6 @@ class HeadRotations:
     def remove(self) -> None:
         """Give the modules their own classes back."""
         for module in self._swapped.values():
-            if isinstance(module, _Rotating):
-                put_class(module, type(module)._sage_base)
+            if is_rotating(module):
+                give_back_rotation(module)
         self._swapped.clear()

@@ -22,8 +22,8 @@ from .postponed_columns import PostponedColumns
 from .postponed_linear import PostponedLinear, product
 from .postponed_norm import PostponedNorm
 from .replaced import FORWARD, LINEAR, call_replaced, is_replaced
-from .storage import CODES, SCALE, put_buffer
-from .weights import CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
+from .storage import CODES, SCALE, in_place
+from .weights import AT_REST, CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
 
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ def _reason_against(module, state: LinearState, x, weight) -> str | None:
         return "device"
     if torch.is_autocast_enabled(x.device.type):
         return None if torch.get_autocast_dtype(x.device.type) in DTYPES else "autocast"
+    if weight.dtype in AT_REST and state.is_filled:
+        return None  # another thread's call has put it to rest
     return None if x.dtype == weight.dtype else "dtype"
 
 
@@ -232,28 +234,30 @@ class _SwappedLinear(_Beside):
         self.__dict__.pop("bias")
 
     def _apply(self, fn, recurse=True):
-        """Move, but never cast, what is in 8 bit: `to(dtype)` is meant for the 16-bit weight."""
+        """Move, but never cast, what is in 8 bit: `to(dtype)` is meant for the 16-bit weight.
+
+        Under the lock, and nothing is taken away meanwhile: casting by layer does it in each call, and another
+        thread's call may be running.
+        """
         state = self.__dict__["_sage_linear"]
         if torch.__future__.get_swap_module_params_on_conversion():
             state.let_go()
-        own: dict[str, Any] = {name: self._buffers.pop(name) for name in (CODES, SCALE) if name in self._buffers}
-        dropped = self._parameters.pop("weight") if state.dropped else None
-        before = next((buffer.device for buffer in own.values()), None)
-        try:
-            probe = None if before is None else fn(torch.empty(0, dtype=torch.float32, device=before))
-            super()._apply(fn, recurse)
-            if dropped is not None:
-                kind = fn(dropped.detach()[:1, :1].clone())
-                dropped = placeholder(dropped.shape, kind.dtype, kind.device)
-            if probe is not None and not probe.is_meta:
-                own = {name: buffer.to(probe.device) for name, buffer in own.items()}
-                vector_of(state, probe.device)
-        finally:
-            if dropped is not None:
-                self._parameters = {"weight": dropped, **self._parameters}
-            for name, buffer in own.items():
-                put_buffer(self, name, buffer)
-        return self
+
+        def applied(x):
+            if x is dropped:
+                return fn(x.detach()[:1, :1].clone()).expand(x.shape)
+            if not any(x is buffer for buffer in own):
+                return fn(x)
+            device = fn(torch.empty(0, dtype=torch.float32, device=x.device)).device
+            if device.type == "meta" or device == x.device:
+                return x
+            vector_of(state, device)
+            return in_place(x.to(device))
+
+        with state.shared.lock:
+            own = [self._buffers[name] for name in (CODES, SCALE) if name in self._buffers]
+            dropped: Any = self._parameters["weight"] if state.dropped else None
+            return super()._apply(applied, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         if self._sage_linear.dropped:

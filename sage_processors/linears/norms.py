@@ -10,6 +10,7 @@ from torch import nn
 
 from ..autocast import is_autocast
 from ..inference_mode import counts_writes
+from ..owner import Owner
 from ..postponed.patterns import FLOATS
 from ..postponed.tensor import CAN_WAIT, Postponed, can_wait
 from .postponed_norm import NormCall, PostponedNorm
@@ -51,10 +52,13 @@ class NormState:
         at_once_up_to: results of so many numbers or fewer do not wait: the first layer that reads them runs in 16 bit.
         waits_from: of results of so many numbers it runs in 8 bit.
         dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
+        owner: owner.Owner of what will take it out; None, or one who is not there, in a copy.
+        is_of_attention: it is one of heads, which wait for attention.
         copies_weights: results wait with a copy of the weights where hooks move these away before the result is used.
     """
 
-    copies_weights = False
+    copies_weights = is_of_attention = False
+    owner: Owner | None = None
 
     def __init__(self, label: str, kind: str, plus_one: bool):
         self.label, self.kind, self.plus_one = label, kind, plus_one

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from sage_kernels import QuantizedRows, quantized_linear
 
 from ..postponed.region import Region
+from .storage import Storage
 
 
 # Children of an attention module that are mostly called with the same tensor, in the order of the calls.
@@ -107,3 +109,33 @@ class _Waiting(NamedTuple):
     version: int
     dtype: torch.dtype
     results: dict[int, tuple[int, torch.Tensor | None, torch.Tensor]]
+
+
+def join_neighbours(model: nn.Module, states: dict[int, Any]) -> None:
+    """Lay the weights of layers of the same input out as one matrix, where their module names them as attention does.
+
+    states: {id of a swapped layer: (the layer, its LinearState)}.
+    """
+    known = {key: pair for key, pair in states.items() if not pair[1].is_weight_only}
+    for owner in model.modules():
+        for names in TOGETHER:
+            modules = [base_of(owner._modules.get(name)) for name in names]
+            own: list[Any] = [known.get(id(module)) for module in modules]
+            if None in own:
+                modules, own = modules[1:], own[1:]  # keys and values of a layer whose queries are not swapped
+            if None in own or any(len(state.storage.modules) > 1 for _, state in own):
+                continue
+            if len({(m.in_features, state.format) for m, state in own}) > 1:
+                modules, own = modules[1:], own[1:]
+            if len({(m.in_features, state.format) for m, state in own}) == 1 and len(set(map(id, modules))) > 1:
+                _stack(modules, last_joined(owner, modules))
+
+
+def _stack(modules: Any, last: int) -> None:
+    states = [module._sage_linear for module in modules]
+    if any(state.is_filled or state.storage.in_turns for state in states):
+        return
+    storage = Storage(modules)
+    run = Run(storage, 0, last) if last > 0 else None
+    for index, state in enumerate(states):
+        state.storage, state.index, state.run = storage, index, run if index <= last else None

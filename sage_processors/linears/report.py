@@ -15,6 +15,9 @@ from .weights import CALLED, EVENTS, REMEDIES
 TAKEN_IN = "Compiled with the code around the model: weights that change then are noticed by refresh() alone."
 
 
+ANOTHERS = "another's"
+
+
 class LinearReport(LayerReport):
     """Result of `LinearSwap.report()`, and `linears` of a handle's report.
 
@@ -22,7 +25,8 @@ class LinearReport(LayerReport):
         rows: one dict per linear layer, with the keys
             layer: its name.
             status: "active"; else why it stays in 16 bit: "kept" (by the options), "small", "protected",
-                "outside of the blocks".
+                "outside of the blocks"; or "another's": a swap of a part of the model, or of what it is a part of,
+                has the layer.
             format: "int8", "fp8", or "int8_weights": the weight is in 8 bit, the activation as it is; None unless
                 active.
             calls: calls in 8 bit. compiled_calls: forwards of the model in which torch.compile ran the layer, as far
@@ -40,8 +44,11 @@ class LinearReport(LayerReport):
         """What ran, in one line: "100 % of linear calls in 8 bit (80 of 80); in 16 bit: 5 layers protected"."""
         calls = self.calls + sum(row["compiled_calls"] for row in self.rows)
         said = share("linear calls", "8 bit", calls, self.fallbacks)
-        resting = counts(row["status"] for row in self.rows if row["format"] is None)
-        return "; ".join([said] + [f"in 16 bit, not counted: {resting}"] * bool(resting))
+        idle = [row["status"] for row in self.rows if row["format"] is None]
+        resting = counts(status for status in idle if status != ANOTHERS)
+        lent = counts(status for status in idle if status == ANOTHERS)
+        said = "; ".join([said] + [f"in 16 bit, not counted: {resting}"] * bool(resting))
+        return "; ".join([said] + [f"counted elsewhere: {lent}"] * bool(lent))
 
     def table(self):
         """The rows in 8 bit as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
@@ -91,7 +98,7 @@ def rows_of(swap) -> list[dict]:
         row = {"layer": choice.name, "status": "active", "format": None, "calls": 0, "compiled_calls": 0}
         row |= {"fallbacks": {}, "rel_l2": None, "bytes_saved": 0, "note": ""}
         if known is None:
-            row["status"] = choice.why or "kept"
+            row["status"] = choice.why or (ANOTHERS if choice.format != "none" else "kept")
         else:
             events = dict(zip(EVENTS, known.events.numbers(), strict=True))
             row["format"], row["calls"] = known.format, events[CALLED]

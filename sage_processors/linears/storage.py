@@ -162,6 +162,11 @@ def bits_of(x: torch.Tensor) -> torch.Tensor:
 
 def put_buffer(module, name: str, tensor) -> None:
     """A buffer that no file of the model holds."""
-    module._buffers[name] = tensor
+    module._buffers[name] = in_place(tensor)
     module._non_persistent_buffers_set.add(name)
-    mark_static_address(tensor, guard=False)  # CUDA graphs would copy it at every replay
+
+
+def in_place(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, known to stay where it is: CUDA graphs would copy it at every replay."""
+    mark_static_address(tensor, guard=False)
+    return tensor

@@ -8,24 +8,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from sage_kernels.compat import keep_out_of_dynamo
-
 from ..inference_mode import AsUnderNoGrad
 from ..on_import import when_imported
+from ..owner import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
 from .balance import find_neighbours, share_known
 from .captured import is_captured
 from .graph_pass import fuse_in_compiled_code
 from .head_rotation import HeadRotations
 from .layers import Choice, choose, repeated_blocks
+from .leftovers import give_back_block, give_back_layer, give_back_norm, take_out_leftovers
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
 from .norms import NormState, norm_form, norm_width
-from .qkv import TOGETHER, Run, base_of, last_joined
+from .qkv import join_neighbours
 from .report import LinearReport, notes_of, rows_of
 from .samples import are_changed
 from .short_forwards import ShortForwards, shapes_of
 from .storage import Storage
 from .swap_checks import checked_options
+from .swap_hooks import EndHook, PrepareHook
 from .weights import LEAST_WORK, LinearState, Shared, is_timed
 
 
@@ -33,49 +34,6 @@ DROPPED = (
     "weight of {}: got a model whose 16-bit weights were dropped (drop_weights=True), expected one that still has "
     "them; load the model again"
 )
-
-
-class PrepareHook:
-    """Forward pre-hook of a model: 8-bit weights are made, and made anew, before code that may be compiled.
-
-    In a copy of the model it makes none: its layers look after themselves, and a compiled copy runs in 16 bit until
-    it was called once or is given to `quantize_linears`.
-    """
-
-    def __init__(self, shared: Shared, swap: LinearSwap | None = None) -> None:
-        self.shared, self.swap = shared, swap
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling():
-            _prepare(self, module, args, kwargs)
-        else:  # taken in by compiled code around the model
-            self.shared.is_taken_in = True
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PrepareHook, (self.shared,)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _prepare(hook: PrepareHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    with hook.shared.lock:
-        if hook.swap is None:
-            hook.shared.look_anew(module)
-        else:
-            hook.swap._before_forward(args, kwargs)
-
-
-keep_out_of_dynamo(PrepareHook.__call__)
-
-
-class EndHook:
-    """Forward hook of a model: its forward is over, after an error too."""
-
-    def __init__(self, shared: Shared) -> None:
-        self.shared = shared
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self.shared.replays.end()
 
 
 class LinearSwap:
@@ -104,7 +62,8 @@ class LinearSwap:
     ) -> None:
         self.model, self.name, self.drop_weights, self._drops_next = model, name, False, drop_weights
         self._options = dict[str, Any](linears=linears, keep=keep, layers=layers, min_features=min_features)
-        self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0, model)
+        self._owner = Owner(self)
+        self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0, model, self._owner)
         self._short = ShortForwards(self._shared)
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms, self._blocks, self._rotations = dict[int, Any](), dict[int, Any](), HeadRotations()
@@ -112,7 +71,11 @@ class LinearSwap:
         self.unseen_forwards = 0  # of the model, in which no layer ran eagerly
         self._trains = False  # gradients were wanted in the latest forward
         self._active, self._hooks = True, []
+        self._lenders: list[LinearSwap] = []  # swaps whose layers it has taken
+        found = self._of_others()
+        take_out_leftovers(model, attention=False)
         try:
+            self._take_over(found)
             self.refresh(ready)
             hook = PrepareHook(self._shared, self)
             self._hooks.append(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True))
@@ -152,22 +115,53 @@ class LinearSwap:
             if not (self._drops_next or self._waits(module)):
                 self._prepare_one(module, state)
 
-    def _take_up(self) -> None:
-        """Give the layers that are chosen now the class they have in 8 bit, and give it back to those that are not."""
+    def _of_others(self) -> list[Any]:
+        """The chosen layers that are swapped already. Raises: RuntimeError for one without its 16-bit weight."""
+        chosen = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
+        modules: list[Any] = [choice.module for choice in chosen if choice.format != "none"]
+        found = [module for module in modules if "_sage_linear" in module.__dict__]
+        for state in (module._sage_linear for module in found):
+            if state.dropped:
+                raise RuntimeError(DROPPED.format(state.label))
+        return found
+
+    def _take_over(self, modules: list[Any]) -> None:
+        """Take those layers of `_of_others` that a live swap has."""
+        for module in modules:
+            state = module.__dict__.get("_sage_linear")
+            if state is not None:
+                if state.shared.owner.swap not in self._lenders:
+                    self._lenders.append(state.shared.owner.swap)
+                self._leave(module)
+        for swap in self._lenders:
+            swap._take_up(())
+
+    def _take_up(self, given_back: Collection[int] | None = None) -> None:
+        """Give the layers that are chosen now the class they have in 8 bit, and give it back to those that are not.
+
+        A layer stays with another live swap that has it.
+        given_back: ids of the only modules that may come in; None: all.
+        """
         self._short.forget(self.states())
         self.choices = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
         wanted = {id(c.module): c for c in self.choices if c.format != "none"}
-        for key, (module, state) in list(self._states.items()):
-            if key not in wanted or module._sage_linear is not state:
+        for key, (module, _) in list(self._states.items()):
+            if self.state_of(module) is None:
+                del self._states[key]
+            elif key not in wanted:
                 self._leave(module)
                 del self._states[key]
         for key, choice in wanted.items():
-            if key not in self._states:
-                if is_swapped(choice.module):  # a copy of another model's: start anew
-                    self._leave(choice.module)
-                self._enter(choice)
+            if key in self._states or (given_back is not None and key not in given_back):
+                continue
+            state = choice.module.__dict__.get("_sage_linear")
+            if state is not None and not is_left(state.shared.owner):
+                continue
+            if state is not None:  # of a copy of another layer: start anew
+                self._leave(choice.module)
+            self._enter(choice)
         self._shared.replays.counters = [state.events for state in self.states()]
-        self._group()
+        join_neighbours(self.model, self._states)
         for _, state in self._states.values():
             state.find_short()
         find_neighbours(self.model, [module for module, _ in self._states.values()])
@@ -185,38 +179,9 @@ class LinearSwap:
         self._states[id(module)] = (module, state)
 
     def _leave(self, module: Any) -> None:
-        state = module._sage_linear
-        if state.dropped:
-            raise RuntimeError(DROPPED.format(state.label))
-        state.leave_storage()
-        module._sage_linear.storage.clear()
-        put_class(module, type(module)._sage_base)
-        del module._sage_linear
-
-    def _group(self) -> None:
-        """Layers of the same input, where their module names them as attention modules do."""
-        known = {key: pair for key, pair in self._states.items() if not pair[1].is_weight_only}
-        for owner in self.model.modules():
-            for names in TOGETHER:
-                modules = [base_of(owner._modules.get(name)) for name in names]
-                own: list[Any] = [known.get(id(module)) for module in modules]
-                if None in own:
-                    modules, own = modules[1:], own[1:]  # keys and values of a layer whose queries are not swapped
-                if None in own or any(len(state.storage.modules) > 1 for _, state in own):
-                    continue
-                if len({(m.in_features, state.format) for m, state in own}) > 1:
-                    modules, own = modules[1:], own[1:]
-                if len({(m.in_features, state.format) for m, state in own}) == 1 and len(set(map(id, modules))) > 1:
-                    self._stack(modules, last_joined(owner, modules))
-
-    def _stack(self, modules: Any, last: int) -> None:
-        states = [module._sage_linear for module in modules]
-        if any(state.is_filled or state.storage.in_turns for state in states):
-            return
-        storage = Storage(modules)
-        run = Run(storage, 0, last) if last > 0 else None
-        for index, state in enumerate(states):
-            state.storage, state.index, state.run = storage, index, run if index <= last else None
+        if module._sage_linear.dropped:
+            raise RuntimeError(DROPPED.format(module._sage_linear.label))
+        give_back_layer(module)
 
     def _postpone_norms(self) -> None:
         widths = {module.in_features for module, state in self._states.values() if not state.is_weight_only}
@@ -227,6 +192,7 @@ class LinearSwap:
             if form is None:
                 continue
             object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form))
+            module._sage_norm.owner = self._owner
             cls: Any = type(module)
             put_class(module, norm_class(cls))
             self._norms[id(module)] = module
@@ -238,6 +204,7 @@ class LinearSwap:
             if is_enclosed(block) or is_swapped(block) or not any(id(m) in self._states for m in block.modules()):
                 continue
             enclose(block)
+            block._sage_enclosure.owner = self._owner
             cls: Any = type(block)
             put_class(block, block_class(cls))
             self._blocks[id(block)] = block
@@ -336,8 +303,9 @@ class LinearSwap:
         return [state for _, state in self._states.values()]
 
     def state_of(self, module: Any) -> LinearState | None:
-        """What a swapped layer knows; None for one that is not swapped."""
-        return self._states.get(id(module), (None, None))[1]
+        """What a swapped layer knows; None for one that is not swapped, or that another swap has taken."""
+        state = self._states.get(id(module), (None, None))[1]
+        return state if state is module.__dict__.get("_sage_linear") else None
 
     def report(self) -> LinearReport:
         """What really ran: per layer format, calls, exact calls with reasons, bytes saved. Syncs."""
@@ -360,22 +328,24 @@ class LinearSwap:
                 raise RuntimeError(DROPPED.format(state.label))
 
     def _put_back(self) -> None:
-        self._active = False
+        self._active = self._owner.is_there = False
         for hook in self._hooks:
             hook.remove()
         for block in self._blocks.values():
             if is_enclosed(block):
-                put_class(block, type(block)._sage_base)
-                del block._sage_enclosure
+                give_back_block(block)
         for module in self._norms.values():
             if is_swapped(module):
-                put_class(module, type(module)._sage_base)
-                del module._sage_norm
-        for module, _ in self._states.values():
-            if is_swapped(module):
-                self._leave(module)
+                give_back_norm(module)
+        had = {key: module for key, (module, _) in self._states.items() if self.state_of(module) is not None}
+        for module in had.values():
+            self._leave(module)
         self._rotations.remove()
         self._norms, self._blocks, self._states, self.choices = {}, {}, {}, []
+        take_out_leftovers(self.model, attention=False)
+        for swap in self._lenders:
+            if swap._active:
+                swap._take_up(had)
 
     def __enter__(self) -> LinearSwap:
         return self
@@ -424,6 +394,7 @@ def quantize_linears(
 def swap_of(model: nn.Module) -> LinearSwap | None:
     """The live swap of a model, or None."""
     for hook in model._forward_pre_hooks.values():
-        if isinstance(hook, PrepareHook) and hook.swap is not None and hook.swap._active:
-            return hook.swap
+        swap: LinearSwap | None = hook.swap if isinstance(hook, PrepareHook) else None
+        if swap is not None and swap._active:
+            return swap
     return None

@@ -16,6 +16,7 @@ from sage_kernels.compat import SEES_DISPATCH, are_ordinary
 from ..event_counter import EventCounter
 from ..inference_mode import counts_writes
 from ..options import UnsupportedLinearError
+from ..owner import Owner
 from .captured import is_captured
 from .compiled_parts import has_compiled_parts
 from .layers import WEIGHT_ONLY
@@ -96,10 +97,12 @@ class Shared:
         call of this forward has work for 8 bit (short_forwards.py). is_taken_in: code around the model was compiled
         with it, and runs no hook. forwards: of the model, so far. lock: held while a
         weight in 8 bit is made, laid out anew or taken for a call: forwards of several threads may do so at once.
-        Nobody takes a lock of attention's meanwhile. replays: of CUDA graphs of the whole model.
+        Nobody takes a lock of attention's meanwhile. replays: of CUDA graphs of the whole model. owner: of the swap
+        that will take its layers out; one who is not there in a copy.
     """
 
-    def __init__(self, least_work: int = 0, model: nn.Module | None = None):
+    def __init__(self, least_work: int = 0, model: nn.Module | None = None, owner: Owner | None = None):
+        self.owner = owner
         self.least_work, self._model = least_work, _nothing if model is None else weakref.ref(model)
         self.was_called = self.had_work = self.all_short = self.is_taken_in = False
         self.forwards = 0

@@ -33,6 +33,8 @@ class Enclosure:
     processors. Only where that differs is it all looked at anew.
     """
 
+    owner: Any = None  # of the swap that will take it out again; None in a copy
+
     def __init__(self, block: nn.Module):
         self._look(block)
 

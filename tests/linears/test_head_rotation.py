@@ -51,14 +51,14 @@ class rotated:
     """The model with that alone: no layer in 8 bit."""
 
     def __init__(self, model):
-        self._rotations = HeadRotations()
+        self._model, self._rotations = model, HeadRotations()
         self._rotations.put(model, True)
 
     def remove(self):
         self._rotations.remove()
 
     def __enter__(self):
-        return self
+        return self._model
 
     def __exit__(self, *exception):
         self.remove()
@@ -294,8 +294,8 @@ def test_copies_go_on(how, passes):
 def test_a_model_without_a_layer_in_8_bit_is_as_it_was(options, passes):
     model, inputs = MODELS["llama"]()
     expected = logits(model, **inputs)
-    copied = copy.deepcopy(model)
-    rotated(copied)  # a copy of a model that had layers in 8 bit
+    with rotated(copy.deepcopy(model)) as swapped:
+        copied = copy.deepcopy(swapped)  # a copy of a model that has layers in 8 bit
     for each in (model, copied):
         with sp.quantize_linears(each, min_features=0, **options):
             assert torch.equal(logits(each, **inputs), expected) and not passes

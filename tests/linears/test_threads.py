@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears.storage import Storage
+from sage_processors.linears.storage import CODES, SCALE, Storage
 
 
 class OneMatrix(nn.Module):
@@ -86,3 +87,50 @@ def test_a_copy_of_a_swapped_model_has_a_lock_of_its_own(slow_layout):
             other = copy.deepcopy(model)
             assert torch.equal(together(other, [x])[0], other(x))
         assert torch.equal(model(x), other(x))
+
+
+@pytest.fixture
+def fast_switches():
+    """Threads take turns after a few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("kind", [OneMatrix, TwoMatrices])
+def test_casting_by_layer_takes_no_weight_away_from_another_threads_call(kind, fast_switches):
+    """diffusers' hooks cast a layer's weight for each call and back, whoever else is in one. In stock that fails."""
+    hooks = pytest.importorskip("diffusers.hooks", reason="diffusers is not installed")
+    torch.manual_seed(0)
+    model = kind().eval().requires_grad_(False)
+    hooks.apply_layerwise_casting(model, storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    inputs = [torch.randn(6, 64) for _ in range(3)]
+    with sp.quantize_linears(model, min_features=0) as swap:
+        expected = [model(x) + 0 for x in inputs]
+        found = together(lambda place: [model(inputs[place]) + 0 for _ in range(60)], range(3))
+        for results, one in zip(found, expected, strict=True):
+            for result in results:
+                torch.testing.assert_close(result, one)
+        assert not swap.report().fallbacks
+
+
+def test_what_is_in_8_bit_is_there_while_a_layer_is_converted():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval().requires_grad_(False)
+    seen = []
+
+    def converted(x):
+        seen.append({name in model[0]._buffers for name in (CODES, SCALE)} | {"weight" in model[0]._parameters})
+        return x.to(torch.bfloat16) if x.is_floating_point() else x
+
+    for drop in (False, True):
+        swap = sp.quantize_linears(model, min_features=0, drop_weights=drop)
+        x = torch.randn(3, 64)
+        before = model(x) + 0
+        model._apply(converted)
+        assert seen and all(there == {True} for there in seen)
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        assert all(layer._buffers[SCALE].dtype == torch.float32 for layer in model)
+        model.float()
+        torch.testing.assert_close(model(x) + 0, before, rtol=0.05, atol=0.05)
+        assert drop or swap.remove() is None

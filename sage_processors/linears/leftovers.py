@@ -1,0 +1,74 @@
+"""Takes out of a model what nobody else will: what came with a copy of a swapped model, or of a part of one.
+
+`copy.deepcopy` copies a swapped model with all that makes it run in 8 bit, and peft copies single layers and norms
+(LN tuning, `modules_to_save`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..owner import is_left
+from ..postponed.block import is_enclosed
+from .head_rotation import give_back_rotation, is_rotating
+from .modules import is_swapped, put_class
+
+
+_HOOKS = {
+    "_forward_pre_hooks": ("_forward_pre_hooks_with_kwargs",),
+    "_forward_hooks": ("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+}
+
+
+def take_out_leftovers(model: nn.Module, *, attention: bool) -> None:
+    """Give layers, norms, blocks and attention modules that nobody owns their own classes back; remove such hooks.
+
+    Layers whose 16-bit weights were dropped stay as they are. attention: also what belongs to INT8 attention.
+    """
+    for module in list(model.modules()):
+        own = module.__dict__
+        if is_enclosed(module) and is_left(own["_sage_enclosure"].owner):
+            give_back_block(module)
+        if is_rotating(module) and is_left(own.get("_sage_rotations")):
+            give_back_rotation(module)
+        norm, linear = own.get("_sage_norm"), own.get("_sage_linear")
+        if norm is not None and is_left(norm.owner) and (attention or not norm.is_of_attention):
+            give_back_norm(module)
+        if linear is not None and is_left(linear.shared.owner) and not linear.dropped:
+            give_back_layer(module)
+        _remove_hooks(module, attention)
+
+
+def _remove_hooks(module: nn.Module, attention: bool) -> None:
+    for name, others in _HOOKS.items():
+        hooks = getattr(module, name)
+        for key, hook in list(hooks.items()):
+            hook = getattr(hook, "__self__", hook)
+            if getattr(hook, "is_leftover", False) and (attention or not getattr(hook, "is_of_attention", False)):
+                del hooks[key]
+                for other in others:
+                    getattr(module, other).pop(key, None)
+
+
+def give_back_block(block: Any) -> None:
+    """Nothing waits in it any more."""
+    put_class(block, type(block)._sage_base)
+    del block._sage_enclosure
+
+
+def give_back_norm(norm: Any) -> None:
+    """Its results wait no more."""
+    if is_swapped(norm):
+        put_class(norm, type(norm)._sage_base)
+    del norm._sage_norm
+
+
+def give_back_layer(layer: Any) -> None:
+    """It runs in 16 bit."""
+    state = layer._sage_linear
+    state.leave_storage()
+    state.storage.clear()
+    put_class(layer, type(layer)._sage_base)
+    del layer._sage_linear
