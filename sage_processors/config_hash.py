@@ -17,5 +17,5 @@ def config_hash(model) -> str:
     if hasattr(config, "to_dict"):
         config = {k: v for k, v in config.to_dict().items() if k not in _PASSING}
     public = {k: v for k, v in dict(config).items() if not k.startswith("_")} if config is not None else {}
-    text = json.dumps([type(model).__name__, public], sort_keys=True, default=str)
+    text = json.dumps([model.__class__.__name__, public], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

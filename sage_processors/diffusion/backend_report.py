@@ -75,7 +75,7 @@ def _models(target: Any) -> dict[str, nn.Module]:
     model = unwrap(target)
     if not isinstance(model, nn.Module):
         raise TypeError(f"target: got {type(target).__name__}, expected a pipeline or model of diffusers")
-    return {type(model).__name__: model}
+    return {model.__class__.__name__: model}
 
 
 def _notes_on(name: str, model: nn.Module) -> list[str]:

@@ -81,7 +81,7 @@ class Part:
         self.perturbed = False  # by others than those
         self.follows_scheduler = self.frozen = self.is_told = False
         self.device = self._home = device_of(model)
-        self._reader = TimestepReader(type(model).forward, self.device)
+        self._reader = TimestepReader(model.__class__.forward, self.device)
         self.forwards = Forwards(self.device)
         root = RootHook(handle, self)
         self._hooks = [model.register_forward_pre_hook(root, with_kwargs=True, prepend=True)]

@@ -102,7 +102,7 @@ def denoisers(pipe) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, component in ({} if pipe is None else pipe.components).items():
         model = unwrap(component)
-        home = type(model).__module__
+        home = model.__class__.__module__
         if not isinstance(model, nn.Module) or name.startswith(_NEVER) or ".autoencoders." in home:
             continue
         inside = ("models.transformers.", "models.unets.", "models.controlnets.")

@@ -12,50 +12,15 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from sage_kernels import append_kv
-from sage_kernels.numerics import sample_tokens
 
+from .kv_vectors import WINDOW, choose_vectors
 from .quantized_kv import StoredKV
 
 
 MIN_SLACK = 64  # tokens that a growing layer makes room for at a time, at least
 BUFFERS = ("k_codes", "k_scale", "v_codes", "v_scale")
 VECTORS = ("k_mean", "k_balance")
-OUTLIER = 2.0  # channels up to so many times as large or small as the median one share a scale with it as they are
-BALANCE_LIMIT = 2.0**12
-
-
-def smoothing_vector(keys: torch.Tensor) -> torch.Tensor:
-    """What is subtracted from all keys of a head, fp32 [B, H_kv, D]: their mean [B, H_kv, S, D], drawn to zero.
-
-    Any vector leaves softmax exact. One token says little about those to come, so it counts for a half; a channel that
-    is not finite is left alone.
-    """
-    total = keys.detach().sum(2, dtype=torch.float32) / (keys.shape[2] + 1)
-    return torch.where(total.isfinite(), total, 0.0)
-
-
-def channel_balance(keys: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """What a head's keys minus `mean` are multiplied with, fp32 [B, H_kv, D], powers of two: no channel stands out.
-
-    A token has one scale, and a channel far larger than the others takes it for itself. Queries are divided by the
-    same, so any positive number leaves the scores exact. A channel's size is its mean distance from `mean` over a
-    sample of the keys [B, H_kv, S, D]: their scale is each token's own, so what a single token has does not matter.
-
-    Numbers above 1 are for channels that stay small. One that rotary embedding turns grows with the position, as far
-    as the mean of its pair: so it counts as large as the means of both, whatever it was in these tokens.
-    """
-    if keys.shape[2] == 0:
-        return torch.ones_like(mean)
-    sample = keys.detach()[:, :, sample_tokens(keys.shape[2], keys.device)].float()
-    size = (sample - mean[:, :, None]).abs().mean(2)
-    half = mean.shape[-1] // 2
-    usual = size.sort(-1).values[..., half, None]
-    known = size.isfinite() & (size > 0) & usual.isfinite() & (usual > 0)
-    size = torch.maximum(size, torch.maximum(mean.abs(), mean.roll(half, -1).abs()).minimum(usual))
-    ratio = size / usual
-    ratio = torch.where(ratio > 1, (ratio / OUTLIER).clamp_min(1), (ratio * OUTLIER).clamp_max(1))
-    balance = torch.exp2(-torch.round(torch.log2(ratio))).clamp(1 / BALANCE_LIMIT, BALANCE_LIMIT)
-    return torch.where(known, balance, 1.0)
+FIRST = ("first_keys", "first_values")  # 16-bit tokens, until the vectors stay as they are
 
 
 class Int8Layer(CacheLayerMixin):
@@ -77,11 +42,13 @@ class Int8Layer(CacheLayerMixin):
     v_scale: Any
     k_mean: Any
     k_balance: Any
+    first_keys: Any  # the tokens seen, as they came, while they are fewer than WINDOW; else None
+    first_values: Any
     cumulative_length: Any  # a number here, a tensor [] on the device in a static layer
 
     def __init__(self, heads: frozenset = frozenset(), dims: frozenset = frozenset(), sliding_window=None):
         super().__init__()
-        self.k_codes = self.k_scale = self.v_codes = self.v_scale = self.k_mean = self.k_balance = None
+        self._drop_tensors()
         self.heads, self.dims = heads, dims
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
@@ -160,7 +127,10 @@ class Int8Layer(CacheLayerMixin):
         replaced = self.is_sliding and not self.record_past and number >= self.sliding_window
         if first:
             self.begin = self.end = 0
-            self._choose_vectors(key_states)
+            self._choose_vectors(key_states, value_states)
+        elif self.first_keys is not None:
+            self._store_again(key_states, value_states)
+        self._hold(key_states, value_states, first)
         if first and replaced:
             self._store(*self._last(key_states, value_states))
         else:
@@ -171,7 +141,7 @@ class Int8Layer(CacheLayerMixin):
         if replaced and not first:  # nothing old is left: choose the vectors anew, in buffers of their own
             self.begin = self.end
             self._allocate(0)
-            self._choose_vectors(key_states)
+            self._choose_vectors(key_states, value_states)
             self._store(*self._last(key_states, value_states))
         if not self.record_past:
             self._forget()
@@ -189,10 +159,12 @@ class Int8Layer(CacheLayerMixin):
             return
         self.end -= number
         self.cumulative_length -= number
+        if self.first_keys is not None:
+            self.first_keys, self.first_values = (x[:, :, : self.cumulative_length] for x in self._first())
         self._forget()  # what was recorded for this crop, too
 
     def reset(self) -> None:
-        self.k_codes = self.k_scale = self.v_codes = self.v_scale = self.k_mean = self.k_balance = None
+        self._drop_tensors()
         self.is_initialized = False
         self.begin = self.end = self.cumulative_length = 0
 
@@ -216,8 +188,13 @@ class Int8Layer(CacheLayerMixin):
 
     # inside
 
+    def _drop_tensors(self) -> None:
+        for name in (*BUFFERS, *VECTORS, *FIRST):
+            setattr(self, name, None)
+
     def _tensors(self) -> dict[str, torch.Tensor]:
-        return {name: getattr(self, name) for name in (*BUFFERS, *VECTORS)}
+        held = () if self.first_keys is None else FIRST
+        return {name: getattr(self, name) for name in (*BUFFERS, *VECTORS, *held)}
 
     def _map(self, change) -> None:
         """Replace all tensors by change(tensor), or none."""
@@ -296,9 +273,35 @@ class Int8Layer(CacheLayerMixin):
                     f"layer of the model on one device, or {self._anew}"
                 )
 
-    def _choose_vectors(self, keys) -> None:
-        self.k_mean = smoothing_vector(keys)
-        self.k_balance = channel_balance(keys, self.k_mean)
+    def _choose_vectors(self, key_states, value_states) -> None:
+        self.k_mean, self.k_balance = choose_vectors(key_states, value_states)
+
+    def _store_again(self, key_states, value_states) -> None:
+        """Choose the vectors anew by the tokens held and these new ones, and store those held with them, in new
+        buffers: what was handed out keeps its own."""
+        held = self._first()
+        whole = [torch.cat(x, 2) for x in zip(held, (key_states.detach(), value_states.detach()), strict=True)]
+        self._choose_vectors(*whole)
+        self.begin = self.end = 0
+        self._allocate(0)
+        self._store(*held)
+
+    def _hold(self, key_states, value_states, first: bool) -> None:
+        """Keep the first tokens as they came, as long as there are fewer than WINDOW and the layer holds them all."""
+        limit = min(WINDOW, self.sliding_window) if self.is_sliding else WINDOW
+        new = (key_states.detach(), value_states.detach())
+        if self.cumulative_length + key_states.shape[2] >= limit or not (first or self.first_keys is not None):
+            self.first_keys = self.first_values = None
+        elif first:
+            self.first_keys, self.first_values = (x.clone() for x in new)
+        else:
+            self.first_keys, self.first_values = (torch.cat(x, 2) for x in zip(self._first(), new, strict=True))
+
+    def _buffers(self) -> tuple[torch.Tensor, ...]:
+        return tuple(getattr(self, name) for name in BUFFERS)
+
+    def _first(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first_keys, self.first_values
 
     def _last(self, *states):
         """The tokens of a prompt that the next token's window reaches."""
@@ -307,8 +310,8 @@ class Int8Layer(CacheLayerMixin):
     def _store(self, key_states, value_states) -> None:
         number = key_states.shape[2]
         self._reserve(number)
-        buffers = (getattr(self, name) for name in BUFFERS)
-        append_kv(key_states, value_states, self.k_mean, *buffers, position=self.end, k_balance=self.k_balance)
+        vectors, buffers = (self.k_mean, self.k_balance), self._buffers()
+        append_kv(key_states, value_states, vectors[0], *buffers, position=self.end, k_balance=vectors[1])
         self.end += number
 
     def _reserve(self, number: int) -> None:

@@ -12,7 +12,8 @@ import torch
 from sage_kernels import append_kv
 from sage_kernels.compat import mark_static_address
 
-from .kv_layers import BUFFERS, VECTORS, Int8Layer, channel_balance, smoothing_vector
+from .kv_layers import BUFFERS, FIRST, VECTORS, Int8Layer
+from .kv_vectors import WINDOW, choose_vectors
 from .quantized_kv import StoredKV
 
 
@@ -26,6 +27,8 @@ class Int8StaticLayer(Int8Layer):
         super().__init__(heads, dims)
         self.max_cache_len = max_cache_len
         self.is_empty = True
+        self.is_settled = False  # the vectors stay as they are
+        self.settled: Any = None  # the same, a bool tensor [] that captured graphs read
         self.cumulative_length = torch.tensor(0, dtype=torch.int64, device="cpu")
         # None: compiled calls have added tokens, only the device knows how many
         self._host_length: Any = 0
@@ -52,20 +55,74 @@ class Int8StaticLayer(Int8Layer):
         if not torch.compiler.is_compiling():
             trial._check_room(number)
         first = self.is_empty
-        if first:
-            trial._choose_vectors(key_states)
+        again = trial._ready_vectors(key_states, value_states, first)
+        if self._is_trial and again is not None:  # whose buffers are another's
+            trial._map(torch.clone)
         trial._write(key_states, value_states)  # into slots that hold nothing
         self._take(trial)
+        self._settle(key_states, value_states, first, again)
         self._count(number)
         return (key_states, value_states) if first else (self._stored(0, self),) * 2
 
-    def _choose_vectors(self, keys) -> None:
-        if torch.compiler.is_compiling():  # without a trial, so in place here
-            mean = smoothing_vector(keys)
-            self.k_balance.copy_(channel_balance(keys, mean))
-            self.k_mean.copy_(mean)
+    def _ready_vectors(self, key_states, value_states, first: bool):
+        """Choose the vectors, if that is still to be done. Returns new content of the slots that hold tokens, which
+        were stored with others; None where these stay, or have been stored again."""
+        if first:
+            self._choose_vectors(key_states, value_states)
+        elif self.is_settled:
+            pass
+        elif torch.compiler.is_compiling():
+            self._store_again_compiled(key_states, value_states)
+        elif self._length() < self.first_keys.shape[2]:
+            held = [x[:, :, : self._length()] for x in self._first()]
+            self._choose_vectors(*(torch.cat(x, 2) for x in zip(held, (key_states, value_states), strict=True)))
+            again = [x[:, :, : self._length()].clone() for x in self._buffers()]
+            append_kv(*held, self.k_mean, *again, position=0, k_balance=self.k_balance)
+            return again
+        return None
+
+    def _store_again_compiled(self, key_states, value_states) -> None:
+        """As the eager way, but of fixed shapes and in place: the host does not know how many tokens there are."""
+        capacity, number = self.first_keys.shape[2], key_states.shape[2]
+        slots = torch.arange(capacity, device=self.device)
+        source = slots - self.cumulative_length
+        for held, new in zip(self._first(), (key_states, value_states), strict=True):
+            rows = new.detach().index_select(2, source.clamp(0, number - 1)).to(held.dtype)
+            held.copy_(torch.where(((source >= 0) & (source < number))[:, None], rows, held))
+        self.settled.logical_or_(self.cumulative_length >= capacity)
+        chosen = choose_vectors(*self._first(), slots < self.cumulative_length + number)
+        for vector, new in zip((self.k_mean, self.k_balance), chosen, strict=True):
+            vector.copy_(torch.where(self.settled, vector, new))
+        # where the vectors stay, behind the buffers: nothing is written there
+        position = torch.where(self.settled, self.k_codes.shape[2], 0)
+        append_kv(*self._first(), self.k_mean, *self._buffers(), position=position, k_balance=self.k_balance)
+
+    def _settle(self, key_states, value_states, first: bool, again) -> None:
+        """Put down what `_ready_vectors` returned, and hold the new tokens if they are among the first. Allocates
+        nothing, but in a trial."""
+        compiling = torch.compiler.is_compiling()
+        if not first and (self.is_settled or (compiling and not self.is_sliding)):
+            return
+        begin, number, capacity = 0 if first else self._length(), key_states.shape[2], self.first_keys.shape[2]
+        overwritten = max(begin + number - self.k_codes.shape[2], 0)  # by new tokens, in a ring
+        for buffer, x in zip(self._buffers(), again or (), strict=False):
+            buffer[:, :, overwritten:begin].copy_(x[:, :, overwritten:])
+        if first or not compiling:
+            for held, x in zip(self._first(), (key_states, value_states), strict=True):
+                held[:, :, begin : begin + number].copy_(x.detach()[:, :, : max(capacity - begin, 0)])
+        self.is_settled = begin + number >= capacity
+        if self._is_trial:
+            self.settled = torch.full_like(self.settled, self.is_settled)
         else:
-            super()._choose_vectors(keys)
+            self.settled.fill_(self.is_settled)
+
+    def _choose_vectors(self, key_states, value_states) -> None:
+        if torch.compiler.is_compiling():  # without a trial, so in place here
+            mean, balance = choose_vectors(key_states, value_states)
+            self.k_mean.copy_(mean)
+            self.k_balance.copy_(balance)
+        else:
+            super()._choose_vectors(key_states, value_states)
 
     def _count(self, number: int) -> None:
         """`number` tokens have been written. Allocates nothing, but in a trial."""
@@ -91,7 +148,9 @@ class Int8StaticLayer(Int8Layer):
         """Forget the tokens; the buffers stay where they are."""
         self.cumulative_length.zero_()
         self._host_length = 0
-        self.is_empty = True
+        self.is_empty, self.is_settled = True, False
+        if self.settled is not None:
+            self.settled.zero_()
 
     def activate_past_recording(self) -> None:
         """Nothing to do: a crop finds all tokens still there."""
@@ -109,11 +168,14 @@ class Int8StaticLayer(Int8Layer):
     def _initialize(self, key_states, value_states) -> None:
         super()._initialize(key_states, value_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
+        self.settled = torch.zeros_like(self.cumulative_length, dtype=torch.bool)
+        shape = (self.batch_size, self.num_heads, min(WINDOW, self._first_capacity()), self.head_dim)
+        self.first_keys, self.first_values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in FIRST)
 
     def _pin(self) -> None:
         """Tell Dynamo that the addresses stay, without which there are no CUDA graphs."""
         if not torch.compiler.is_compiling():
-            for x in (*self._tensors().values(), self.cumulative_length):
+            for x in (*self._tensors().values(), self.cumulative_length, self.settled):
                 mark_static_address(x)
 
     def _first_capacity(self) -> int:
@@ -132,13 +194,13 @@ class Int8StaticLayer(Int8Layer):
             )
 
     def _write(self, key_states, value_states) -> None:
-        buffers = (getattr(self, name) for name in BUFFERS)
         append_kv(
-            key_states, value_states, self.k_mean, *buffers, position=self.cumulative_length, k_balance=self.k_balance
-        )
+            key_states, value_states, self.k_mean, *self._buffers(), position=self.cumulative_length,
+            k_balance=self.k_balance,
+        )  # fmt: skip
 
     def _stored(self, begin: int, owner) -> StoredKV:
-        buffers = (getattr(self, name) for name in BUFFERS)
+        buffers = self._buffers()
         vectors = (self.k_mean, self.k_balance)
         parts = [*buffers, *vectors, self.cumulative_length, False, self.dtype, owner]
         return StoredKV(*parts)
@@ -148,7 +210,7 @@ class Int8StaticLayer(Int8Layer):
         if trial is self:
             return
         moved = False
-        for name in (*BUFFERS, *VECTORS, "cumulative_length"):
+        for name in (*BUFFERS, *VECTORS, *FIRST, "cumulative_length", "settled"):
             old, new = getattr(self, name), getattr(trial, name)
             if new is old:
                 continue
@@ -201,14 +263,16 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         number = key_states.shape[2]
         trial._check_room(number)
         first, chronological = self.is_empty, None
+        again = trial._ready_vectors(key_states, value_states, first)
         if not first and not trial._fits(number):
-            chronological = trial._chronological(key_states, value_states, self)
-        if first or (chronological is not None and number >= self.ring):  # nothing old is left
-            trial._choose_vectors(key_states)
+            chronological = trial._chronological(key_states, value_states, self, again)
+        if chronological is not None and number >= self.ring:  # nothing old is left
+            trial._choose_vectors(key_states, value_states)
         if self._is_trial:  # whose buffers are another's, and the ring overwrites what they hold
             trial._map(torch.clone)
         trial._write(key_states, value_states)
         self._take(trial)
+        self._settle(key_states, value_states, first, again)
         self._count(number)
         if first:
             return key_states, value_states
@@ -234,13 +298,12 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         """Whether `number` more tokens overwrite nothing that one of their own windows reaches."""
         return number == 1 or self._host_length + number <= self.ring
 
-    def _chronological(self, key_states, value_states, owner) -> StoredKV:
+    def _chronological(self, key_states, value_states, owner, again) -> StoredKV:
         kept, number = min(self._host_length, self.ring - 1), key_states.shape[2]
         slots = torch.arange(self._host_length - kept, self._host_length, device=self.device) % self.ring
         mean, balance = self.k_mean.clone(), self.k_balance.clone()
         buffers = []
-        for name in BUFFERS:
-            old = getattr(self, name)
+        for old in again or self._buffers():
             new = torch.empty(*old.shape[:2], kept + number, *old.shape[3:], dtype=old.dtype, device=old.device)
             new[:, :, :kept] = old.index_select(2, slots)
             buffers.append(new)
@@ -250,9 +313,8 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
 
     def _write(self, key_states, value_states) -> None:
         skipped = max(key_states.shape[2] - self.ring, 0)
-        buffers = (getattr(self, name) for name in BUFFERS)
         append_kv(
-            key_states[:, :, skipped:], value_states[:, :, skipped:], self.k_mean, *buffers,
+            key_states[:, :, skipped:], value_states[:, :, skipped:], self.k_mean, *self._buffers(),
             position=self.cumulative_length + skipped, ring=True, k_balance=self.k_balance,
         )  # fmt: skip
 

@@ -182,7 +182,7 @@ def _describe(model: nn.Module) -> dict[str, Any]:
     return {
         "format_version": FORMAT_VERSION,
         "package_version": __version__,
-        "model_class": type(model).__name__,
+        "model_class": model.__class__.__name__,
         "config_hash": config_hash(model),
     }
 

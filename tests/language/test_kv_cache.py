@@ -151,12 +151,12 @@ def test_cache_reports_its_memory():
     cache = sp.Int8KVCache(config)
     assert cache.nbytes() == cache.bytes_per_token() == 0
     for layer in range(2):
-        cache.update(*states(40), layer)
+        cache.update(*states(80), layer)
     assert cache.bytes_per_token() == 2 * HEADS * (2 * HEAD_DIM + 4)
     tensors = [getattr(layer, name) for layer in cache.layers for name in BUFFERS]
     assert cache.nbytes() == sum(x.nbytes for x in tensors)
     assert cache.is_sliding == [True, False]
-    # of 40 tokens the sliding layer keeps a window
+    # of 80 tokens the sliding layer keeps a window
     assert cache.layers[0].k_codes.shape[2] < 11 + MIN_SLACK + 11
 
 

@@ -272,7 +272,8 @@ def test_early_initialization_allocates_once():
     cache = sp.Int8KVCache(model.config, 48)
     cache.early_initialization(2, 2, 16, torch.float32, torch.device("cpu"))
     address, held = cache.layers[0].k_codes.data_ptr(), cache.nbytes()
-    assert held == 2 * (2 * 48 * cache.bytes_per_token() // 2 + 2 * 2 * 2 * 16 * 4) and cache.is_initialized
+    of_vectors = 2 * 2 * 2 * 16 * 4 + 2 * 2 * 2 * 48 * 16 * 4  # and of the first tokens, by which they are chosen
+    assert held == 2 * (2 * 48 * cache.bytes_per_token() // 2 + of_vectors) and cache.is_initialized
     with torch.no_grad():
         model(**inputs, past_key_values=cache)
         stored = cache.layers[0].keys

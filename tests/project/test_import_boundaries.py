@@ -88,8 +88,9 @@ GROUND_FILES |= {f"{TRITON}.compat"}
 KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "heads", "linear", "mixed")}
 BELOW = {
     "sage_processors": set(),
-    "sage_processors.linears": {"sage_processors"},
-    "sage_processors.diffusion": {"sage_processors", "sage_processors.linears"},
+    "sage_processors.postponed": {"sage_processors"},
+    "sage_processors.linears": {"sage_processors", "sage_processors.postponed"},
+    "sage_processors.diffusion": {"sage_processors", "sage_processors.postponed", "sage_processors.linears"},
     "sage_processors.language": {"sage_processors", "sage_processors.linears"},
     "sage_processors.evaluation": {"sage_processors", "sage_processors.diffusion", "sage_processors.language"},
     "sage_processors.calibration": {
