@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sage_kernels.compat import are_ordinary
+from sage_kernels.compat import are_ordinary, is_traced
 
 from .nested import UnknownValueError, mapped
 
@@ -87,8 +87,7 @@ def counts_writes(parameter: torch.Tensor) -> bool:
 def _is_traced() -> bool:
     """Whether calls are written down by what they are given: for that a tensor of the same memory is another one."""
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
-    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    return is_traced or (proxies is not None and proxies.get_proxy_mode() is not None)
+    return is_traced() or (proxies is not None and proxies.get_proxy_mode() is not None)
 
 
 def _counting(x: torch.Tensor) -> torch.Tensor:

@@ -198,6 +198,12 @@ def function_modes() -> list:
     return [mode for mode in _mode_stack() if _device_context is None or not isinstance(mode, _device_context)]
 
 
+def is_traced() -> bool:
+    """True while torch.jit.trace records what is computed."""
+    found: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return found
+
+
 def map_only(kind: type, change, tree):
     """`tree` of tuples, lists and dicts with `change(x)` for every x of that type."""
     if _map_only is not None:

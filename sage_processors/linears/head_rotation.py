@@ -19,7 +19,7 @@ from torch import nn
 
 from sage_kernels import qk_norm_rope
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
-from sage_kernels.compat import are_ordinary, function_modes
+from sage_kernels.compat import are_ordinary, function_modes, is_traced
 
 from ..autocast import is_autocast
 from ..other_globals import innermost, with_global
@@ -76,8 +76,7 @@ def _can_turn(function: Callable[..., Any], q: Any, k: Any, cos: Any, sin: Any) 
     given = (q, k, cos, sin)
     if function_modes() or not all(map(_is_ordinary, given)):
         return False
-    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if is_traced or not are_ordinary(given) or is_autocast(q.device):
+    if is_traced() or not are_ordinary(given) or is_autocast(q.device):
         return False
     if q.dim() != 4 or k.dim() != 4 or cos.dim() != 3 or q.dtype != k.dtype or cos.dtype != sin.dtype:
         return False

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sage_kernels import QuantizedRows, quantize_weight
-from sage_kernels.compat import SEES_DISPATCH, are_ordinary
+from sage_kernels.compat import SEES_DISPATCH, are_ordinary, is_traced
 
 from ..event_counter import EventCounter
 from ..inference_mode import counts_writes
@@ -370,8 +370,7 @@ def _device_of(model: Any) -> torch.device:
 
 def _is_recorded(device: torch.device) -> bool:
     """True while a CUDA graph is captured, or torch.jit.trace records operations: with the weights as they are."""
-    is_traced: bool = torch.jit.is_tracing()  # type: ignore[attr-defined]
-    return is_traced or is_captured(device)
+    return is_traced() or is_captured(device)
 
 
 def _nothing():

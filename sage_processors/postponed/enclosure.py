@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from sage_kernels.compat import function_modes, is_differentiating_forward
+from sage_kernels.compat import function_modes, is_differentiating_forward, is_traced
 
 from ..patched import Watch
 from .library import is_library_class, is_library_function, is_pythons_function
@@ -115,7 +115,7 @@ class Enclosure:
             self._look(block)
         if self.obstacle or any(_GLOBAL_HOOKS) or function_modes() or is_differentiating_forward():
             return False
-        if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if is_traced():
             return False
         return _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
 

@@ -17,7 +17,7 @@ OPTIONS = {"trust_remote_code", "allow_pickle", "weights_only", "shell"}
 ALLOWED: dict[str, str] = {
     "kernels/sage_kernels/_triton/compat.py: compile": "a local name of Triton's compiler, which gets our own kernels",
     "sage_processors/evaluation/metrics.py: torch.hub": "asks which folder its checkpoints are in",
-    "sage_processors/inference_mode.py: torch.jit": "asks whether a trace is being made",
+    "kernels/sage_kernels/compat.py: torch.jit": "asks whether a trace is being made",
     "sage_processors/language/masks.py: torch.jit": "asks whether a trace is being made",
     "sage_processors/linears/head_rotation.py: torch.jit": "asks whether a trace is being made",
     "sage_processors/linears/weights.py: torch.jit": "asks whether a trace is being made",
