@@ -30,7 +30,7 @@ class HeadNormState(NormState):
         super().__init__(label, kind, plus_one)
         self.source = HeadSource(label)
 
-    def _waiting(self, x, dtype, forward, vectors):
+    def _waiting(self, x, dtype, forward, vectors, parameters):
         if self.kind != "rms" or vectors["bias"] is not None or not self.source.is_postponed or dtype != x.dtype:
             return None
         if x.dim() != 4 or x.shape[3] % 2 or x.shape[3] > MAX_HEAD_DIM or x.stride(3) != 1:
@@ -38,7 +38,7 @@ class HeadNormState(NormState):
         weight = vectors["weight"]
         if weight is not None and weight.shape != x.shape[3:]:
             return None
-        part = Part(Operand(x), Norm(weight, vectors["eps"]), None)
+        part = Part(Operand(x), Norm(weight, vectors["eps"], tuple(parameters)), None)
         return PostponedHeads(x.shape, dtype, x.device, (part,), None, (self.source,), forward)
 
 

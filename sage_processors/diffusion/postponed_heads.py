@@ -16,10 +16,11 @@ from ..postponed.tensor import Operand, Postponed, ordinary_in
 
 
 class Norm(NamedTuple):
-    """An RMSNorm over the channels of a head. weight: [D] or None."""
+    """An RMSNorm over the channels of a head. weight: [D] or None; of: Operands, what it was made of."""
 
     weight: torch.Tensor | None
     eps: float
+    of: tuple[Operand, ...] = ()
 
 
 class Angles(NamedTuple):
@@ -91,6 +92,7 @@ class PostponedHeads(Postponed):
     def is_stale(self) -> bool:
         angles = [self._angles, *(part.angles for part in self._parts)]
         read = [part.x for part in self._parts] + [x for each in angles if each is not None for x in each.of]
+        read += [x for part in self._parts if part.norm is not None for x in part.norm.of]
         return any(x.is_changed for x in read)
 
     def _compute(self):

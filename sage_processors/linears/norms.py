@@ -12,7 +12,7 @@ from ..autocast import is_autocast
 from ..inference_mode import counts_writes
 from ..owner import Owner
 from ..postponed.patterns import FLOATS
-from ..postponed.tensor import CAN_WAIT, Postponed, can_wait
+from ..postponed.tensor import CAN_WAIT, Operand, Postponed, can_wait
 from .postponed_norm import NormCall, PostponedNorm
 
 
@@ -106,15 +106,17 @@ class NormState:
         if dtype not in FLOATS:
             return None
         if not leave:
-            return self._waiting(x, dtype, lambda: forward(module, x), vectors)
+            own = [Operand(p) for p in (weight, bias) if p is not None]
+            return self._waiting(x, dtype, lambda: forward(module, x), vectors, own)
         made = forward(module, x)
-        waiting = self._waiting(x, dtype, lambda: made, {k: _copied(vector) for k, vector in vectors.items()})
+        waiting = self._waiting(x, dtype, lambda: made, {k: _copied(vector) for k, vector in vectors.items()}, [])
         return made if waiting is None else waiting
 
-    def _waiting(self, x, dtype, forward, vectors) -> torch.Tensor | None:
+    def _waiting(self, x, dtype, forward, vectors, parameters) -> torch.Tensor | None:
+        """parameters: Operands of weight and bias, unless `vectors` has copies."""
         if not x.is_contiguous():
             return None
-        return PostponedNorm(x.shape, dtype, x.device, NormCall(self, x, forward, vectors))
+        return PostponedNorm(x.shape, dtype, x.device, NormCall(self, x, forward, vectors, parameters))
 
 
 def _copied(vector):

@@ -17,17 +17,18 @@ class NormCall:
 
     Attributes:
         state: norms.NormState of the module.
-        x: Operand, the norm's input [..., K].
+        x: the norm's input [..., K]. operands: Operands of it and of the norm's parameters.
         forward: () -> the module's own result, in 16 bit.
         vectors: {weight, bias: [K] or None, eps: float}: what `quantize_activation` takes.
         made: the module's own result, computed at once as well: it is not known yet whether the model writes to the
             input before the result is used. None once that is known.
     """
 
-    __slots__ = ("state", "x", "forward", "vectors", "made")
+    __slots__ = ("state", "x", "operands", "forward", "vectors", "made")
 
-    def __init__(self, state, x, forward, vectors):
-        self.state, self.x, self.forward, self.vectors = state, Operand(x), forward, vectors
+    def __init__(self, state, x, forward, vectors, parameters):
+        self.state, self.x, self.forward, self.vectors = state, x, forward, vectors
+        self.operands = (Operand(x), *parameters)
         self.made: torch.Tensor | None = None if state.is_proven else forward()
 
 
@@ -57,9 +58,9 @@ class PostponedNorm(Postponed):
     def _refuse_stale(self, *operands):
         if _are_stale(*operands):
             raise ChangedInputError(
-                f"input of {self._call.state.label}: got a tensor that was written to in place between the norm and "
-                f"the use of its result, expected the one that the norm was called with; the first calls of this "
-                f"norm were without such writes. Keep the linear layers behind it in 16 bit: "
+                f"input or parameter of {self._call.state.label}: got a tensor that was written to in place between "
+                f"the norm and the use of its result, expected the one that the norm was called with; the first calls of "
+                f"this norm were without such writes. Keep the linear layers behind it in 16 bit: "
                 f'layer_linears={{"{self._call.state.behind}": "none"}}'
             )
 
@@ -69,7 +70,7 @@ class PostponedNorm(Postponed):
             return self._step(self._parent.value())
         if self._call.made is not None:
             return self._call.made
-        self._refuse_stale(self._call.x)
+        self._refuse_stale(*self._call.operands)
         return self._call.forward()
 
     def _reads(self, other):
@@ -79,7 +80,7 @@ class PostponedNorm(Postponed):
         """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these."""
         rows = self._rows.get(format, balance)
         if rows is None:
-            state, operands = self._call.state, (self._call.x, self._gain, self._shift)
+            state, operands = self._call.state, (*self._call.operands, self._gain, self._shift)
             if self._call.made is not None and _are_stale(*operands):
                 state.is_postponed = False  # this model writes to what it has normalised
                 rows = quantize_activation(self.value(), format=format, balance=balance)
@@ -87,7 +88,7 @@ class PostponedNorm(Postponed):
                 self._refuse_stale(*operands)
                 gain, shift = (None if x is None else x.tensor for x in (self._gain, self._shift))
                 rows = quantize_activation(
-                    self._call.x.tensor, format=format, norm=state.kind, gain=gain, shift=shift, balance=balance,
+                    self._call.x, format=format, norm=state.kind, gain=gain, shift=shift, balance=balance,
                     **self._call.vectors,
                 )  # fmt: skip
                 state.is_proven = True

@@ -341,8 +341,26 @@ def test_a_modulation_that_is_overwritten_is_an_error():
         block(x)
         y = block.norm(x) * scale
         scale.add_(1)
-        with pytest.raises(sp.ChangedInputError, match="input of norm"):
+        with pytest.raises(sp.ChangedInputError, match="input or parameter of norm"):
             y.sum()
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_parameter_of_a_norm_that_is_overwritten_is_an_error(name):
+    block = normed("layer")
+    x = torch.randn(2, 6, 48)
+    expected = block(x)[0]
+    with sp.quantize_linears(block, min_features=0):
+        y = block.norm(x)  # its first call: the result is kept
+        getattr(block.norm, name).add_(1)
+        assert relative_error(block.one(y) + 0, expected) < 0.02
+        block.norm._sage_norm.is_postponed = True
+        block(x)
+        y = block.norm(x)
+        getattr(block.norm, name).add_(1)
+        for use in (block.one, torch.sum):
+            with pytest.raises(sp.ChangedInputError, match="input or parameter of norm"):
+                use(y)
 
 
 def test_an_input_that_is_overwritten_later_is_an_error():
@@ -351,7 +369,7 @@ def test_an_input_that_is_overwritten_later_is_an_error():
         x, scale = torch.randn(2, 6, 48), torch.zeros(2, 48)
         block(x, scale)
         block.change = lambda x, y, scale: x.add_(1)
-        with pytest.raises(sp.ChangedInputError, match="input of norm.*in place.*layer_linears"):
+        with pytest.raises(sp.ChangedInputError, match="input or parameter of norm.*in place.*layer_linears"):
             block(x, scale)
         with pytest.raises(sp.ChangedInputError):
             y = block.norm(x)

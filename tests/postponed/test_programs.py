@@ -62,22 +62,22 @@ def failures(seeds, monkeypatch, names, **options):
 
 
 def test_programs_of_users(monkeypatch):
-    assert not failures(range(200), monkeypatch, tuple(STEPS))
+    assert not failures(range(120), monkeypatch, tuple(STEPS))
 
 
-@pytest.mark.slow("two thousand programs; test_programs_of_users runs two hundred")
+@pytest.mark.slow("five hundred programs; test_programs_of_users runs a hundred")
 def test_many_programs_of_users(monkeypatch):
-    assert not failures(range(200, 2200), monkeypatch, tuple(STEPS))
+    assert not failures(range(200, 700), monkeypatch, tuple(STEPS))
 
 
 def test_programs_of_libraries(monkeypatch, library_tests):
     """What waits there, and writes in place between, which are noticed."""
-    assert not failures(range(200), monkeypatch, LIBRARY, may_refuse=True)
+    assert not failures(range(120), monkeypatch, LIBRARY, may_refuse=True)
 
 
-@pytest.mark.slow("two thousand programs; test_programs_of_libraries runs two hundred")
+@pytest.mark.slow("five hundred programs; test_programs_of_libraries runs a hundred")
 def test_many_programs_of_libraries(monkeypatch, library_tests):
-    assert not failures(range(200, 2200), monkeypatch, LIBRARY, may_refuse=True)
+    assert not failures(range(200, 700), monkeypatch, LIBRARY, may_refuse=True)
 
 
 def test_results_wait_in_programs_of_libraries(monkeypatch, library_tests):
