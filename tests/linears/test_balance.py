@@ -293,8 +293,8 @@ class Normed(nn.Module):
         return [layer(y) + 0 for layer in (self.attn.to_q, self.attn.to_k, self.attn.to_v)]
 
 
-@pytest.mark.parametrize("is_lazy", [False, True])
-def test_layers_of_one_input_with_other_outliers_each_read_it_with_their_own_balance(is_lazy):
+@pytest.mark.parametrize("waits", [False, True])
+def test_layers_of_one_input_with_other_outliers_each_read_it_with_their_own_balance(waits, library_tests):
     """Queries undo outliers in one channel, keys in another, and values in none."""
     model = Normed()
     x = torch.randn(2, 6, 48)
@@ -303,8 +303,8 @@ def test_layers_of_one_input_with_other_outliers_each_read_it_with_their_own_bal
     expected = model(x)
 
     def outputs():
-        y = x if is_lazy else model.norm(x).clone()
-        if is_lazy:
+        y = x if waits else model.norm(x).clone()
+        if waits:
             return model(y)
         return [layer(y) + 0 for layer in (model.attn.to_q, model.attn.to_k, model.attn.to_v)]
 

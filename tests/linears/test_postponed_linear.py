@@ -232,6 +232,10 @@ def test_a_half_is_memory_of_the_whole(linear):
     half.mul_(0)
     assert not y.tensor()[..., :32].any() and y.tensor()[..., 32:].any()
     assert torch.equal(other.tensor(), y.tensor()[..., 32:]) and not other.is_contiguous()
+    z = twin(x)
+    part = z.chunk(2, -1)[0]
+    part.mul_(0)
+    assert not F.gelu(z)[..., :32].any()
 
 
 def test_what_was_handed_out_is_an_ordinary_tensor_from_then_on(linear):
@@ -409,6 +413,32 @@ def test_casts_of_a_norm_wait_too():
                 y = (low.norm(x.float()) * torch.ones(2, 1, 48) + torch.zeros(48)).type_as(x)
                 low.one(y) + 0
             assert ops.quantized == 1 and y.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64])
+def test_vectors_that_are_no_modulation_are_multiplied_as_they_are(dtype):
+    block = normed("layer")
+    x, vector = torch.randn(2, 6, 48), (torch.arange(48) % 3).to(dtype)
+    norm, layer = block.norm(x), block.one(x)
+    with sp.quantize_linears(block, min_features=0):
+        block(x)
+        for got, expected in (
+            (block.norm(x) * vector, norm * vector),
+            (vector * block.norm(x), norm * vector),
+            (block.one(x) * vector[:1].expand(64), layer * vector[:1].expand(64)),
+        ):
+            assert type(got) is torch.Tensor and got.dtype == expected.dtype
+            assert (got.double() - expected.double()).abs().max() < 0.1
+
+
+def test_a_norm_of_memory_that_does_not_lie_in_one_piece_is_computed_at_once():
+    block = normed("rms")
+    x = torch.randn(2, 48, 6).mT
+    expected = block.norm(x)
+    with sp.quantize_linears(block, min_features=0):
+        got = block.norm(x)
+        assert type(got) is torch.Tensor and torch.equal(got, expected) and got.stride() == expected.stride()
+        assert type(block.norm(x.contiguous())) is not torch.Tensor
 
 
 # --- gated activations ---

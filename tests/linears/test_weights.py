@@ -55,6 +55,21 @@ def test_every_change_is_noticed(layer, name):
     assert relative_error(module(x) + 0, nn.Linear.forward(module, x)) < 0.02
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_write_in_place_that_no_attribute_tells_of_is_noticed(name):
+    """Through model.parameters(), as mergers of adapters do: PyTorch counts it, and we are not asked."""
+    torch.manual_seed(0)
+    net = nn.Linear(48, 64).eval().requires_grad_(False)
+    x = torch.randn(3, 48)
+    with sp.quantize_linears(net, min_features=0):
+        for _ in range(3):
+            net(x)
+            assert not (net._sage_linear.touched or net._sage_linear.bias_touched)
+            dict(net.named_parameters())[name].add_(0.5)
+            expected = torch.nn.functional.linear(x, net._parameters["weight"], net._parameters["bias"])
+            assert ((net(x) - expected).norm() / expected.norm()).item() < 0.02
+
+
 def test_a_change_behind_the_modules_back_is_noticed_by_refresh(layer):
     module, swap = layer
     for parameter in module.parameters():
