@@ -197,6 +197,19 @@ def test_what_a_helper_uses_is_followed(monkeypatch):
     assert counted(sage) == {"called": 2}
 
 
+def test_attention_that_a_helper_calls_is_seen_replaced_and_put_back(monkeypatch):
+    attention, x = attention_inputs()
+    inputs = {"attn": attention, "hidden_states": x}
+    sage = sage_class.swap(HelperProcessor(), CONFIG, "layer")
+    before = forward(sage, inputs)
+    functional = types.SimpleNamespace(scaled_dot_product_attention=louder_sdpa)
+    found = patched_forward(monkeypatch, sage, inputs, test_processors, "F", functional)
+    assert torch.equal(
+        found, patched_forward(monkeypatch, HelperProcessor(), inputs, test_processors, "F", functional)
+    )
+    assert torch.equal(forward(sage, inputs), before) and counted(sage) == {"called": 2, "patched": 1}
+
+
 def test_what_was_replaced_before_the_swap_is_what_the_model_has(monkeypatch):
     """As ever: who swaps then has looked at it."""
     model, inputs = MODELS["flux"]()
