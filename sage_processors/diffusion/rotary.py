@@ -17,7 +17,6 @@ from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
 from ..autocast import is_autocast
-from ..patched import Watch
 from ..postponed.region import current
 from ..postponed.tensor import CAN_WAIT, Operand, can_wait
 from .postponed_heads import Angles, HeadSource, Part, PostponedHeads
@@ -59,14 +58,7 @@ def is_rotary(function) -> bool:
         isinstance(function, types.FunctionType)
         and KNOWN.get(function.__name__, (None,))[0] == function.__module__
         and not hasattr(function, "__wrapped__")
-        and not _watch_of(function).changed()
     )
-
-
-@functools.cache
-def _watch_of(function) -> Watch:
-    """On its code, as it was when the function was first met: what waits is computed without it."""
-    return Watch([function])
 
 
 def usual_angles(name: str) -> tuple[bool, bool]:

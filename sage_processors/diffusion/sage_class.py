@@ -141,7 +141,7 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
         try:
             if rotary is None or torch.compiler.is_compiling() or current() is not None:
                 return binding.inner(self, *args, **kwargs)
-            if not (binding.is_of_libraries and self._sage_waiting.is_closed(module, args, kwargs)):
+            if not self._sage_waiting.is_closed(module, args, kwargs):
                 return binding.inner(self, *args, **kwargs)
             with opened():
                 return ordinary(binding.inner(self, *args, **kwargs))

@@ -321,16 +321,8 @@ class _SwappedNorm(_Beside):
 def norm_class(base: Any) -> type:
     """The subclass of a norm class whose result may be computed by the linear layers behind it."""
 
-    own = base.forward
-
     def forward(self, *args, **kwargs):
-        if (
-            torch.compiler.is_compiling()
-            or base.forward is not own
-            or kwargs
-            or len(args) != 1
-            or not hasattr(self, "_sage_norm")
-        ):
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage_norm"):
             return base.forward(self, *args, **kwargs)
         x = args[0].tensor() if isinstance(args[0], Postponed) else args[0]
         waiting = None if not is_caller_known(1) else self._sage_norm.postpone(self, x, base.forward)

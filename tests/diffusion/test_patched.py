@@ -108,6 +108,23 @@ def test_what_a_rotary_embedding_is_made_of_is_followed(monkeypatch):
         assert torch.equal(forward(model, inputs), before)
 
 
+def test_functions_that_a_rotary_embedding_calls_are_called(monkeypatch):
+    """Whoever replaces one of torch's wants to see its calls."""
+    model, inputs = MODELS["flux"]()
+    own, calls = torch.stack, []
+
+    def seen(*args, **kwargs):
+        calls.append(1)
+        return own(*args, **kwargs)
+
+    patched_forward(monkeypatch, model, inputs, torch, "stack", seen)
+    expected = len(calls)
+    with sp.apply(model, CONFIG):
+        forward(model, inputs)
+        patched_forward(monkeypatch, model, inputs, torch, "stack", seen)
+    assert expected and len(calls) == 2 * expected
+
+
 @pytest.mark.parametrize("patch", ATTENTION.values(), ids=ATTENTION)
 def test_attention_replaced_after_the_swap_runs_in_16_bit_and_is_counted(patch, monkeypatch):
     model, inputs = MODELS["flux"]()
@@ -195,6 +212,19 @@ def test_what_a_helper_uses_is_followed(monkeypatch):
     assert sqnr_db(forward(sage, inputs), stock) > 30
     assert sqnr_db(patched_forward(monkeypatch, sage, inputs, *patch), expected) > 30
     assert counted(sage) == {"called": 2}
+
+
+def test_attention_that_a_helper_calls_is_seen_replaced_and_put_back(monkeypatch):
+    attention, x = attention_inputs()
+    inputs = {"attn": attention, "hidden_states": x}
+    sage = sage_class.swap(HelperProcessor(), CONFIG, "layer")
+    before = forward(sage, inputs)
+    functional = types.SimpleNamespace(scaled_dot_product_attention=louder_sdpa)
+    found = patched_forward(monkeypatch, sage, inputs, test_processors, "F", functional)
+    assert torch.equal(
+        found, patched_forward(monkeypatch, HelperProcessor(), inputs, test_processors, "F", functional)
+    )
+    assert torch.equal(forward(sage, inputs), before) and counted(sage) == {"called": 2, "patched": 1}
 
 
 def test_what_was_replaced_before_the_swap_is_what_the_model_has(monkeypatch):

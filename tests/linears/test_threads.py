@@ -115,6 +115,16 @@ def test_casting_by_layer_takes_no_weight_away_from_another_threads_call(kind, f
         assert not swap.report().fallbacks
 
 
+def test_a_weight_that_another_thread_has_put_to_rest_is_not_asked_for():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval().requires_grad_(False)
+    x = torch.randn(3, 64)
+    with sp.quantize_linears(model, min_features=0) as swap:
+        before = model(x) + 0
+        model.to(torch.float8_e4m3fn)
+        assert torch.equal(model(x) + 0, before)
+        assert not swap.report().fallbacks
+
+
 def test_what_is_in_8_bit_is_there_while_a_layer_is_converted():
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval().requires_grad_(False)
     seen = []
