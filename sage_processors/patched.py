@@ -1,4 +1,4 @@
-"""Tells that somebody replaced a function since we looked: module globals, methods of classes, a function's own code.
+"""Notices functions that somebody replaced: module globals, methods of classes, a function's code.
 
 Profilers, adapters and other accelerators replace functions of libraries while a program runs. Code of a library that
 we run in our own way stands for that code only as long as everything it looks up by name is what it was.
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Watch:
-    """Names that code looks up while it runs, and what each meant when it was put on the watch.
+    """Names that code looks up while it runs, each with the object that it meant at first.
 
     Compared by identity, in C: about 60 ns a name.
     """
@@ -82,7 +82,7 @@ class Watch:
 
 
 def with_helpers(fn: types.FunctionType) -> list[types.FunctionType]:
-    """A function and the ones of its module that it uses by name, these that they use, and so on."""
+    """Return a function and all functions of its module that it uses, directly or through others."""
     found = {fn: None}
     left = [fn]
     while left:

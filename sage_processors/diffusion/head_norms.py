@@ -1,4 +1,4 @@
-"""Norms of queries and keys, head by head, that wait for attention beside the rotary embedding behind them."""
+"""RMSNorms of query and key heads, computed together with the rotary embedding behind them."""
 
 from __future__ import annotations
 

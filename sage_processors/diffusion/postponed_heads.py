@@ -24,7 +24,7 @@ class Norm(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Of a rotary embedding. cos, sin: [S, D] or [S, D / 2]. pairs: channels 2i and 2i + 1 turn together; else i and
+    """Angles of a rotary embedding. cos, sin: [S, D] or [S, D / 2]. pairs: channels 2i and 2i + 1 turn together; else i and
     i + D / 2. of: Operands, what the model handed over, by which two calls are known to have the same angles."""
 
     cos: torch.Tensor
@@ -33,7 +33,7 @@ class Angles(NamedTuple):
     of: tuple[Operand, ...]
 
     def are_of(self, tensors, pairs: bool) -> bool:
-        """Whether these are the angles of such a call, as they are now."""
+        """True if these are the angles of such a call, unchanged since."""
         known = all(mine.tensor is x and not mine.is_changed for mine, x in zip(self.of, tensors, strict=False))
         return known and len(self.of) == len(tensors) and self.pairs == pairs
 
@@ -109,7 +109,7 @@ class PostponedHeads(Postponed):
 
     @property
     def is_turned(self) -> bool:
-        """Whether it has had a rotary embedding, in whole or in parts."""
+        """True after a rotary embedding, of the whole or of its parts."""
         return self._angles is not None or any(part.angles is not None for part in self._parts)
 
     def turned(self, angles: Angles, compute) -> PostponedHeads | None:
@@ -153,7 +153,7 @@ _KNOWN = {torch.cat: _cat, torch.concat: _cat}
 
 
 def made_ready(query, key):
-    """Queries and keys [B, S, H, D] for attention, ordinary tensors: in one pass where both wait for the same."""
+    """Compute queries and keys [B, S, H, D] that wait, both in one kernel if their norms and angles fit."""
     if type(query) is not PostponedHeads or type(key) is not PostponedHeads:
         return ordinary_in(query), ordinary_in(key)
     sources = (*query._sources, *key._sources)
@@ -184,7 +184,7 @@ def made_ready(query, key):
 
 
 def _fit(query: PostponedHeads, key: PostponedHeads) -> bool:
-    """Whether one pass makes both: the same parts, the same angles, one eps, norms of one kind, one dtype."""
+    """True if one kernel can compute both: equal parts, angles, eps, dtypes, and norms of one kind."""
     mine, others = query._parts, key._parts
     if len(mine) != len(others) or query._dtype != key._dtype:
         return False

@@ -13,7 +13,7 @@ from ..postponed.region import Region
 
 
 class RowsOf:
-    """What one activation is in 8 bit: in a format, with a balance of its channels."""
+    """Codes of one activation, by number format and channel balance."""
 
     __slots__ = ("_found",)
 
@@ -51,7 +51,7 @@ class Activations:
         self._known.clear()
 
     def quantized(self, x: torch.Tensor, format: str, balance: torch.Tensor | None) -> QuantizedRows:
-        """As `quantized`, which says for which tensors."""
+        """Codes and scales of a tensor, from the first layer that asked for them."""
         stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
         key, version = id(x), x._version
         known = self._known.get(key)

@@ -9,7 +9,7 @@ from torch import nn
 
 
 def compiled_parts(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, or the modules inside of it, that are compiled; not what is inside of such."""
+    """Yield compiled modules of a model, the outermost ones alone."""
     left: list[nn.Module | None] = [model]
     while left:
         module = left.pop()

@@ -29,7 +29,7 @@ def _eps_of(module, dtype: torch.dtype) -> float | None:
 
 
 def norm_width(module) -> int | None:
-    """Columns that a norm works on; None for what is none."""
+    """Number of columns that a norm module normalises; None for another module."""
     weight = module._parameters.get("weight")
     if weight is not None:
         return len(weight) if weight.dim() == 1 else None

@@ -1,4 +1,4 @@
-"""Columns of two tensors that an 8-bit linear layer reads from where they are, without torch.cat."""
+"""torch.cat of two activations that waits: an 8-bit linear layer reads both where they are."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PostponedColumns(Postponed):
         return torch.cat(self._operands(), -1)
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
-        """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these."""
+        """Quantise this activation, times balance [K]: codes [..., K], scale [...]. Computed once."""
         rows = self._rows.get(format, balance)
         if rows is None:
             first, second = self._operands()
@@ -45,7 +45,7 @@ class PostponedColumns(Postponed):
 
 
 def cat(args, kwargs) -> PostponedColumns | None:
-    """`torch.cat` of two activations along their last dimension, one of them a layer's; None: of something else."""
+    """Postpone torch.cat of two activations along their last dimension; None for another call of it."""
     tensors = args[0] if args else kwargs.get("tensors")
     if current() is None or not isinstance(tensors, (tuple, list)) or not isinstance(tensors[0], torch.Tensor):
         return None

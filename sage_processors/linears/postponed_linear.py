@@ -1,4 +1,4 @@
-"""The output of an 8-bit linear layer that waits: its kernel may do what follows in its last pass."""
+"""An 8-bit linear layer's output that waits: its kernel adds activation, gate and residual."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def _put_in_turns(module, *, gate_first: bool) -> bool:
 
 
 def _gated_pair(a: PostponedLinear, b: PostponedLinear) -> PostponedLinear | None:
-    """activation(gate layer) · value layer of the same input, as one multiplication; None where it is none."""
+    """Multiply value and activated gate of one input in one matmul; None for results that are no such pair."""
     value, gate = (a, b) if a._activation == "none" else (b, a)
     known = value._is_bare and not gate._is_out and gate._gate is None and gate._activation in _STOCK
     if not known or value._x is not gate._x or value._dtype != gate._dtype or value._shape != gate._shape:

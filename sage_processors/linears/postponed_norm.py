@@ -1,4 +1,4 @@
-"""The output of a norm that waits: an 8-bit linear layer takes norm, modulation and rounding in one pass."""
+"""A norm's output that waits: the 8-bit linear layer behind it computes norm and rounding in one pass."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class PostponedNorm(Postponed):
         return other is self._parent
 
     def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
-        """This activation times balance [K] in 8 bit: codes [..., K], scale [...]; computed once for each of these."""
+        """Quantise this activation, times balance [K]: codes [..., K], scale [...]. Computed once."""
         rows = self._rows.get(format, balance)
         if rows is None:
             state, operands = self._call.state, (*self._call.operands, self._gain, self._shift)

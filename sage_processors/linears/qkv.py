@@ -1,4 +1,4 @@
-"""Linear layers of the same input as one matrix multiplication: to_q, to_k and to_v of an attention module."""
+"""One matmul for linear layers of the same input: to_q, to_k and to_v of an attention module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHERS = ("add_q_proj", "to_q_t")  # of joint attention: the queries of its oth
 
 
 def last_joined(owner, modules) -> int:
-    """The index of the last of an attention module's projections that is computed together with the first one.
+    """Index of the last projection that is computed together with the first one.
 
     Joint attention puts values of two origins side by side. Columns of a joined result are rows that lie apart, which
     PyTorch copies at a fraction of the memory's speed; queries and keys are read in place by what norms them.
@@ -42,9 +42,9 @@ def base_of(module: Any) -> Any:
 
 
 class Run:
-    """Neighbours in a Storage, computed when the first one is called; the others' results wait for their calls.
+    """Neighbouring layers of one matrix, all computed when the first one is called.
 
-    They wait in the region of the block that runs, and no longer. Where the neighbours turn out to have other inputs,
+    The others' results wait for their calls in the region of the block that runs, and no longer. Where the neighbours turn out to have other inputs,
     the run is broken up: nothing is computed for nothing twice.
     """
 

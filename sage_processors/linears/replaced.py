@@ -1,4 +1,4 @@
-"""Tells that a linear layer runs other code than torch's own, which is what an 8-bit one stands for."""
+"""Notices that torch.nn.Linear.forward or F.linear was replaced, which an 8-bit layer stands for."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LINEAR = _linear()
 
 
 def is_replaced(base: Any) -> bool:
-    """True if somebody put another function in the place of one that torch runs for a linear layer of this class."""
+    """True if a linear layer of this class no longer runs torch's own functions."""
     return not _torchs(base.forward) or _linear() is None
 
 
 def call_replaced(base: Any, module: nn.Module, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Run the function that is there now in the place of the layer's forward, for a module with another weight."""
+    """Call the replaced forward of a layer, with another weight."""
     twin = object.__new__(base)
     parameters = module._parameters | {"weight": nn.Parameter(weight, requires_grad=False)}
     twin.__dict__.update(module.__dict__, _parameters=parameters)

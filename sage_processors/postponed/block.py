@@ -1,4 +1,4 @@
-"""The class that a block of a model gets, so that results may wait while it runs: the same object and forward."""
+"""Gives a block of a model a class in whose forward results may wait; the object stays the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
 
 
 class _EnclosedBlock(_Beside):
-    """What the class of a block adds to its base, which it takes itself for: libraries look blocks up by class."""
+    """Mixin of an enclosed block's class. `__class__` is the base, as libraries look blocks up by class."""
 
     _sage_base: type
 

@@ -1,4 +1,4 @@
-"""Replaces tensors that wait by ordinary ones in what a block returns, whatever container they are in."""
+"""Replaces postponed tensors by ordinary ones in a block's result, in containers too."""
 
 from __future__ import annotations
 

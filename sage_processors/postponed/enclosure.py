@@ -1,4 +1,4 @@
-"""Tells whether all code that runs inside of a block is a library's, so that results may wait there.
+"""Finds out if a block runs code of libraries alone, so that results may wait inside of it.
 
 A hook, a module or a processor of the user's in a block may look at what it is given, keep it or write to it, at any
 time. Then nothing waits in that block.
@@ -80,7 +80,7 @@ class Enclosure:
         )
 
     def _find(self, block: nn.Module, inner: list[nn.Module]) -> str:
-        """What stands against waiting, in a few words; "" for nothing."""
+        """Name, in a few words, the code that is no library's; "" if there is none."""
         for module in self.modules:
             if not _is_of_library(type(module)):
                 return f"a module of class {_name(module)}"
@@ -105,7 +105,7 @@ class Enclosure:
         return ""
 
     def obstacle_of(self, block: nn.Module) -> str:
-        """What in the block stands against waiting as it is now, in a few words; "" for nothing."""
+        """Name the code in the block that is no library's, as the block is now; "" if there is none."""
         self.is_closed(block)
         return self.obstacle
 
