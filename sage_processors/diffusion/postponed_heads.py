@@ -24,8 +24,11 @@ class Norm(NamedTuple):
 
 
 class Angles(NamedTuple):
-    """Angles of a rotary embedding. cos, sin: [S, D] or [S, D / 2]. pairs: channels 2i and 2i + 1 turn together; else i and
-    i + D / 2. of: Operands, what the model handed over, by which two calls are known to have the same angles."""
+    """Angles of a rotary embedding.
+
+    cos, sin: [S, D] or [S, D / 2]. pairs: channels 2i and 2i + 1 turn together; else i and i + D / 2. of: Operands of
+    what the model handed over, by which two calls are known to have the same angles.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor

@@ -44,8 +44,8 @@ def base_of(module: Any) -> Any:
 class Run:
     """Neighbouring layers of one matrix, all computed when the first one is called.
 
-    The others' results wait for their calls in the region of the block that runs, and no longer. Where the neighbours turn out to have other inputs,
-    the run is broken up: nothing is computed for nothing twice.
+    The others' results wait for their calls in the region of the block that runs, and no longer. Where the neighbours
+    turn out to have other inputs, the run is broken up: nothing is computed for nothing twice.
     """
 
     def __init__(self, storage, first: int, last: int):
