@@ -272,7 +272,7 @@ class Int8Layer(CacheLayerMixin):
                 )
 
     def _choose_vectors(self, key_states, value_states) -> None:
-        self.k_mean, self.k_balance = choose_vectors(key_states, value_states)
+        self.k_mean, self.k_balance = choose_vectors(key_states, value_states, first_stays=not self.is_sliding)
 
     def _store_again(self, key_states, value_states) -> None:
         """Choose the vectors anew by the tokens held and these new ones, and store those held with them, in new

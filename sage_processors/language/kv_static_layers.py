@@ -90,7 +90,8 @@ class Int8StaticLayer(Int8Layer):
             rows = new.detach().index_select(2, source.clamp(0, number - 1)).to(held.dtype)
             held.copy_(torch.where(((source >= 0) & (source < number))[:, None], rows, held))
         self.settled.logical_or_(self.cumulative_length >= capacity)
-        chosen = choose_vectors(*self._first(), slots < self.cumulative_length + number)
+        valid = slots < self.cumulative_length + number
+        chosen = choose_vectors(*self._first(), valid, first_stays=not self.is_sliding)
         for vector, new in zip((self.k_mean, self.k_balance), chosen, strict=True):
             vector.copy_(torch.where(self.settled, vector, new))
         # where the vectors stay, behind the buffers: nothing is written there
@@ -118,7 +119,7 @@ class Int8StaticLayer(Int8Layer):
 
     def _choose_vectors(self, key_states, value_states) -> None:
         if torch.compiler.is_compiling():  # without a trial, so in place here
-            mean, balance = choose_vectors(key_states, value_states)
+            mean, balance = choose_vectors(key_states, value_states, first_stays=not self.is_sliding)
             self.k_mean.copy_(mean)
             self.k_balance.copy_(balance)
         else:

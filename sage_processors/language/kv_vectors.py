@@ -18,16 +18,18 @@ BALANCE_LIMIT = 2.0**12
 WINDOW = 64  # tokens after which the vectors of a layer stay as they are
 ENOUGH = 8  # different tokens that say how large a channel is
 ALIKE = 1 / 16  # values whose distance is less, relative to the sum of their sizes, are of the same token
-SINK = 1 / 4  # the first token, which most attention goes to, counts for so many of all
+SINK = 1 / 4  # part of the way to the first token's key that a centre is drawn,
+REACH = 2.0  # but in no channel by more than so many times its size
 
 
 def choose_vectors(
-    keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None = None
+    keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None = None, *, first_stays: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Centre and balance, fp32 [B, H_kv, D] each, by a layer's first tokens: keys and values [B, H_kv, S, D].
 
     A sample of the tokens is looked at. Each sequence of the batch decides by itself, and nothing waits for the device.
-    valid: bool [S], which tokens there are; None: all. S is at most WINDOW then.
+    valid: bool [S], which tokens there are; None: all. S is at most WINDOW then. first_stays: no
+    window leaves the first token behind.
     """
     number = keys.shape[2]
     if number == 0:
@@ -41,6 +43,8 @@ def choose_vectors(
     mean = smoothing_vector(sample, weight)
     if number < ENOUGH:
         return mean, torch.ones_like(mean)
+    if first_stays:
+        mean = drawn_to_first(sample, weight, mean)
     return mean, channel_balance(sample, weight, mean)
 
 
@@ -58,19 +62,28 @@ def different_tokens(values: torch.Tensor) -> torch.Tensor:
 
 
 def smoothing_vector(keys: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Vector that is subtracted from all keys of a head, fp32 [B, H_kv, D]: their mean, drawn to zero and to the first.
+    """Vector that is subtracted from all keys of a head, fp32 [B, H_kv, D]: their mean, drawn to zero.
 
-    One token says little about those to come, so it counts for a half. The first, or the first behind padding, counts
-    for SINK of all: its key is often far from the others', and what is rounded away of it weighs most. A channel that
-    is not finite is left alone. keys: fp32 [B, H_kv, S, D]. weight: [B, S], 0 for tokens that don't count.
+    One token says little about those to come, so it counts for a half; a channel that is not finite is left alone.
+    keys: fp32 [B, H_kv, S, D]. weight: [B, S], 0 for tokens that don't count.
     """
-    number = weight.sum(1, keepdim=True)
-    order = weight.cumsum(1)
-    behind_copies = (order == 1).sum(1, keepdim=True) > 1  # the first token comes more than once: padding
-    first = torch.where(behind_copies & (number > 1), order == 2, order == 1) & (weight > 0)
-    weight = torch.where(first, (number * SINK).clamp_min(1), weight)
     total = _weighted_sum(keys, weight) / (weight.sum(1)[:, None, None] + 1)
     return torch.where(total.isfinite(), total, 0.0)
+
+
+def drawn_to_first(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """The centre moved towards the first key, or the first behind padding, which most attention goes to.
+
+    That key is often far from all others, and what is rounded away of it weighs most. The others have room for some
+    shift: REACH bounds it. Sequences of fewer than ENOUGH different tokens keep their mean.
+    """
+    number, order = weight.sum(1, keepdim=True), weight.cumsum(1)
+    behind_copies = ((order == 1).sum(1, keepdim=True) > 1) & (number > 1)  # the first token comes again: padding
+    first = torch.where(behind_copies, order == 2, order == 1) & (weight > 0)
+    way = SINK * (_weighted_sum(keys, first.float()) - mean)
+    reach = REACH * _sizes(keys, weight, mean)[0]
+    moved = mean + way.clamp(-reach, reach)
+    return torch.where((number[:, None] >= ENOUGH) & moved.isfinite(), moved, mean)
 
 
 def channel_balance(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -86,16 +99,20 @@ def channel_balance(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor
     Numbers above 1 are for channels that stay small. One that rotary embedding turns grows with the position, as far
     as the mean of its pair: so it counts as large as the means of both, whatever it was in these tokens.
     """
-    number = weight.sum(1)[:, None, None]
-    size = _weighted_sum((keys - mean[:, :, None]).abs(), weight) / number
-    half = mean.shape[-1] // 2
-    usual = size.sort(-1).values[..., half, None]
+    size, usual = _sizes(keys, weight, mean)
+    half, number = mean.shape[-1] // 2, weight.sum(1)[:, None, None]
     known = size.isfinite() & (size > 0) & usual.isfinite() & (usual > 0) & (number >= ENOUGH)
     size = torch.maximum(size, torch.maximum(mean.abs(), mean.roll(half, -1).abs()).minimum(usual))
     ratio = size / usual
     ratio = torch.where(ratio > 1, (ratio / OUTLIER).clamp_min(1), (ratio * OUTLIER).clamp_max(1))
     balance = torch.exp2(-torch.round(torch.log2(ratio))).clamp(1 / BALANCE_LIMIT, BALANCE_LIMIT)
     return torch.where(known, balance, 1.0)
+
+
+def _sizes(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean distance from `mean` of each channel [B, H_kv, D], and that of the median channel [B, H_kv, 1]."""
+    size = _weighted_sum((keys - mean[:, :, None]).abs(), weight) / weight.sum(1)[:, None, None]
+    return size, size.sort(-1).values[..., mean.shape[-1] // 2, None]
 
 
 def _weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
