@@ -1,9 +1,9 @@
 """The two vectors of a head that an Int8KVCache stores its keys with: a centre and a balance of channels.
 
-Attention is exact with any vectors: the choice only decides how much 8 bits round away. They are chosen from a layer's
-first tokens. Where its first call has fewer than WINDOW, they are chosen anew with every call until so many are there,
-and what was stored is stored again, from 16 bit: then it is as if the tokens had come together. After that nothing that
-was written ever changes, so that pages of a shared prefix can begin behind WINDOW tokens, or with vectors given.
+Attention is exact with any vectors: the choice only decides how much 8 bits round away. They are chosen by a layer's
+first tokens. Where its first call has fewer than WINDOW, they are chosen anew when there are CHOSEN_AT, and the tokens
+held are stored again, from 16 bit: as if all had come together. From then on nothing that was written
+changes, and codes depend on no token but their own and the first ones: pages of a shared prefix may be shared.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ OUTLIER = 2.0  # channels up to so many times as large or small as the median on
 BALANCE_LIMIT = 2.0**12
 WINDOW = 64  # tokens after which the vectors of a layer stay as they are
 ENOUGH = 8  # different tokens that say how large a channel is
+CHOSEN_AT = (ENOUGH, 16, 32, WINDOW)
 ALIKE = 1 / 16  # values whose distance is less, relative to the sum of their sizes, are of the same token
 SINK = 1 / 4  # part of the way to the first token's key that a centre is drawn,
 REACH = 2.0  # but in no channel by more than so many times its size
+
+
+def are_chosen_anew(held: int, new: int, window: int) -> bool:
+    """Whether the vectors are to be chosen when `new` tokens follow `held`, of which the layer waits for `window`."""
+    return any(held < number <= held + new for number in (*CHOSEN_AT, window))
 
 
 def choose_vectors(
@@ -27,9 +33,11 @@ def choose_vectors(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Centre and balance, fp32 [B, H_kv, D] each, by a layer's first tokens: keys and values [B, H_kv, S, D].
 
-    A sample of the tokens is looked at. Each sequence of the batch decides by itself, and nothing waits for the device.
-    valid: bool [S], which tokens there are; None: all. S is at most WINDOW then. first_stays: no
-    window leaves the first token behind.
+    A sample of the tokens is looked at. Each sequence of a batch decides by itself, and nothing waits for the device.
+
+    Args:
+        valid: bool [S], S <= WINDOW: which of the tokens there are; None: all.
+        first_stays: no sliding window leaves the first token behind.
     """
     number = keys.shape[2]
     if number == 0:
@@ -51,9 +59,9 @@ def choose_vectors(
 def different_tokens(values: torch.Tensor) -> torch.Tensor:
     """fp32 [B, S]: 1 for a token that differs from the one before, 0 for another copy of it. values: [B, H_kv, S, D].
 
-    Padding, and a text of one word, are one token over and over. Their keys differ nevertheless: rotary embedding turns
-    each by its position. Values are not turned. The copies' are the same to a hundredth in all layers of the models
-    tried (SmolLM2 135M, Gemma 3 270M), those of a text's neighbours differ by a fifth and more.
+    Padding, and a text of one word, are one token over and over. Their keys differ nevertheless: rotary embedding
+    turns each by its position. Values are not turned. Those of copies are the same to a hundredth in all layers of the
+    models tried (SmolLM2 135M, Gemma 3 270M), those of a text's neighbours differ by a fifth and more.
     """
     size = values.abs().sum((1, 3))
     change = values.diff(dim=2).abs().sum((1, 3))

@@ -1,4 +1,4 @@
-"""However an Int8KVCache is filled, it is as good as with a balance of channels or without one, whichever is better."""
+"""However an Int8KVCache is filled, it is as good as with a balance of channels or without, whichever is better."""
 
 from __future__ import annotations
 
@@ -188,9 +188,9 @@ def test_C01_a_cache_holds_the_same_bits_however_its_first_tokens_came(kind, chu
         step(layer, keys[:, :, end - number : end], values[:, :, end - number : end])
     assert_same(bits(layer, WINDOW), bits(want, WINDOW))
     held = [x.clone() for x in bits(want, WINDOW)]
-    for layer in (layer, want):
-        step(layer, keys[:, :, WINDOW : WINDOW + 20], values[:, :, WINDOW : WINDOW + 20])
-        assert_same(bits(layer, WINDOW), held)
+    for either in (layer, want):
+        step(either, keys[:, :, WINDOW : WINDOW + 20], values[:, :, WINDOW : WINDOW + 20])
+        assert_same(bits(either, WINDOW), held)
 
 
 @pytest.mark.parametrize("kind", ["static", "static window"])
@@ -253,7 +253,7 @@ def test_tokens_that_differ_are_counted_by_their_values():
 
 
 def assert_holds_tokens(stored, keys, values):
-    """To half a step of each token's scale. stored: all tokens that the layer shows; keys, values: all that it holds."""
+    """To half a step of each token's scale. keys, values: all that the layer holds."""
     number = stored.shape[2] if stored.lengths is None else int(stored.lengths)
     scale = stored.k_scale[:, :, :number].double()[..., None] / stored.k_balance.double()[:, :, None]
     got = stored.k_codes[:, :, :number].double() * scale + stored.k_mean.double()[:, :, None]

@@ -80,7 +80,18 @@ def logits(model, case, cache):
     return torch.cat(found, 1)
 
 
-CASES = ["first 1", "first 2", "first 8", "first 64", "first 512", "split 1", "split 2", "equal 8", "equal 40", "pad 5"]
+CASES = [
+    "first 1",
+    "first 2",
+    "first 8",
+    "first 64",
+    "first 512",
+    "split 1",
+    "split 2",
+    "equal 8",
+    "equal 40",
+    "pad 5",
+]
 
 
 @pytest.mark.parametrize("capacity", [None, 640], ids=["growing", "static"])
