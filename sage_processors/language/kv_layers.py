@@ -13,7 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from sage_kernels import append_kv
 
-from .kv_vectors import WINDOW, choose_vectors
+from .kv_vectors import WINDOW, are_chosen_anew, choose_vectors
 from .quantized_kv import StoredKV
 
 
@@ -126,9 +126,10 @@ class Int8Layer(CacheLayerMixin):
         if first:
             self.begin = self.end = 0
             self._choose_vectors(key_states, value_states)
-        elif self.first_keys is not None:
+        elif self.first_keys is not None and are_chosen_anew(self.cumulative_length, number, self._window()):
             self._store_again(key_states, value_states)
-        self._hold(key_states, value_states, first)
+        if first or self.first_keys is not None:
+            self._hold(key_states, value_states, first)
         if first and replaced:
             self._store(*self._last(key_states, value_states))
         else:
@@ -272,7 +273,7 @@ class Int8Layer(CacheLayerMixin):
                 )
 
     def _choose_vectors(self, key_states, value_states) -> None:
-        self.k_mean, self.k_balance = choose_vectors(key_states, value_states)
+        self.k_mean, self.k_balance = choose_vectors(key_states, value_states, first_stays=not self.is_sliding)
 
     def _store_again(self, key_states, value_states) -> None:
         """Choose the vectors anew by the tokens held and these new ones, and store those held with them, in new
@@ -285,15 +286,18 @@ class Int8Layer(CacheLayerMixin):
         self._store(*held)
 
     def _hold(self, key_states, value_states, first: bool) -> None:
-        """Keep the first tokens as they came, as long as there are fewer than WINDOW and the layer holds them all."""
-        limit = min(WINDOW, self.sliding_window) if self.is_sliding else WINDOW
+        """Keep the first tokens as they came, until there are enough to choose the vectors for good."""
         new = (key_states.detach(), value_states.detach())
-        if self.cumulative_length + key_states.shape[2] >= limit or not (first or self.first_keys is not None):
+        if self.cumulative_length + key_states.shape[2] >= self._window():
             self.first_keys = self.first_values = None
         elif first:
             self.first_keys, self.first_values = (x.clone() for x in new)
         else:
             self.first_keys, self.first_values = (torch.cat(x, 2) for x in zip(self._first(), new, strict=True))
+
+    def _window(self) -> int:
+        """Tokens after which the vectors stay as they are; the layer holds them all till then."""
+        return min(WINDOW, self.sliding_window) if self.is_sliding else WINDOW
 
     def _buffers(self) -> tuple[torch.Tensor, ...]:
         return tuple(getattr(self, name) for name in BUFFERS)
@@ -308,8 +312,7 @@ class Int8Layer(CacheLayerMixin):
     def _store(self, key_states, value_states) -> None:
         number = key_states.shape[2]
         self._reserve(number)
-        vectors, buffers = (self.k_mean, self.k_balance), self._buffers()
-        append_kv(key_states, value_states, vectors[0], *buffers, position=self.end, k_balance=vectors[1])
+        append_kv(key_states, value_states, self.k_mean, *self._buffers(), position=self.end, k_balance=self.k_balance)
         self.end += number
 
     def _reserve(self, number: int) -> None:

@@ -13,7 +13,7 @@ from sage_kernels import append_kv
 from sage_kernels.compat import mark_static_address
 
 from .kv_layers import BUFFERS, FIRST, VECTORS, Int8Layer
-from .kv_vectors import WINDOW, choose_vectors
+from .kv_vectors import WINDOW, are_chosen_anew, choose_vectors
 from .quantized_kv import StoredKV
 
 
@@ -73,29 +73,31 @@ class Int8StaticLayer(Int8Layer):
             pass
         elif torch.compiler.is_compiling():
             self._store_again_compiled(key_states, value_states)
-        elif self._length() < self.first_keys.shape[2]:
-            held = [x[:, :, : self._length()] for x in self._first()]
-            self._choose_vectors(*(torch.cat(x, 2) for x in zip(held, (key_states, value_states), strict=True)))
-            again = [x[:, :, : self._length()].clone() for x in self._buffers()]
-            append_kv(*held, self.k_mean, *again, position=0, k_balance=self.k_balance)
+        elif are_chosen_anew(self._length(), key_states.shape[2], self._window()):
+            keys, values = (x[:, :, : self._length()] for x in self._first())
+            self._choose_vectors(torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2))
+            again = tuple(x[:, :, : self._length()].clone() for x in self._buffers())
+            append_kv(keys, values, self.k_mean, *again, position=0, k_balance=self.k_balance)
             return again
         return None
 
     def _store_again_compiled(self, key_states, value_states) -> None:
         """As the eager way, but of fixed shapes and in place: the host does not know how many tokens there are."""
-        capacity, number = self.first_keys.shape[2], key_states.shape[2]
+        capacity, number = self._window(), key_states.shape[2]
         slots = torch.arange(capacity, device=self.device)
         source = slots - self.cumulative_length
         for held, new in zip(self._first(), (key_states, value_states), strict=True):
             rows = new.detach().index_select(2, source.clamp(0, number - 1)).to(held.dtype)
             held.copy_(torch.where(((source >= 0) & (source < number))[:, None], rows, held))
         self.settled.logical_or_(self.cumulative_length >= capacity)
-        chosen = choose_vectors(*self._first(), slots < self.cumulative_length + number)
+        valid = slots < self.cumulative_length + number
+        chosen = choose_vectors(*self._first(), valid, first_stays=not self.is_sliding)
         for vector, new in zip((self.k_mean, self.k_balance), chosen, strict=True):
             vector.copy_(torch.where(self.settled, vector, new))
         # where the vectors stay, behind the buffers: nothing is written there
         position = torch.where(self.settled, self.k_codes.shape[2], 0)
-        append_kv(*self._first(), self.k_mean, *self._buffers(), position=position, k_balance=self.k_balance)
+        keys, values = self._first()
+        append_kv(keys, values, self.k_mean, *self._buffers(), position=position, k_balance=self.k_balance)
 
     def _settle(self, key_states, value_states, first: bool, again) -> None:
         """Put down what `_ready_vectors` returned, and hold the new tokens if they are among the first. Allocates
@@ -103,7 +105,7 @@ class Int8StaticLayer(Int8Layer):
         compiling = torch.compiler.is_compiling()
         if not first and (self.is_settled or (compiling and not self.is_sliding)):
             return
-        begin, number, capacity = 0 if first else self._length(), key_states.shape[2], self.first_keys.shape[2]
+        begin, number, capacity = 0 if first else self._length(), key_states.shape[2], self._window()
         overwritten = max(begin + number - self.k_codes.shape[2], 0)  # by new tokens, in a ring
         for buffer, x in zip(self._buffers(), again or (), strict=False):
             buffer[:, :, overwritten:begin].copy_(x[:, :, overwritten:])
@@ -118,7 +120,7 @@ class Int8StaticLayer(Int8Layer):
 
     def _choose_vectors(self, key_states, value_states) -> None:
         if torch.compiler.is_compiling():  # without a trial, so in place here
-            mean, balance = choose_vectors(key_states, value_states)
+            mean, balance = choose_vectors(key_states, value_states, first_stays=not self.is_sliding)
             self.k_mean.copy_(mean)
             self.k_balance.copy_(balance)
         else:
@@ -169,7 +171,7 @@ class Int8StaticLayer(Int8Layer):
         super()._initialize(key_states, value_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
         self.settled = torch.zeros_like(self.cumulative_length, dtype=torch.bool)
-        shape = (self.batch_size, self.num_heads, min(WINDOW, self._first_capacity()), self.head_dim)
+        shape = (self.batch_size, self.num_heads, self._window(), self.head_dim)
         self.first_keys, self.first_values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in FIRST)
 
     def _pin(self) -> None:
@@ -180,6 +182,9 @@ class Int8StaticLayer(Int8Layer):
 
     def _first_capacity(self) -> int:
         return self.max_cache_len
+
+    def _window(self) -> int:
+        return min(WINDOW, self._first_capacity())
 
     def _length(self) -> int:
         if self._host_length is None:

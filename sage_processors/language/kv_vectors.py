@@ -1,9 +1,9 @@
 """The two vectors of a head that an Int8KVCache stores its keys with: a centre and a balance of channels.
 
-Attention is exact with any vectors: the choice only decides how much 8 bits round away. They are chosen from a layer's
-first tokens. Where its first call has fewer than WINDOW, they are chosen anew with every call until so many are there,
-and what was stored is stored again, from 16 bit: then it is as if the tokens had come together. After that nothing that
-was written ever changes, so that pages of a shared prefix can begin behind WINDOW tokens, or with vectors given.
+Attention is exact with any vectors: the choice only decides how much 8 bits round away. They are chosen by a layer's
+first tokens. Where its first call has fewer than WINDOW, they are chosen anew when there are CHOSEN_AT, and the tokens
+held are stored again, from 16 bit: as if all had come together. From then on nothing that was written
+changes, and codes depend on no token but their own and the first ones: pages of a shared prefix may be shared.
 """
 
 from __future__ import annotations
@@ -17,17 +17,27 @@ OUTLIER = 2.0  # channels up to so many times as large or small as the median on
 BALANCE_LIMIT = 2.0**12
 WINDOW = 64  # tokens after which the vectors of a layer stay as they are
 ENOUGH = 8  # different tokens that say how large a channel is
+CHOSEN_AT = (ENOUGH, 16, 32, WINDOW)
 ALIKE = 1 / 16  # values whose distance is less, relative to the sum of their sizes, are of the same token
-SINK = 1 / 4  # the first token, which most attention goes to, counts for so many of all
+SINK = 1 / 4  # part of the way to the first token's key that a centre is drawn,
+REACH = 2.0  # but in no channel by more than so many times its size
+
+
+def are_chosen_anew(held: int, new: int, window: int) -> bool:
+    """Whether the vectors are to be chosen when `new` tokens follow `held`, of which the layer waits for `window`."""
+    return any(held < number <= held + new for number in (*CHOSEN_AT, window))
 
 
 def choose_vectors(
-    keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None = None
+    keys: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None = None, *, first_stays: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Centre and balance, fp32 [B, H_kv, D] each, by a layer's first tokens: keys and values [B, H_kv, S, D].
 
-    A sample of the tokens is looked at. Each sequence of the batch decides by itself, and nothing waits for the device.
-    valid: bool [S], which tokens there are; None: all. S is at most WINDOW then.
+    A sample of the tokens is looked at. Each sequence of a batch decides by itself, and nothing waits for the device.
+
+    Args:
+        valid: bool [S], S <= WINDOW: which of the tokens there are; None: all.
+        first_stays: no sliding window leaves the first token behind.
     """
     number = keys.shape[2]
     if number == 0:
@@ -41,15 +51,17 @@ def choose_vectors(
     mean = smoothing_vector(sample, weight)
     if number < ENOUGH:
         return mean, torch.ones_like(mean)
+    if first_stays:
+        mean = drawn_to_first(sample, weight, mean)
     return mean, channel_balance(sample, weight, mean)
 
 
 def different_tokens(values: torch.Tensor) -> torch.Tensor:
     """fp32 [B, S]: 1 for a token that differs from the one before, 0 for another copy of it. values: [B, H_kv, S, D].
 
-    Padding, and a text of one word, are one token over and over. Their keys differ nevertheless: rotary embedding turns
-    each by its position. Values are not turned. The copies' are the same to a hundredth in all layers of the models
-    tried (SmolLM2 135M, Gemma 3 270M), those of a text's neighbours differ by a fifth and more.
+    Padding, and a text of one word, are one token over and over. Their keys differ nevertheless: rotary embedding
+    turns each by its position. Values are not turned. Those of copies are the same to a hundredth in all layers of the
+    models tried (SmolLM2 135M, Gemma 3 270M), those of a text's neighbours differ by a fifth and more.
     """
     size = values.abs().sum((1, 3))
     change = values.diff(dim=2).abs().sum((1, 3))
@@ -58,19 +70,28 @@ def different_tokens(values: torch.Tensor) -> torch.Tensor:
 
 
 def smoothing_vector(keys: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Vector that is subtracted from all keys of a head, fp32 [B, H_kv, D]: their mean, drawn to zero and to the first.
+    """Vector that is subtracted from all keys of a head, fp32 [B, H_kv, D]: their mean, drawn to zero.
 
-    One token says little about those to come, so it counts for a half. The first, or the first behind padding, counts
-    for SINK of all: its key is often far from the others', and what is rounded away of it weighs most. A channel that
-    is not finite is left alone. keys: fp32 [B, H_kv, S, D]. weight: [B, S], 0 for tokens that don't count.
+    One token says little about those to come, so it counts for a half; a channel that is not finite is left alone.
+    keys: fp32 [B, H_kv, S, D]. weight: [B, S], 0 for tokens that don't count.
     """
-    number = weight.sum(1, keepdim=True)
-    order = weight.cumsum(1)
-    behind_copies = (order == 1).sum(1, keepdim=True) > 1  # the first token comes more than once: padding
-    first = torch.where(behind_copies & (number > 1), order == 2, order == 1) & (weight > 0)
-    weight = torch.where(first, (number * SINK).clamp_min(1), weight)
     total = _weighted_sum(keys, weight) / (weight.sum(1)[:, None, None] + 1)
     return torch.where(total.isfinite(), total, 0.0)
+
+
+def drawn_to_first(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """The centre moved towards the first key, or the first behind padding, which most attention goes to.
+
+    That key is often far from all others, and what is rounded away of it weighs most. The others have room for some
+    shift: REACH bounds it. Sequences of fewer than ENOUGH different tokens keep their mean.
+    """
+    number, order = weight.sum(1, keepdim=True), weight.cumsum(1)
+    behind_copies = ((order == 1).sum(1, keepdim=True) > 1) & (number > 1)  # the first token comes again: padding
+    first = torch.where(behind_copies, order == 2, order == 1) & (weight > 0)
+    way = SINK * (_weighted_sum(keys, first.float()) - mean)
+    reach = REACH * _sizes(keys, weight, mean)[0]
+    moved = mean + way.clamp(-reach, reach)
+    return torch.where((number[:, None] >= ENOUGH) & moved.isfinite(), moved, mean)
 
 
 def channel_balance(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
@@ -86,16 +107,20 @@ def channel_balance(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor
     Numbers above 1 are for channels that stay small. One that rotary embedding turns grows with the position, as far
     as the mean of its pair: so it counts as large as the means of both, whatever it was in these tokens.
     """
-    number = weight.sum(1)[:, None, None]
-    size = _weighted_sum((keys - mean[:, :, None]).abs(), weight) / number
-    half = mean.shape[-1] // 2
-    usual = size.sort(-1).values[..., half, None]
+    size, usual = _sizes(keys, weight, mean)
+    half, number = mean.shape[-1] // 2, weight.sum(1)[:, None, None]
     known = size.isfinite() & (size > 0) & usual.isfinite() & (usual > 0) & (number >= ENOUGH)
     size = torch.maximum(size, torch.maximum(mean.abs(), mean.roll(half, -1).abs()).minimum(usual))
     ratio = size / usual
     ratio = torch.where(ratio > 1, (ratio / OUTLIER).clamp_min(1), (ratio * OUTLIER).clamp_max(1))
     balance = torch.exp2(-torch.round(torch.log2(ratio))).clamp(1 / BALANCE_LIMIT, BALANCE_LIMIT)
     return torch.where(known, balance, 1.0)
+
+
+def _sizes(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean distance from `mean` of each channel [B, H_kv, D], and that of the median channel [B, H_kv, 1]."""
+    size = _weighted_sum((keys - mean[:, :, None]).abs(), weight) / weight.sum(1)[:, None, None]
+    return size, size.sort(-1).values[..., mean.shape[-1] // 2, None]
 
 
 def _weighted_sum(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ from transformers.modeling_utils import AttentionInterface  # noqa: E402
 import sage_processors as sp  # noqa: E402
 from sage_kernels import append_kv  # noqa: E402
 from sage_kernels.testing import relative_l2  # noqa: E402
-from sage_processors.language.kv_layers import Int8Layer, smoothing_vector  # noqa: E402
+from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
+from sage_processors.language.kv_vectors import ENOUGH, choose_vectors  # noqa: E402
 from sage_processors.language.masks import BandMask  # noqa: E402
 from sage_processors.language.quantized_kv import StoredKV, stored_int8  # noqa: E402
 from sage_processors.language.report import INT8, INT8_CACHE, counted  # noqa: E402
@@ -142,9 +143,29 @@ def test_the_length_of_a_growing_layer_is_transformers_own(window):
 
 
 def test_one_token_counts_for_a_half():
-    keys = torch.randn(2, 3, 4, 16)
-    assert torch.equal(smoothing_vector(keys[:, :, :1]), keys[:, :, 0] / 2)
-    torch.testing.assert_close(smoothing_vector(keys), keys.sum(2) / 5)
+    keys, values = torch.randn(2, 2, 3, 4, 16)
+    assert torch.equal(choose_vectors(keys[:, :, :1], values[:, :, :1])[0], keys[:, :, 0] / 2)
+    torch.testing.assert_close(choose_vectors(keys, values)[0], keys.sum(2) / 5)
+
+
+@pytest.mark.parametrize("copies", [1, 5])
+def test_a_centre_is_drawn_to_the_first_token_or_the_first_behind_padding(copies):
+    """A quarter of the way; what stands before it says nothing, however often."""
+    keys, values = torch.randn(2, 1, 1, ENOUGH, 16)
+    keys[:, :, 0] *= 1.5
+    want = choose_vectors(keys, values)[0]
+    mean = keys.sum(2) / (ENOUGH + 1)
+    size = (keys - mean[:, :, None]).abs().mean(2)
+    torch.testing.assert_close(want, mean + ((keys[:, :, 0] - mean) / 4).clamp(-2 * size, 2 * size))
+    if copies > 1:  # one token counts for all of them
+        pad = torch.randn(2, 1, 1, 1, 16)
+        several, one = (
+            [torch.cat([x.expand(-1, -1, n, -1), y], 2) for x, y in zip(pad, (keys, values), strict=True)]
+            for n in (copies, 1)
+        )
+        assert not torch.equal(choose_vectors(*several)[0], choose_vectors(*one)[0])  # drawn to the padding there
+        got = choose_vectors(*several, first_stays=False)[0]
+        torch.testing.assert_close(got, choose_vectors(*one, first_stays=False)[0])
 
 
 @pytest.fixture
