@@ -33,7 +33,7 @@ from model_cases import CASES, make_model
 from sage_kernels import DEFAULT_RECIPE
 from sage_kernels.results import check_appendable
 from sage_processors.diffusion import head_norms, rotary
-from sage_processors.linears import head_rotation, modules, norms, swap
+from sage_processors.linears import head_rotation, modules, norms, qkv, swap
 
 
 EAGER = {
@@ -76,7 +76,7 @@ def without(*fusions: str):
             stack.enter_context(change(rotary, "_waits", _nothing))
             stack.enter_context(change(head_rotation.HeadRotations, "put", _nothing))
         if "values" in fusions:
-            stack.enter_context(change(swap, "last_joined", _all_joined))
+            stack.enter_context(change(qkv, "last_joined", _all_joined))
         off = {"heads_in_graph": (head_norms,), "graph": (head_norms, swap)}
         for module in (module for name in fusions for module in off.get(name, ())):
             stack.enter_context(config.patch(pre_grad_custom_pass=None))

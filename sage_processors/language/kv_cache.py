@@ -50,8 +50,9 @@ class Int8KVCache(Cache):
         EncoderDecoderCache(sp.Int8KVCache(model.config), sp.Int8KVCache(model.config))
 
     The keys of a head are stored minus a centre and with balanced channels (softmax sees neither), both chosen by the
-    first 64 tokens, however they come: see `kv_vectors`. Which layers slide is read from the config. Attention over the cache needs our attention implementation; any other raises
-    Int8KVCacheError when it touches the cache. The first update of a layer returns its tokens as they came.
+    first 64 tokens, however they come: see `kv_vectors`. Which layers slide is read from the config. Attention over
+    the cache needs our attention implementation; any other raises Int8KVCacheError when it touches the cache. The
+    first update of a layer returns its tokens as they came.
 
     Args:
         config: the model's config.

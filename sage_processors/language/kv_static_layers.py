@@ -28,7 +28,6 @@ class Int8StaticLayer(Int8Layer):
         self.max_cache_len = max_cache_len
         self.is_empty = True
         self.is_settled = False  # the vectors stay as they are
-        self.settled: Any = None  # the same, a bool tensor [] that captured graphs read
         self.cumulative_length = torch.tensor(0, dtype=torch.int64, device="cpu")
         # None: compiled calls have added tokens, only the device knows how many
         self._host_length: Any = 0
@@ -83,25 +82,24 @@ class Int8StaticLayer(Int8Layer):
 
     def _store_again_compiled(self, key_states, value_states) -> None:
         """As the eager way, but of fixed shapes and in place: the host does not know how many tokens there are."""
-        capacity, number = self._window(), key_states.shape[2]
-        slots = torch.arange(capacity, device=self.device)
-        source = slots - self.cumulative_length
+        seen, number = self.cumulative_length, key_states.shape[2]
+        slots = torch.arange(self._window(), device=self.device)
+        source = slots - seen
         for held, new in zip(self._first(), (key_states, value_states), strict=True):
             rows = new.detach().index_select(2, source.clamp(0, number - 1)).to(held.dtype)
             held.copy_(torch.where(((source >= 0) & (source < number))[:, None], rows, held))
-        self.settled.logical_or_(self.cumulative_length >= capacity)
-        valid = slots < self.cumulative_length + number
-        chosen = choose_vectors(*self._first(), valid, first_stays=not self.is_sliding)
+        anew = are_chosen_anew(seen, number, self._window())
+        chosen = choose_vectors(*self._first(), slots < seen + number, first_stays=not self.is_sliding)
         for vector, new in zip((self.k_mean, self.k_balance), chosen, strict=True):
-            vector.copy_(torch.where(self.settled, vector, new))
+            vector.copy_(torch.where(anew, new, vector))
         # where the vectors stay, behind the buffers: nothing is written there
-        position = torch.where(self.settled, self.k_codes.shape[2], 0)
+        position = torch.where(anew, 0, self.k_codes.shape[2])
         keys, values = self._first()
         append_kv(keys, values, self.k_mean, *self._buffers(), position=position, k_balance=self.k_balance)
 
     def _settle(self, key_states, value_states, first: bool, again) -> None:
         """Put down what `_ready_vectors` returned, and hold the new tokens if they are among the first. Allocates
-        nothing, but in a trial."""
+        nothing."""
         compiling = torch.compiler.is_compiling()
         if not first and (self.is_settled or (compiling and not self.is_sliding)):
             return
@@ -113,10 +111,6 @@ class Int8StaticLayer(Int8Layer):
             for held, x in zip(self._first(), (key_states, value_states), strict=True):
                 held[:, :, begin : begin + number].copy_(x.detach()[:, :, : max(capacity - begin, 0)])
         self.is_settled = begin + number >= capacity
-        if self._is_trial:
-            self.settled = torch.full_like(self.settled, self.is_settled)
-        else:
-            self.settled.fill_(self.is_settled)
 
     def _choose_vectors(self, key_states, value_states) -> None:
         if torch.compiler.is_compiling():  # without a trial, so in place here
@@ -143,6 +137,7 @@ class Int8StaticLayer(Int8Layer):
         if self.is_initialized and number:
             length = self._length() - number
             fields: dict[str, Any] = {"_host_length": length, "is_empty": length == 0}
+            fields["is_settled"] = self.is_settled and length >= self._window()  # the first tokens are still held
             fields["cumulative_length"] = torch.full_like(self.cumulative_length, length)
             self._whole(lambda trial: trial.__dict__.update(fields))
 
@@ -151,8 +146,6 @@ class Int8StaticLayer(Int8Layer):
         self.cumulative_length.zero_()
         self._host_length = 0
         self.is_empty, self.is_settled = True, False
-        if self.settled is not None:
-            self.settled.zero_()
 
     def activate_past_recording(self) -> None:
         """Nothing to do: a crop finds all tokens still there."""
@@ -170,14 +163,13 @@ class Int8StaticLayer(Int8Layer):
     def _initialize(self, key_states, value_states) -> None:
         super()._initialize(key_states, value_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
-        self.settled = torch.zeros_like(self.cumulative_length, dtype=torch.bool)
         shape = (self.batch_size, self.num_heads, self._window(), self.head_dim)
         self.first_keys, self.first_values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in FIRST)
 
     def _pin(self) -> None:
         """Tell Dynamo that the addresses stay, without which there are no CUDA graphs."""
         if not torch.compiler.is_compiling():
-            for x in (*self._tensors().values(), self.cumulative_length, self.settled):
+            for x in (*self._tensors().values(), self.cumulative_length):
                 mark_static_address(x)
 
     def _first_capacity(self) -> int:
@@ -215,7 +207,7 @@ class Int8StaticLayer(Int8Layer):
         if trial is self:
             return
         moved = False
-        for name in (*BUFFERS, *VECTORS, *FIRST, "cumulative_length", "settled"):
+        for name in (*BUFFERS, *VECTORS, *FIRST, "cumulative_length"):
             old, new = getattr(self, name), getattr(trial, name)
             if new is old:
                 continue

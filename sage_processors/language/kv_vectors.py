@@ -8,6 +8,10 @@ changes, and codes depend on no token but their own and the first ones: pages of
 
 from __future__ import annotations
 
+import functools
+import operator
+from typing import Any
+
 import torch
 
 from sage_kernels.numerics import CENTER_SAMPLES, sample_tokens
@@ -23,9 +27,13 @@ SINK = 1 / 4  # part of the way to the first token's key that a centre is drawn,
 REACH = 2.0  # but in no channel by more than so many times its size
 
 
-def are_chosen_anew(held: int, new: int, window: int) -> bool:
-    """Whether the vectors are to be chosen when `new` tokens follow `held`, of which the layer waits for `window`."""
-    return any(held < number <= held + new for number in (*CHOSEN_AT, window))
+def are_chosen_anew(held: Any, new: int, window: int) -> Any:
+    """Whether the vectors are to be chosen when `new` tokens follow `held`, of which the layer waits for `window`.
+
+    held: a number, or an integer tensor [] on a device; then the answer is a bool tensor [] there.
+    """
+    crossed = [(held < number) & (held + new >= number) for number in (*CHOSEN_AT, window)]
+    return functools.reduce(operator.or_, crossed)
 
 
 def choose_vectors(

@@ -19,9 +19,6 @@ ALLOWED: dict[str, str] = {
     "sage_processors/evaluation/metrics.py: torch.hub": "asks which folder its checkpoints are in",
     "kernels/sage_kernels/compat.py: torch.jit": "asks whether a trace is being made",
     "sage_processors/language/masks.py: torch.jit": "asks whether a trace is being made",
-    "sage_processors/linears/head_rotation.py: torch.jit": "asks whether a trace is being made",
-    "sage_processors/linears/weights.py: torch.jit": "asks whether a trace is being made",
-    "sage_processors/postponed/enclosure.py: torch.jit": "asks whether a trace is being made",
 }
 
 
