@@ -56,7 +56,7 @@ def choose_vectors(
     weight = different_tokens(values.detach()[:, :, tokens].float())
     if valid is not None:
         weight = weight * valid
-    mean = smoothing_vector(sample, weight)
+    mean = smoothing_vector(sample, weight, number if valid is None else valid.sum())
     if number < ENOUGH:
         return mean, torch.ones_like(mean)
     if first_stays:
@@ -77,13 +77,13 @@ def different_tokens(values: torch.Tensor) -> torch.Tensor:
     return torch.cat([torch.ones_like(size[:, :1]), differs.float()], 1)
 
 
-def smoothing_vector(keys: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def smoothing_vector(keys: torch.Tensor, weight: torch.Tensor, number: Any) -> torch.Tensor:
     """Vector that is subtracted from all keys of a head, fp32 [B, H_kv, D]: their mean, drawn to zero.
 
     One token says little about those to come, so it counts for a half; a channel that is not finite is left alone.
-    keys: fp32 [B, H_kv, S, D]. weight: [B, S], 0 for tokens that don't count.
+    keys: fp32 [B, H_kv, S, D]. weight: [B, S], 0 for tokens that don't count. number: of all tokens, copies too.
     """
-    total = _weighted_sum(keys, weight) / (weight.sum(1)[:, None, None] + 1)
+    total = _weighted_sum(keys, weight) / weight.sum(1)[:, None, None] * (number / (number + 1))
     return torch.where(total.isfinite(), total, 0.0)
 
 
