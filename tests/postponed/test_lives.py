@@ -72,7 +72,7 @@ def test_lives(name, monkeypatch):
     assert not failures(range(12), monkeypatch, name)
 
 
-@pytest.mark.slow("forty lives; test_lives has two dozen")
+@pytest.mark.slow("sixteen lives of more models; test_lives has two dozen")
 @pytest.mark.parametrize("name", ["flux", "llama", "qwen_image", "gemma2"])
 def test_many_lives(name, monkeypatch):
-    assert not failures(range(100, 110), monkeypatch, name)
+    assert not failures(range(100, 104), monkeypatch, name)
