@@ -16,6 +16,7 @@ from tests.support.alone import turn  # noqa: F401 (pytest finds fixtures and ho
 from tests.support.covering import mark_repeats
 from tests.support.interpreter import true_fp8  # noqa: F401
 from tests.support.outcomes import pytest_addoption, pytest_configure  # noqa: F401
+from tests.support.rotary_passes import rotary_passes  # noqa: F401
 from tests.support.waiting import library_tests, waiting  # noqa: F401
 
 

@@ -61,18 +61,14 @@ class HeadSource:
     def __init__(self, label: str):
         self.label, self.is_postponed, self.is_proven = label, True, False
         self.angles: Angles | None = None
-        self._enclosure: Enclosure | None = None
+        self._enclosure = Enclosure()
 
     def is_closed(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """True if a call of this attention module's processor runs code of libraries alone."""
-        if not isinstance(module, nn.Module):
-            return False
-        if self._enclosure is None:
-            self._enclosure = Enclosure(module)
-        return self._enclosure.is_closed(module, args, kwargs)
+        return isinstance(module, nn.Module) and self._enclosure.is_closed(module, args, kwargs)
 
     def __getstate__(self):
-        return self.__dict__ | {"angles": None, "_enclosure": None}
+        return self.__dict__ | {"angles": None}
 
 
 class PostponedHeads(Postponed):

@@ -53,20 +53,20 @@ def _remove_hooks(module: nn.Module, attention: bool) -> None:
 
 
 def give_back_block(block: Any) -> None:
-    """Nothing waits in it any more."""
+    """Give a block its own class back: results no longer wait in it."""
     put_class(block, type(block)._sage_base)
     del block._sage_enclosure
 
 
 def give_back_norm(norm: Any) -> None:
-    """Its results wait no more."""
+    """Give a norm its own class back: its results no longer wait."""
     if is_swapped(norm):
         put_class(norm, type(norm)._sage_base)
     del norm._sage_norm
 
 
 def give_back_layer(layer: Any) -> None:
-    """It runs in 16 bit."""
+    """Give a linear layer its own class back: it runs in 16 bit."""
     state = layer._sage_linear
     state.leave_storage()
     state.storage.clear()

@@ -194,8 +194,8 @@ class LinearState:
         return self.storage.filled[self.index]
 
     def is_fresh(self, weight) -> bool:
-        """Whether nothing speaks for a weight that was written to or exchanged since it was quantised."""
-        return not (self.touched or self._is_another(weight) or weight.is_inference() or _has_gradient(weight))
+        """True if nothing speaks for a weight that was written to or exchanged since it was quantised."""
+        return not self.touched and _is_same(weight, self._weight, self._weight_version)
 
     def samples(self, module) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Numbers of the weight as they are, and as they were when it was compared; None where something else tells
@@ -213,17 +213,21 @@ class LinearState:
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
         at_hand = self.is_filled and not self.failed and self.storage.device == device
         is_balanced = self.balance is None or self.balance.vector.device == device
-        has_bias = bias is None or not (self.bias_touched or self._has_another_bias(bias))
+        has_bias = bias is None or (self._has_same_bias(bias) and not self.bias_touched)
         return at_hand and is_balanced and has_bias and (self.dropped or self.is_fresh(weight))
 
     def prepare(self, module) -> bool:
         """Have the 8-bit weight be that of the 16-bit one; whether there is one. Syncs where it looks at numbers."""
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-        if weight is not None and self._are_as_known(weight, bias):
+        is_fresh = weight is not None and self.is_fresh(weight)
+        if is_fresh and bias is self.bias is None:
+            return not self.failed
+        has_same_bias = bias is not None and self._has_same_bias(bias)
+        if is_fresh and has_same_bias and not self.bias_touched:
             return not self.failed
         if _is_wrapped(weight, self._weight) or _is_wrapped(bias, self._bias):
             return False
-        if not self.dropped and (weight is None or not self.is_fresh(weight)):
+        if not (self.dropped or is_fresh):
             if weight is None:
                 return False
             if weight.is_meta or weight.dtype not in (*DTYPES, *AT_REST):  # offloaded
@@ -239,38 +243,15 @@ class LinearState:
                 self._compare(weight)
         if bias is None:
             self.bias = None
-        elif self._has_another_bias(bias):
-            if _is_recorded(bias.device):
+        elif _is_recorded(bias.device):
+            if not has_same_bias:
                 return False
-            self._take_bias(bias)
-        elif self.bias_touched and not _is_recorded(bias.device):
+        elif self.bias_touched or not has_same_bias:
             self._take_bias(bias)
         return not self.failed
 
-    def _are_as_known(self, weight, bias) -> bool:
-        """True in the usual case, found at once: weight and bias are the objects that they were, not written to."""
-        return (
-            weight is self._weight()
-            and not self.touched
-            and not weight.is_inference()
-            and weight._version == self._weight_version
-            and not (weight.requires_grad and weight.grad is not None)
-            and (
-                self.bias is None
-                if bias is None
-                else bias is self._bias()
-                and not self.bias_touched
-                and not bias.is_inference()
-                and bias._version == self._bias_version
-                and self.bias.device == bias.device
-                and not (bias.requires_grad and bias.grad is not None)
-            )
-        )
-
-    def _has_another_bias(self, bias) -> bool:
-        known = bias is self._bias() and _version(bias) == self._bias_version
-        is_told = not (bias.is_inference() or _has_gradient(bias))
-        return not known or self.bias.device != bias.device or not is_told
+    def _has_same_bias(self, bias) -> bool:
+        return _is_same(bias, self._bias, self._bias_version) and self.bias.device == bias.device
 
     def _take_bias(self, bias) -> None:
         if bias.is_meta or bias.dtype not in (*DTYPES, *AT_REST):
@@ -384,9 +365,17 @@ def _is_wrapped(parameter, known) -> bool:
     return SEES_DISPATCH and not are_ordinary((parameter,))
 
 
-def _has_gradient(parameter) -> bool:
-    """Whether an optimizer may write to it before the next call."""
-    return parameter.requires_grad and parameter.grad is not None
+def _is_same(parameter, known, version: int | None) -> bool:
+    """True if a parameter is the object that `known` refers to, and nothing speaks for a write since that version.
+
+    An optimizer may write to one with a gradient before the next call.
+    """
+    return (
+        parameter is known()
+        and not parameter.is_inference()
+        and parameter._version == version
+        and not (parameter.requires_grad and parameter.grad is not None)
+    )
 
 
 def _version(weight) -> int:

@@ -65,7 +65,7 @@ def block_class(base: Any) -> type:
 
 def enclose(module: Any) -> None:
     """Let results wait inside of a block."""
-    object.__setattr__(module, "_sage_enclosure", Enclosure(module))
+    object.__setattr__(module, "_sage_enclosure", Enclosure())
 
 
 def is_enclosed(module: Any) -> bool:

@@ -35,15 +35,14 @@ class Enclosure:
 
     owner: Any = None  # of the swap that will take it out again; None in a copy
 
-    def __init__(self, block: nn.Module):
-        self._look(block)
+    modules: tuple[nn.Module, ...] = ()  # none before the first call
+    obstacle = ""
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy of the block has modules of its own
-        return _unseen, ()
+        return Enclosure, ()
 
     def _look(self, block: nn.Module) -> None:
-        modules = list(block.modules())
-        self.modules = modules
+        self.modules = modules = tuple(block.modules())
         inner = modules[1:]  # hooks of the block itself run before and after the region
         self._now: list[Any] = [m._modules for m in modules]
         self._now += [m.__dict__[name] for m in inner for name in _HOOKS]
@@ -64,7 +63,7 @@ class Enclosure:
         self._watch = Watch(fn for fn in own if is_library_function(fn))
         bindings = [x for x in (getattr(kind, "_sage_binding", None) for kind in self._processors) if x is not None]
         self._bound = [(binding, binding.inner) for binding in bindings]
-        self.obstacle = self._find(block, inner)
+        self.obstacle = self._find(inner)
 
     def _is_as_seen(self, block: nn.Module) -> bool:
         return (
@@ -79,7 +78,7 @@ class Enclosure:
             and not self._watch.changed()
         )
 
-    def _find(self, block: nn.Module, inner: list[nn.Module]) -> str:
+    def _find(self, inner: tuple[nn.Module, ...]) -> str:
         """Name, in a few words, the code that is no library's; "" if there is none."""
         for module in self.modules:
             if not _is_of_library(type(module)):
@@ -111,29 +110,13 @@ class Enclosure:
 
     def is_closed(self, block: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
         """True if a call of the block with these arguments runs code of libraries alone."""
-        if not self._is_as_seen(block):
+        if not self.modules or not self._is_as_seen(block):
             self._look(block)
         if self.obstacle or any(_GLOBAL_HOOKS) or function_modes() or is_differentiating_forward():
             return False
         if is_traced():
             return False
         return _are_plain(args) and (not kwargs or _are_plain(kwargs.values()))
-
-
-class _Unseen(Enclosure):
-    """Of a copied block, which was not called yet."""
-
-    def __init__(self) -> None:
-        self.obstacle = ""
-
-    def is_closed(self, block: nn.Module, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> bool:
-        self.__class__ = Enclosure  # type: ignore[assignment]
-        self._look(block)
-        return self.is_closed(block, args, kwargs)
-
-
-def _unseen() -> Enclosure:
-    return _Unseen()
 
 
 _MOVERS = {"_hf_hook", "_diffusers_hook"}  # attributes by which accelerate and diffusers move and cast weights

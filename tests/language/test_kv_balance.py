@@ -138,6 +138,13 @@ def test_V31_outliers_are_balanced_and_others_left_alone(number):
     assert (left <= (4 if number < 100 else 2)).all()
 
 
+@pytest.mark.parametrize("number", [1, 4, 7])
+def test_V31_few_tokens_say_nothing_of_channels(number):
+    factors = torch.ones(64)
+    factors[[3, 35]], factors[[9, 41]] = 512.0, 1 / 512
+    assert (chosen(draw(number) * factors) == 1).all()
+
+
 @pytest.mark.parametrize("mean", [0.0, 50.0])
 def test_V31_keys_without_outliers_are_left_alone(mean):
     assert (chosen(draw(64) + mean) == 1).all()
@@ -272,14 +279,14 @@ CACHE_ONLY = "sage_int8_cache_only"
 def text():
     sp.register_transformers(CACHE_ONLY, min_tokens=10**6)  # the prompt is exact: what is measured is the cache
     model, tokenizer = language.load()
-    windows = language.heldout_windows(tokenizer, 193, count=4)
+    windows = language.heldout_windows(tokenizer, 193, count=16)
     return model, windows, language.perplexity(model, windows)
 
 
 @pytest.mark.parametrize("capacity", [None, 200], ids=["growing", "static"])
 @pytest.mark.parametrize("outliers", ["none", "in keys", "in queries", "in both"])
 def test_V34_perplexity_with_planted_outliers_is_that_of_exact_attention(text, outliers, capacity):
-    """Bar: 0.1 %, or twice the standard error where that is more: windows differ by up to 0.4 % either way."""
+    """Bar: 0.1 %. Single windows differ by up to 0.4 % either way, hence so many."""
     model, windows, stock = text
     if outliers != "none":
         model = planted(model, {"in keys": 1, "in queries": -1, "in both": 0}[outliers])
@@ -289,5 +296,4 @@ def test_V34_perplexity_with_planted_outliers_is_that_of_exact_attention(text, o
         model, windows, cache=lambda: sp.Int8KVCache(model.config, capacity), prefill=24, chunk=24
     )
     model.set_attn_implementation("sdpa")
-    ratio, error = got.ratio(stock)
-    assert abs(ratio - 1) < max(1e-3, 2 * error) and error < 2e-3
+    assert abs(got.ratio(stock)[0] - 1) < 1e-3

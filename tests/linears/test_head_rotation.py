@@ -17,7 +17,6 @@ from transformers.models.glm import modeling_glm
 from transformers.models.llama import modeling_llama
 
 import sage_processors as sp
-from sage_processors.linears import head_rotation
 from sage_processors.linears.head_rotation import HeadRotations, in_one_pass, rotating_class, turns_halves
 from sage_processors.other_globals import with_global
 from tests.linears.counting import relative_error
@@ -26,15 +25,6 @@ from tests.support.tiny_language_models import DECODERS, MODELS, tokens
 
 USUAL = modeling_llama.apply_rotary_pos_emb
 SHAPES = ((2, 4, 5, 16), (2, 2, 5, 16))
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    """Calls of the op so far."""
-    made = []
-    op = head_rotation.qk_norm_rope
-    monkeypatch.setattr(head_rotation, "qk_norm_rope", lambda *a, **k: made.append(1) or op(*a, **k))
-    return made
 
 
 def logits(model, **inputs):
@@ -90,24 +80,24 @@ def test_it_is_tried_on_a_cpu_whatever_the_default_device_is():
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_every_family_does_what_it_did(name, passes):
+def test_every_family_does_what_it_did(name, rotary_passes):
     model, inputs = MODELS[name]()
     expected, layers = logits(model, **inputs), layers_of(model)
     classes = [type(module) for module in model.modules()]
     with rotated(model):
         given = logits(model, **inputs)
-    assert (len(passes) > 0) <= (layers > 0) and len(passes) <= layers
-    assert relative_error(given, expected) < 1e-5 if passes else torch.equal(given, expected)
+    assert (len(rotary_passes) > 0) <= (layers > 0) and len(rotary_passes) <= layers
+    assert relative_error(given, expected) < 1e-5 if rotary_passes else torch.equal(given, expected)
     assert [type(module) for module in model.modules()] == classes
     assert torch.equal(logits(model, **inputs), expected)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma2"])
-def test_families_that_are_named_have_it(name, passes):
+def test_families_that_are_named_have_it(name, rotary_passes):
     model, inputs = MODELS[name]()
     with sp.quantize_linears(model, min_features=0):
         logits(model, **inputs)
-    assert len(passes) == layers_of(model) == model.config.num_hidden_layers
+    assert len(rotary_passes) == layers_of(model) == model.config.num_hidden_layers
 
 
 # --- numbers ---
@@ -115,7 +105,7 @@ def test_families_that_are_named_have_it(name, passes):
 
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_it_is_rounded_once(dtype, samples, passes):
+def test_it_is_rounded_once(dtype, samples, rotary_passes):
     q, k, cos, sin = operands(dtype, samples)
     exact = USUAL(*(x.double() for x in (q, k, cos, sin)))
     for x, stock, best in zip(in_one_pass(USUAL)(q, k, cos, sin), USUAL(q, k, cos, sin), exact, strict=True):
@@ -123,11 +113,11 @@ def test_it_is_rounded_once(dtype, samples, passes):
         assert (x.double() - best).norm() <= (stock.double() - best).norm()
         ulp = torch.finfo(dtype).eps * best.abs().clamp_min(torch.finfo(dtype).tiny) / 2
         assert ((x.double() - best).abs() <= 1.01 * ulp + 4e-7).all()
-    assert len(passes) == 1
+    assert len(rotary_passes) == 1
 
 
 @pytest.mark.parametrize("strided", ["as the model has them", "contiguous", "of a joined projection", "by sample"])
-def test_layouts(strided, passes):
+def test_layouts(strided, rotary_passes):
     q, k, cos, sin = operands()
     if strided == "contiguous":
         q, k = q.contiguous(), k.contiguous()
@@ -138,10 +128,10 @@ def test_layouts(strided, passes):
         q, k = (torch.stack((x, x * torch.nan), 1)[:, 0] for x in (q, k))
     for x, y in zip(in_one_pass(USUAL)(q, k, cos, sin), USUAL(q, k, cos, sin), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
-    assert len(passes) == 1
+    assert len(rotary_passes) == 1
 
 
-def test_prompts_of_unlike_lengths_side_by_side(passes):
+def test_prompts_of_unlike_lengths_side_by_side(rotary_passes):
     model, _ = MODELS["llama"]()
     ids = tokens(2, 9)
     mask = torch.ones_like(ids)
@@ -150,11 +140,11 @@ def test_prompts_of_unlike_lengths_side_by_side(passes):
     expected = logits(model, **inputs)
     with rotated(model):
         given = logits(model, **inputs)
-    assert passes and relative_error(given[mask.bool()], expected[mask.bool()]) < 1e-5
+    assert rotary_passes and relative_error(given[mask.bool()], expected[mask.bool()]) < 1e-5
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static", "int8"])
-def test_texts_are_the_same(cache, passes):
+def test_texts_are_the_same(cache, rotary_passes):
     model, _ = MODELS["llama"]()
     ids = tokens(2, 7)
 
@@ -167,7 +157,7 @@ def test_texts_are_the_same(cache, passes):
     expected, layers = text(), layers_of(model)
     with rotated(model):
         given = text()
-    assert torch.equal(given, expected) and len(passes) == 6 * layers
+    assert torch.equal(given, expected) and len(rotary_passes) == 6 * layers
 
 
 # --- where the model's own function runs ---
@@ -187,7 +177,7 @@ def test_texts_are_the_same(cache, passes):
         "angles of another dtype",
     ],
 )
-def test_the_models_own_function_runs(what, passes):
+def test_the_models_own_function_runs(what, rotary_passes):
     q, k, cos, sin = operands()
     options, around = {}, torch.no_grad()
     if what == "gradient":
@@ -213,27 +203,27 @@ def test_the_models_own_function_runs(what, passes):
         })()  # fmt: skip
     with around:
         given, expected = in_one_pass(USUAL)(q, k, cos, sin, **options), USUAL(q, k, cos, sin, **options)
-    assert not passes and all(torch.equal(x, y) for x, y in zip(given, expected, strict=True))
+    assert not rotary_passes and all(torch.equal(x, y) for x, y in zip(given, expected, strict=True))
     assert all(x.dtype == y.dtype for x, y in zip(given, expected, strict=True))
 
 
-def test_angles_in_fp32_where_the_function_rounds_at_its_end(passes):
+def test_angles_in_fp32_where_the_function_rounds_at_its_end(rotary_passes):
     def rounding(q, k, cos, sin):
         return tuple(x.to(q.dtype) for x in USUAL(q, k, cos, sin))
 
     q, k, cos, sin = operands()
     q, k = q.bfloat16(), k.bfloat16()
     given = in_one_pass(rounding)(q, k, cos, sin)
-    assert passes and all(torch.equal(x, y) for x, y in zip(given, rounding(q, k, cos, sin), strict=True))
+    assert rotary_passes and all(torch.equal(x, y) for x, y in zip(given, rounding(q, k, cos, sin), strict=True))
 
 
-def test_transforms_of_functions(passes):
+def test_transforms_of_functions(rotary_passes):
     q, k, cos, sin = operands()
     stacked = torch.stack((q, 2 * q))
     given = torch.func.vmap(lambda x: in_one_pass(USUAL)(x, k, cos, sin)[0])(stacked)
     assert torch.equal(given, torch.func.vmap(lambda x: USUAL(x, k, cos, sin)[0])(stacked))
     primal, tangent = torch.func.jvp(lambda x: in_one_pass(USUAL)(x, k, cos, sin)[0], (q,), (q,))
-    assert torch.equal(primal, tangent) and not passes
+    assert torch.equal(primal, tangent) and not rotary_passes
 
 
 def test_gradients_are_those_without():
@@ -248,30 +238,30 @@ def test_gradients_are_those_without():
         assert all(torch.equal(x, y) for x, y in zip(gradients(model), expected, strict=True))
 
 
-def test_a_checkpoint_that_runs_twice_rounds_alike(passes):
+def test_a_checkpoint_that_runs_twice_rounds_alike(rotary_passes):
     model, inputs = MODELS["llama"]()
     model = model.bfloat16().train().requires_grad_()
     with rotated(model), torch.no_grad():
         model(**inputs)
-        assert not passes
+        assert not rotary_passes
         model.eval()(**inputs)
-    assert passes
+    assert rotary_passes
 
 
-def test_compiled_code_has_the_models_own(passes):
+def test_compiled_code_has_the_models_own(rotary_passes):
     model, inputs = MODELS["llama"]()
     expected = torch.compile(copy.deepcopy(model), backend="eager", fullgraph=True)(**inputs).logits
     with rotated(model):
         given = torch.compile(model, backend="eager", fullgraph=True)(**inputs).logits
     torch._dynamo.reset()
-    assert torch.equal(given, expected) and not passes
+    assert torch.equal(given, expected) and not rotary_passes
 
 
 # --- the modules ---
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_go_on(how, passes):
+def test_copies_go_on(how, rotary_passes):
     model, inputs = MODELS["llama"]()
     swap = rotated(model)
     expected = logits(model, **inputs)
@@ -284,21 +274,21 @@ def test_copies_go_on(how, passes):
         torch.save(model, file)
         other = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
     swap.remove()
-    del passes[:]
-    assert torch.equal(logits(other, **inputs), expected) and len(passes) == layers_of(model)
+    del rotary_passes[:]
+    assert torch.equal(logits(other, **inputs), expected) and len(rotary_passes) == layers_of(model)
     sp.quantize_linears(other, "none").remove()
     assert [type(m) for m in other.modules()] == [type(m) for m in model.modules()]
 
 
 @pytest.mark.parametrize("options", [{"linears": "none"}, {"keep": ("*",)}])
-def test_a_model_without_a_layer_in_8_bit_is_as_it_was(options, passes):
+def test_a_model_without_a_layer_in_8_bit_is_as_it_was(options, rotary_passes):
     model, inputs = MODELS["llama"]()
     expected = logits(model, **inputs)
     with rotated(copy.deepcopy(model)) as swapped:
         copied = copy.deepcopy(swapped)  # a copy of a model that has layers in 8 bit
     for each in (model, copied):
         with sp.quantize_linears(each, min_features=0, **options):
-            assert torch.equal(logits(each, **inputs), expected) and not passes
+            assert torch.equal(logits(each, **inputs), expected) and not rotary_passes
 
 
 def test_names_and_weights_are_as_before():
@@ -313,7 +303,7 @@ def test_names_and_weights_are_as_before():
 
 
 @pytest.mark.parametrize("hooked", ["before", "after"])
-def test_a_hook_of_accelerate_round_an_attention_module(hooked, passes):
+def test_a_hook_of_accelerate_round_an_attention_module(hooked, rotary_passes):
     hooks = pytest.importorskip("accelerate.hooks")
     model, inputs = MODELS["llama"]()
     expected, attention, layers = logits(model, **inputs), model.model.layers[0].self_attn, layers_of(model)
@@ -323,9 +313,9 @@ def test_a_hook_of_accelerate_round_an_attention_module(hooked, passes):
     if hooked == "after":
         hooks.add_hook_to_module(attention, hooks.ModelHook())
     logits(model, **inputs)
-    assert len(passes) == layers
+    assert len(rotary_passes) == layers
     swap.remove()
-    assert torch.equal(logits(model, **inputs), expected) and len(passes) == layers
+    assert torch.equal(logits(model, **inputs), expected) and len(rotary_passes) == layers
     hooks.remove_hook_from_module(attention)
     assert torch.equal(logits(model, **inputs), expected)
 

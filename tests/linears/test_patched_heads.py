@@ -18,15 +18,6 @@ from tests.support.patching import as_profilers_do, mixed_up
 from tests.support.tiny_language_models import MODELS
 
 
-@pytest.fixture
-def passes(monkeypatch):
-    """Calls of the op so far."""
-    made = []
-    op = head_rotation.qk_norm_rope
-    monkeypatch.setattr(head_rotation, "qk_norm_rope", lambda *a, **k: made.append(1) or op(*a, **k))
-    return made
-
-
 PATCHED = {
     "rotary": (modeling_llama, FUNCTION),
     "half": (modeling_llama, "rotate_half"),
@@ -45,24 +36,24 @@ class _Table:
 
 @pytest.mark.parametrize("way", [mixed_up, as_profilers_do])
 @pytest.mark.parametrize("what", PATCHED)
-def test_what_is_patched_after_the_swap_is_what_runs(what, way, passes, monkeypatch):
+def test_what_is_patched_after_the_swap_is_what_runs(what, way, rotary_passes, monkeypatch):
     place, name = PATCHED[what]
     model, inputs = MODELS["llama"]()
     with rotated(model):
         before = logits(model, **inputs)
-        made = len(passes)
+        made = len(rotary_passes)
         with monkeypatch.context() as patch:
             own = (lambda x: x.flip(-1)) if what == "half" else way(getattr(place, name))
             patch.setattr(place, name, _Table() if what == "table" else own)
             given = logits(model, **inputs)
             expected = logits(MODELS["llama"]()[0], **inputs)
         assert torch.equal(given, expected) and relative_error(given, before) > 0.1
-        assert made and len(passes) == made  # gives way to the model's own code, and comes back
-        assert torch.equal(logits(model, **inputs), before) and len(passes) == 2 * made
+        assert made and len(rotary_passes) == made  # gives way to the model's own code, and comes back
+        assert torch.equal(logits(model, **inputs), before) and len(rotary_passes) == 2 * made
 
 
 @pytest.mark.parametrize("name", [FUNCTION, "rotate_half"])
-def test_a_function_of_somebody_else_is_called(name, passes, monkeypatch):
+def test_a_function_of_somebody_else_is_called(name, rotary_passes, monkeypatch):
     """One that was put there before the swap, and does what the usual one does, may keep count of it."""
     seen, usual = [], getattr(modeling_llama, name)
 
@@ -76,7 +67,7 @@ def test_a_function_of_somebody_else_is_called(name, passes, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, name, watching)
         with rotated(model):
-            assert torch.equal(logits(model, **inputs), expected) and not passes and len(seen) >= 2
+            assert torch.equal(logits(model, **inputs), expected) and not rotary_passes and len(seen) >= 2
     with rotated(model):
         logits(model, **inputs)
-    assert len(passes) == 2
+    assert len(rotary_passes) == 2

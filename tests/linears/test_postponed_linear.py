@@ -117,6 +117,9 @@ OTHERS = {
     "deepcopy": lambda y, r: copy.deepcopy(y),
     "pickle": lambda y, r: pickle.loads(pickle.dumps(y)),
     "norm": lambda y, r: F.layer_norm(y, (64,)),
+    "dlpack": lambda y, r: torch.from_dlpack(y),
+    "subclass": lambda y, r: y.as_subclass(torch.Tensor),
+    "real": lambda y, r: y.real,
 }
 
 
