@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sage_processors.whole_file import whole_file, write_whole
+from sage_processors.files.whole_file import whole_file, write_whole
 
 
 STATE, LOG = "state.json", "log.jsonl"

@@ -24,7 +24,7 @@ from diffusers import FluxPipeline
 from tiny_check import check_folder
 
 from sage_processors import pipelines
-from sage_processors.whole_file import whole_file
+from sage_processors.files.whole_file import whole_file
 
 
 NAMES = ("tiny_sd", "tiny_flux")

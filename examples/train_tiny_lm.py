@@ -24,7 +24,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from sage_processors.evaluation import language
-from sage_processors.whole_file import whole_file
+from sage_processors.files.whole_file import whole_file
 
 
 WARM_UP = 100  # steps

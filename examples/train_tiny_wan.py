@@ -43,7 +43,7 @@ from tiny_wan_check import check_folder, pack, save_pipeline
 from tiny_wan_sizes import CLIPS, PATTERN, POOL_CHUNK, VAE_CLIPS, Clips
 
 from sage_processors import pipelines
-from sage_processors.whole_file import write_whole
+from sage_processors.files.whole_file import write_whole
 
 
 SIMPLE = ("probe",)  # sizes that see simple scenes only

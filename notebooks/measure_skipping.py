@@ -30,7 +30,7 @@ from sage_processors.evaluation import quality
 from sage_processors.evaluation.feature_distance import load_classifier
 from sage_processors.evaluation.metrics import mean_interval
 from sage_processors.evaluation.picture_report import Row
-from sage_processors.whole_file import check_output
+from sage_processors.files.whole_file import check_output
 
 
 LIMITS = (0.003, 0.01, 0.03, 0.1, 0.3)

@@ -29,7 +29,7 @@ from sage_processors.evaluation.feature_distance import load_classifier
 from sage_processors.evaluation.metrics import mean_interval
 from sage_processors.evaluation.picture_report import Row
 from sage_processors.evaluation.video_report import Clips
-from sage_processors.whole_file import check_output
+from sage_processors.files.whole_file import check_output
 
 
 NAME = "tiny_wan"

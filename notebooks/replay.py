@@ -14,11 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from sage_kernels import sage_attention
+from sage_kernels.facts.recipe import INT8_MAX
+from sage_kernels.facts.state import PLAN_CENTER, PLAN_K_WEIGHT
 from sage_kernels.planning.rules import RULES, rule_for
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import INT8_MAX
-from sage_kernels.state import PLAN_CENTER, PLAN_K_WEIGHT
-from sage_processors.diffusion.noise_level import noise_levels
+from sage_processors.diffusion.steps.noise_level import noise_levels
 from sage_processors.evaluation import quality
 from sage_processors.evaluation.metrics import sqnr_db
 

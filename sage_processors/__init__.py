@@ -13,37 +13,37 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from .diffusion.pipeline_method import add_pipeline_method
-from .on_import import when_imported
+from .diffusion.host.pipeline_method import add_pipeline_method
 from .options import SageAttnProcessor, UnsupportedAttentionError, UnsupportedLinearError, read_policies_with
+from .patching.on_import import when_imported
 from .version import __version__ as __version__
 
 
 # __init__.pyi says the same to type checkers, which see no names that are looked up when they are used
 _HOMES = {
-    "BackendReport": "diffusion.backend_report",
+    "BackendReport": "diffusion.reports.backend_report",
     "Calibration": "calibration.search",
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
     "Int8KVCacheError": "language.kv_cache",
-    "ChangedInputError": "linears.errors",
+    "ChangedInputError": "linears.postponed.errors",
     "LinearSwap": "linears.swap",
-    "Probe": "diffusion.probe",
-    "Report": "diffusion.report",
+    "Probe": "diffusion.reports.probe",
+    "Report": "diffusion.reports.report",
     "apply": "diffusion.handle",
     "attention_report": "language.attention",
     "calibrate": "calibration.search",
-    "diffusers_backend_report": "diffusion.backend_report",
+    "diffusers_backend_report": "diffusion.reports.backend_report",
     "handle_of": "diffusion.handle",
     "processors_for": "diffusion.processors_for",
     "load_quantized": "linears.quantized_files",
     "quantize_linears": "linears.swap",
     "save_quantized": "linears.quantized_files",
     "read_policy": "calibration.policy_files",
-    "register_diffusers_backend": "diffusion.backend",
+    "register_diffusers_backend": "diffusion.calls.backend",
     "register_transformers": "language.attention",
-    "sage_class": "diffusion.sage_class",
-    "unregister_diffusers_backend": "diffusion.backend",
+    "sage_class": "diffusion.calls.sage_class",
+    "unregister_diffusers_backend": "diffusion.calls.backend",
 }
 _MODULES = {
     "feature_distance": "evaluation.feature_distance",

@@ -17,7 +17,7 @@ from torch import nn
 
 from sage_kernels.compat import are_ordinary, is_traced
 
-from .nested import UnknownValueError, mapped
+from .patching.nested import UnknownValueError, mapped
 
 
 class AsUnderNoGrad:

@@ -168,7 +168,7 @@ class SageAttnProcessor:
             gets a second version.
         layer_rotation: (pattern, rotation) pairs, or a dict, as layer_scaling.
         min_tokens: calls with fewer queries or keys than this run the exact attention (reason "short"): there INT8
-            saves nothing. None: as measured for the running GPU, head_dim and recipe (sage_kernels/crossover.py), on
+            saves nothing. None: as measured for the running GPU, head_dim and recipe (facts/crossover.py), on
             a CPU never. 0: never.
         linears: number format of the linear layers. "int8": weights and activations as INT8, a scale for every row
             of either. "fp8": the same in e4m3, a third as exact and faster on some GPUs. "none": as they are.
@@ -248,7 +248,7 @@ class SageAttnProcessor:
 
     def __post_init__(self) -> None:
         from sage_kernels import RECIPES, Mixed
-        from sage_kernels.recipe import MIXED_RECIPE
+        from sage_kernels.facts.recipe import MIXED_RECIPE
 
         named: dict[str, Collection[str]] = {"recipe": (*RECIPES, MIXED_RECIPE), "scaling": SCALINGS}
         named |= {"rotation": ROTATIONS, "policy": POLICIES, "linears": LINEARS}

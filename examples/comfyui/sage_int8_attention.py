@@ -11,7 +11,7 @@ from collections import Counter
 import torch
 
 import sage_kernels
-from sage_kernels import crossover
+from sage_kernels.facts import crossover
 
 
 OVERRIDE = "optimized_attention_override"

@@ -28,8 +28,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
+from sage_kernels.facts.recipe import FP8_RECIPE
 from sage_kernels.planning import state as planning
-from sage_kernels.recipe import FP8_RECIPE
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
 

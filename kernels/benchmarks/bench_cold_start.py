@@ -30,7 +30,7 @@ from bench_end_to_end import held_to
 from model_cases import CASES, ModelCase, make_inputs, make_model
 
 import sage_processors as sp
-from sage_kernels.recipe import DEFAULT_RECIPE, FP8_RECIPE, RECIPES
+from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE, RECIPES
 from sage_kernels.results import append_row, check_appendable
 from sage_processors.options import LINEARS
 

@@ -53,10 +53,10 @@ from rival_linears import RIVALS, rival_linears
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sage_processors as sp
-from sage_kernels.crossover import is_short
+from sage_kernels.facts.crossover import is_short
 from sage_kernels.results import append_row, check_appendable
 from sage_kernels.testing import relative_l2
-from sage_processors.linears.layers import choose
+from sage_processors.linears.weights.layers import choose
 
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"

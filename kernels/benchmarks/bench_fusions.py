@@ -32,8 +32,9 @@ from model_cases import CASES, make_model
 
 from sage_kernels import DEFAULT_RECIPE
 from sage_kernels.results import check_appendable
-from sage_processors.diffusion import head_norms, rotary
-from sage_processors.linears import head_rotation, modules, norms, qkv, swap
+from sage_processors.diffusion.heads import head_norms, rotary
+from sage_processors.linears import head_rotation, modules, qkv, swap
+from sage_processors.linears.postponed import norm_layers as norms
 
 
 EAGER = {

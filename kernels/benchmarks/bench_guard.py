@@ -40,14 +40,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES
-from sage_kernels import recipe as constants
 from sage_kernels._triton.attention.hopper import consumer, epilogue, main_loop, softmax
 from sage_kernels._triton.attention.hopper import kernel as attention_fwd_hopper
 from sage_kernels._triton.attention.hopper.epilogue import bits_of
 from sage_kernels._triton.attention.hopper.softmax import max_in_lanes
 from sage_kernels._triton.attention.launch import device_tile, launch_attention_fwd
+from sage_kernels.facts import recipe as constants
+from sage_kernels.facts.recipe import FP8_RECIPE
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import FP8_RECIPE
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2
 

@@ -36,7 +36,8 @@ from model_cases import LLAMA_8B, Llama, make_inputs, make_model
 
 import sage_kernels
 import sage_processors as sp
-from sage_kernels import DEFAULT_RECIPE, attention, decode, replay
+from sage_kernels import DEFAULT_RECIPE
+from sage_kernels.ops import attention, decode, replay
 from sage_kernels.results import append_row
 from sage_processors.evaluation.language import cache_argument
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from sage_kernels import DEFAULT_RECIPE, Mixed, mixed_attention, sage_attention
-from sage_kernels.recipe import BASES, BLOCK, FP4_GROUPS, MIXED_RECIPE, SELECTORS
+from sage_kernels.facts.recipe import BASES, BLOCK, FP4_GROUPS, MIXED_RECIPE, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.results import append_row
 from sage_kernels.testing import exact_attention, relative_l1, relative_l2

@@ -20,7 +20,7 @@ from sage_kernels import DEFAULT_RECIPE, RECIPES, sage_attention
 from sage_kernels._triton.attention.launch import device_tile
 from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
 from sage_kernels._triton.prologue.prologue import launch_prologue
-from sage_kernels.masking import NO_MASKING
+from sage_kernels.facts.masking import NO_MASKING
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.results import append_row
 from sage_kernels.testing import relative_l2

@@ -36,9 +36,9 @@ from random_lists import EVERY, Shape, attend_listed, random_lists
 from torch.nn.attention import SDPBackend
 
 from sage_kernels import DEFAULT_RECIPE, sage_attention
+from sage_kernels.facts.skipping import SkipState
+from sage_kernels.ops.warm_up import LONG, CallKind, compile_ahead
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.skipping import SkipState
-from sage_kernels.warm_up import LONG, CallKind, compile_ahead
 
 
 CASES = [Case("wan21_1_3b_480p81_self", 1, 32760, 32760, 12, 12, 128)]

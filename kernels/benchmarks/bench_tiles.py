@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend
 from sage_kernels import DEFAULT_RECIPE, RECIPES
 from sage_kernels._triton.attention.launch import launch_attention_fwd
 from sage_kernels._triton.attention.tiles import Tile
-from sage_kernels.masking import make_masking
+from sage_kernels.facts.masking import make_masking
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.testing import relative_l2
 

@@ -10,8 +10,8 @@ import torch.nn.functional
 from replaced_attention import attention_as
 
 from sage_kernels import new_skip_state
+from sage_kernels.facts.skipping import CLOCK_LAST, SkipState, pack, unpack
 from sage_kernels.planning.skip_lists import SkipLists
-from sage_kernels.skipping import CLOCK_LAST, SkipState, pack, unpack
 
 
 EVERY = 8

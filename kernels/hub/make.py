@@ -22,7 +22,7 @@ from pathlib import Path
 HUB = Path(__file__).resolve().parent
 SOURCES = HUB.parent / "sage_kernels"
 EXTENSION = "torch-ext"
-ENTRIES = ("attention.py", "varlen.py")
+ENTRIES = ("ops/attention.py", "ops/varlen.py")
 NAMESPACE = re.compile(r'(?<=Library\(")sage_kernels(?=")|(?<=")sage_kernels(?=::)|(?<=torch\.ops\.)sage_kernels\b')
 ROOT_INIT = '"""The part of sage_kernels that attention is made of."""\n'
 

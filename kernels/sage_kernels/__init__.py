@@ -5,20 +5,20 @@ planning/ may import ops; recipe, numerics, masking, state, skipping, compat, bl
 ground floor.
 """
 
-from .attention import sage_attention
-from .backward import has_fused_backward
 from .checks.attention import REASONS, unsupported
-from .decode import append_kv, sage_decode_attention
-from .heads import qk_norm_rope
-from .linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
-from .linear_dynamic import dynamic_linear
-from .mixed import mixed_attention
-from .recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Mixed, Recipe
-from .skip_state import new_skip_state
-from .skipping import SkipState
-from .state import HeadState, new_head_state
-from .training import differentiable_attention
-from .varlen import sage_attention_varlen
+from .facts.recipe import DEFAULT_RECIPE, RECIPES, ROTATIONS, SCALINGS, Mixed, Recipe
+from .facts.skipping import SkipState
+from .facts.state import HeadState, new_head_state
+from .ops.attention import sage_attention
+from .ops.backward import has_fused_backward
+from .ops.decode import append_kv, sage_decode_attention
+from .ops.heads import qk_norm_rope
+from .ops.linear import QuantizedRows, quantize_activation, quantize_weight, quantized_linear, weight_only_linear
+from .ops.linear_dynamic import dynamic_linear
+from .ops.mixed import mixed_attention
+from .ops.skip_state import new_skip_state
+from .ops.training import differentiable_attention
+from .ops.varlen import sage_attention_varlen
 
 
 __all__ = [

@@ -5,6 +5,7 @@ And what a number or a test's outcome is of: the commit, whether it had been edi
 
 from __future__ import annotations
 
+import ast
 import csv
 import datetime
 import functools
@@ -13,6 +14,7 @@ import importlib.metadata
 import io
 import os
 import subprocess
+import tokenize
 from pathlib import Path
 
 
@@ -73,11 +75,26 @@ def commit(folder: Path = SOURCES) -> str:
     return name + DIRTY if edited else name
 
 
+def code_of(text: str) -> str:
+    """The lines of a Python file without comments, docstrings and blank lines: what its words can't change."""
+    rows = text.splitlines()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and body:
+            if isinstance(body[0], ast.Expr) and isinstance(getattr(body[0].value, "value", None), str):
+                for row in range(body[0].lineno - 1, body[0].end_lineno or body[0].lineno):
+                    rows[row] = ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT and rows[token.start[0] - 1]:
+            rows[token.start[0] - 1] = rows[token.start[0] - 1][: token.start[1]]
+    return "\n".join(row.rstrip() for row in rows if row.strip())
+
+
 def kernel_sources(folder: Path = SOURCES) -> str:
-    """sha256, hex, of every Python file below `folder`: its content and its path from there."""
+    """sha256, hex, of the code of every Python file below `folder`, without its words, and of its path from there."""
     found = hashlib.sha256()
     for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in folder.rglob("*.py")):
-        content = path.read_bytes()
+        content = code_of(path.read_text(encoding="utf-8")).encode()
         found.update(f"{len(name.encode())} {name} {len(content)} ".encode() + content)
     return found.hexdigest()
 

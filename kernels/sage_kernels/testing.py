@@ -7,9 +7,9 @@ from collections import Counter
 
 import torch
 
-from .masking import NO_MASKING, Masking, make_masking
-from .numerics import pv_dtype
-from .recipe import DEFAULT_RECIPE, RECIPES
+from .facts.masking import NO_MASKING, Masking, make_masking
+from .facts.numerics import pv_dtype
+from .facts.recipe import DEFAULT_RECIPE, RECIPES
 from .reference import ref_attention
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 import sage_kernels
-from sage_kernels.crossover import NEVER, find_crossover, gpu_class
+from sage_kernels.facts.crossover import NEVER, find_crossover, gpu_class
 from sage_kernels.planning.rules import RULES
 
 from ..options import SCALINGS
@@ -173,7 +173,7 @@ class CostTable:
             skipped: {layer: share of its pairs of tiles that lists left out, share of its calls with lists}.
         Raises: ValueError for such options without levels.
         """
-        from ..diffusion.windows import is_kept, option_of, stays_exact
+        from ..diffusion.steps.windows import is_kept, option_of, stays_exact
 
         by_level = bool(config.keep_below_noise or config.keep_noise or config.layer_keep_noise)
         if by_level and len(levels) != steps:

@@ -19,7 +19,7 @@ import torch
 
 import sage_kernels
 
-from ..diffusion.windows import inside
+from ..diffusion.steps.windows import inside
 from ..options import MAX_RANGES, SageAttnProcessor
 from .cost import EXACT
 

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 import sage_kernels
 from sage_kernels.compat import map_only
 
-from ..diffusion.discovery import denoisers
-from ..linears.layers import choose
+from ..diffusion.host.discovery import denoisers
 from ..linears.swap import LinearSwap
+from ..linears.weights.layers import choose
 from ..options import SageAttnProcessor
 from .cost import FLOPS_16BIT, OPS_INT8
 

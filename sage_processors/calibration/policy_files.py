@@ -13,11 +13,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..config_hash import config_hash
+from ..files.config_hash import config_hash
+from ..files.strict_json import strict_json, strict_object
+from ..files.whole_file import write_whole
 from ..options import SageAttnProcessor
-from ..strict_json import strict_json, strict_object
 from ..version import __version__
-from ..whole_file import write_whole
 
 
 # 2: recipes by layer, ranges of noise levels; 3: 8-bit linear layers; 4: training, exchange; 5: mixed, skipped tiles;

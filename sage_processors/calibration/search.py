@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sage_kernels.recipe import MIXED_RECIPE
+from sage_kernels.facts.recipe import MIXED_RECIPE
 
 from ..evaluation.progress_bar import progress_bar
-from ..layer_report import NOTHING_RAN
+from ..files.whole_file import check_output
 from ..options import BY_CALL, LINEARS, SageAttnProcessor
-from ..whole_file import check_output
+from ..reporting.layer_report import NOTHING_RAN
 from . import layer_choices, policy_files, skip_choices
 from .candidates import ladders
 from .layer_choices import Choice, Way

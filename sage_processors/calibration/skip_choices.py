@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sage_kernels.recipe import MIXED_RECIPE
+from sage_kernels.facts.recipe import MIXED_RECIPE
 
 from ..options import BY_CALL, SageAttnProcessor
 from .layer_choices import MAX_RUNGS

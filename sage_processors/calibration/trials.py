@@ -12,10 +12,10 @@ import torch
 
 from sage_kernels.planning.rules import NEED_RUNS
 
-from ..diffusion.noise_level import can_track, noise_levels
+from ..diffusion.steps.noise_level import can_track, noise_levels
 from ..evaluation import metrics, quality
+from ..files.strict_json import strict_json, strict_object
 from ..options import SageAttnProcessor
-from ..strict_json import strict_json, strict_object
 from ..version import __version__
 from . import layer_choices, policy_files, skip_choices
 from .candidates import label

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..strict_json import plain_data
+from ..files.strict_json import plain_data
 from .loading import console
 
 

@@ -14,7 +14,7 @@ import typer
 
 from sage_kernels.results import check_appendable
 
-from ..whole_file import check_output, whole_file
+from ..files.whole_file import check_output, whole_file
 
 
 def check_csv(path: Path | None) -> None:

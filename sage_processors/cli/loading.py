@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import pipelines
-from ..layer_report import NOTHING_RAN
+from ..reporting.layer_report import NOTHING_RAN
 from .checks import refusing
 
 

@@ -46,14 +46,9 @@ from .warm_up import warm_up
 
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent  # in a checkout; elsewhere it has no kernels/benchmarks
-RESULTS = Path("kernels") / "benchmarks" / "results.csv"
-PAGES = (
-    "README.md", "docs/guide.md", "docs/linears.md", "docs/recipes.md", "docs/results.md", "docs/comparison.md",
-    "kernels/NOTES.md",
-)  # fmt: skip
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, pretty_exceptions_enable=False)
-bench = typer.Typer(no_args_is_help=True, help="Measure, and turn measurements into tables.")
+bench = typer.Typer(no_args_is_help=True, help="Measure quality and speed.")
 app.add_typer(bench, name="bench")
 bench.command("language")(bench_language)
 bench.command("rules")(rules)
@@ -275,31 +270,6 @@ def bench_attention(context: typer.Context) -> None:
     if not script.is_file():
         fail("the benchmark is not part of the installed package: clone the repository and run `make bench` there")
     sys.exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
-
-
-@bench.command("tables")
-def bench_tables(
-    page: Annotated[list[Path] | None, typer.Option(help="Page with markers; may be repeated.")] = None,
-    results: Annotated[Path, typer.Option(help="results.csv to read.")] = RESULTS,
-    as_json: JsonOption = False,
-) -> None:
-    """Rewrite the tables that the documentation has of results.csv, and RESULTS.md beside it."""
-    from ..evaluation.pages import update
-
-    pages = page or [Path(name) for name in PAGES]
-    for path, option in ((results, "--results"), *((path, "--page") for path in pages)):
-        if not path.is_file():
-            raise typer.BadParameter(f"{path} does not exist", param_hint=option)
-    try:
-        changed = update(pages, results)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--page") from error
-    with answer(as_json) as found:
-        found |= {"pages": [str(path) for path in pages], "changed": changed}
-    if as_json:
-        return
-    state = "updated" if changed else "already up to date"
-    console.print(f"{', '.join(map(str, pages))}: {state}", soft_wrap=True, markup=False, highlight=False)
 
 
 def _config(recipe: str, scaling: str) -> SageAttnProcessor:

@@ -17,12 +17,12 @@ import torch.nn.functional as functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sage_kernels import DEFAULT_RECIPE, RECIPES, Mixed, mixed_attention, sage_attention
-from sage_kernels.base_formats import base_codes
-from sage_kernels.numerics import pv_dtype
+from sage_kernels.facts.base_formats import base_codes
+from sage_kernels.facts.numerics import pv_dtype
+from sage_kernels.facts.recipe import BASES, INT8_MAX, MIXED_RECIPE, P_CODE_EXPONENT, P_SIGNED_EXPONENT
+from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, compile_ahead
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import BASES, INT8_MAX, MIXED_RECIPE, P_CODE_EXPONENT, P_SIGNED_EXPONENT
 from sage_kernels.testing import make_qkv, relative_l2
-from sage_kernels.warm_up import LONG, SHORT, CallKind, compile_ahead
 
 
 logger = logging.getLogger("sage_processors")

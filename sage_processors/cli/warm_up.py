@@ -25,8 +25,8 @@ def warm_up(
     as_json: JsonOption = False,
 ) -> None:
     """Compile the kernels that a model needs into Triton's cache. Reads configs only, loads no weights."""
-    from ..diffusion.discovery import denoisers, is_pipeline
     from ..diffusion.handle import apply
+    from ..diffusion.host.discovery import denoisers, is_pipeline
 
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")

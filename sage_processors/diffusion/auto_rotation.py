@@ -14,7 +14,7 @@ import math
 from sage_kernels.planning.rules import ADAPTIVE
 
 from ..options import ROTATE_BELOW_DB, ROTATION_GAIN_DB
-from .probe import Probe
+from .reports.probe import Probe
 
 
 logger = logging.getLogger("sage_processors")

@@ -6,7 +6,7 @@ import importlib
 import warnings
 from pathlib import Path
 
-from .sage_class import sage_class
+from .calls.sage_class import sage_class
 
 
 def _resolve_alias(cls):

@@ -12,28 +12,28 @@ from torch import nn
 
 from sage_kernels import RECIPES
 from sage_kernels.compat import mark_static_address
+from sage_kernels.facts.recipe import MIXED_RECIPE
 from sage_kernels.planning.rules import RULES, rule_for
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import MIXED_RECIPE
 
 from ..inference_mode import AsUnderNoGrad
 from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS
-from .announced import signs_of
-from .discovery import attention_modules, device_of, discover_sites, put_processor
-from .forwards import Forwards
-from .head_norms import HeadNorms
+from .calls.row_maxima_op import keep_rows_of
+from .calls.sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
+from .graphs.whole_graphs import WholeGraphs
+from .heads.head_norms import HeadNorms
+from .host.announced import signs_of
+from .host.discovery import attention_modules, device_of, discover_sites, put_processor
+from .host.patches import Patches
+from .host.root_hook import RootHook
 from .layer_lists import lists_of_layers, place_lists
-from .layer_reasons import reason_against
-from .noise_level import TimestepReader
 from .parked_state import Parked
-from .patches import Patches
-from .root_hook import RootHook
-from .row_maxima_op import keep_rows_of
-from .sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
-from .whole_graphs import WholeGraphs
-from .windows import is_kept, option_of
+from .reports.layer_reasons import reason_against
+from .steps.forwards import Forwards
+from .steps.noise_level import TimestepReader
+from .steps.windows import is_kept, option_of
 
 
 @dataclass

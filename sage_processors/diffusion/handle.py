@@ -13,24 +13,24 @@ from torch import nn
 
 from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
 
-from ..linears.layers import choose
 from ..linears.swap import swap_of
 from ..linears.swap_checks import check_patterns_of
+from ..linears.weights.layers import choose
 from ..options import LAYER_OPTIONS, REMEDIES, SageAttnProcessor
 from .auto_rotation import AutoRotation
 from .denoiser import Part
-from .discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
-from .following import Following
-from .pipeline_method import listen
-from .report import Report, build_report
-from .root_hook import RootHook
-from .warm_up import KernelsAhead, WarmUp, warm_up
-from .whole_graphs import WholeGraphs
-from .windows import Steps, check_patterns
+from .graphs.whole_graphs import WholeGraphs
+from .host.discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
+from .host.pipeline_method import listen
+from .host.root_hook import RootHook
+from .reports.report import Report, build_report
+from .reports.warm_up import KernelsAhead, WarmUp, warm_up
+from .steps.following import Following
+from .steps.windows import Steps, check_patterns
 
 
 if TYPE_CHECKING:
-    from .probe import Probe
+    from .reports.probe import Probe
 
 
 logger = logging.getLogger("sage_processors")
@@ -250,7 +250,7 @@ class Handle:
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
-        from .probe import Probe
+        from .reports.probe import Probe
 
         self._check_active()
         if self._probe is not None:
@@ -260,7 +260,7 @@ class Handle:
 
     def save_scales(self, path: str | Path) -> None:
         """Write what timestep scaling has learnt to a .safetensors file. Raises: see scale_files.py."""
-        from .scale_files import save_scales
+        from .reports.scale_files import save_scales
 
         save_scales(self, path)
 
@@ -269,7 +269,7 @@ class Handle:
 
         The handle is unchanged if it raises.
         """
-        from .scale_files import load_scales
+        from .reports.scale_files import load_scales
 
         return load_scales(self, path, on_mismatch)
 

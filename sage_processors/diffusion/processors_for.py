@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..options import SageAttnProcessor
-from .discovery import unwrap
 from .handle import apply
+from .host.discovery import unwrap
 
 
 def processors_for(model: Any, config: SageAttnProcessor | None = None) -> dict[str, Any]:

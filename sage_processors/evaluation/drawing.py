@@ -9,7 +9,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..whole_file import write_whole
+from ..files.whole_file import write_whole
 from .metrics import Interval, missing_package
 
 

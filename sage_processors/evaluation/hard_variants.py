@@ -66,7 +66,7 @@ def bias_keys(factor: float = 30.0) -> Iterator[dict]:
         process are affected meanwhile.
     Raises: ValueError (factor).
     """
-    from ..diffusion import processors
+    from ..diffusion.calls import processors
 
     if not (math.isfinite(factor) and factor >= 0):
         raise ValueError(f"factor: got {factor}, expected a finite number >= 0")

@@ -12,9 +12,9 @@ import torch
 
 from sage_kernels.planning.rules import ADAPTIVE, FROM_TABLE
 
-from ..diffusion.windows import CHOSEN
-from ..layer_report import NOTHING_RAN
+from ..diffusion.steps.windows import CHOSEN
 from ..options import SageAttnProcessor
+from ..reporting.layer_report import NOTHING_RAN
 from . import metrics, videos
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..layer_report import NOTHING_RAN
+from ..reporting.layer_report import NOTHING_RAN
 
 
 MARGIN = 8  # pixels between cells

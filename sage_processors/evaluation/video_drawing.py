@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..whole_file import write_whole
+from ..files.whole_file import write_whole
 from .side_by_side import amplification, side_by_side
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import sage_kernels
-from sage_kernels import crossover
 from sage_kernels.compat import is_exporting
+from sage_kernels.facts import crossover
 
 from ..autocast import autocast
 from ..options import UnsupportedAttentionError
@@ -64,7 +64,7 @@ def register_transformers(
             which mean something to transformers.
         recipe: number formats of the two matmuls, a key of sage_kernels.RECIPES.
         min_tokens: calls with fewer queries or keys run the exact attention (reason "short"): there INT8 saves
-            nothing. None: as measured for the running GPU, head_dim and recipe (sage_kernels/crossover.py), on a CPU
+            nothing. None: as measured for the running GPU, head_dim and recipe (facts/crossover.py), on a CPU
             never. 0: never. Decoding on a cache that is not INT8 is short on every GPU: quantising every key again
             at every step costs more than it saves. Calls on an INT8 cache always read the cache as it is.
         policy: "fallback": a call that INT8 attention can't do runs the model's own exact attention, is counted per

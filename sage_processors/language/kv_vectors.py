@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sage_kernels.numerics import CENTER_SAMPLES, sample_tokens
+from sage_kernels.facts.numerics import CENTER_SAMPLES, sample_tokens
 
 
 OUTLIER = 2.0  # channels up to so many times as large or small as the median one share a scale with it as they are

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import sage_kernels
-from sage_kernels.recipe import ROTATIONS
+from sage_kernels.facts.recipe import ROTATIONS
 
 from ..options import POLICIES, TRAININGS
 

@@ -12,9 +12,9 @@ import torch
 import sage_kernels
 from sage_kernels.compat import is_exporting
 
-from ..event_counter import EventCounter, count_shared, shared_numbers
-from ..layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
 from ..linears.swap import swap_of
+from ..reporting.event_counter import EventCounter, count_shared, shared_numbers
+from ..reporting.layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
 from .names import Implementation
 
 

@@ -15,8 +15,8 @@ import torch
 
 from sage_kernels.compat import mark_static_address
 
-from .layers import repeated_blocks
-from .weights import AT_REST, DTYPES
+from .weights.layers import repeated_blocks
+from .weights.linear_state import AT_REST, DTYPES
 
 
 # A column is far below the others where it has a quarter of their norm or less. In a balanced channel the rounding of

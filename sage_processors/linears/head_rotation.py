@@ -22,9 +22,9 @@ from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import are_ordinary, function_modes, is_traced
 
 from ..autocast import is_autocast
-from ..other_globals import innermost, with_global
-from ..owner import Owner
-from ..patched import Watch
+from ..patching.other_globals import innermost, with_global
+from ..patching.owner import Owner
+from ..patching.patched import Watch
 from ..postponed.tensor import is_dual
 from .modules import put_class
 

@@ -15,15 +15,15 @@ from sage_kernels.compat import is_differentiating_forward
 
 from ..postponed.region import current, is_caller_known
 from ..postponed.tensor import CAN_WAIT, Postponed, is_dual, ordinary_in, version_of
-from .activations import quantized
 from .balance import vector_of
-from .captured import is_captured
-from .postponed_columns import PostponedColumns
-from .postponed_linear import PostponedLinear, product
-from .postponed_norm import PostponedNorm
+from .postponed.activations import quantized
+from .postponed.columns import PostponedColumns
+from .postponed.linear import PostponedLinear, product
+from .postponed.norm import PostponedNorm
 from .replaced import FORWARD, LINEAR, call_replaced, is_replaced
-from .storage import CODES, SCALE, in_place
-from .weights import AT_REST, CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
+from .weights.captured import is_captured
+from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
+from .weights.storage import CODES, SCALE, in_place
 
 
 if TYPE_CHECKING:

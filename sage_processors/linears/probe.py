@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from sage_kernels import QuantizedRows
 from sage_kernels.compat import mark_static_address
 
-from ..layer_report import ratios
 from ..postponed.tensor import Postponed
-from .postponed_linear import product
-from .storage import bits_of
+from ..reporting.layer_report import ratios
+from .postponed.linear import product
+from .weights.storage import bits_of
 
 
 SLOTS = 256  # steps told apart; later ones share the last

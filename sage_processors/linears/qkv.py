@@ -10,7 +10,7 @@ from torch import nn
 from sage_kernels import QuantizedRows, quantized_linear
 
 from ..postponed.region import Region
-from .storage import Storage
+from .weights.storage import Storage
 
 
 # Children of an attention module that are mostly called with the same tensor, in the order of the calls.

@@ -21,17 +21,17 @@ from torch import nn
 
 from sage_kernels import QuantizedRows
 
-from ..config_hash import config_hash
+from ..files.config_hash import config_hash
+from ..files.strict_json import some, strict_json, strict_object
+from ..files.whole_file import whole_file
 from ..option_checks import one_of
 from ..options import POLICIES
-from ..strict_json import some, strict_json, strict_object
 from ..version import __version__
-from ..whole_file import whole_file
 from .balance import MOST
-from .layers import WEIGHT_ONLY, linear_layers
 from .modules import is_swapped
-from .storage import CODES, SCALE
 from .swap import LinearSwap, swap_of
+from .weights.layers import WEIGHT_ONLY, linear_layers
+from .weights.storage import CODES, SCALE
 
 
 FORMAT_VERSION = 2  # 2: balances of channels

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
-from .compiled_parts import modules_in_compiled_parts
-from .layers import layers_of_others
+from ..reporting.layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
+from .compiled.compiled_parts import modules_in_compiled_parts
 from .probe import relative_error
 from .replaced import is_replaced
-from .weights import CALLED, EVENTS, REMEDIES
+from .weights.layers import layers_of_others
+from .weights.linear_state import CALLED, EVENTS, REMEDIES
 
 
 TAKEN_IN = "Compiled with the code around the model: weights that change then are noticed by refresh() alone."

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .weights import SHORT, LinearState, Shared
+from .weights.linear_state import SHORT, LinearState, Shared
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:

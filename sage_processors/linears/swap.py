@@ -9,25 +9,25 @@ import torch
 from torch import nn
 
 from ..inference_mode import AsUnderNoGrad
-from ..on_import import when_imported
-from ..owner import Owner, is_left
+from ..patching.on_import import when_imported
+from ..patching.owner import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
 from .balance import find_neighbours, share_known
-from .captured import is_captured
-from .graph_pass import fuse_in_compiled_code
+from .compiled.graph_pass import fuse_in_compiled_code
 from .head_rotation import HeadRotations
-from .layers import Choice, choose, repeated_blocks
 from .leftovers import give_back_block, give_back_layer, give_back_norm, take_out_leftovers
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
-from .norms import NormState, norm_form, norm_width
+from .postponed.norm_layers import NormState, norm_form, norm_width
 from .qkv import join_neighbours
 from .report import LinearReport, notes_of, rows_of
-from .samples import are_changed
 from .short_forwards import ShortForwards, shapes_of
-from .storage import Storage
 from .swap_checks import checked_options
 from .swap_hooks import EndHook, PrepareHook
-from .weights import LEAST_WORK, LinearState, Shared, is_timed
+from .weights.captured import is_captured
+from .weights.layers import Choice, choose, repeated_blocks
+from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed
+from .weights.samples import are_changed
+from .weights.storage import Storage
 
 
 DROPPED = (

@@ -9,8 +9,8 @@ from torch import nn
 
 from sage_kernels.compat import keep_out_of_dynamo
 
-from ..owner import is_left
-from .weights import Shared
+from ..patching.owner import is_left
+from .weights.linear_state import Shared
 
 
 class PrepareHook:

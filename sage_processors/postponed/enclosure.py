@@ -17,7 +17,7 @@ from torch.nn.modules import module as nn_module
 
 from sage_kernels.compat import function_modes, is_differentiating_forward, is_traced
 
-from ..patched import Watch
+from ..patching.patched import Watch
 from .library import is_library_class, is_library_function, is_pythons_function
 
 

@@ -342,7 +342,7 @@ def test_the_crossover_set_is_what_the_table_is_filled_from(bench):
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of which a tiny model has some."""
-    from sage_kernels import skip_state
+    from sage_kernels.ops import skip_state
 
     monkeypatch.setattr(skip_state, "REFERENCE_BLOCK", (8, 8))
 

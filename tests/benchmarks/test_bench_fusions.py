@@ -52,7 +52,8 @@ def test_heads_are_made_in_one_pass_only_where_they_should(bench, called, name, 
 
 @pytest.mark.parametrize("name", ["all_fusions", "no_norms", "no_results", "no_fusions"])
 def test_norms_and_results_wait_only_where_they_should(bench, monkeypatch, name):
-    from sage_processors.linears import postponed_linear, postponed_norm
+    from sage_processors.linears.postponed import linear as postponed_linear
+    from sage_processors.linears.postponed import norm as postponed_norm
 
     made = set()
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels import attention, decode, replay
+from sage_kernels.ops import attention, decode, replay
 from sage_kernels.results import read_rows
 
 

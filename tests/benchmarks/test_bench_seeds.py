@@ -10,8 +10,8 @@ import torch
 from sage_kernels import RECIPES
 from sage_kernels.results import read_rows
 from sage_kernels.testing import exact_attention, relative_l1
-from sage_processors.evaluation.kernel_tables import recipe_errors
 from tests.support.repository import ROOT
+from tools.kernel_tables import recipe_errors
 
 
 BENCHES = ROOT / "kernels" / "benchmarks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels.skipping import unpack
+from sage_kernels.facts.skipping import unpack
 from sage_kernels.testing import relative_l2
 
 

@@ -21,10 +21,10 @@ from sage_processors.calibration.cost import (
     measured_seconds,
 )
 from sage_processors.calibration.trials import HELD_OUT
-from sage_processors.diffusion import processors
+from sage_processors.diffusion.calls import processors
 from sage_processors.evaluation import hard_variants, quality
+from tests.diffusion.steps.test_windows import flux_pipe, options
 from tests.diffusion.test_compile import denoise
-from tests.diffusion.test_windows import flux_pipe, options
 from tests.evaluation.test_quality import PROMPTS, pipeline
 from tests.support.outliers import varying_outliers
 

@@ -11,12 +11,12 @@ import sage_processors as sp
 from sage_processors.calibration import cost as attention_cost
 from sage_processors.calibration.cost import CostTable
 from sage_processors.calibration.layer_choices import Choice, Demotion, Way, check_sums, demotions, relative_l2
-from sage_processors.diffusion import processors
+from sage_processors.diffusion.calls import processors
 from sage_processors.evaluation import quality
 from sage_processors.options import MAX_RANGES
+from tests.diffusion.steps.test_layer_windows import JOINT, SINGLE
+from tests.diffusion.steps.test_windows import flux_pipe, options
 from tests.diffusion.test_compile import denoise
-from tests.diffusion.test_layer_windows import JOINT, SINGLE
-from tests.diffusion.test_windows import flux_pipe, options
 from tests.evaluation.test_quality import PROMPTS, pipeline
 from tests.support.outliers import varying_outliers
 
@@ -144,7 +144,7 @@ def test_a_ladder_gets_better_and_dearer_and_is_the_same_again():
 
 
 def _error_of(demotion, config, layer):
-    from sage_processors.diffusion.windows import is_kept, option_of
+    from sage_processors.diffusion.steps.windows import is_kept, option_of
 
     if is_kept(config, layer):
         return 0.0

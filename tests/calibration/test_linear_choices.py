@@ -158,7 +158,7 @@ def test_bad_arguments(arguments, error, words):
 
 def test_while_one_layer_is_measured_all_others_are_exact():
     from sage_processors.calibration.linear_choices import _errors
-    from sage_processors.linears.layers import choose
+    from sage_processors.linears.weights.layers import choose
 
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))).eval().requires_grad_(False)

@@ -11,8 +11,8 @@ import torch
 
 import sage_processors as sp
 from sage_processors.calibration import policy_files as policy
-from sage_processors.strict_json import some
-from tests.diffusion.test_windows import flux_pipe
+from sage_processors.files.strict_json import some
+from tests.diffusion.steps.test_windows import flux_pipe
 
 
 LAYER = "transformer.transformer_blocks.0.attn"

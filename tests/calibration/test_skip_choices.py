@@ -9,7 +9,7 @@ import math
 import pytest
 
 import sage_processors as sp
-from sage_kernels import skip_state
+from sage_kernels.ops import skip_state
 from sage_kernels.planning import skip_lists
 from sage_processors.calibration.candidates import label
 from sage_processors.calibration.cost import FLOPS_16BIT, OPS_INT8, CostTable, time_factor
@@ -17,8 +17,8 @@ from sage_processors.calibration.search import _for_psnr
 from sage_processors.calibration.skip_choices import SkipChoices, check_shares, checked_limits, shares_of
 from sage_processors.diffusion.layer_lists import limit_of
 from sage_processors.evaluation import quality
+from tests.diffusion.steps.test_windows import flux_pipe
 from tests.diffusion.test_compile import denoise
-from tests.diffusion.test_windows import flux_pipe
 from tests.evaluation.test_quality import PROMPTS, pipeline
 
 

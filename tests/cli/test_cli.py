@@ -19,7 +19,7 @@ from sage_processors.cli import loading
 from sage_processors.cli import main as cli
 from sage_processors.evaluation import quality
 from sage_processors.evaluation.side_by_side import LABEL, MARGIN
-from sage_processors.layer_names import patterns
+from sage_processors.reporting.layer_names import patterns
 from tests.support.repository import ROOT
 
 
@@ -101,7 +101,6 @@ def test_demo_on_a_gpu(name, tmp_path):
         (["report", "tests"], "folder tests has no model_index.json"),
         (["bench", "quality", "--outlier", "3"], "3 is not a power of two"),
         (["bench", "quality", "--csv", "no/such/folder/x.csv"], "no/such/folder does not exist"),
-        (["bench", "tables", "--page", "NOFILE.md"], "NOFILE.md does not exist"),
     ],
 )
 def test_mistakes_get_a_message(arguments, message, monkeypatch):
@@ -193,21 +192,6 @@ def test_bench_attention_runs_the_checkouts_benchmark(tmp_path, monkeypatch):
     )
     invoke("bench", "attention", "--suite", "prologue", code=3)
     assert (tmp_path / "got").read_text() == "--suite prologue"
-
-
-def test_bench_tables_updates_the_pages(tmp_path):
-    pages = []
-    for name in cli.PAGES:
-        shutil.copy(ROOT / name, tmp_path)
-        pages += ["--page", tmp_path / Path(name).name]
-    results = tmp_path / "results.csv"
-    for name in ("results.csv", "RESULTS.md"):
-        shutil.copy(ROOT / "kernels" / "benchmarks" / name, tmp_path)
-    assert "already up to date" in invoke("bench", "tables", *pages, "--results", results)
-    (tmp_path / "RESULTS.md").write_text("old")
-    assert "updated" in invoke("bench", "tables", *pages, "--results", results)
-    (tmp_path / "README.md").write_text("no markers")
-    assert "got no markers" in invoke("bench", "tables", *pages, "--results", results, code=2)
 
 
 def test_prompts_of_clips_are_distinct_ones_that_tiny_wan_learnt(monkeypatch):

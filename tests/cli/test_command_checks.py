@@ -26,7 +26,7 @@ from sage_processors.cli import loading
 from sage_processors.cli import main as cli
 from sage_processors.cli.checks import float32_settings_kept
 from sage_processors.evaluation import language, quality
-from sage_processors.strict_json import strict_json
+from sage_processors.files.strict_json import strict_json
 from tests.support.repository import ROOT, files
 
 

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 import sage_kernels
-from sage_kernels.recipe import BASES
+from sage_kernels.facts.recipe import BASES
 from sage_processors.cli import doctor, self_test
 from sage_processors.cli import main as cli
 from tests.support.recording_driver import run
@@ -79,7 +79,7 @@ def _coarser(q, *args, **kwargs):
 def _cut_off(q, k, v, **kwargs):
     """FP8 matrix units that keep all keys in one sum: what an H200's did, 5 % short at 4,096 keys."""
     out = sage_kernels.sage_attention(q, k, v, **kwargs)
-    return out * (1 - 0.0125 * k.shape[1] / 1024) if kwargs["recipe"] == sage_kernels.recipe.FP8_RECIPE else out
+    return out * (1 - 0.0125 * k.shape[1] / 1024) if kwargs["recipe"] == sage_kernels.facts.recipe.FP8_RECIPE else out
 
 
 def _nan(*args, **kwargs):
@@ -133,7 +133,7 @@ def test_doctor_fails_a_wrong_kernel(how, monkeypatch, once):
     monkeypatch.setattr(self_test, "sage_attention", broken)
     monkeypatch.setattr(self_test, "BASES", ())  # which are another op
     # the recipe that most use has to show each fault by itself
-    name = sage_kernels.recipe.FP8_RECIPE if how == "sums" else sage_kernels.DEFAULT_RECIPE
+    name = sage_kernels.facts.recipe.FP8_RECIPE if how == "sums" else sage_kernels.DEFAULT_RECIPE
     monkeypatch.setattr(self_test, "RECIPES", {name: sage_kernels.RECIPES[name]})
     outcomes = self_test.self_test(CPU)
     failed = {outcome.case for outcome in outcomes if not outcome.passed}
@@ -326,9 +326,9 @@ as_on_hopper()
 from sage_kernels import warm_up
 from sage_kernels._triton.attention.launch import launch_attention_fwd
 from sage_kernels._triton.launch import ahead
-from sage_kernels.masking import make_masking
-from sage_kernels.recipe import RECIPES
-from sage_kernels.state import new_head_state
+from sage_kernels.facts.masking import make_masking
+from sage_kernels.facts.recipe import RECIPES
+from sage_kernels.facts.state import new_head_state
 from sage_kernels.testing import make_qkv
 from sage_processors.cli import self_test
 

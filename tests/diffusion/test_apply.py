@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as functional
 
 import sage_processors as sp
-from sage_processors.diffusion import sage_class
-from sage_processors.diffusion.discovery import attention_modules
-from tests.diffusion.test_processors import SDPA, sqnr_db
+from sage_processors.diffusion.calls import sage_class
+from sage_processors.diffusion.host.discovery import attention_modules
+from tests.diffusion.calls.test_processors import SDPA, sqnr_db
 from tests.support.tiny_models import MODELS
 
 

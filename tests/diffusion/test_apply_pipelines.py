@@ -15,9 +15,9 @@ import torch
 
 import sage_kernels
 import sage_processors as sp
-from sage_processors.diffusion import sage_class
-from sage_processors.diffusion.discovery import attention_modules
-from tests.diffusion.test_processors import sdpa_as_op, sqnr_db
+from sage_processors.diffusion.calls import sage_class
+from sage_processors.diffusion.host.discovery import attention_modules
+from tests.diffusion.calls.test_processors import sdpa_as_op, sqnr_db
 from tests.support.repository import OPTIONAL, ROOT
 from tests.support.tiny_models import MODELS
 
@@ -311,7 +311,7 @@ def test_pipeline_method_exists_in_every_import_order(order):
 
 
 def test_pipeline_method_of_somebody_else_is_left_alone(monkeypatch):
-    from sage_processors.diffusion.pipeline_method import add_pipeline_method
+    from sage_processors.diffusion.host.pipeline_method import add_pipeline_method
 
     theirs = object()
     monkeypatch.setattr(diffusers.DiffusionPipeline, "set_attn_processor", theirs)

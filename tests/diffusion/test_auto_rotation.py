@@ -15,10 +15,10 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 import sage_processors as sp
 from sage_kernels.testing import make_qkv
 from sage_processors import options as config_module
-from sage_processors.diffusion import processors
-from sage_processors.diffusion.processors import EVENTS
+from sage_processors.diffusion.calls import processors
+from sage_processors.diffusion.calls.processors import EVENTS
+from tests.diffusion.steps.test_windows import flux_pipe, options
 from tests.diffusion.test_compile import Pipe, compiled, denoise
-from tests.diffusion.test_windows import flux_pipe, options
 from tests.support.outliers import varying_outliers
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 
 import sage_processors as sp
-from sage_processors.diffusion import processors, sage_class
+from sage_processors.diffusion.calls import processors, sage_class
+from tests.diffusion.calls.test_processors import attention_inputs, counted, forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_apply_pipelines import flux_pipe, sd_controlnet_pipe
-from tests.diffusion.test_processors import attention_inputs, counted, forward, sqnr_db
 from tests.support.tiny_models import MODELS, OLDEST, rand
 
 

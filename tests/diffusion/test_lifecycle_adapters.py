@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.diffusion import sage_class
+from sage_processors.diffusion.calls import sage_class
+from tests.diffusion.calls.test_processors import forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_apply_pipelines import flux_pipe, tiny_vae
 from tests.diffusion.test_lifecycle import statuses
-from tests.diffusion.test_processors import forward, sqnr_db
 from tests.support.tiny_models import MODELS
 
 

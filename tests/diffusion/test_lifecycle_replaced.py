@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.diffusion import processors
+from sage_processors.diffusion.calls import processors
 from sage_processors.options import PAG_REMEDY
+from tests.diffusion.calls.test_processors import forward, sqnr_db
 from tests.diffusion.test_apply import processors_of
 from tests.diffusion.test_lifecycle import statuses
 from tests.diffusion.test_lifecycle_adapters import EVERYTHING, STRICT, sd_pipe
-from tests.diffusion.test_processors import forward, sqnr_db
 from tests.support.tiny_models import MODELS
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from tests.diffusion.test_processors import forward, sqnr_db
+from tests.diffusion.calls.test_processors import forward, sqnr_db
 from tests.support.tiny_models import MODELS
 
 

@@ -14,9 +14,9 @@ from diffusers.models import attention_processor
 from diffusers.models.transformers import transformer_flux
 
 import sage_processors as sp
-from sage_processors.diffusion import sage_class
-from tests.diffusion import test_processors
-from tests.diffusion.test_processors import (
+from sage_processors.diffusion.calls import sage_class
+from tests.diffusion.calls import test_processors
+from tests.diffusion.calls.test_processors import (
     HelperProcessor,
     attention_inputs,
     counted,
@@ -24,7 +24,7 @@ from tests.diffusion.test_processors import (
     sage_attention_module,
     sqnr_db,
 )
-from tests.diffusion.test_whole_graphs import captures
+from tests.diffusion.graphs.test_whole_graphs import captures
 from tests.support.tiny_models import MODELS
 
 

@@ -9,7 +9,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 import sage_processors as sp
 from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
-from sage_processors.diffusion import processors
+from sage_processors.diffusion.calls import processors
 from tests.diffusion.test_compile import Pipe, compiled
 from tests.support.outliers import varying_outliers
 from tests.support.tiny_models import MODELS

@@ -11,9 +11,9 @@ import torch
 from diffusers import hooks
 
 import sage_processors as sp
+from tests.diffusion.calls.test_processors import forward
 from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_lifecycle_adapters import sd_pipe
-from tests.diffusion.test_processors import forward
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
 

@@ -8,8 +8,8 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 
 import sage_processors as sp
-from tests.diffusion.test_backend import NAME
-from tests.diffusion.test_processors import forward
+from tests.diffusion.calls.test_backend import NAME
+from tests.diffusion.calls.test_processors import forward
 from tests.support.combinations import shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
 

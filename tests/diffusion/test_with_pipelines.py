@@ -10,8 +10,8 @@ from torch import nn
 
 import sage_processors as sp
 from sage_kernels.testing import relative_l2, sqnr_db
+from tests.diffusion.calls.test_processors import forward
 from tests.diffusion.test_lifecycle_adapters import sd_pipe
-from tests.diffusion.test_processors import forward
 from tests.support.combinations import CLOSE_DB, shows  # noqa: F401 (pytest finds fixtures here)
 from tests.support.tiny_models import MODELS
 

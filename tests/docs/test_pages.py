@@ -9,7 +9,7 @@ import pytest
 
 import sage_kernels
 from sage_kernels.results import read_rows
-from sage_processors.diffusion import processors
+from sage_processors.diffusion.calls import processors
 from sage_processors.language import report as language_report
 from sage_processors.options import ROTATIONS, SCALINGS
 from tests.docs.blocks import FENCE

@@ -23,7 +23,7 @@ def output(model, inputs) -> torch.Tensor:
 
 
 def test_biased_keys_leave_exact_attention_and_shift_every_key_alike(monkeypatch):
-    from sage_processors.diffusion import processors
+    from sage_processors.diffusion.calls import processors
 
     model, inputs = MODELS["flux"]()
     stock, seen = output(model, inputs), []
@@ -50,7 +50,7 @@ def test_biased_keys_leave_exact_attention_and_shift_every_key_alike(monkeypatch
 
 
 def test_biased_keys_are_undone_after_an_error_and_refuse_bad_factors():
-    from sage_processors.diffusion import processors
+    from sage_processors.diffusion.calls import processors
 
     attend = processors._attend
     with pytest.raises(RuntimeError, match="inside"), hard_variants.bias_keys():

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from sage_kernels.recipe import INT8_MAX
+from sage_kernels.facts.recipe import INT8_MAX
 from tests.support.repository import ROOT
 
 

@@ -9,7 +9,7 @@ import torch
 
 import sage_kernels
 import sage_processors as sp
-from sage_kernels import crossover
+from sage_kernels.facts import crossover
 from sage_kernels.results import read_rows
 from sage_kernels.testing import relative_l2
 from tests.language.test_transformers_attention import forward, tiny

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWin
 import sage_processors as sp  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer  # noqa: E402
 from sage_processors.language.quantized_kv import StoredKV, attend  # noqa: E402
-from tests.diffusion.test_timestep import NoHostRead  # noqa: E402
+from tests.diffusion.steps.test_timestep import NoHostRead  # noqa: E402
 from tests.language.tiny_cache_models import (  # noqa: E402
     BUFFERS,
     HEAD_DIM,

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import sage_processors as sp  # noqa: E402
-from sage_kernels import decode  # noqa: E402
+from sage_kernels.ops import decode  # noqa: E402
 from sage_processors.language.kv_layers import Int8Layer  # noqa: E402
 from sage_processors.language.kv_static_layers import Int8StaticSlidingLayer  # noqa: E402
 from sage_processors.language.quantized_kv import StoredKV, attend  # noqa: E402

@@ -15,7 +15,7 @@ from sage_kernels.testing import relative_l2
 from sage_processors.language import attention, names
 from sage_processors.language.masks import sage_mask
 from sage_processors.language.report import counted
-from sage_processors.on_import import when_imported
+from sage_processors.patching.on_import import when_imported
 from tests.support.repository import fresh
 
 

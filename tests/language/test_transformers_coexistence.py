@@ -10,8 +10,8 @@ import torch
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import relative_l2
-from sage_processors.event_counter import shared_numbers
 from sage_processors.language import report as transformers_counts
+from sage_processors.reporting.event_counter import shared_numbers
 
 
 transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import torch
 
 import sage_kernels
 import sage_processors as sp
-from sage_kernels import crossover
+from sage_kernels.facts import crossover
 from sage_kernels.testing import exact_attention, relative_l2
 
 

@@ -10,9 +10,9 @@ import torch
 
 import sage_kernels
 import sage_processors as sp
-from sage_processors.event_counter import shared_numbers
 from sage_processors.language import names
 from sage_processors.language import report as language_report
+from sage_processors.reporting.event_counter import shared_numbers
 from tests.support import real_models
 from tests.support.repository import ROOT
 

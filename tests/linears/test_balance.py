@@ -12,8 +12,8 @@ from torch import nn
 import sage_processors as sp
 from sage_processors.evaluation.hard_linears import inject_channel_outliers
 from sage_processors.linears import balance
+from tests.linears.compiled.test_compile import Backend, compiled_ops
 from tests.linears.counting import OpCounter, relative_error
-from tests.linears.test_compile import Backend, compiled_ops
 from tests.linears.test_pipelines import ALL, draw, pipeline, psnr
 from tests.linears.test_qkv import Attention
 from tests.linears.test_quantized_files import empty, rewrite

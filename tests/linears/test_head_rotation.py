@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 
 import sage_processors as sp
 from sage_processors.linears.head_rotation import HeadRotations, in_one_pass, rotating_class, turns_halves
-from sage_processors.other_globals import with_global
+from sage_processors.patching.other_globals import with_global
 from tests.linears.counting import relative_error
 from tests.support.tiny_language_models import DECODERS, MODELS, tokens
 

@@ -78,7 +78,7 @@ def test_a_result_that_waits_until_it_leaves_is_an_ordinary_tensor():
 
 
 def test_attention_alone_gets_heads_in_one_pass_too(monkeypatch):
-    from sage_processors.diffusion import postponed_heads
+    from sage_processors.diffusion.heads import postponed_heads
 
     passes, own = [], postponed_heads.qk_norm_rope
     monkeypatch.setattr(postponed_heads, "qk_norm_rope", lambda *a, **k: passes.append(1) or own(*a, **k))

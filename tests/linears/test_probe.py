@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import sage_processors as sp
+from tests.diffusion.steps.test_windows import flux_pipe, options
 from tests.diffusion.test_compile import compiled, denoise
-from tests.diffusion.test_windows import flux_pipe, options
 from tests.linears.counting import relative_error
 from tests.linears.test_modules import layer, swapped
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.linears import modules
-from sage_processors.linears.weights import LEAST_WORK, Shared
+from sage_processors.linears.weights.linear_state import LEAST_WORK, Shared
 from tests.linears.counting import set_least_work
 
 

@@ -11,9 +11,10 @@ from diffusers import UNet2DConditionModel
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.linears import modules, swap, weights
+from sage_processors.linears import modules, swap
 from sage_processors.linears.short_forwards import shapes_of
 from sage_processors.linears.swap import quantize_linears
+from sage_processors.linears.weights import linear_state as weights
 
 
 LEAST = 2**16  # multiply-adds: 8 rows of 64 x 64 are short, 64 rows are not

@@ -9,7 +9,7 @@ import torch
 
 import sage_processors as sp
 from tests.linears.counting import relative_error
-from tests.linears.test_weight_only import dropped, formats
+from tests.linears.weights.test_weight_only import dropped, formats
 from tests.support.tiny_models import MODELS
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.linears import modules, norms
+from sage_processors.linears import modules
+from sage_processors.linears.postponed import norm_layers as norms
 from tests.postponed.programs import LIBRARY, STEPS, Program, random_program
 
 

@@ -141,7 +141,7 @@ def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
 
 def main() -> None:
     """Write the page, and say which outcomes are of other sources, and what renews them."""
-    from sage_processors.whole_file import write_whole
+    from sage_processors.files.whole_file import write_whole
     from tests.project import compatibility_table
 
     outcomes = read_outcomes()

@@ -81,7 +81,7 @@ def page(rows: list[dict], outcomes: dict[str, dict]) -> str:
 
 def write(rows: list[dict], outcomes: dict[str, dict]) -> Path:
     """Write the page."""
-    from sage_processors.whole_file import write_whole
+    from sage_processors.files.whole_file import write_whole
 
     write_whole(PAGE, page(rows, outcomes))
     return PAGE

@@ -130,7 +130,11 @@ def test_Q34_an_edited_kernel_makes_its_outcomes_those_of_other_sources(tmp_path
     hashes = {kernel_sources()}
     file = kernels / "_triton" / "attention" / "kernel.py"
     text = file.read_text(encoding="utf-8")
-    for change in (lambda: file.write_text(text + "#"), lambda: file.rename(kernels / file.name),
+    file.write_text(
+        text.replace('"""', '"""Other words. ', 1).replace("\n\n", "\n# other words\n\n", 1) + "  # and more\n"
+    )
+    assert kernel_sources(kernels) == kernel_sources()  # words are no code
+    for change in (lambda: file.write_text(text.replace("+", "-", 1)), lambda: file.rename(kernels / file.name),
                    lambda: (kernels / "new.py").write_text("")):  # fmt: skip
         change()
         hashes.add(kernel_sources(kernels))

@@ -12,9 +12,9 @@ import torch
 import sage_kernels
 import sage_processors as sp
 from sage_kernels.testing import make_qkv
-from sage_processors.diffusion.noise_level import Run, TimestepReader
+from sage_processors.diffusion.steps.noise_level import Run, TimestepReader
+from tests.diffusion.calls.test_processors import forward
 from tests.diffusion.test_apply_pipelines import flux_pipe
-from tests.diffusion.test_processors import forward
 from tests.support.repository import files
 from tests.support.tiny_language_models import MODELS as LANGUAGE
 from tests.support.tiny_models import MODELS

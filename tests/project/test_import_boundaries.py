@@ -48,7 +48,7 @@ def test_imports_finds_every_form(tmp_path):
     file = ROOT / "kernels" / "sage_kernels" / "_triton" / "attention" / "kernel.py"
     found = imports(file)
     assert ("triton", True) in found and any(m.startswith("sage_kernels._triton.") for m, _ in found)
-    lazy = imports(ROOT / "kernels" / "sage_kernels" / "attention.py")
+    lazy = imports(ROOT / "kernels" / "sage_kernels" / "ops" / "attention.py")
     assert any(module.startswith("sage_kernels._triton") and not at_import for module, at_import in lazy)
 
 
@@ -69,7 +69,7 @@ def test_the_triton_folder_is_imported_lazily_and_by_the_ops_alone():
     assert imported(outside, "sage_kernels._triton", only_at_import=True) == []
     assert imported([f for f in outside if f.parts[-2] == "sage_processors"], "sage_kernels._triton") == []
     assert imported(files("kernels/sage_kernels/reference"), "sage_kernels._triton") == []
-    assert imported(inside, "sage_kernels.reference", "sage_kernels.attention", "sage_kernels.decode") == []
+    assert imported(inside, "sage_kernels.reference", "sage_kernels.ops") == []
 
 
 def test_processors_use_the_ops_not_their_insides():
@@ -77,52 +77,59 @@ def test_processors_use_the_ops_not_their_insides():
 
 
 # What each room may import besides itself: everything below it. A folder that is not named is part of its parent.
-GROUND = "sage_kernels, ground floor"
-GROUND_FILES = {
-    f"sage_kernels.{name}"
-    for name in ("base_formats", "block_budget", "compat", "masking", "numerics", "recipe", "skipping", "state")
-}
+FACTS = "sage_kernels.facts"
+# versions of torch and Triton, and nothing of ours
+GROUND_FILES = {"sage_kernels.compat", "sage_kernels._triton.compat"}
 TRITON = "sage_kernels._triton"  # its own files: what its rooms share
-# versions of Triton and nothing of ours: which kernels there are is asked on a GPU, by the block budget too
-GROUND_FILES |= {f"{TRITON}.compat"}
 KERNELS = {f"{TRITON}.{name}" for name in ("prologue", "attention", "decode", "heads", "linear", "mixed")}
+SHARED = {"sage_processors", *(f"sage_processors.{name}" for name in ("files", "patching", "reporting"))}
+POSTPONED, LINEARS = "sage_processors.postponed", "sage_processors.linears"
+DIFFUSION = "sage_processors.diffusion"
+DIFFUSIONS = {f"{DIFFUSION}.{name}" for name in ("host", "steps", "heads", "graphs", "calls", "reports")} | {DIFFUSION}
+LINEARS_ALL = {LINEARS, *(f"{LINEARS}.{name}" for name in ("weights", "postponed", "compiled"))}
 BELOW = {
-    "sage_processors": set(),
-    "sage_processors.postponed": {"sage_processors"},
-    "sage_processors.linears": {"sage_processors", "sage_processors.postponed"},
-    "sage_processors.diffusion": {"sage_processors", "sage_processors.postponed", "sage_processors.linears"},
-    "sage_processors.language": {"sage_processors", "sage_processors.linears"},
-    "sage_processors.evaluation": {"sage_processors", "sage_processors.diffusion", "sage_processors.language"},
-    "sage_processors.calibration": {
-        "sage_processors",
-        "sage_processors.linears",
-        "sage_processors.diffusion",
-        "sage_processors.evaluation",
-    },
-    "sage_processors.cli": {
-        "sage_processors",
-        "sage_processors.linears",
-        "sage_processors.diffusion",
-        "sage_processors.language",
-        "sage_processors.evaluation",
-        "sage_processors.calibration",
-    },
-    "sage_kernels.planning": {"sage_kernels", GROUND},
-    "sage_kernels": {GROUND, "sage_kernels.checks", "sage_kernels.reference", f"{TRITON}.launch", *KERNELS},
-    "sage_kernels.checks": {GROUND},
-    "sage_kernels.reference": {GROUND},
-    f"{TRITON}.attention": {GROUND, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue"},
-    f"{TRITON}.prologue": {GROUND, TRITON, f"{TRITON}.launch"},
-    f"{TRITON}.decode": {GROUND, TRITON, f"{TRITON}.launch"},
-    f"{TRITON}.mixed": {GROUND, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue", f"{TRITON}.attention"},
-    f"{TRITON}.heads": {GROUND, TRITON, f"{TRITON}.launch"},
-    f"{TRITON}.linear": {GROUND, TRITON, f"{TRITON}.launch"},
-    f"{TRITON}.launch": {GROUND, TRITON},
-    TRITON: {GROUND},
-    GROUND: set(),
+    "sage_processors.files": set(),
+    "sage_processors.patching": set(),
+    "sage_processors.reporting": {"sage_processors.files"},
+    "sage_processors": SHARED,
+    POSTPONED: SHARED,
+    f"{LINEARS}.compiled": SHARED | {POSTPONED},
+    f"{LINEARS}.weights": SHARED | {POSTPONED, f"{LINEARS}.compiled"},
+    f"{LINEARS}.postponed": SHARED | {POSTPONED, f"{LINEARS}.weights"},
+    LINEARS: SHARED | {POSTPONED} | LINEARS_ALL,
+    f"{DIFFUSION}.host": SHARED | {POSTPONED},
+    f"{DIFFUSION}.steps": SHARED | {f"{DIFFUSION}.host"},
+    f"{DIFFUSION}.heads": SHARED | {POSTPONED} | LINEARS_ALL,
+    f"{DIFFUSION}.graphs": SHARED | {POSTPONED, f"{DIFFUSION}.host"} | LINEARS_ALL,
+    f"{DIFFUSION}.calls": SHARED | {POSTPONED, *(f"{DIFFUSION}.{name}" for name in ("host", "steps", "heads"))},
+    f"{DIFFUSION}.reports": SHARED
+    | LINEARS_ALL
+    | {f"{DIFFUSION}.{name}" for name in ("host", "steps", "heads", "calls")},
+    DIFFUSION: SHARED | {POSTPONED} | LINEARS_ALL | DIFFUSIONS,
+    "sage_processors.language": SHARED | LINEARS_ALL,
+    "sage_processors.evaluation": SHARED | DIFFUSIONS | {"sage_processors.language"},
+    "sage_processors.calibration": SHARED | LINEARS_ALL | DIFFUSIONS | {"sage_processors.evaluation"},
+    "sage_processors.cli": SHARED
+    | LINEARS_ALL
+    | DIFFUSIONS
+    | {f"sage_processors.{name}" for name in ("language", "evaluation", "calibration")},
+    "sage_kernels.planning": {"sage_kernels.ops", FACTS},
+    "sage_kernels.ops": {FACTS, "sage_kernels.checks", "sage_kernels.reference", f"{TRITON}.launch", *KERNELS},
+    "sage_kernels": {"sage_kernels.ops", "sage_kernels.checks", "sage_kernels.reference", FACTS},
+    "sage_kernels.checks": {FACTS},
+    "sage_kernels.reference": {FACTS},
+    f"{TRITON}.attention": {FACTS, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue"},
+    f"{TRITON}.prologue": {FACTS, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.decode": {FACTS, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.mixed": {FACTS, TRITON, f"{TRITON}.launch", f"{TRITON}.prologue", f"{TRITON}.attention"},
+    f"{TRITON}.heads": {FACTS, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.linear": {FACTS, TRITON, f"{TRITON}.launch"},
+    f"{TRITON}.launch": {FACTS, TRITON},
+    TRITON: {FACTS},
+    FACTS: set(),
 }
 FRONT_DOORS = {  # the package itself, and what runs it as a command, are above all rooms
-    ("sage_processors", "sage_processors.diffusion.pipeline_method"),
+    ("sage_processors", "sage_processors.diffusion.host.pipeline_method"),
     ("sage_processors.__main__", "sage_processors.cli.main"),
 }
 
@@ -145,8 +152,6 @@ def edges() -> dict[str, set[str]]:
 
 def room(module: str) -> str:
     """The innermost folder of BELOW that a module lies in."""
-    if module in GROUND_FILES:
-        return GROUND
     return max((name for name in BELOW if f"{module}.".startswith(f"{name}.")), key=len)
 
 
@@ -156,6 +161,7 @@ def test_arrows_between_rooms_point_down():
         for module, others in edges().items()
         for other in others
         if room(module) != room(other)
+        and other not in GROUND_FILES
         and room(other) not in BELOW[room(module)]
         and module.partition(".")[0] == other.partition(".")[0]
         and (module, other) not in FRONT_DOORS
@@ -167,6 +173,13 @@ def test_arrows_between_rooms_point_down():
         if module.startswith("sage_kernels") and other.startswith("sage_processors")
     ]
     assert wrong == []
+
+
+def test_no_two_rooms_import_each_other():
+    """But where what is imported is the package itself, which opens lazily."""
+    arrows = {(room(a), room(b)) for a, others in edges().items() for b in others if b not in GROUND_FILES}
+    arrows -= {(room(a), room(b)) for a, b in FRONT_DOORS}
+    assert sorted((a, b) for a, b in arrows if a < b and (b, a) in arrows) == []
 
 
 def test_no_files_import_each_other_in_a_circle():
@@ -276,11 +289,9 @@ def us_first() -> dict:
         before = set(sys.modules)
         import sage_processors, sage_kernels
         loaded = {{m.partition(".")[0] for m in set(sys.modules) - before}} & set({OPTIONAL!r})
-        rooms = {{"": ["options"], "cli": ["doctor"], "evaluation": ["quality"], "diffusion":
-                 ["handle", "noise_level", "processors", "report", "scale_files"]}}
-        for room, names in rooms.items():
-            for name in names:
-                importlib.import_module(".".join(filter(None, ("sage_processors", room, name))))
+        for name in ("options", "cli.doctor", "evaluation.quality", "diffusion.handle", "diffusion.steps.noise_level",
+                     "diffusion.calls.processors", "diffusion.reports.report", "diffusion.reports.scale_files"):
+            importlib.import_module(f"sage_processors.{{name}}")
         from diffusers import DiffusionPipeline
         from transformers import AttentionInterface
         method = DiffusionPipeline.set_attn_processor.__module__

@@ -10,7 +10,7 @@ import pytest
 import torch.nn.functional as F
 from torch import nn
 
-from sage_processors.patched import Watch, with_helpers
+from sage_processors.patching.patched import Watch, with_helpers
 
 
 SOURCE = """

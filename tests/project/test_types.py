@@ -24,7 +24,7 @@ LINES = {
     "reveal_type(sp.apply(pipe, sp.SageAttnProcessor(recipe='qk_int8_pv_fp8')))": (
         "sage_processors.diffusion.handle.Handle"
     ),
-    "reveal_type(sp.apply(pipe).report())": "sage_processors.diffusion.report.Report",
+    "reveal_type(sp.apply(pipe).report())": "sage_processors.diffusion.reports.report.Report",
     "reveal_type(sp.apply(pipe).report().fallbacks)": "dict[str, int]",
     "reveal_type(sp.handle_of(pipe))": "sage_processors.diffusion.handle.Handle | None",
     "reveal_type(sp.calibrate(pipe, ['a'], target_psnr=42).config)": "sage_processors.options.SageAttnProcessor",

@@ -19,10 +19,11 @@ import pytest
 import sage_processors as sp
 from sage_kernels.results import COLUMNS, append_row, read_rows
 from sage_processors.calibration import policy_files as policy
-from sage_processors.evaluation import drawing, pages
-from sage_processors.whole_file import check_output, whole_file, write_whole
-from tests.diffusion.test_scale_files import learnt
+from sage_processors.evaluation import drawing
+from sage_processors.files.whole_file import check_output, whole_file, write_whole
+from tests.diffusion.reports.test_scale_files import learnt
 from tests.support.repository import ROOT, files
+from tools import pages
 
 
 def save_scales(path):
@@ -134,7 +135,7 @@ def test_Q30_no_other_code_of_ours_opens_a_file_to_write():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if writes(node)
     }
-    assert found == {"sage_processors/whole_file.py", "kernels/sage_kernels/results.py"}
+    assert found == {"sage_processors/files/whole_file.py", "kernels/sage_kernels/results.py"}
 
 
 @pytest.mark.parametrize("name", SAVERS)

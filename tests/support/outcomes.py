@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # with xdist, the workers report to this process, which alone writes
     if config.getoption("--outcomes") and not hasattr(config, "workerinput"):
-        from sage_processors.whole_file import check_output
+        from sage_processors.files.whole_file import check_output
 
         try:
             check_output(config.getoption("--outcomes"), "--outcomes")
@@ -75,7 +75,7 @@ class Outcomes:
 
     def write(self, finished: bool):
         from sage_kernels.results import outcome_meta
-        from sage_processors.whole_file import write_whole
+        from sage_processors.files.whole_file import write_whole
 
         outcomes = list(self.tests.values())
         counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}

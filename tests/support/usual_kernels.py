@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import torch
 
-from sage_kernels import warm_up
 from sage_kernels._triton.attention import launch as attention
 from sage_kernels._triton.attention.tiles import choose_tile
 from sage_kernels._triton.launch import ahead
 from sage_kernels._triton.linear import launch as linear
 from sage_kernels._triton.prologue import prologue
 from sage_kernels._triton.prologue.plan_step import launch_plan_step
+from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE
+from sage_kernels.ops import warm_up
+from sage_kernels.ops.warm_up import CallKind, HeadsKind
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import DEFAULT_RECIPE, FP8_RECIPE
-from sage_kernels.warm_up import CallKind, HeadsKind
 from tests.support.recording_driver import install
 
 

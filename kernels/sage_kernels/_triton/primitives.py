@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .. import recipe
+from ..facts import recipe
 
 
 # The kernels are launched with enable_fp_fusion=False and write tl.fma where they mean it: a product that the compiler

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from ..compat import differentiates_forward, has_tangent
-from ..numerics import padded_head_dim
-from ..recipe import DEFAULT_RECIPE, MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS
-from ..state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
+from ..facts.numerics import padded_head_dim
+from ..facts.recipe import DEFAULT_RECIPE, MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS
+from ..facts.state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 from .numbers import check_size, check_softcap, check_window
 from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable, is_strided
 

@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..numerics import CODE_TYPES
-from ..recipe import GATED
+from ..facts.numerics import CODE_TYPES
+from ..facts.recipe import GATED
 from .tensors import DTYPES, check_tensor
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..recipe import BLOCK, DEFAULT_RECIPE, Mixed
+from ..facts.recipe import BLOCK, DEFAULT_RECIPE, Mixed
 from .attention import check_attention_inputs, check_masking, check_options
 
 

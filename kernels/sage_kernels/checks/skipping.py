@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..recipe import RECIPES
-from ..skipping import CLOCK_FIELDS, TOTAL_FIELDS, SkipState, list_shape
+from ..facts.recipe import RECIPES
+from ..facts.skipping import CLOCK_FIELDS, TOTAL_FIELDS, SkipState, list_shape
 from .tensors import check_writable
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..recipe import RECIPES
+from ..facts.recipe import RECIPES
 from .attention import check_attention_inputs, check_masking, check_options
 from .numbers import check_window
 from .tensors import check_strided

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..state import (
+from ..facts.state import (
     COUNT_BELOW,
     COUNT_CALLS,
     COUNT_CLIPPED,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..recipe import INT8_MAX, V_AMAX_FLOOR, V_CODE
-from ..state import PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCALE, STAT_V_AMAX, HeadState
+from ..facts.recipe import INT8_MAX, V_AMAX_FLOOR, V_CODE
+from ..facts.state import PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT, PLAN_V_SCALE, STAT_V_AMAX, HeadState
 from .rules import Source, ranges
 
 

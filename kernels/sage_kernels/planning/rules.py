@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..recipe import CHANNEL_FLOOR
-from ..state import STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
+from ..facts.recipe import CHANNEL_FLOOR
+from ..facts.state import STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX, STAT_V_AMAX
 
 
 # A power law replaces the static scale of a head only where it explains this much of log s and bends this much.

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ..recipe import DEFAULT_RECIPE
-from ..skip_state import skip_block
-from ..skipping import TOTAL_FIELDS, SkipState, empty_lists, list_bytes, totals_of
+from ..facts.recipe import DEFAULT_RECIPE
+from ..facts.skipping import TOTAL_FIELDS, SkipState, empty_lists, list_bytes, totals_of
+from ..ops.skip_state import skip_block
 
 
 # A bit for each pair of a query and a key tile: a video model of 40 layers, 40 heads and 76 000 tokens needs 97 MB on

@@ -23,10 +23,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..numerics import padded_head_dim
-from ..plan_step import plan_step
-from ..recipe import INT8_MAX
-from ..state import (
+from ..facts.numerics import padded_head_dim
+from ..facts.recipe import INT8_MAX
+from ..facts.state import (
     COUNT_CALLS,
     COUNT_KEY_MAX,
     COUNT_KEY_MIN,
@@ -37,6 +36,7 @@ from ..state import (
     clear_step,
     new_head_state,
 )
+from ..ops.plan_step import plan_step
 from .counts import fractions
 from .kept_of_calls import KeptOfCalls
 from .noise_bins import NoiseBins

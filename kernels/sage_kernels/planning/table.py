@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from ..recipe import CHANNEL_FLOOR, INT8_MAX, V_CODE
-from ..state import (
+from ..facts.recipe import CHANNEL_FLOOR, INT8_MAX, V_CODE
+from ..facts.state import (
     PLAN_CENTER,
     PLAN_K_WEIGHT,
     PLAN_Q_WEIGHT,

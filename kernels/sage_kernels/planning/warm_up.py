@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import torch
 
-from ..plan_step import plan_step
+from ..ops.plan_step import plan_step
 from .rules import Timestep
 from .state import ScaleState, Site
 
 
 def closing_call(state: ScaleState, device: torch.device) -> Callable | None:
-    """The launch that closes a step of a state like this on a device, for `sage_kernels.warm_up.compile_ahead`.
+    """The launch that closes a step of a state like this on a device, for `sage_kernels.ops.warm_up.compile_ahead`.
 
     None where a step is closed by PyTorch's operations.
     """

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from ..masking import FAINT, NO_MASKING, Masking, key_reach, log2_bias, visible
-from ..numerics import (
+from ..facts.masking import FAINT, NO_MASKING, Masking, key_reach, log2_bias, visible
+from ..facts.numerics import (
     LOG2_E,
     divide,
     pv_dtype,
@@ -20,7 +20,7 @@ from ..numerics import (
     sampled_balance,
     sampled_center,
 )
-from ..recipe import (
+from ..facts.recipe import (
     DEFAULT_RECIPE,
     LAGGED_EXPONENT,
     LAGGED_HIGHEST,
@@ -34,8 +34,8 @@ from ..recipe import (
     P_SIGNED_EXPONENT,
     RECIPES,
 )
-from ..skipping import SkipState
-from ..state import (
+from ..facts.skipping import SkipState
+from ..facts.state import (
     COUNT_REDONE,
     COUNT_TRIED,
     PLAN_V_SCALE,

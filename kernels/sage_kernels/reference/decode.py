@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from ..masking import NO_MASKING, Masking, log2_bias, visible
-from ..numerics import LOG2_E, divide
-from ..recipe import AMAX_FLOOR, INT8_MAX
+from ..facts.masking import NO_MASKING, Masking, log2_bias, visible
+from ..facts.numerics import LOG2_E, divide
+from ..facts.recipe import AMAX_FLOOR, INT8_MAX
 from .memory import rows_at_a_time
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..numerics import divide, round_to_e4m3
-from ..recipe import AMAX_FLOOR, E4M3_MAX, GATED, INT8_MAX
+from ..facts.numerics import divide, round_to_e4m3
+from ..facts.recipe import AMAX_FLOOR, E4M3_MAX, GATED, INT8_MAX
 
 
 # of the tanh form of GELU, x · sigmoid(2 · sqrt(2 / pi) · (x + 0.044715 x³))

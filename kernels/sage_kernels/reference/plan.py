@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..numerics import LARGEST_QUERY, fit_tokens, padded_head_dim
-from ..recipe import AMAX_FLOOR, FIT_LIMIT, FIT_SAMPLES, INT8_MAX, SHRINK_LIMIT
-from ..state import (
+from ..facts.numerics import LARGEST_QUERY, fit_tokens, padded_head_dim
+from ..facts.recipe import AMAX_FLOOR, FIT_LIMIT, FIT_SAMPLES, INT8_MAX, SHRINK_LIMIT
+from ..facts.state import (
     COUNT_BELOW,
     COUNT_CALLS,
     COUNT_CLIPPED,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..numerics import divide, padded_head_dim, rotation_block, round_to_e4m3
-from ..recipe import AMAX_FLOOR, E4M3_OF_INT8, INT8_MAX, SHRINK_LIMIT
+from ..facts.numerics import divide, padded_head_dim, rotation_block, round_to_e4m3
+from ..facts.recipe import AMAX_FLOOR, E4M3_OF_INT8, INT8_MAX, SHRINK_LIMIT
 
 
 def ref_rotate(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

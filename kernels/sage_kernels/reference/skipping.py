@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..skipping import (
+from ..facts.skipping import (
     CLOCK_BEGAN,
     CLOCK_CALLS,
     CLOCK_GAP,

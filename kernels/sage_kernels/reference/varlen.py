@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..masking import NO_MASKING, Masking, of_sequence
+from ..facts.masking import NO_MASKING, Masking, of_sequence
 from .attention import ref_attention
 
 

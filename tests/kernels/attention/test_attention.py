@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import sage_kernels
+from sage_kernels.facts.state import COUNT_REDONE, COUNT_TRIED, HeadState
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_attention
-from sage_kernels.state import COUNT_REDONE, COUNT_TRIED, HeadState
 from sage_kernels.testing import (
     FAMILIES,
     assert_matches_reference,

@@ -8,7 +8,7 @@ import torch
 import sage_kernels
 from sage_kernels import append_kv, new_head_state, sage_attention, sage_decode_attention
 from sage_kernels.checks import REASONS
-from sage_kernels.masking import Masking
+from sage_kernels.facts.masking import Masking
 from sage_kernels.reference import ref_attention
 
 
@@ -132,7 +132,7 @@ def no_launch(monkeypatch):
     def launched(*_, **__):
         raise AssertionError("an op ran although the input is bad")
 
-    monkeypatch.setattr("sage_kernels.attention._run", launched)
+    monkeypatch.setattr("sage_kernels.ops.attention._run", launched)
 
 
 def check_raises(inputs, options, error, words):

@@ -13,7 +13,7 @@ import torch
 
 import sage_kernels
 from sage_kernels import new_head_state, sage_attention
-from sage_kernels.masking import NO_MASKING
+from sage_kernels.facts.masking import NO_MASKING
 from sage_kernels.testing import exact_attention, relative_l1
 from tests.kernels.attention.attention_cases import key_padding, normal
 from tests.support.repository import ROOT

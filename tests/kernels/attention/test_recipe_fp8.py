@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from sage_kernels import new_head_state, sage_attention
-from sage_kernels.masking import NO_MASKING
-from sage_kernels.numerics import quantize_values, round_to_e4m3
+from sage_kernels.facts.masking import NO_MASKING
+from sage_kernels.facts.numerics import quantize_values, round_to_e4m3
+from sage_kernels.facts.recipe import LAGGED_EXPONENT, LAGGED_LOWEST
+from sage_kernels.facts.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX, HeadState
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import LAGGED_EXPONENT, LAGGED_LOWEST
-from sage_kernels.state import COUNT_CLIPPED, COUNT_REDONE, COUNT_TRIED, STAT_V_AMAX, HeadState
 from sage_kernels.testing import exact_attention, relative_l2
 from tests.kernels.attention.attention_cases import FP8, MASKS, SHAPES, key_padding, normal, running, runs_fp8
 from tests.kernels.attention.test_softmax_reference import LOGITS, RAMP, climbing
@@ -60,7 +60,7 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     from sage_kernels._triton.primitives import head_width
     from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
     from sage_kernels._triton.prologue.prologue import launch_prologue
-    from sage_kernels.masking import make_masking
+    from sage_kernels.facts.masking import make_masking
 
     batch, seq, heads, head_dim = shape
     v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half()

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from sage_kernels import new_head_state, sage_attention, sage_attention_varlen
-from sage_kernels.masking import NO_MASKING
-from sage_kernels.numerics import quantize_centered_values, value_center
+from sage_kernels.facts.masking import NO_MASKING
+from sage_kernels.facts.numerics import quantize_centered_values, value_center
+from sage_kernels.facts.state import COUNT_CLIPPED, STAT_V_AMAX, HeadState
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_attention
-from sage_kernels.state import COUNT_CLIPPED, STAT_V_AMAX, HeadState
 from sage_kernels.testing import exact_attention, make_biased, relative_l1, relative_l2
 from tests.kernels.attention.attention_cases import MASKS, SHAPES, exact_under, key_padding, normal, running
 from tests.kernels.attention.test_softmax_reference import LOGITS, climbing
@@ -45,7 +45,7 @@ def test_v_is_stored_transposed_and_permuted_with_the_codes_of_the_reference(sha
     from sage_kernels._triton.primitives import head_width
     from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
     from sage_kernels._triton.prologue.prologue import launch_prologue
-    from sage_kernels.masking import make_masking
+    from sage_kernels.facts.masking import make_masking
 
     batch, seq, heads, head_dim = shape
     v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() + 5

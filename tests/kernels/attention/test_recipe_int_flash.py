@@ -7,7 +7,7 @@ import torch
 
 import sage_kernels
 from sage_kernels import new_head_state, sage_attention, sage_attention_varlen
-from sage_kernels.numerics import quantize_tensor_values
+from sage_kernels.facts.numerics import quantize_tensor_values
 from sage_kernels.reference import ref_attention
 from sage_kernels.testing import exact_attention, relative_l1, relative_l2
 from tests.kernels.attention.attention_cases import DTYPES, MASKS, SHAPES, exact_under, normal
@@ -68,7 +68,7 @@ def test_v_has_one_scale_a_head_and_no_center(shape, hidden, kernel_device):
     from sage_kernels._triton.primitives import head_width
     from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
     from sage_kernels._triton.prologue.prologue import launch_prologue
-    from sage_kernels.masking import make_masking
+    from sage_kernels.facts.masking import make_masking
 
     batch, seq, heads, head_dim = shape
     v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).half() + 5

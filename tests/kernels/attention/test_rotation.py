@@ -7,10 +7,10 @@ import torch
 
 import sage_kernels
 from sage_kernels import new_head_state, sage_attention
-from sage_kernels.numerics import padded_head_dim, rotation_block
+from sage_kernels.facts.numerics import padded_head_dim, rotation_block
+from sage_kernels.facts.state import COUNT_CALLS, COUNT_DYNAMIC, shape_key
 from sage_kernels.planning.state import ScaleState, Site
 from sage_kernels.reference import ref_rotate
-from sage_kernels.state import COUNT_CALLS, COUNT_DYNAMIC, shape_key
 from sage_kernels.testing import FAMILIES, exact_attention, make_qkv, sqnr_db
 from tests.kernels.attention.attention_cases import band_mask, key_padding, normal
 from tests.support.outliers import varying_outliers

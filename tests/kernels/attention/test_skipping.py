@@ -9,10 +9,7 @@ import torch
 
 import sage_kernels
 from sage_kernels import new_skip_state, sage_attention
-from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.reference.skipping import ref_levels, ref_list
-from sage_kernels.skip_state import skip_block
-from sage_kernels.skipping import (
+from sage_kernels.facts.skipping import (
     CLOCK_CALLS,
     CLOCK_LAST,
     LEVELS,
@@ -24,6 +21,9 @@ from sage_kernels.skipping import (
     totals_of,
     unpack,
 )
+from sage_kernels.ops.skip_state import skip_block
+from sage_kernels.planning.state import ScaleState, Site
+from sage_kernels.reference.skipping import ref_levels, ref_list
 from sage_kernels.testing import assert_matches_reference, make_qkv
 from tests.kernels.attention.attention_cases import FP8, runs_fp8, without_interpreter
 

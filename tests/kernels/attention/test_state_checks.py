@@ -79,7 +79,7 @@ def test_a_site_whose_state_is_on_another_device_computes_its_own_scales():
 @pytest.mark.parametrize("policy", ["fallback", "strict"])
 def test_a_negative_softmax_scale_stays_exact(policy, monkeypatch):
     """The op refuses it; here it is a reason, which is counted or raised."""
-    from sage_processors.diffusion import processors
+    from sage_processors.diffusion.calls import processors
 
     drawing, reason_against = Drawing(), processors._reason_against
 

@@ -7,7 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import sage_kernels
-from sage_kernels import backward, compat, differentiable_attention, has_fused_backward
+from sage_kernels import compat, differentiable_attention, has_fused_backward
+from sage_kernels.ops import backward
 from sage_kernels.reference.backward import ref_attention_backward
 from sage_kernels.testing import exact_attention, make_qkv, relative_l2
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_kernels import sage_attention, sage_attention_varlen
-from sage_kernels.recipe import RECIPES
+from sage_kernels.facts.recipe import RECIPES
 from sage_kernels.testing import exact_attention, relative_l2
 from tests.kernels.attention.attention_cases import FP8, runs_fp8
 from tests.kernels.attention.varlen_cases import (
@@ -94,7 +94,7 @@ def test_S12_packed_is_bit_equal_to_the_call_alone_on_the_same_tiles(attend, opt
 
         choose = launch_attention.device_tile
         monkeypatch.setattr(launch_attention, "device_tile", lambda *args: choose(*args, packed=True))
-        monkeypatch.setattr("sage_kernels.attention._make_again", lambda *_, **__: (None, None))
+        monkeypatch.setattr("sage_kernels.ops.attention._make_again", lambda *_, **__: (None, None))
         if attend.tier == "interpreter":
 
             def launch(*args, **more):
@@ -209,7 +209,7 @@ def test_S12_pointers_read_what_the_copy_engine_reads(recipe, kernel_device):
     """Bit for bit: tiles that end inside of the next sequence are cut off by either, each in its own way."""
     from sage_kernels._triton import compat
     from sage_kernels._triton.attention import launch as launch_attention
-    from sage_kernels.masking import packed_masking
+    from sage_kernels.facts.masking import packed_masking
 
     if compat.TensorDescriptor is None or (recipe == FP8 and not runs_fp8(kernel_device.type)):
         pytest.skip("no descriptors, or no FP8")
@@ -246,7 +246,7 @@ def test_S14_whatever_cu_seqlens_holds_nothing_outside_is_touched(wrong, recipe,
     from sage_kernels._triton import compat
     from sage_kernels._triton.attention import launch as launch_attention
     from sage_kernels._triton.sequences import Packed
-    from sage_kernels.masking import packed_masking
+    from sage_kernels.facts.masking import packed_masking
 
     if use_tma and compat.TensorDescriptor is None:
         pytest.skip("this Triton has no descriptors")

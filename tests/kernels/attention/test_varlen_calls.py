@@ -52,7 +52,7 @@ def test_S15_a_bad_call_of_packed_sequences_raises_before_any_launch(case, monke
     def launched(*_, **__):
         raise AssertionError("an op ran although the input is bad")
 
-    monkeypatch.setattr("sage_kernels.varlen._compute", launched)
+    monkeypatch.setattr("sage_kernels.ops.varlen._compute", launched)
     wrong, error, words = BAD[case]
     with pytest.raises(error) as caught:
         sage_attention_varlen(**(GOOD | wrong))
@@ -180,7 +180,7 @@ def test_E05_no_packed_call_waits_for_the_gpu(gpu):
     try:
         for longest in ((130, 200), (None, None)):
             sage_attention_varlen(*inputs, *longest, causal=True)
-        sage_kernels.replay.forget()
+        sage_kernels.ops.replay.forget()
         sage_attention_varlen(*inputs, 130, 200, causal=True)
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -190,18 +190,18 @@ def test_E05_no_packed_call_waits_for_the_gpu(gpu):
 @pytest.mark.parametrize("shared", [False, True])
 def test_T05_a_packed_call_made_again_is_bit_equal(gpu, shared):
     """The second call of a kind is launched from what the first one wrote down; so is one of other lengths."""
-    sage_kernels.replay.forget()
+    sage_kernels.ops.replay.forget()
     for seed, lengths in enumerate(((300, 0, 200), (1, 498, 1), (500, 0, 0))):
         inputs = cuda(packed_inputs(lengths, lengths, seed=seed))
         q, k, v = (x[:500] for x in inputs[:3])
         given = (q, k, v, inputs[3], inputs[3] if shared else inputs[4])
         out = sage_attention_varlen(*given, causal=True)
-        known = dict(sage_kernels.replay.made)
+        known = dict(sage_kernels.ops.replay.made)
         assert len(known) == 1  # remembered, and found again
-        sage_kernels.replay.forget()
+        sage_kernels.ops.replay.forget()
         assert torch.equal(sage_attention_varlen(*given, causal=True), out)
-        sage_kernels.replay.made.clear()
-        sage_kernels.replay.made.update(known)
+        sage_kernels.ops.replay.made.clear()
+        sage_kernels.ops.replay.made.update(known)
 
 
 @pytest.mark.gpu

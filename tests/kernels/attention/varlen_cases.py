@@ -7,7 +7,7 @@ import torch
 import sage_kernels
 import sage_kernels.reference
 from sage_kernels import sage_attention_varlen
-from sage_kernels.masking import of_sequence, packed_masking
+from sage_kernels.facts.masking import of_sequence, packed_masking
 from sage_kernels.testing import assert_matches_reference
 
 
@@ -68,7 +68,7 @@ class AttendPacked:
             return out[0], out[0] if lse is None else lse[0]
 
         patch.setattr(launch_attention, "device_tile", recorded)
-        patch.setattr(sage_kernels.varlen, "made_before", lambda *_: (None, None))
+        patch.setattr(sage_kernels.ops.varlen, "made_before", lambda *_: (None, None))
         if tier == "interpreter":
             patch.setattr(sage_kernels.reference, "ref_attention_varlen", launch)
 

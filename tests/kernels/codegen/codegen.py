@@ -47,7 +47,7 @@ from sage_kernels._triton.prologue.prepare_value_codes import _value_reach_kerne
 from sage_kernels._triton.prologue.prepare_values import _value_amax_kernel
 from sage_kernels._triton.prologue.prologue import _REGISTERS, _prologue_kernel, constants_of, warps_of
 from sage_kernels._triton.prologue.rotate import MAX_WIDTH, MIN_WIDTH, ROWS, TILES, _rotate_kernel
-from sage_kernels.recipe import BLOCK, GATED
+from sage_kernels.facts.recipe import BLOCK, GATED
 
 
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"

@@ -173,12 +173,12 @@ def run_kernels(launches: list[Launch | LinearLaunch], folder: Path | None = Non
     from sage_kernels._triton.mixed import launch as launch_mixed
     from sage_kernels._triton.primitives import head_width
     from sage_kernels._triton.prologue.rotate import launch_rotate
-    from sage_kernels.numerics import padded_head_dim
+    from sage_kernels.facts.numerics import padded_head_dim
+    from sage_kernels.facts.recipe import RECIPES
+    from sage_kernels.facts.skipping import CLOCK_LAST
+    from sage_kernels.facts.state import reads_row_max
     from sage_kernels.planning.state import ScaleState, Site
-    from sage_kernels.recipe import RECIPES
     from sage_kernels.reference import ref_rotate
-    from sage_kernels.skipping import CLOCK_LAST
-    from sage_kernels.state import reads_row_max
     from sage_kernels.testing import assert_matches_reference, make_qkv, masked_keys
 
     device = torch.device("cuda")
@@ -252,7 +252,7 @@ def run_linear(each: LinearLaunch, launch):
     import torch
 
     from sage_kernels._triton.linear.tiles import LinearTile
-    from sage_kernels.recipe import GATED
+    from sage_kernels.facts.recipe import GATED
     from tests.kernels.linear.linear_cases import exact, normal, rows
 
     tile = LinearTile(*linear_tile(each))
@@ -286,7 +286,7 @@ def run_linear(each: LinearLaunch, launch):
 def run_mixed(q, k, v, causal: bool):
     """Mixed attention with half of the blocks promoted."""
     from sage_kernels import Mixed
-    from sage_kernels.block_budget import rows_of_block
+    from sage_kernels.facts.block_budget import rows_of_block
     from tests.kernels.mixed.mixed_cases import assert_as_reference, launch
 
     given = {"options": Mixed("int8", budget=0.5), "causal": causal, "offset": (k.shape[1] - q.shape[1]) * causal}
@@ -332,7 +332,7 @@ def have_ended(processes: dict[str, subprocess.Popen]) -> bool:
 
 def run_tools() -> int:
     from sage_kernels.results import commit, kernel_sources, outcome_meta
-    from sage_processors.whole_file import write_whole
+    from sage_processors.files.whole_file import write_whole
 
     sources, _ = kernel_sources(), commit()  # before anything runs
 

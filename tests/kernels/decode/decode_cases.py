@@ -6,7 +6,7 @@ import torch
 
 import sage_kernels.reference
 from sage_kernels import sage_decode_attention
-from sage_kernels.masking import Masking, canonical_mask, decode_band
+from sage_kernels.facts.masking import Masking, canonical_mask, decode_band
 from sage_kernels.reference import ref_append_kv, ref_decode_attention
 from sage_kernels.testing import FP32_ROUNDING, exact_attention, make_qkv, relative_l2
 

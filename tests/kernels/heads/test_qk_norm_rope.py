@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad
 
-from sage_kernels import heads, qk_norm_rope
+from sage_kernels import qk_norm_rope
+from sage_kernels.ops import heads
 
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -168,7 +169,7 @@ def test_opcheck_and_compiled_as_eager(device):
 
 @pytest.mark.gpu
 def test_a_call_made_again_reads_its_own_tensors():
-    from sage_kernels import replay
+    from sage_kernels.ops import replay
 
     replay.forget()
     for seed in range(3):

@@ -12,9 +12,9 @@ import torch
 
 from sage_kernels import RECIPES, sage_attention
 from sage_kernels._triton.attention.tiles import Tile
+from sage_kernels.facts.recipe import INT8_RECIPE
+from sage_kernels.facts.state import COUNT_REDONE, COUNT_TRIED
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import INT8_RECIPE
-from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from sage_kernels.testing import FP32_ROUNDING
 from tests.kernels.attention.attention_cases import FP8, Attend, key_padding, normal
 

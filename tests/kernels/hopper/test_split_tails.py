@@ -7,9 +7,9 @@ import torch
 
 from sage_kernels import sage_attention
 from sage_kernels._triton.attention.tiles import MAX_PIECES, Tail, Tile, choose_tail
-from sage_kernels.masking import NO_MASKING
+from sage_kernels.facts.masking import NO_MASKING
+from sage_kernels.facts.state import COUNT_REDONE, COUNT_TRIED
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.state import COUNT_REDONE, COUNT_TRIED
 from tests.kernels.attention.attention_cases import FP8, Attend, normal
 from tests.kernels.hopper.test_hopper_kernel import ITS_RECIPES, TILES, rounded_like, skip_what_is_the_same
 

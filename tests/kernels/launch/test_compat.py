@@ -16,7 +16,8 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels import compat, replay
+from sage_kernels import compat
+from sage_kernels.ops import replay
 from tests.support.recording_driver import run
 from tests.support.repository import ROOT
 
@@ -102,8 +103,10 @@ def check(name):
     tree = ((1, [2.0, {{"a": 3}}]), {{"b": (4,)}})
     assert compat.map_only(int, lambda x: -x, tree) == ((-1, [2.0, {{"a": -3}}]), {{"b": (-4,)}})
     if "{extra}":
-        import sage_processors.diffusion.processors, sage_processors.language.masks, sage_processors.event_counter
-        sage_processors.event_counter.EventCounter(3)
+        import sage_processors.diffusion.calls.processors
+        import sage_processors.language.masks
+        import sage_processors.reporting.event_counter
+        sage_processors.reporting.event_counter.EventCounter(3)
         mask = sage_processors.language.masks.sage_mask(1, 3, 5, q_offset=2)
         assert (type(mask) is torch.Tensor) == ("_make_wrapper" in name)
         assert torch.equal(mask | False, torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(2))
@@ -152,7 +155,7 @@ def check(name):
         assert (out - ref_attention(q, k, v, **options)[0]).abs().max() < 5e-3, "attention"
     from sage_kernels._triton.decode.launch import launch_decode_attention
     from sage_kernels.reference import ref_append_kv, ref_decode_attention
-    from sage_kernels.masking import UNLIMITED, Masking
+    from sage_kernels.facts.masking import UNLIMITED, Masking
     cache = []
     for _ in "kv":
         cache.append(torch.zeros(1, 1, 70, 64, dtype=torch.int8))
@@ -211,7 +214,7 @@ def check(name, launched={{}}):
     from sage_kernels._triton import compat, launch as launching
     from sage_kernels._triton.attention import launch as launch_attention
     from sage_kernels._triton.prologue import prologue
-    from sage_kernels.masking import make_masking
+    from sage_kernels.facts.masking import make_masking
     launch_attention.processors_of = prologue.processors_of = lambda device: 132
     real = launch_attention.device_tile
     class Cuda:

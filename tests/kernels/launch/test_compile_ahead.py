@@ -35,7 +35,7 @@ from sage_kernels._triton.attention.tiles import choose_tile
 from sage_kernels._triton.launch import ahead, launcher
 from sage_kernels._triton.prologue import prologue
 from sage_kernels._triton.prologue.plan_step import launch_plan_step
-from sage_kernels.masking import make_masking
+from sage_kernels.facts.masking import make_masking
 from sage_kernels.planning.state import ScaleState, Site
 
 launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: choose_tile(

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sage_kernels import replay, sage_attention
-from sage_kernels.state import new_head_state
+from sage_kernels import sage_attention
+from sage_kernels.facts.state import new_head_state
+from sage_kernels.ops import replay
 
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -31,8 +32,8 @@ from sage_kernels._triton.decode import launch as attention_decode
 from sage_kernels._triton.decode.launch import launch_decode_attention
 from sage_kernels._triton.launch.direct import DirectLaunch, NotDirect
 from sage_kernels._triton.attention.tiles import choose_tile
-from sage_kernels.masking import UNLIMITED, Masking, make_masking
-from sage_kernels.state import new_head_state
+from sage_kernels.facts.masking import UNLIMITED, Masking, make_masking
+from sage_kernels.facts.state import new_head_state
 
 launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: choose_tile(90, width, scaling, pv=pv)
 launch_attention.processors_of = prologue.processors_of = lambda device: 132

@@ -12,15 +12,8 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import sage_kernels
-from sage_kernels import (
-    DEFAULT_RECIPE,
-    append_kv,
-    compat,
-    new_head_state,
-    replay,
-    sage_attention,
-    sage_decode_attention,
-)
+from sage_kernels import DEFAULT_RECIPE, append_kv, compat, new_head_state, sage_attention, sage_decode_attention
+from sage_kernels.ops import replay
 from sage_kernels.planning.state import ScaleState, Site
 from tests.kernels.attention.attention_cases import Attend, normal
 from tests.kernels.decode import decode_cases
@@ -333,10 +326,10 @@ def test_E24_a_call_that_was_made_before_refuses_derivatives_too(device):
         "dynamic_linear": lambda x: ops.dynamic_linear(x, *of_rows, *of_product, torch.float32),
     }
     for name, call in calls.items():
-        sage_kernels.replay.forget()
+        sage_kernels.ops.replay.forget()
         for _ in range(3):
             call(x)
-        assert device == "cpu" or name == "attention" or sage_kernels.replay.made, name
+        assert device == "cpu" or name == "attention" or sage_kernels.ops.replay.made, name
         with pytest.raises(NotImplementedError, match=f"{name}: got a call under forward-mode"):
             torch.func.jvp(call, (x,), (x,))
 

@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_kernels import attention, new_head_state, replay, sage_attention
+from sage_kernels import new_head_state, sage_attention
+from sage_kernels.ops import attention, replay
 from sage_kernels.testing import make_qkv
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels import RECIPES, append_kv, decode, replay, sage_attention, sage_decode_attention
-from sage_kernels.state import new_head_state
+from sage_kernels import RECIPES, append_kv, sage_attention, sage_decode_attention
+from sage_kernels.facts.state import new_head_state
+from sage_kernels.ops import decode, replay
 
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -23,10 +24,10 @@ from sage_kernels._triton import launch as launching
 from sage_kernels._triton.attention import launch as launch_attention
 from sage_kernels._triton.prologue import prologue
 from sage_kernels._triton.attention.tiles import Tile, choose_tile
-from sage_kernels.masking import make_masking
-from sage_kernels.recipe import RECIPES
-from sage_kernels.skipping import SkipState, empty_lists
-from sage_kernels.state import new_head_state
+from sage_kernels.facts.masking import make_masking
+from sage_kernels.facts.recipe import RECIPES
+from sage_kernels.facts.skipping import SkipState, empty_lists
+from sage_kernels.facts.state import new_head_state
 
 launch_attention.device_tile = lambda _, width, scaling, masking, pv, lagged: choose_tile(90, width, scaling, pv=pv)
 launch_attention.processors_of = prologue.processors_of = lambda device: 132
@@ -158,8 +159,8 @@ for name in CHOSEN:
         options = tuple(kind[x] for x in ("ring", "causal", "window")) + (0.0, None, kind["return_lse"])
         key, given, numbers = decode._attend_key(q, (*whole, kind["balance"]), kind["lengths"], kind["sinks"], options)
         keys.append(key)
-        from sage_kernels.masking import Masking
-        from sage_kernels.masking import decode_band
+        from sage_kernels.facts.masking import Masking
+        from sage_kernels.facts.masking import decode_band
 
         def call():
             masking = Masking(None, *decode_band(kind["causal"], kind["window"]), softcap=0.0, sinks=kind["sinks"])

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import sage_kernels.linear_dynamic
-from sage_kernels import (
-    QuantizedRows,
-    linear,
-    quantize_activation,
-    quantized_linear,
-    weight_only_linear,
-)
-from sage_kernels.recipe import GATED
+import sage_kernels.ops.linear_dynamic
+from sage_kernels import QuantizedRows, quantize_activation, quantized_linear, weight_only_linear
+from sage_kernels.facts.recipe import GATED
+from sage_kernels.ops import linear
 from sage_kernels.reference.linear import ref_quantize_activation
 
 
@@ -46,7 +41,7 @@ class Linears:
             return launch.launch_weight_only_linear(*given, **options, tile=self.tile)
 
         # a call that is made again has its tile from the first one
-        for module in (linear, sage_kernels.linear_dynamic):
+        for module in (linear, sage_kernels.ops.linear_dynamic):
             patch.setattr(module, "made_before", lambda *_, **__: (None, None))
         if tier == "interpreter":
             patch.setattr(linear.reference, "ref_quantize_activation", launch.launch_quantize_activation)

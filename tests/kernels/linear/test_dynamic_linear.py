@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 
-from sage_kernels import QuantizedRows, dynamic_linear, quantize_activation, quantize_weight, quantized_linear, replay
-from sage_kernels.recipe import GATED
+from sage_kernels import QuantizedRows, dynamic_linear, quantize_activation, quantize_weight, quantized_linear
+from sage_kernels.facts.recipe import GATED
+from sage_kernels.ops import replay
 from tests.kernels.linear.linear_cases import FORMATS, normal, skip_without_fp8
 from tests.support import recording_driver
 
@@ -107,7 +108,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_N04_a_bad_argument_is_named(name, monkeypatch):
-    monkeypatch.setattr("sage_kernels.linear_dynamic.run_op", lambda *_: pytest.fail("something ran"))
+    monkeypatch.setattr("sage_kernels.ops.linear_dynamic.run_op", lambda *_: pytest.fail("something ran"))
     options, error, message = BAD[name]
     with pytest.raises(error, match=re.escape(message)):
         dynamic_linear(**{"x": X, "weight": weight_of({})} | options)
@@ -216,7 +217,7 @@ def test_calls_made_again_read_new_numbers_and_meet_their_checks(format, through
         pytest.skip("needs a CUDA GPU")
     skip_without_fp8("cuda", format)
     if through_op:  # as compiled code calls it
-        monkeypatch.setattr("sage_kernels.linear_dynamic.made_before", lambda *_: (None, None))
+        monkeypatch.setattr("sage_kernels.ops.linear_dynamic.made_before", lambda *_: (None, None))
     weight = quantize_weight(normal(640, 1000, seed=8).cuda(), format=format)
     options = {"norm": "layer", "gain": normal(2, 1, 1000, seed=3).cuda(), "activation": "gelu"}
     replay.forget()

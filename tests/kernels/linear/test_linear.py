@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sage_kernels import QuantizedRows, quantize_weight
-from sage_kernels.linear import interleaved
-from sage_kernels.recipe import GATED
+from sage_kernels.facts.recipe import GATED
+from sage_kernels.ops.linear import interleaved
 from tests.kernels.linear.linear_cases import (
     ACTIVATIONS,
     DTYPES,
@@ -220,7 +220,8 @@ def test_N03_infinite_and_large_sums(linears, tile, activation):
 @pytest.mark.parametrize("format", FORMATS)
 def test_long_sums_of_one_sign_are_right_on_a_gpu(format):
     """FP8 matrix units cut off what they add to a long sum: 23 % of this one with torch's fast accumulation."""
-    from sage_kernels import quantize_activation, quantized_linear, replay
+    from sage_kernels import quantize_activation, quantized_linear
+    from sage_kernels.ops import replay
 
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")

@@ -10,14 +10,8 @@ import torch
 import torch._dynamo.testing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sage_kernels import (
-    QuantizedRows,
-    linear,
-    quantize_activation,
-    quantize_weight,
-    quantized_linear,
-    replay,
-)
+from sage_kernels import QuantizedRows, quantize_activation, quantize_weight, quantized_linear
+from sage_kernels.ops import linear, replay
 from tests.kernels.linear.linear_cases import FORMATS, normal, rows, skip_without_fp8
 from tests.support import recording_driver
 

@@ -8,7 +8,7 @@ import torch
 from sage_kernels import QuantizedRows
 from sage_kernels._triton.linear import launch
 from sage_kernels._triton.linear.tiles import LinearTile, split_last_tiles
-from sage_kernels.recipe import GATED
+from sage_kernels.facts.recipe import GATED
 from tests.kernels.linear.linear_cases import FORMATS, exact, normal, rows
 
 

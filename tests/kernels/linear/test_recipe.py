@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_kernels import quantize_weight
-from sage_kernels.linear import SHRINKS, interleaved
+from sage_kernels.ops.linear import SHRINKS, interleaved
 from tests.kernels.linear.linear_cases import FORMATS, normal, oracle
 
 

@@ -7,7 +7,8 @@ import torch
 import torch._dynamo.testing
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sage_kernels import QuantizedRows, linear, quantize_weight, replay, weight_only_linear
+from sage_kernels import QuantizedRows, quantize_weight, weight_only_linear
+from sage_kernels.ops import linear, replay
 from tests.kernels.linear.linear_cases import DTYPES, normal
 from tests.support import recording_driver
 

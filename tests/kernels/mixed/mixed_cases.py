@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sage_kernels.numerics import pv_dtype
-from sage_kernels.recipe import BLOCK
+from sage_kernels.facts.numerics import pv_dtype
+from sage_kernels.facts.recipe import BLOCK
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.testing import FP32_ROUNDING, relative_l2
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sage_kernels import Mixed, mixed_attention
-from sage_kernels.base_formats import base_codes, round_to_e2m1
-from sage_kernels.block_budget import (
+from sage_kernels.facts.base_formats import base_codes, round_to_e2m1
+from sage_kernels.facts.block_budget import (
     chosen_a_row,
     chosen_share,
     has_fp4,
@@ -17,7 +17,7 @@ from sage_kernels.block_budget import (
     rows_of_block,
     visible_blocks,
 )
-from sage_kernels.recipe import BASES, BLOCK, FP4_GROUPS, SELECTORS
+from sage_kernels.facts.recipe import BASES, BLOCK, FP4_GROUPS, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.reference.mixed import ref_block_scores
 from sage_kernels.testing import exact_attention, make_qkv, relative_l1, relative_l2

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from sage_kernels import SCALINGS, sage_attention
+from sage_kernels.facts.recipe import SHRINK_LIMIT
+from sage_kernels.facts.state import COUNT_BELOW, COUNT_DYNAMIC, COUNT_KEYS, COUNT_MISFIT, COUNT_OUTSIDE
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import SHRINK_LIMIT
-from sage_kernels.state import COUNT_BELOW, COUNT_DYNAMIC, COUNT_KEYS, COUNT_MISFIT, COUNT_OUTSIDE
 from sage_kernels.testing import exact_attention, relative_l2, sqnr_db
 from tests.kernels.attention.attention_cases import normal
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_kernels
 import sage_processors as sp
+from sage_kernels.facts.state import PLAN_CENTER
 from sage_kernels.planning.rules import RULES, Delayed, SigmaPower, Static, Timestep, TimestepAdaptive, fit_power
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.state import PLAN_CENTER
 from sage_kernels.testing import make_qkv
 from sage_processors.evaluation.metrics import sqnr_db
 from tests.diffusion.test_compile import Pipe, compiled, denoise

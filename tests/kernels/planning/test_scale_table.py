@@ -6,11 +6,8 @@ import pytest
 import torch
 
 import sage_kernels
-from sage_kernels.planning.rules import Timestep, TimestepAdaptive
-from sage_kernels.planning.state import GROWTH_LIMIT, ScaleState, Site
-from sage_kernels.planning.table import MOVE_LIMIT, agreeing, full_reach, moved, record, widest
-from sage_kernels.recipe import V_CODE
-from sage_kernels.state import (
+from sage_kernels.facts.recipe import V_CODE
+from sage_kernels.facts.state import (
     PLAN_K_WEIGHT,
     PLAN_Q_WEIGHT,
     PLAN_V_SCALE,
@@ -19,6 +16,9 @@ from sage_kernels.state import (
     STAT_Q_AMAX,
     STAT_V_AMAX,
 )
+from sage_kernels.planning.rules import Timestep, TimestepAdaptive
+from sage_kernels.planning.state import GROWTH_LIMIT, ScaleState, Site
+from sage_kernels.planning.table import MOVE_LIMIT, agreeing, full_reach, moved, record, widest
 from sage_kernels.testing import make_qkv
 from sage_processors.evaluation.metrics import sqnr_db
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import sage_kernels
+from sage_kernels.facts.state import PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT
 from sage_kernels.planning.rules import Timestep, TimestepAdaptive
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.state import PLAN_CENTER, PLAN_K_WEIGHT, PLAN_Q_WEIGHT
 from sage_kernels.testing import make_qkv
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_kernels import skip_state
+from sage_kernels.facts.skipping import TOTAL_LARGEST, TOTAL_TILES, TOTAL_VISITED, list_bytes
+from sage_kernels.ops import skip_state
 from sage_kernels.planning import skip_lists
 from sage_kernels.planning.skip_lists import MOST_CALLS, SkipLists
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.skipping import TOTAL_LARGEST, TOTAL_TILES, TOTAL_VISITED, list_bytes
 
 
 @pytest.fixture(autouse=True)

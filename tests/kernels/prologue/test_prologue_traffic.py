@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sage_kernels.facts.recipe import FIT_SAMPLES
 from sage_kernels.planning.state import ScaleState, Site
-from sage_kernels.recipe import FIT_SAMPLES
 from sage_kernels.testing import make_qkv
 
 
@@ -199,7 +199,7 @@ def test_scales_of_the_call_itself(traffic, scaling):
 def test_the_prologue_zeroes_what_it_is_asked_to_and_nothing_beside(traffic):
     from sage_kernels._triton.attention.launch import launch_prologue
     from sage_kernels._triton.prologue.mask_tiles import launch_mask_tiles
-    from sage_kernels.masking import NO_MASKING
+    from sage_kernels.facts.masking import NO_MASKING
 
     q, k, _ = inputs(seq=100)
     mask = launch_mask_tiles(NO_MASKING, 2 * KV_HEADS, KV_HEADS, 40, 100, BLOCK, BLOCK)
@@ -268,7 +268,7 @@ def test_rotation_reads_and_writes_q_and_k_once_in_one_launch_more(traffic):
 def test_decoding_reads_its_inputs_and_nothing_beside_them(traffic):
     """A cache that is full to its end, within larger memory: looking a tile ahead must not look beyond."""
     from sage_kernels._triton.decode.launch import launch_decode_attention
-    from sage_kernels.masking import UNLIMITED, Masking
+    from sage_kernels.facts.masking import UNLIMITED, Masking
 
     tokens, guard = 3 * BLOCK, 4096
     shapes = [(1, 1, 8, HEAD_DIM), *[(1, KV_HEADS, tokens, HEAD_DIM), (1, KV_HEADS, tokens)] * 2]

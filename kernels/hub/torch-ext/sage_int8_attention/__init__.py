@@ -5,9 +5,9 @@ goes. This file and flash.py import torch and what lies beside them.
 """
 
 from .flash import flash_attn_func, flash_attn_varlen_func
-from .sage_kernels.attention import sage_attention
-from .sage_kernels.state import HeadState, new_head_state
-from .sage_kernels.varlen import sage_attention_varlen
+from .sage_kernels.facts.state import HeadState, new_head_state
+from .sage_kernels.ops.attention import sage_attention
+from .sage_kernels.ops.varlen import sage_attention_varlen
 
 
 __all__ = [

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from .sage_kernels.attention import sage_attention
-from .sage_kernels.recipe import DEFAULT_RECIPE
-from .sage_kernels.varlen import sage_attention_varlen
+from .sage_kernels.facts.recipe import DEFAULT_RECIPE
+from .sage_kernels.ops.attention import sage_attention
+from .sage_kernels.ops.varlen import sage_attention_varlen
 
 
 def flash_attn_varlen_func(

@@ -13,8 +13,8 @@ nor anything to rescale, and a third loop does everything again where that went 
 import triton
 import triton.language as tl
 
-from ... import recipe
-from ...state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
+from ...facts import recipe
+from ...facts.state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
 from ..primitives import (
     E4M3_OF_INT8,
     RELAXED,

@@ -6,11 +6,11 @@ written down while it is made.
 
 import torch
 
-from ...masking import NO_MASKING, UNLIMITED, Masking
-from ...numerics import LOG2_E, padded_head_dim, pv_dtype
-from ...recipe import DEFAULT_RECIPE, RECIPES
-from ...skipping import SkipState
-from ...state import HeadState, keeps_row_max, reads_row_max
+from ...facts.masking import NO_MASKING, UNLIMITED, Masking
+from ...facts.numerics import LOG2_E, padded_head_dim, pv_dtype
+from ...facts.recipe import DEFAULT_RECIPE, RECIPES
+from ...facts.skipping import SkipState
+from ...facts.state import HeadState, keeps_row_max, reads_row_max
 from .. import compat
 from ..launch import buffer, launch, processors_of
 from ..masks import as_loadable, broadcast_strides

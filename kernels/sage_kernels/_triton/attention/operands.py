@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ... import recipe
+from ...facts import recipe
 from ..primitives import ROUND_MAGIC_BITS, round_to_int8
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 

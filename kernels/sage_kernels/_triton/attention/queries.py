@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...state import STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
+from ...facts.state import STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
 from ..primitives import record_amax
 
 

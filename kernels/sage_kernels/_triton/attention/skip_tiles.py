@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ... import skipping
-from ...numerics import LOG2_E
-from ...skipping import SkipState
+from ...facts import skipping
+from ...facts.numerics import LOG2_E
+from ...facts.skipping import SkipState
 from ..launch import buffer, launch
 from ..primitives import RELAXED, dynamic_scale, load_tokens, nan_unless_finite, round_to_int8
 from ..prologue.mask_tiles import MaskTiles, append_tiles, close_list

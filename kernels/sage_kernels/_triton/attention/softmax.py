@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ... import recipe
+from ...facts import recipe
 from ..masks import load_bias
 from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS
 

@@ -12,7 +12,7 @@ probability and value relative to the largest of its tile, whatever the scores a
 import triton
 import triton.language as tl
 
-from ...numerics import LOG2_E
+from ...facts.numerics import LOG2_E
 from ..compat import gdc_launch_dependents
 from ..masks import load_bias
 from ..primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int

@@ -2,8 +2,8 @@
 
 import torch
 
-from ...masking import UNLIMITED, Masking
-from ...numerics import LOG2_E
+from ...facts.masking import UNLIMITED, Masking
+from ...facts.numerics import LOG2_E
 from ..compat import PROGRAMMATIC
 from ..launch import buffer, launch
 from ..masks import as_loadable, broadcast_strides

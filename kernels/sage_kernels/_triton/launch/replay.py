@@ -2,7 +2,7 @@
 
 What a call of an op launches follows from shapes, strides, types and options; from call to call only addresses
 change. So a first call is written down while it is made (`record`); which calls are alike is for the op to say
-(sage_kernels/replay.py).
+(sage_kernels/ops/replay.py).
 """
 
 import ctypes

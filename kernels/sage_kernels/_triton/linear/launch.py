@@ -2,8 +2,8 @@
 
 import torch
 
-from ...numerics import CODE_TYPES
-from ...recipe import GATED
+from ...facts.numerics import CODE_TYPES
+from ...facts.recipe import GATED
 from .. import compat
 from ..launch import buffer, launch, processors_of
 from .matmul import _linear_kernel

@@ -1,12 +1,12 @@
 """Rounding to the formats of ordinary blocks: INT8, INT4, and two FP4s as numbers of 16 bits or packed.
 
-Rounds where sage_kernels/base_formats.py does.
+Rounds where sage_kernels/facts/base_formats.py does.
 """
 
 import triton
 import triton.language as tl
 
-from ... import recipe
+from ...facts import recipe
 from ..primitives import AMAX_FLOOR, E4M3_MAX, nan_unless_finite, round_to_int
 
 

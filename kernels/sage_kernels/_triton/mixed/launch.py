@@ -2,9 +2,9 @@
 
 import torch
 
-from ...block_budget import HOPPER_ROWS, has_fp4, millionths, promoted_a_row, rows_of_block
-from ...numerics import padded_head_dim, pv_dtype
-from ...recipe import BLOCK, FP4_GROUPS, Mixed
+from ...facts.block_budget import HOPPER_ROWS, has_fp4, millionths, promoted_a_row, rows_of_block
+from ...facts.numerics import padded_head_dim, pv_dtype
+from ...facts.recipe import BLOCK, FP4_GROUPS, Mixed
 from ..attention.launch import copyable_by_engine
 from ..attention.tiles import choose_tail, query_slice
 from ..launch import buffer, launch, processors_of

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...masking import FAINT, Masking
+from ...facts.masking import FAINT, Masking
 from ..launch import launch
 from ..masks import as_loadable, broadcast_strides, load_bias
 from ..primitives import RELAXED

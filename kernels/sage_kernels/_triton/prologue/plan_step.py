@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...recipe import CHANNEL_FLOOR, V_AMAX_FLOOR, V_CODE
-from ...state import (
+from ...facts.recipe import CHANNEL_FLOOR, V_AMAX_FLOOR, V_CODE
+from ...facts.state import (
     COUNT_CALLS,
     COUNT_FIELDS,
     COUNT_KEY_MAX,

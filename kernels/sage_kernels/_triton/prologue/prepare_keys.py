@@ -7,8 +7,8 @@ does not fit this call, takes center and balance from a sample of its tokens.
 import triton
 import triton.language as tl
 
-from ...masking import FAINT
-from ...state import (
+from ...facts.masking import FAINT
+from ...facts.state import (
     COUNT_BELOW,
     COUNT_CALLS,
     COUNT_DYNAMIC,

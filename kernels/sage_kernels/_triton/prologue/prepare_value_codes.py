@@ -16,8 +16,8 @@ output: the part of that mean which it found, or NaN.
 import triton
 import triton.language as tl
 
-from ... import recipe
-from ...masking import FAINT
+from ...facts import recipe
+from ...facts.masking import FAINT
 from ..launch import buffer, launch
 from ..primitives import AMAX_FLOOR, CENTER_SAMPLES, CENTER_STEPS, INT8_MAX, ROUND_MAGIC, round_to_int
 from .mask_tiles import MaskTiles

@@ -11,9 +11,9 @@ With a state only the device knows whether a head has a plan, so there a program
 import triton
 import triton.language as tl
 
-from ... import recipe
-from ...masking import FAINT, UNLIMITED
-from ...state import (
+from ...facts import recipe
+from ...facts.masking import FAINT, UNLIMITED
+from ...facts.state import (
     COUNT_CLIPPED,
     COUNT_FIELDS,
     COUNT_PLAN_KEY_A,

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...masking import FAINT, UNLIMITED
-from ...numerics import divide, sampled_balance, sampled_center
-from ...state import HeadState, shape_key
+from ...facts.masking import FAINT, UNLIMITED
+from ...facts.numerics import divide, sampled_balance, sampled_center
+from ...facts.state import HeadState, shape_key
 from ..compat import gdc_launch_dependents, parameters
 from ..launch import buffer, launch, processors_of
 from ..sequences import Packed, packed_arguments

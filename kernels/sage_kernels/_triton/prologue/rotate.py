@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...numerics import rotation_block
+from ...facts.numerics import rotation_block
 from ..launch import buffer, launch
 
 

@@ -8,8 +8,8 @@ reference too.
 import triton
 import triton.language as tl
 
-from ... import numerics
-from ...masking import FAINT
+from ...facts import numerics
+from ...facts.masking import FAINT
 from ..primitives import (
     AMAX_FLOOR,
     BALANCE_NEAR_ABOVE,

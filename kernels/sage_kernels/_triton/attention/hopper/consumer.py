@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .... import recipe
+from ....facts import recipe
 from .epilogue import finish
 from .int8_loop import sum_up_codes
 from .int8_sums import value_sums

@@ -6,8 +6,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .... import recipe
-from ....state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
+from ....facts import recipe
+from ....facts.state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
 from ...prologue.prepare_value_codes import FIRST_LOST, numbers_of, rows_before_sums
 from .promoted import redo_blocks
 from .redo import redo

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from .... import recipe
+from ....facts import recipe
 from ...gluon_names import barrier
 from .int8_sums import (
     KEPT_TILES,

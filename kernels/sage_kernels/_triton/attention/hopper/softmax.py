@@ -7,7 +7,7 @@ lanes`, [ROWS, 4].
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .... import recipe
+from ....facts import recipe
 from .types import ROWS
 
 

@@ -1,0 +1,389 @@
+"""The INT8 cache's ops, append and attend: check, then the Triton kernels on a GPU or the reference on the CPU.
+
+The way of a call is that of attention.py: the op checks it, `_attend` or `_append` decides what to launch, and a call
+like an earlier one is launched again as that one was (replay.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, overload
+
+import torch
+
+from .. import reference
+from ..checks.decode import check_append, check_decode_inputs, check_decode_options
+from ..checks.tensors import check_called_below, without_tangents
+from ..compat import differentiates_forward
+from ..facts.masking import Masking, canonical_mask, decode_band
+from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
+
+
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+_CACHE = "Tensor k_codes, Tensor k_scale, Tensor v_codes, Tensor v_scale, Tensor? k_mean"
+_ARGUMENTS = (
+    f"Tensor q, {_CACHE}, Tensor? lengths, Tensor? attn_mask, Tensor? sinks, bool ring, bool causal, int? window, "
+    "float softcap, float scale, Tensor? k_balance=None"
+)
+_library.define(f"decode_attention({_ARGUMENTS}) -> Tensor")
+_library.define(f"decode_attention_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(
+    "append_kv(Tensor k, Tensor v, Tensor? k_mean, Tensor(a!) k_codes, Tensor(b!) k_scale, Tensor(c!) v_codes, "
+    "Tensor(d!) v_scale, Tensor? position, int start, bool ring, Tensor? k_balance=None) -> ()"
+)
+
+
+def append_kv(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_mean: torch.Tensor | None,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    *,
+    position: int | torch.Tensor,
+    ring: bool = False,
+    k_balance: torch.Tensor | None = None,
+) -> None:
+    """Quantise new tokens into an INT8 cache, in one launch; nothing else of the cache is read or written.
+
+    A token's scale is its largest element / 127, rounded to bf16 before it divides. K is stored as
+    (K - k_mean) · k_balance.
+
+    Args:
+        k, v: [B, H_kv, N, D] fp16, bf16 or fp32, any strides, the new tokens.
+        k_mean: fp32 [B, H_kv, D], subtracted from every key of its head, or None. It has to be the same in all calls.
+        k_codes, v_codes: int8 [B, H_kv, S, D], written; any strides, last one 1.
+        k_scale, v_scale: bf16 [B, H_kv, S], written.
+        position: how many tokens came before, an int, or an integer tensor [] that stays on its device.
+        ring: token number t goes to slot t modulo S; otherwise to slot t, and a token beyond S is an error where the
+            position is an int, and is not written where it is a tensor (attention then returns NaN).
+        k_balance: fp32 [B, H_kv, D], positive, or None for ones: smaller for a channel that is larger than the others,
+            whose scale they would have to share. It has to be the same in all calls, and given to attention, too.
+    Raises: TypeError, ValueError, NotImplementedError before anything is written; see checks/.
+    """
+    tensors = (k, v, k_mean, k_codes, k_scale, v_codes, v_scale)
+    key = None
+    if not torch.compiler.is_compiling():
+        key, given, numbers, result = _append_again((*tensors, k_balance), position, ring)
+        if result is not None:
+            return
+    check_append(*tensors, position, ring, k_balance)
+    where: tuple[Any, int] = (position, 0) if isinstance(position, torch.Tensor) else (None, position)
+    arguments = (*tensors, *where, ring, k_balance)
+    if key is not None:
+        remember(key, functools.partial(_append, *arguments), given, numbers)
+    else:
+        _dispatch(torch.ops.sage_kernels.append_kv, arguments)
+
+
+@overload
+def sage_decode_attention(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ...,
+    *,
+    lengths: torch.Tensor | None = ...,
+    ring: bool = ...,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    k_balance: torch.Tensor | None = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def sage_decode_attention(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ...,
+    *,
+    lengths: torch.Tensor | None = ...,
+    ring: bool = ...,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[True],
+    k_balance: torch.Tensor | None = ...,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def sage_decode_attention(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = ...,
+    *,
+    lengths: torch.Tensor | None = ...,
+    ring: bool = ...,
+    attn_mask: torch.Tensor | None = ...,
+    causal: bool | str = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    k_balance: torch.Tensor | None = ...,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def sage_decode_attention(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None = None,
+    *,
+    lengths: torch.Tensor | None = None,
+    ring: bool = False,
+    attn_mask: torch.Tensor | None = None,
+    causal: bool | str = False,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    k_balance: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of the last S_q tokens over an INT8 cache, which is read as it is: no dequantised copy is made.
+
+    Q is quantised in the kernel, to two INT8 codes a channel (15 bits), so that the cache's own rounding is all the
+    error there is in the scores. Made for few queries (S_q · H / H_kv <= 16 is one tile); any number works.
+
+    Args:
+        q: [B, S_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256. Row i is token n - S_q + i of n.
+        k_codes, k_scale, v_codes, v_scale, k_mean: the cache, as `append_kv` writes it; H_kv divides H.
+        lengths: how many tokens were appended, an integer tensor [] or [B] on q's device; None: the buffers are full.
+            What lies beyond is never used, whatever it holds. More than S (and no ring): that sample's output is NaN.
+        ring: the cache is a ring and holds the last min(lengths, S) tokens.
+        attn_mask: as in scaled_dot_product_attention: bool (True: visible) or floating point, broadcastable to
+            [B, H, S_q, S]; column j is the j-th oldest token that the cache holds. A hidden key may hold anything.
+        causal: False, or "bottom_right" (or True): a row sees keys up to its own. May come with a mask.
+        window: a row sees no key older than the last `window`, its own included. May come with a mask.
+        softcap, sinks: as in `sage_attention`.
+        scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
+        return_lse: also return the log-sum-exp of the scaled and masked scores.
+        k_balance: what `append_kv` was given.
+    Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log. A row
+        that sees nothing gives 0 and -inf. A token appended with NaN or inf gives NaN in all channels of the rows
+        that see it.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/.
+    """
+    cache = (k_codes, k_scale, v_codes, v_scale, k_mean)
+    key = None
+    if attn_mask is None and not torch.compiler.is_compiling():
+        options = (ring, causal, window, softcap, scale, return_lse)
+        key, given, numbers, result = _attend_again(q, (*cache, k_balance), lengths, sinks, options)
+        if result is not None:
+            return result
+    check_decode_inputs(q, *cache, lengths, k_balance)
+    check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, scale)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    arguments = (q, *cache, lengths, attn_mask, sinks, ring, bool(causal), window, float(softcap), scale, k_balance)
+    if key is not None:
+        return remember(key, functools.partial(_implementation(return_lse), *arguments), given, numbers)
+    ops = torch.ops.sage_kernels
+    return _dispatch(ops.decode_attention_lse if return_lse else ops.decode_attention, arguments)
+
+
+def _dispatch(op: Any, arguments: Any) -> Any:
+    """Call an op whose arguments are checked, and have no tangents."""
+    if differentiates_forward():
+        with without_tangents():
+            return op(*arguments)
+    return op(*arguments)
+
+
+_ANEW = (None, None, None, None)
+_NONE = type(None)
+
+
+def _attend_again(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
+    """(key, tensors, numbers, results) of `sage_decode_attention` without a mask: the key is all that decides whether
+    the call is valid and what it launches, and results are None where no such call was made before.
+
+    All are None without a GPU, where someone looks on, and for arguments that the checks will refuse.
+    """
+    if type(q) not in TENSOR or not q.is_cuda or not is_plain_call(q, *cache, lengths, sinks):
+        return _ANEW
+    if torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad)):
+        return _ANEW
+    return _found(*_attend_key(q, cache, lengths, sinks, options))
+
+
+def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
+    """A call's key; its tensors; its numbers, which are no part of the key.
+
+    cache: codes and scales, and what K was stored with. A growing one holds a token more in every call: the key has
+    what follows from that (tile, splits), not the number itself.
+    """
+    k_codes, window = cache[0], options[2]
+    if any(x is None for x in cache[:4]) or q.dim() != 4 or k_codes.dim() != 4 or 0 in q.shape or 0 in k_codes.shape:
+        return _ANEW[:3]
+    if type(window) not in (int, _NONE):
+        return _ANEW[:3]
+    from .._triton.decode.launch import cut_decode
+
+    tokens = k_codes.shape[2]
+    left, _ = decode_band(True, window)
+    cut = cut_decode(q.shape, k_codes.shape[1], tokens, left, q.device)
+    key = ["decode", options, *map(type, options), cut, layout_of(q)]
+    for x in cache[:4]:
+        shape = x.shape
+        key.append((x.dtype, x.device, shape[:2], shape[2:3] == (tokens,), shape[3:], x.stride()))
+    key += [None if x is None else layout_of(x) for x in (*cache[4:], lengths, sinks)]
+    return tuple(key), [x for x in (q, *cache, lengths, sinks) if x is not None], {"capacity": tokens}
+
+
+def _append_again(tensors: Any, position: Any, ring: bool) -> Any:
+    """As _attend_again, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance."""
+    k, v = tensors[:2]
+    if isinstance(position, torch.Tensor):
+        tensors += (position,)
+    if type(k) not in TENSOR or not k.is_cuda or not is_plain_call(*tensors):
+        return _ANEW
+    if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
+        return _ANEW
+    return _found(*_append_key(tensors, position, ring))
+
+
+def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
+    """As _attend_key: where the host knows the position, that is no part of the key; that it fits is seen to."""
+    k, v, _, k_codes, *scales = tensors[:7]
+    if any(x is None for x in (v, k_codes, *scales)) or k.dim() != 4 or k_codes.dim() != 4 or 0 in k.shape:
+        return _ANEW[:3]
+    start = 0
+    if not isinstance(position, torch.Tensor):
+        start = position
+        if type(start) is not int or start < 0 or not (ring is True or start + k.shape[2] <= k_codes.shape[2]):
+            return _ANEW[:3]
+    key = ("append", ring, type(ring), len(tensors), *(None if x is None else layout_of(x) for x in tensors))
+    return key, [x for x in tensors if x is not None], {"start": start}
+
+
+def _found(key: Any, given: Any, numbers: Any) -> Any:
+    """A key, with what belongs to it, and the results of a call like it."""
+    if key is None:
+        return _ANEW
+    key, results = make_again(key, given, numbers)
+    return key, given, numbers, results
+
+
+def _attend(
+    q: torch.Tensor,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    k_mean: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+    attn_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    ring: bool,
+    causal: Any,
+    window: int | None,
+    softcap: float,
+    scale: float,
+    k_balance: torch.Tensor | None = None,
+    *,
+    return_lse: bool,
+) -> Any:
+    """What to launch for a checked call; nothing where there is nothing to attend to."""
+    left, right = decode_band(causal, window)
+    masking = Masking(
+        canonical_mask(attn_mask, k_codes.shape[2]), left, right, softcap=softcap,
+        sinks=None if sinks is None else sinks.float().contiguous(),
+    )  # fmt: skip
+    cache = (k_codes, k_scale, v_codes, v_scale, k_mean)
+    if q.numel() == 0 or k_codes.shape[2] == 0:
+        out = q.new_zeros(q.shape)
+        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
+        if masking.sinks is not None:
+            lse = torch.maximum(lse, masking.sinks)
+    elif q.is_cuda:
+        from .._triton.decode.launch import launch_decode_attention
+
+        out, lse = launch_decode_attention(
+            q, *cache, lengths, ring=ring, masking=masking, scale=scale, return_lse=return_lse, k_balance=k_balance
+        )
+    else:
+        out, lse = reference.ref_decode_attention(
+            q, *cache, lengths, ring=ring, masking=masking, scale=scale, k_balance=k_balance
+        )
+    return (out, lse) if return_lse else out
+
+
+def _implementation(return_lse: bool) -> Any:
+    def run(*arguments: Any) -> Any:
+        check_called_below("decode_attention")
+        # under autocast the reference's own matmuls would be cast too
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return _attend(*arguments, return_lse=return_lse)
+
+    return run
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_mean: torch.Tensor | None,
+    k_codes: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_codes: torch.Tensor,
+    v_scale: torch.Tensor,
+    position: Any,
+    start: int,
+    ring: bool,
+    k_balance: torch.Tensor | None = None,
+) -> None:
+    """What to launch for a checked call."""
+    check_called_below("append_kv")
+    if k.numel() == 0:
+        return
+    if k.is_cuda:
+        from .._triton.decode.append_kv import launch_append_kv
+
+        launch_append_kv(
+            k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=position, start=start, ring=ring,
+            k_balance=k_balance,
+        )  # fmt: skip
+        return
+    start = start if position is None else int(position)
+    reference.ref_append_kv(
+        k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position=start, ring=ring, k_balance=k_balance
+    )
+
+
+def _fake(q: torch.Tensor, *_: Any) -> Any:
+    return q.new_empty(q.shape)
+
+
+def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("decode_attention", _implementation(False), _device)
+    _library.impl("decode_attention_lse", _implementation(True), _device)
+    _library.impl("append_kv", _append, _device)
+torch.library.register_fake("sage_kernels::decode_attention", _fake, lib=_library)
+torch.library.register_fake("sage_kernels::decode_attention_lse", _fake_lse, lib=_library)
+torch.library.register_fake("sage_kernels::append_kv", lambda *_: None, lib=_library)

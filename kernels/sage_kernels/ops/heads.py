@@ -1,0 +1,113 @@
+"""Q and K made ready for attention in one pass: RMSNorm of each head, rotary embedding, parts put side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..checks.heads import check_heads
+from ..checks.tensors import check_called_below, without_tangents
+from ..compat import differentiates_forward
+from ..reference.heads import ref_qk_norm_rope
+from .replay import made_before, remember
+
+
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+_library.define(
+    "qk_norm_rope(Tensor[] q, Tensor[] k, Tensor?[] q_weight, Tensor?[] k_weight, bool norm, float eps, Tensor[] cos, "
+    "Tensor[] sin, bool pairs) -> (Tensor, Tensor)"
+)
+
+
+def qk_norm_rope(
+    q: Sequence[torch.Tensor],
+    k: Sequence[torch.Tensor],
+    q_weight: Sequence[torch.Tensor | None] | None = None,
+    k_weight: Sequence[torch.Tensor | None] | None = None,
+    *,
+    norm: bool = True,
+    eps: float = 1e-6,
+    cos: Sequence[torch.Tensor] = (),
+    sin: Sequence[torch.Tensor] = (),
+    pairs: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Q and K after RMSNorm and rotary embedding, of all parts of a sequence side by side; computed in fp32.
+
+    Args:
+        q: parts of the sequence, such as text and image: [B, S_i, H, D] each, fp16, bf16 or fp32, an even D up to 256.
+        k: the same parts, [B, S_i, H_kv, D].
+        q_weight, k_weight: one [D] for each part, the norms' own; None for none.
+        norm: whether there is an RMSNorm over D, with `eps`.
+        cos, sin: angles: one table [S, D] of the whole sequence, or one [S_i, D] for each part; [.., D / 2] for one
+            angle a pair; empty for no rotary embedding.
+        pairs: which channels turn together: 2i and 2i + 1; else i and i + D / 2.
+    Returns: q [B, S, H, D] and k [B, S, H_kv, D] of q's dtype, contiguous, rounded once.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/heads.py.
+    Source: RMSNorm (arXiv:1910.07467), rotary embedding (arXiv:2104.09864).
+    """
+    none = [None] * len(q) if isinstance(q, (list, tuple)) else []
+    q_weight, k_weight = (none if x is None else x for x in (q_weight, k_weight))
+    lists = (q, k, q_weight, k_weight, cos, sin)
+    given: list[Any] = []
+    if all(isinstance(x, (list, tuple)) for x in lists):
+        given = [x for values in lists for x in values]
+    options = (norm, eps, pairs, *(len(x) for x in lists if given))
+    key, result = made_before("heads", tuple(given), options)
+    if result is None:
+        check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin)
+        arguments = (list(q), list(k), list(q_weight), list(k_weight), norm, float(eps), list(cos), list(sin), pairs)
+        if key is not None:
+            result = remember(key, lambda: _qk_norm_rope(*arguments), [x for x in given if x is not None])
+        elif differentiates_forward():
+            with without_tangents():
+                result = torch.ops.sage_kernels.qk_norm_rope(*arguments)
+        else:
+            result = torch.ops.sage_kernels.qk_norm_rope(*_without_gradients(arguments))
+    found: tuple[torch.Tensor, torch.Tensor] = result
+    return found
+
+
+def _without_gradients(arguments: Sequence[Any]) -> list[Any]:
+    """Modules' own parameters, detached: the results would require a gradient."""
+
+    def detached(x: Any) -> Any:
+        return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
+
+    return [[detached(x) for x in value] if isinstance(value, list) else value for value in arguments]
+
+
+def _qk_norm_rope(
+    q: Any, k: Any, q_weight: Any, k_weight: Any, norm: bool, eps: float, cos: Any, sin: Any, pairs: bool
+) -> Any:
+    if q[0].is_cuda and q[0].numel():
+        from .._triton.heads.qk_norm_rope import launch_qk_norm_rope
+
+        return launch_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs)
+    return ref_qk_norm_rope(q, k, q_weight, k_weight, norm, eps, cos, sin, pairs)
+
+
+def _fake(q: Any, k: Any, *_: Any) -> Any:
+    tokens = sum(x.shape[1] for x in q)
+    return tuple(x[0].new_empty((x[0].shape[0], tokens, *x[0].shape[2:])) for x in (q, k))
+
+
+def _of_op(*arguments: Any) -> Any:
+    """What the dispatcher hands the op's arguments to, compiled code's above all: a call like an earlier one is only
+    launched."""
+    check_called_below("qk_norm_rope")
+    q, k, q_weight, k_weight, norm, eps, cos, sin, pairs = arguments
+    lists = (q, k, q_weight, k_weight, cos, sin)
+    given = tuple(x for values in lists for x in values)
+    key, result = made_before("op heads", given, (norm, eps, pairs, *map(len, lists)), dispatched=True)
+    if result is not None:
+        return result
+    if key is None:
+        return _qk_norm_rope(*arguments)
+    return remember(key, lambda: _qk_norm_rope(*arguments), [x for x in given if x is not None])
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("qk_norm_rope", _of_op, _device)
+torch.library.register_fake("sage_kernels::qk_norm_rope", _fake, lib=_library)

@@ -1,0 +1,293 @@
+"""8-bit linear layers: quantise rows, multiply, and finish in one pass; Triton on a GPU, the reference on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checks.linear import check_activation, check_linear, check_weight, check_weight_only
+from ..checks.tensors import check_called_below, without_tangents
+from ..compat import differentiates_forward
+from ..facts.numerics import CODE_TYPES
+from ..facts.recipe import GATED
+from ..reference import linear as reference
+from .replay import made_before, remember
+
+
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+_library.define(
+    "quantize_activation(Tensor x, str format, str norm, Tensor? weight, Tensor? bias, float eps, Tensor? gain, "
+    "Tensor? shift, Tensor? balance, Tensor? beside) -> (Tensor, Tensor)"
+)
+_library.define(
+    "quantized_linear(Tensor codes, Tensor scale, Tensor weight, Tensor weight_scale, Tensor? bias, str activation, "
+    "Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor"
+)
+_library.define("weight_only_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias) -> Tensor")
+
+
+class QuantizedRows(NamedTuple):
+    """Rows in 8 bit, one scale a row: an activation [..., K], or the weight [N, K] of a linear layer.
+
+    Attributes:
+        codes: int8 or float8_e4m3fn [..., K], the last stride 1, rows a multiple of 16 bytes apart.
+        scale: fp32 [...]; a row is codes · scale. NaN for a row that held NaN or inf.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @property
+    def format(self) -> str:
+        """ "int8" or "fp8"."""
+        return "int8" if self.codes.dtype == torch.int8 else "fp8"
+
+
+def quantize_activation(
+    x: torch.Tensor,
+    *,
+    format: str = "int8",
+    norm: str = "none",
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    gain: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    balance: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
+) -> QuantizedRows:
+    """Rows of an activation in 8 bit, each by its own largest element, in one pass: norm, modulation, rounding.
+
+    What is quantised is (norm(x) · weight + bias) · gain + shift, then · balance, computed in fp32 without rounding
+    in between.
+
+    Args:
+        x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
+        format: "int8" (127 levels each side; the more exact one for rows without outliers) or "fp8" (e4m3).
+        norm: "none", "layer" (LayerNorm) or "rms" (RMSNorm), over K, with `eps`.
+        weight, bias: [K], the norm's own; None for ones and zeros. Only with a norm.
+        gain, shift: broadcastable to x, usually [B, 1, K]: adaLN's 1 + scale and shift. None for ones and zeros.
+        balance: fp32 [K], positive: multiplies channels, small where they have outliers; the weight's columns were
+            divided by it (`quantize_weight`).
+        beside: [..., K2] of x's dtype: columns that follow x's, as if both were one tensor [..., K + K2], which the
+            vectors then belong to; read from where they are.
+    Returns: codes of the rows' shape, scale of that shape without the columns.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
+    Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
+    """
+    key, result = made_before("quantize", (x, weight, bias, gain, shift, balance, beside), (format, norm, eps))
+    if result is None:
+        check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside)
+        arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance, beside)
+        result = run_op(key, compute_codes, "quantize_activation", arguments)
+    return QuantizedRows(*result)
+
+
+SHRINKS = (1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85)  # of a weight row's largest element, that are tried
+
+
+def quantize_weight(
+    weight: torch.Tensor, *, format: str = "int8", balance: torch.Tensor | None = None, is_gated: bool = False
+) -> QuantizedRows:
+    """A linear layer's weight in 8 bit, one scale an output channel; done once, by plain PyTorch.
+
+    The range of a row's codes is its largest element or a smaller share of it (SHRINKS), whichever leaves the least
+    squared error: a row with one outlier rounds all others finer.
+
+    Args:
+        weight: [N, K] fp16, bf16 or fp32, finite.
+        format: "int8" or "fp8".
+        balance: fp32 [K], what `quantize_activation` is given: the weight's columns are divided by it.
+        is_gated: the first N/2 rows give the value, the others the gate of GEGLU or SwiGLU; they are stored in turns,
+            as `quantized_linear` wants them for `activation="geglu"` and "swiglu".
+    Returns: codes [N, K], scale [N].
+    """
+    check_weight(weight, format, balance, is_gated)
+    w = weight.detach().float()
+    w = w if balance is None else w / balance.float()
+    if is_gated:
+        w = interleaved(w)
+    if format == "fp8":  # relative precision does not hang on the range
+        return QuantizedRows(*_aligned(*reference.quantize(w, format)))
+    amax = w.abs().amax(-1)
+    best, least = amax, torch.full_like(amax, torch.inf)
+    for shrink in SHRINKS:
+        codes, scale = reference.quantize(w, format, amax * shrink)
+        error = (codes.float() * scale[:, None] - w).square().sum(-1)
+        best = torch.where(error < least, amax * shrink, best)
+        least = torch.minimum(error, least)
+    return QuantizedRows(*_aligned(*reference.quantize(w, format, best)))
+
+
+def _aligned(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the kernel lays them out: rows a multiple of 16 bytes apart, as copy engines want them, zeros between."""
+    columns = codes.shape[-1]
+    if columns % 16 == 0:
+        return codes.contiguous(), scale.contiguous()
+    padded = codes.new_zeros((*codes.shape[:-1], -(-columns // 16) * 16))
+    padded[..., :columns] = codes
+    return padded[..., :columns], scale.contiguous()
+
+
+def _new_rows(x: torch.Tensor, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Room for codes of x's rows with so many columns, as the kernel lays them out."""
+    if columns % 16 == 0:
+        return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
+    return x.new_empty((*x.shape[:-1], -(-columns // 16) * 16), dtype=dtype)[..., :columns]
+
+
+def interleaved(rows: torch.Tensor) -> torch.Tensor:
+    """[N, ...] whose first half are values and second half gates, in turns: value 0, gate 0, value 1, gate 1 …"""
+    return torch.stack(rows.chunk(2), 1).flatten(0, 1)
+
+
+def quantized_linear(
+    x: QuantizedRows,
+    weight: QuantizedRows,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str = "none",
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """residual + gate · activation(x · weightᵀ + bias) of 8-bit rows, exact sums, one rounding at the end.
+
+    Args:
+        x: codes [..., K], scale [...], as `quantize_activation` returns them.
+        weight: codes [N, K] of the same format, scale [N], as `quantize_weight` returns them.
+        bias: [N] or None; with a gated activation in the weight's order (`interleaved`).
+        activation: "none", "gelu", "gelu_tanh", "silu", or of pairs of columns "geglu", "geglu_tanh", "swiglu":
+            value · activation(gate), N / 2 columns.
+        gate: broadcastable to the output, usually [B, 1, N]: adaLN's gate.
+        residual: of the output's shape.
+        dtype: of the output, fp16, bf16 or fp32.
+    Returns: [..., N], contiguous.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
+    """
+    given = (*x, *weight, bias, gate, residual) if isinstance(x, tuple) and isinstance(weight, tuple) else ()
+    key, result = made_before("linear", given, (activation, dtype))
+    if result is None:
+        check_linear(x, weight, bias, activation, gate, residual, dtype)
+        arguments = (*x, *weight, bias, activation, gate, residual, dtype)
+        result = run_op(key, compute_linear, "quantized_linear", arguments)
+    return result
+
+
+def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """x · weightᵀ + bias of an activation as it is and a weight in INT8: less to read where there are few rows.
+
+    Codes are exact in 16 bit; sums of x · codes are fp32, times the scale of their column, plus the bias, and rounded
+    once. A row of x with NaN or inf has no finite output, nor has one whose sums of x · codes exceed fp32.
+
+    Args:
+        x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
+        weight: int8 codes [N, K], scale [N], as `quantize_weight` returns them.
+        bias: [N] or None.
+    Returns: [..., N] of x's dtype, contiguous.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
+    """
+    given = (x, *weight, bias) if isinstance(weight, tuple) else ()
+    key, result = made_before("weight_only", given, ())
+    if result is None:
+        check_weight_only(x, weight, bias)
+        result = run_op(key, _weight_only_linear, "weight_only_linear", (x, *weight, bias))
+    return result
+
+
+def run_op(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[Any]) -> Any:
+    """The checked call: its launches are remembered under the key, if there is one."""
+    if key is None:
+        call = getattr(torch.ops.sage_kernels, op)
+        # a module's own parameters: the result would require a gradient, and the next call refuse it
+        arguments = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in arguments]
+        if differentiates_forward():
+            with without_tangents():
+                return call(*arguments)
+        return call(*arguments)
+    given = [x for x in arguments if isinstance(x, torch.Tensor)]
+    return remember(key, lambda: function(*arguments), given)
+
+
+def compute_codes(
+    x: torch.Tensor, format: str, norm: str, weight: Any, bias: Any, eps: float, gain: Any, shift: Any, balance: Any,
+    beside: Any,
+) -> Any:  # fmt: skip
+    options = {"format": format, "norm": norm, "weight": weight, "bias": bias, "eps": eps}
+    options |= {"gain": gain, "shift": shift, "balance": balance, "beside": beside}
+    if x.is_cuda and x.numel():
+        from .._triton.linear.launch import launch_quantize_activation
+
+        return launch_quantize_activation(x, **options)
+    if x.numel() == 0:
+        return _fake_quantize_activation(x, format, beside)
+    return _aligned(*reference.ref_quantize_activation(x, **options))
+
+
+def compute_linear(
+    codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any,
+    activation: str, gate: Any, residual: Any, dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
+    if codes.is_cuda and codes.numel():
+        from .._triton.linear.launch import launch_quantized_linear
+
+        return launch_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
+    return reference.ref_quantized_linear(codes, scale, weight, weight_scale, bias, **options)
+
+
+def _weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, bias: Any) -> Any:
+    if x.is_cuda and x.numel():
+        from .._triton.linear.launch import launch_weight_only_linear
+
+        return launch_weight_only_linear(x, weight, weight_scale, bias)
+    return reference.ref_weight_only_linear(x, weight, weight_scale, bias)
+
+
+def _fake_quantize_activation(x: torch.Tensor, format: str, *vectors: Any) -> Any:
+    beside = vectors[-1]
+    columns = x.shape[-1] + (0 if beside is None else beside.shape[-1])
+    return _new_rows(x, columns, CODE_TYPES[format]), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _fake_quantized_linear(
+    codes: torch.Tensor, scale: Any, weight: torch.Tensor, weight_scale: Any, bias: Any, activation: str, gate: Any,
+    residual: Any, dtype: torch.dtype,
+) -> Any:  # fmt: skip
+    columns = weight.shape[0] // (2 if activation in GATED else 1)
+    return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
+
+
+def _fake_weight_only_linear(x: torch.Tensor, weight: torch.Tensor, weight_scale: Any, bias: Any) -> Any:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> Callable[..., Any]:
+    """What the dispatcher hands an op's arguments to, compiled code's above all: a call like an earlier one is only
+    launched. tensors: which arguments are."""
+
+    def run(*arguments: Any) -> Any:
+        check_called_below(name)
+        given = tuple(arguments[i] for i in tensors)
+        options = tuple(x for i, x in enumerate(arguments) if i not in tensors)
+        key, result = made_before(f"op {name}", given, options, dispatched=True)
+        if result is not None:
+            return result
+        if key is None:
+            return function(*arguments)
+        return remember(key, lambda: function(*arguments), [x for x in given if x is not None])
+
+    return run
+
+
+for _name, _function, _fake, _tensors in (
+    ("quantize_activation", compute_codes, _fake_quantize_activation, (0, 3, 4, 6, 7, 8, 9)),
+    ("quantized_linear", compute_linear, _fake_quantized_linear, (0, 1, 2, 3, 4, 6, 7)),
+    ("weight_only_linear", _weight_only_linear, _fake_weight_only_linear, (0, 1, 2, 3)),
+):
+    _implementation = of_op(_name, _function, _tensors)
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _implementation, _device)
+    torch.library.register_fake(f"sage_kernels::{_name}", _fake, lib=_library)

@@ -1,0 +1,101 @@
+"""An 8-bit linear layer of a 16-bit activation in one call: its rows are quantised for this product alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..checks.linear import check_activation, check_linear, check_quantized
+from ..facts.numerics import CODE_TYPES
+from ..facts.recipe import GATED
+from .linear import QuantizedRows, compute_codes, compute_linear, of_op, run_op
+from .replay import made_before
+
+
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+_library.define(
+    "dynamic_linear(Tensor x, str format, str norm, Tensor? norm_weight, Tensor? norm_bias, float eps, Tensor? gain, "
+    "Tensor? shift, Tensor? balance, Tensor? beside, Tensor weight, Tensor weight_scale, Tensor? bias, "
+    "str activation, Tensor? gate, Tensor? residual, ScalarType dtype) -> Tensor"
+)
+_TENSORS = (0, 3, 4, 6, 7, 8, 9, 10, 11, 12, 14, 15)  # which of the op's arguments are tensors, or None
+_OF_ROWS = 10  # so many arguments say how rows are quantised; the others, how they are multiplied
+
+
+def dynamic_linear(
+    x: torch.Tensor,
+    weight: QuantizedRows,
+    bias: torch.Tensor | None = None,
+    *,
+    norm: str = "none",
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    gain: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    balance: torch.Tensor | None = None,
+    beside: torch.Tensor | None = None,
+    activation: str = "none",
+    gate: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """`quantized_linear` of `quantize_activation`, to the bit, where no other product needs the rows.
+
+    The same launches; the host checks, looks up and allocates once.
+
+    Args:
+        x: [..., K] fp16, bf16 or fp32, 1 to 4 dimensions.
+        weight: codes [N, K], scale [N], as `quantize_weight` returns them; their format is that of x's rows.
+        bias, activation, gate, residual: see `quantized_linear`.
+        norm, norm_weight, norm_bias, eps, gain, shift, balance, beside: see `quantize_activation`.
+        dtype: of the output, fp16, bf16 or fp32; x's if None.
+    Returns: [..., N], with a gated activation [..., N / 2], contiguous.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
+    """
+    dtype = x.dtype if dtype is None and isinstance(x, torch.Tensor) else dtype
+    of_rows: tuple[Any, ...] = (x, norm_weight, norm_bias, gain, shift, balance, beside)
+    given = (*of_rows, *weight, bias, gate, residual) if isinstance(weight, tuple) else ()
+    key, result = made_before("dynamic", given, (norm, eps, activation, dtype))
+    if result is None:
+        check_quantized("weight", weight, tuple(CODE_TYPES.values()))
+        format = "int8" if weight[0].dtype == torch.int8 else "fp8"
+        check_activation(
+            x, format, norm, norm_weight, norm_bias, eps, gain, shift, balance, beside=beside, prefix="norm_"
+        )
+        check_linear(_stand_in(x, format, beside), weight, bias, activation, gate, residual, dtype)
+        arguments = (x, format, norm, *of_rows[1:3], float(eps), *of_rows[3:])
+        arguments += (*weight, bias, activation, gate, residual, dtype)
+        result = run_op(key, _dynamic_linear, "dynamic_linear", arguments)
+    return result
+
+
+def _stand_in(x: torch.Tensor, format: str, beside: torch.Tensor | None) -> QuantizedRows:
+    """Of the shape, type and device of x's rows: what the product's checks look at."""
+    columns = x.shape[-1] + (0 if beside is None else beside.shape[-1])
+    codes = x.new_empty((), dtype=CODE_TYPES[format]).expand(*x.shape[:-1], columns)
+    return QuantizedRows(codes, x.new_empty((), dtype=torch.float32).expand(x.shape[:-1]))
+
+
+def _dynamic_linear(x: torch.Tensor, *arguments: Any) -> Any:
+    of_rows, of_product = (x, *arguments[: _OF_ROWS - 1]), arguments[_OF_ROWS - 1 :]
+    if not (x.is_cuda and x.numel()):
+        return compute_linear(*compute_codes(*of_rows), *of_product)
+    from .._triton.linear.launch import launch_dynamic_linear
+
+    names = ("format", "norm", "weight", "bias", "eps", "gain", "shift", "balance", "beside")
+    weight, scale, bias, *rest = of_product
+    options = dict(zip(("activation", "gate", "residual", "dtype"), rest, strict=True))
+    return launch_dynamic_linear(x, dict(zip(names, of_rows[1:], strict=True)), weight, scale, bias, **options)
+
+
+def _fake(x: torch.Tensor, *arguments: Any) -> Any:
+    weight, _, _, activation, _, _, dtype = arguments[_OF_ROWS - 1 :]
+    columns = weight.shape[0] // (2 if activation in GATED else 1)
+    return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("dynamic_linear", of_op("dynamic_linear", _dynamic_linear, _TENSORS), _device)
+torch.library.register_fake("sage_kernels::dynamic_linear", _fake, lib=_library)

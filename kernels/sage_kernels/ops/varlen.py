@@ -1,0 +1,219 @@
+"""Attention of packed sequences: many of different lengths in one call, one behind the other, without padding.
+
+The way of a call is that of attention.py, to the same kernels: what is different, they read from the lengths.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, overload
+
+import torch
+
+from .. import reference
+from ..checks.tensors import check_called_below, without_tangents
+from ..checks.varlen import check_lengths, check_varlen
+from ..compat import differentiates_forward
+from ..facts.masking import packed_masking
+from ..facts.recipe import DEFAULT_RECIPE
+from .replay import is_plain_call, made_before, remember
+
+
+_library = torch.library.Library("sage_kernels", "FRAGMENT")
+_ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? sinks, float scale, str scaling, "
+    "bool smooth_k, bool causal, int? window, float softcap, str recipe, str rotation"
+)
+_library.define(f"attention_varlen({_ARGUMENTS}) -> Tensor")
+_library.define(f"attention_varlen_lse({_ARGUMENTS}) -> (Tensor, Tensor)")
+
+
+@overload
+def sage_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    causal: bool = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    recipe: str = ...,
+    scaling: str = ...,
+    scale: float | None = ...,
+    smooth_k: bool = ...,
+    rotation: str = ...,
+    return_lse: Literal[False] = ...,
+) -> torch.Tensor: ...
+
+
+@overload
+def sage_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    *,
+    causal: bool = ...,
+    window: int | None = ...,
+    softcap: float = ...,
+    sinks: torch.Tensor | None = ...,
+    recipe: str = ...,
+    scaling: str = ...,
+    scale: float | None = ...,
+    smooth_k: bool = ...,
+    rotation: str = ...,
+    return_lse: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
+
+
+def sage_attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    recipe: str = DEFAULT_RECIPE,
+    scaling: str = "per_token",
+    scale: float | None = None,
+    smooth_k: bool = True,
+    rotation: str = "none",
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """`sage_attention` of each of several sequences that lie one behind the other, of any lengths, in one call.
+
+    Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and cu_seqlens_k[b] to cu_seqlens_k[b + 1] of k and
+    v. Scales, center and balance are of one sequence each: no bit of its result hangs on what is in another one.
+
+    Args:
+        q: [total_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256.
+        k, v: [total_k, H_kv, D], same dtype and device; H_kv divides H.
+        cu_seqlens_q, cu_seqlens_k: [sequences + 1] int32, contiguous, on q's device: 0 and the ends of the sequences,
+            ascending. They are read where they lie: a GPU's values are not checked, since that would wait for it, and
+            wrong ones give wrong rows but touch nothing outside of the tensors. Lengths of 0 are allowed.
+        max_seqlen_q, max_seqlen_k: longest sequences, as callers of such functions have them. Nothing hangs on them on
+            a GPU, neither grid nor memory nor result; on a CPU a longer sequence is an error.
+        causal: row i of a sequence sees keys up to i + S_kv - S_q of it: the last row sees all of them.
+        window: a row sees this many keys on its side(s), that of its own position included: the last `window` keys
+            with causal, |key - (row + S_kv - S_q)| < window without.
+        scaling: "per_token" or "per_block". Scales of a head, and planned ones, are those of one shape of inputs.
+        softcap, sinks, recipe, scale, smooth_k, rotation, return_lse: as in `sage_attention`.
+    Returns: out [total_q, H, D] contiguous, in q.dtype; with return_lse also lse [total_q, H] fp32, natural log. Rows
+        behind the last sequence, and of a sequence without keys, are 0 (their lse -inf, or the sink).
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/varlen.py.
+    Source: the interface is that of FlashAttention's flash_attn_varlen_func; maths in kernels/README.md.
+    """
+    key = result = None
+    options = (scale, scaling, smooth_k, causal, window, softcap, recipe, rotation, return_lse)
+    given = _distinct(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    if sinks is None:
+        bounds = (max_seqlen_q is None or type(max_seqlen_q) is int, max_seqlen_k is None or type(max_seqlen_k) is int)
+        key, result = made_before("varlen", given, (*options, *bounds))
+        if result is not None:
+            return _unpacked(result)
+    check_varlen(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal=causal, window=window, softcap=softcap,
+        sinks=sinks, recipe=recipe, scaling=scaling, scale=scale, rotation=rotation,
+    )  # fmt: skip
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    longest = max_seqlen_q is not None or max_seqlen_k is not None
+    if longest and not q.is_cuda and not torch.compiler.is_compiling() and is_plain_call(cu_seqlens_q, cu_seqlens_k):
+        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    arguments: tuple[Any, ...] = (q, k, v, cu_seqlens_q, cu_seqlens_k, sinks, scale, scaling, smooth_k, causal, window)
+    arguments += (float(softcap), recipe, rotation)
+    if key is not None:
+        return _unpacked(remember(key, lambda: _compute(*arguments, return_lse=return_lse), given))
+    op = torch.ops.sage_kernels.attention_varlen_lse if return_lse else torch.ops.sage_kernels.attention_varlen
+    if differentiates_forward():
+        with without_tangents():
+            return op(*arguments)
+    return op(*arguments)
+
+
+def _distinct(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> tuple[Any, ...]:
+    """The tensors that a launch is handed: one of lengths where queries and keys have the same."""
+    return (q, k, v, cu_q) if cu_q is cu_k else (q, k, v, cu_q, cu_k)
+
+
+def _unpacked(result: Any) -> Any:
+    """Results [1, total, ...] of the launches without the batch."""
+    return result[0] if isinstance(result, torch.Tensor) else tuple(x[0] for x in result)
+
+
+def _compute(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float,
+    scaling: str,
+    smooth_k: bool,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+    recipe: str,
+    rotation: str,
+    *,
+    return_lse: bool,
+) -> Any:
+    """What to launch for a checked call, as a batch of 1; nothing where there is nothing to attend to."""
+    masking = packed_masking(causal, window, softcap, sinks, q.shape[0], k.shape[0])
+    if 0 in q.shape or 0 in k.shape:
+        out = q.new_zeros((1, *q.shape))
+        lse = q.new_full((1, *q.shape[:2]), -torch.inf, dtype=torch.float32)
+        if masking.sinks is not None:
+            lse = torch.maximum(lse, masking.sinks)
+        return (out, lse) if return_lse else out
+    options: dict[str, Any] = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "masking": masking}
+    options |= {"recipe": recipe, "rotation": rotation}
+    if q.is_cuda:
+        from .._triton.attention.launch import launch_attention_fwd
+        from .._triton.launch import compiled_together
+
+        options |= {"packed": (cu_seqlens_q, cu_seqlens_k), "state": None, "return_lse": return_lse}
+        out, lse = compiled_together(lambda: launch_attention_fwd(q[None], k[None], v[None], **options))
+    else:
+        check_lengths(q, k, cu_seqlens_q, cu_seqlens_k)
+        out, lse = reference.ref_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options)
+        out, lse = out[None], lse[None]
+    return (out, lse) if return_lse else out
+
+
+def _implementation(return_lse: bool) -> Any:
+    def run(*arguments: Any) -> Any:
+        check_called_below("attention_varlen")
+        # under autocast the reference's own matmuls would be cast too
+        with torch.autocast(arguments[0].device.type, enabled=False):
+            return _unpacked(_compute(*arguments, return_lse=return_lse))
+
+    return run
+
+
+def _fake(q: torch.Tensor, *_: Any) -> Any:
+    return q.new_empty(q.shape)
+
+
+def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention_varlen", _implementation(False), _device)
+    _library.impl("attention_varlen_lse", _implementation(True), _device)
+torch.library.register_fake("sage_kernels::attention_varlen", _fake, lib=_library)
+torch.library.register_fake("sage_kernels::attention_varlen_lse", _fake_lse, lib=_library)

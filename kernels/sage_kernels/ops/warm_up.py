@@ -1,0 +1,138 @@
+"""Kernels compiled ahead: which ones attention calls of one kind need, whatever their lengths and numbers of heads.
+
+Compiling takes seconds a kernel. `compile_ahead` starts it in the background, for calls that are to come; a call that
+is made before its kernels are ready waits for them. What is compiled is in Triton's cache from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ..facts.masking import Masking, make_masking
+from ..facts.recipe import DEFAULT_RECIPE, RECIPES
+from ..facts.state import new_head_state
+from .skip_state import new_skip_state
+
+
+# Calls of up to 8,191 keys and longer ones have kernels of their own (query_slice, _triton/attention/tiles.py).
+SHORT, LONG = 4096, 8192
+
+
+class CallKind(NamedTuple):
+    """What decides the kernels of an attention call, beside its length.
+
+    Attributes:
+        dtype: of q, k and v. head_dim: channels a head.
+        recipe, scaling, rotation: as of `sage_attention`; scaling "planned": with a state.
+        keeps_rows: with "planned" and 8-bit P: later calls keep row maxima, and then begin from kept ones.
+        skips: later calls have lists of key tiles; with "planned" and without masks alone.
+        causal: "", "top_left" or "bottom_right".
+        by_key: with a mask of keys, of this type; None: without.
+        tokens: numbers of queries and keys, one of each length that has kernels of its own.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    recipe: str = DEFAULT_RECIPE
+    scaling: str = "planned"
+    rotation: str = "none"
+    keeps_rows: bool = False
+    skips: bool = False
+    causal: str = ""
+    by_key: torch.dtype | None = None
+    tokens: tuple[int, ...] = (LONG, SHORT)
+
+
+class HeadsKind(NamedTuple):
+    """What decides the kernel of `qk_norm_rope`.
+
+    Attributes:
+        dtype, head_dim: as of CallKind. weight_dtype: of the norms' weights; None: without.
+        norm: whether there is an RMSNorm.
+        complex_angles: the angles are complex numbers [S, D / 2], not cos and sin [S, D]; both are fp32.
+        pairs: as of `qk_norm_rope`.
+    """
+
+    dtype: torch.dtype
+    head_dim: int
+    norm: bool
+    weight_dtype: torch.dtype | None
+    complex_angles: bool
+    pairs: bool
+
+
+def heads_call(kind: HeadsKind, device: torch.device) -> Callable:
+    """The launch that makes heads of this kind ready for attention, for `compile_ahead`."""
+
+    def call():
+        from .._triton.heads.qk_norm_rope import launch_qk_norm_rope
+
+        width = kind.head_dim
+        q = torch.empty(1, LONG, 1, width, dtype=kind.dtype, device=device)
+        weight = None if kind.weight_dtype is None else torch.empty(width, dtype=kind.weight_dtype, device=device)
+        if kind.complex_angles:
+            cos, sin = torch.empty(LONG, width // 2, 2, dtype=torch.float32, device=device).unbind(-1)
+        else:
+            cos, sin = torch.empty(2, LONG, width, dtype=torch.float32, device=device)
+        launch_qk_norm_rope([q], [q], [weight], [weight], kind.norm, 1e-6, [cos], [sin], kind.pairs)
+
+    return call
+
+
+def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Iterable[Callable] = ()):
+    """Start to compile, in the background, the kernels of attention calls of these kinds on a GPU.
+
+    Args:
+        kinds: calls that come first, first.
+        others: functions of no arguments that launch something else, as `heads_call` and
+            `planning.warm_up.closing_call` give.
+    Returns: a Compiling, whose `wait` ends when all are there.
+    Raises: what such a call would raise on this device, or as its tensors' memory runs out.
+    """
+    from .._triton import launch
+
+    first, later = [], []
+    for kind in kinds:
+        calls = list(_calls(kind, device))
+        first += calls[: len(kind.tokens)]
+        later += calls[len(kind.tokens) :]
+    with torch.no_grad():
+        return launch.compile_ahead([*first, *later, *others])
+
+
+def _calls(kind: CallKind, device: torch.device) -> Iterator[Callable]:
+    """Launches of one head, for each length; then those with known row maxima, whose kernel compiles longest of all,
+    and those that keep the first ones; all of them again with lists of key tiles."""
+    from .._triton.attention.launch import launch_attention_fwd
+
+    keeps = kind.keeps_rows and kind.scaling == "planned" and RECIPES[kind.recipe].keeps_rows
+    smooth_k = not RECIPES[kind.recipe].plain
+    skips = kind.skips and kind.scaling == "planned" and not kind.causal and kind.by_key is None
+    knowns = (None, True, False)[: 3 if keeps else 1]
+    for skipping, known in [(skipping, known) for skipping in (False, True)[: 1 + skips] for known in knowns]:
+        for tokens in kind.tokens:
+
+            def call(tokens=tokens, known=known, skipping=skipping):
+                q = torch.empty(1, tokens, 1, kind.head_dim, dtype=kind.dtype, device=device)
+                state = new_head_state(1, kind.head_dim, device) if kind.scaling == "planned" else None
+                if state is not None and known is not None:
+                    state = state.keeping(torch.empty(1, 1, tokens, dtype=torch.float32, device=device), known)
+                launch_attention_fwd(
+                    q, q, q, scale=1.0, scaling=kind.scaling, smooth_k=smooth_k, state=state, return_lse=False,
+                    recipe=kind.recipe, rotation=kind.rotation, masking=_masking(kind, tokens, device),
+                    skip=new_skip_state(1, 1, tokens, tokens, kind.head_dim, device, recipe=kind.recipe)
+                    if skipping
+                    else None,
+                )  # fmt: skip
+
+            yield call
+
+
+def _masking(kind: CallKind, tokens: int, device: torch.device) -> Masking:
+    mask = None
+    if kind.by_key is not None:
+        mask = torch.zeros(1, 1, 1, tokens, dtype=kind.by_key, device=device)
+    return make_masking(mask, kind.causal, None, 0.0, None, tokens, tokens)[0]

@@ -1,0 +1,397 @@
+"""What a Sage processor's attention calls run: INT8, or exact attention, counted with its reason.
+
+Inside a Sage class (sage_class.py) the names `F` (torch.nn.functional) and `dispatch_attention_fn` lead here. What
+runs where is decided per call, by shapes, dtypes and flags alone (no device sync, one traced branch).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import sage_kernels
+
+from ...autocast import autocast
+from ...options import REMEDIES, UnsupportedAttentionError
+from ...postponed.tensor import ordinary_in
+from ..heads.postponed_heads import made_ready
+from ..heads.rotary import is_rotary, rotary
+from ..host.dispatcher import exact, is_native, without_ours
+from ..host.rebind import dispatch_attention_fn, stand_ins
+from ..steps.windows import CHOSEN
+from .call_reasons import REASONS, call_reason, is_short, needs_gradient, training_reason
+from .context_parallel import (
+    bytes_as_they_are,
+    degrees,
+    first_head,
+    run_exact_in_parallel,
+    run_in_parallel,
+    run_with_codes,
+    sends_codes,
+)
+from .exact_with_lse import exact_part
+from .mixed_calls import attend_mixed, is_mixed
+from .row_maxima_op import attention_keeping
+
+
+logger = logging.getLogger("sage_processors")
+
+# Slots of a processor's event counter. "called" counts calls of the op without a state (a state counts its own calls),
+# "rotated" all rotated ones; the others are reasons for exact attention.
+CALLS = ("called", "rotated")
+EVENTS = (
+    *CALLS,
+    *REASONS,
+    "training",
+    "no_backward",
+    "replaced",
+    "patched",
+    "backend",
+    "context_parallel",
+    "attention_kwargs",
+    "window",
+    "kept",
+    "unfollowed",
+    "other",
+)
+_EVENT = {name: i for i, name in enumerate(EVENTS)}
+
+_logged: set[tuple[str, str]] = set()
+
+
+class CallSite:
+    """One attention call inside a processor: what is planned for it and what was last seen there.
+
+    Attributes:
+        state: sage_kernels.HeadState or None (scales computed from the inputs).
+        kv_heads, head_dim: layout that `state` was made for.
+        keeps_rows: whether its calls keep row maxima, where `row_maxima_op.keep_rows_of` was told to.
+        skip_lists: sage_kernels.planning.skip_lists.SkipLists that its calls ask there, as site `skip_site`; None.
+        seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
+            numel(Q) + numel(K). Written in forward and never read there: a read would make Dynamo guard on the value,
+            and recompile.
+        blocks: of the latest call of the recipe "mixed", where they are kept: int8 [B, H, row blocks, key blocks].
+        seen_kind: of the latest call, None before: dtype of Q, causal as the op takes it, dtype of its mask of keys.
+    """
+
+    def __init__(self, state: sage_kernels.HeadState | None = None, kv_heads: int = 0, head_dim: int = 0) -> None:
+        self.state, self.kv_heads, self.head_dim = state, kv_heads, head_dim
+        self.keeps_rows = False
+        self.skip_lists: Any = None
+        self.skip_site = 0
+        self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
+        self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
+        self.seen_kind = None
+        self.blocks: torch.Tensor | None = None
+        self._states: dict[int, tuple[sage_kernels.HeadState, sage_kernels.HeadState]] = {}
+
+    def state_of(self, head: int) -> sage_kernels.HeadState:
+        """The state of the key/value heads from this one on: those that this device computes for all devices."""
+        state = self.state
+        if state is None:
+            raise ValueError("state: got a call site without one, expected one that was planned for")
+        if torch.compiler.is_compiling():
+            return state._replace(row=state.row + head)
+        known, found = self._states.get(head, (None, state))
+        if known is not state:
+            found = state._replace(row=state.row + head)
+            self._states[head] = state, found
+        return found
+
+
+class _Running(threading.local):
+    """Which processor runs in this thread, how many attention calls it made so far, whether its module trains."""
+
+    def __init__(self) -> None:
+        # runs in every thread; with class attributes Dynamo guards on the instance's dict being empty, and recompiles
+        self.processor: Any = None
+        self.calls, self.training = 0, False
+
+
+_running = _Running()
+
+
+def _log_once(layer: str, reason: str, remedy: str) -> None:
+    key = (layer, reason)
+    if key not in _logged:
+        first_of_reason = all(seen != reason for _, seen in _logged)
+        _logged.add(key)
+        # one warning for a reason, details of every further layer only for those who ask
+        logger.log(
+            logging.WARNING if first_of_reason else logging.DEBUG,
+            "layer %s runs exact attention (reason: %s%s); handle.report() lists all layers",
+            layer,
+            reason,
+            f"; {remedy or REMEDIES[reason]}" if remedy or reason in REMEDIES else "",
+        )
+
+
+def _reason_against(
+    processor: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    dropout_p: Any,
+    is_causal: bool,
+    scale: Any,
+    enable_gqa: Any,
+) -> str | None:
+    """Why this call must stay exact, or None. query, key, value: [B, S, H, D]."""
+    window = processor._sage_window
+    call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if processor._sage_config.training == "int8":
+        reason = training_reason(*call)
+    else:
+        reason = "training" if _running.training else call_reason(*call)
+    if reason is None and processor._sage_kept:
+        return "kept"
+    if reason is None and attn_mask is not None and is_mixed(processor._sage_config):
+        return "mixed_mask"
+    if reason is None and window is not None and window.exact:
+        return "unfollowed" if window.is_lost else "window"
+    return reason
+
+
+def _stay_exact(processor: Any, reason: str, remedy: str = "") -> None:
+    """Count a call that runs the model's own attention; raise under policy="strict". remedy: another than usual."""
+    if processor._sage_config.policy == "strict" and reason not in CHOSEN:
+        raise UnsupportedAttentionError(processor._sage_layer, reason, remedy)
+    processor._sage_events.add(_EVENT.get(reason, _EVENT["other"]))
+    if not torch.compiler.is_compiling() and reason not in CHOSEN:
+        _log_once(processor._sage_layer, reason, remedy)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: Any,
+    processor: Any,
+    index: int,
+    parallel: Any = None,
+    return_lse: bool = False,
+) -> Any:
+    """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D], any strides -> [B, S_q, H, D].
+
+    parallel: the ParallelConfig of tensors that were gathered from several devices. return_lse: also lse [B, S_q, H].
+    """
+    query, key = made_ready(query, key)
+    config = processor._sage_config
+    if _trains(processor, query, key, value):
+        return _attend_training(query, key, value, attn_mask, is_causal, scale, processor)
+    site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
+    state = None
+    attend: Callable[..., torch.Tensor] = sage_kernels.sage_attention
+    if site is not None:
+        site.elements = query.numel() + key.numel()
+        site.seen_kv_heads, site.seen_head_dim = key.shape[2], key.shape[3]
+        site.seen_batch, site.seen_seq_q, site.seen_seq_kv = query.shape[0], query.shape[1], key.shape[1]
+        kind_of_mask = None
+        if attn_mask is not None and attn_mask.dim() == 4 and attn_mask.shape[1] == attn_mask.shape[2] == 1:
+            kind_of_mask = attn_mask.dtype
+        site.seen_kind = query.dtype, "top_left" if is_causal else "", kind_of_mask
+        shared_by = 1 if parallel is None else degrees(parallel)[0]
+        if site.state is not None and (key.shape[2] * shared_by, key.shape[3]) == (site.kv_heads, site.head_dim):
+            if site.state.plan.device == query.device:
+                state = site.state if shared_by == 1 else site.state_of(first_head(parallel, key.shape[2]))
+                if (site.keeps_rows or site.skip_lists is not None) and parallel is None:
+                    attend = attention_keeping
+                elif site.skip_lists is not None and not torch.compiler.is_compiling():
+                    site.skip_lists.leave_out(site.skip_site, "parallel")
+    if state is None:
+        processor._sage_events.add(_EVENT["called"])
+    if is_mixed(config):
+        out = attend_mixed(query, key, value, is_causal, scale, config, site, return_lse)
+        probe = processor._sage_probe
+        if probe is not None and probe.shared.on and parallel is None:
+            probe.compare(index, out, query, key, value, attn_mask, is_causal, scale)
+        return out
+    rotation = "none"
+    if processor._sage_rotated:
+        processor._sage_events.add(_EVENT["rotated"])
+        rotation = "hadamard"
+    # a state counts in its own tensors, which the steps of another thread's run read and clear
+    with nullcontext() if state is None or torch.compiler.is_compiling() else processor._sage_lock:
+        out = attend(
+            query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
+            recipe=config.recipe, scaling=config.call_scaling, rotation=rotation, scale=scale, state=state,
+            **({"return_lse": True} if return_lse else {}),
+        )  # fmt: skip
+    probe = processor._sage_probe
+    if probe is not None and probe.shared.on and parallel is None:
+        tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.call_scaling}
+        probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
+    return out
+
+
+def _trains(processor: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a call that may run in INT8 is one of training."""
+    trains: bool = processor._sage_config.training == "int8"
+    return trains and (_running.training or needs_gradient(query, key, value))
+
+
+def _attend_parallel(call: tuple[Any, ...], processor: Any, index: int, parallel: Any) -> torch.Tensor:
+    """A call whose tokens are spread over devices, in INT8, but for what shows when they are together."""
+
+    def attend(given: tuple[Any, ...], return_lse: bool) -> Any:
+        query, key, value, attn_mask, _, is_causal, scale, _ = given
+        reason = call_reason(*given)
+        if reason is None and attn_mask is not None and is_mixed(processor._sage_config):
+            reason = "mixed_mask"
+        if reason is None:
+            return _attend(query, key, value, attn_mask, is_causal, scale, processor, index, parallel, return_lse)
+        _stay_exact(processor, reason)
+        return exact_part(given, return_lse)
+
+    call = (*made_ready(*call[:2]), *call[2:])
+    if processor._sage_config.exchange == "int8" and sends_codes(call, parallel):
+        out, sent = run_with_codes(call, parallel, attend)
+    else:
+        out, sent = run_in_parallel(call, False, parallel, attend), bytes_as_they_are(call, parallel)
+    _count_sent(processor, sent)
+    return out
+
+
+def _count_sent(processor: Any, sent: int) -> None:
+    if not torch.compiler.is_compiling():  # a number that grows would be a guard that fails
+        processor._sage_sent[0] += sent
+
+
+def _attend_training(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool,
+    scale: Any, processor: Any,
+) -> torch.Tensor:  # fmt: skip
+    """A call of training: no state, since its noise levels follow no run, and a checkpoint makes it twice."""
+    config = processor._sage_config
+    processor._sage_events.add(_EVENT["called"])
+    if processor._sage_rotated:
+        processor._sage_events.add(_EVENT["rotated"])
+    return sage_kernels.differentiable_attention(
+        query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=config.recipe,
+        scaling=config.call_scaling, rotation="hadamard" if processor._sage_rotated else "none", scale=scale,
+    )  # fmt: skip
+
+
+def _next_call() -> tuple[Any, int]:
+    index = _running.calls
+    _running.calls = index + 1
+    return _running.processor, index
+
+
+def _sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Stands in for F.scaled_dot_product_attention inside a Sage class: [B, H, S, D] in and out."""
+    processor, index = _next_call()
+    reason: str | None
+    if processor._sage_config is not None:
+        if is_short(processor._sage_config, query, key, 2, 1, is_causal):
+            reason = "short"
+        elif query.dim() == key.dim() == value.dim() == 4:
+            q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+            options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            reason = _reason_against(processor, q, k, v, *options)
+        else:
+            reason = "rank"
+        if reason is None:
+            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            return made.transpose(1, 2)
+        _stay_exact(processor, reason)
+    query, key, value = ordinary_in((query, key, value))
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def _dispatch(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Any = None,
+    enable_gqa: bool = False,
+    attention_kwargs: Any = None,
+    *,
+    backend: Any = None,
+    parallel_config: Any = None,
+) -> torch.Tensor:
+    """Stands in for diffusers' dispatch_attention_fn inside a Sage class: [B, S, H, D] in and out."""
+    processor, index = _next_call()
+    reason: str | None
+    if processor._sage_config is not None:
+        backend = without_ours(backend)  # a back end that knows less: its name changes nothing here
+        if attention_kwargs:
+            reason = "attention_kwargs"
+        elif backend != processor._sage_backend:
+            reason = "backend"  # set_attention_backend() after the swap: the user's later word counts
+        elif is_short(processor._sage_config, query, key, 1, 2, is_causal, parallel_config):
+            reason = "short"
+        else:
+            q, k, v = autocast(query, key, value)
+            # masks of parts of the keys are looked at when the parts are together
+            mask = attn_mask if parallel_config is None else None
+            reason = _reason_against(processor, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+            if reason is None and parallel_config is not None and _trains(processor, q, k, v):
+                reason = "context_parallel"
+        if reason is None:
+            if parallel_config is not None:
+                call = (q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                return _attend_parallel(call, processor, index, parallel_config)
+            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            return made
+        _stay_exact(processor, reason)
+        if parallel_config is not None:
+            _count_sent(processor, bytes_as_they_are((query, key, value), parallel_config))
+            in_ring = degrees(parallel_config)[1] > 1 and is_native(exact(backend))
+            if in_ring and not attention_kwargs and not needs_gradient(query, key, value):
+                call = (*ordinary_in((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)
+                parts: torch.Tensor = run_exact_in_parallel(call, parallel_config)
+                return parts
+        backend = exact(backend)
+    query, key, value = ordinary_in((query, key, value))
+    out: torch.Tensor = dispatch_attention_fn(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        attention_kwargs,
+        backend=backend,
+        parallel_config=parallel_config,
+    )
+    return out
+
+
+def _other(value: Any) -> Any:
+    return rotary(value, lambda: _running.processor) if is_rotary(value) else None
+
+
+STAND_INS = stand_ins(_sdpa, _dispatch, _other)

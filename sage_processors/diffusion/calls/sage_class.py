@@ -1,0 +1,195 @@
+"""Subclasses of diffusers' attention processors that run INT8 attention, without re-implementing the processor.
+
+A Sage class is a subclass of the processor class whose `__call__` runs the same code with other globals
+(rebind.py): what it believes to be scaled_dot_product_attention is processors.py. Projections, norms, RoPE and masks
+stay the model's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from typing import Any
+
+import torch
+
+from ...options import PAG_REMEDY, SageAttnProcessor
+from ...postponed.containers import ordinary
+from ...postponed.region import current, opened
+from ...reporting.event_counter import EventCounter
+from ..heads.postponed_heads import HeadSource
+from ..heads.rotary import is_rotary
+from ..host.dispatcher import without_ours
+from ..host.patches import Binding, Patches
+from ..steps.windows import Window
+from .class_lists import list_beside
+from .processors import EVENTS, STAND_INS, CallSite
+from .processors import _running as running
+from .processors import _stay_exact as stay_exact
+
+
+def _rebuild(
+    base: type[Any], config: SageAttnProcessor | None, layer: str, kept: bool = False, rotated: bool = False
+) -> Any:
+    """For copy and pickle: a Sage processor of its own, without the state of the handle it came from."""
+    processor: Any = object.__new__(sage_class(base))
+    processor._sage_arm(config, layer, kept=kept)
+    object.__setattr__(processor, "_sage_rotated", rotated)
+    return processor
+
+
+class _SageMethods:
+    """What every Sage class adds to its base. All attributes start with _sage_."""
+
+    _sage_base: Any  # the class of the original
+    _sage_calls: int  # attention calls in its code
+    _sage_binding: Binding  # its code, with other attention ops
+    _sage_rotary: str | None  # name of the rotary embedding that it calls, where that can wait for attention
+    _sage_config: SageAttnProcessor | None = None
+    _sage_layer = "stand-alone processor"
+    _sage_sites: tuple[CallSite, ...] = ()
+    _sage_events: Any = None  # an EventCounter, once armed
+    _sage_backend: Any = None
+    _sage_window = None  # windows.Window of the handle, shared with the layers of the same range
+    _sage_kept = False  # stays in 16 bit at all steps
+    _sage_rotated = False  # its INT8 calls run with the Hadamard rotation; changes between steps only
+    _sage_lock = None  # of the handle, held while a call counts in a state; None: it is in no handle
+    _sage_patches: Any = None  # patches.Patches, shared with the layers of the same class
+    _sage_waiting: Any = None  # postponed_heads.HeadSource, once armed
+    _sage_probe = None  # probe.LayerProbe while a probe is on
+
+    def _sage_arm(
+        self,
+        config: SageAttnProcessor | None,
+        layer: str,
+        *,
+        device: torch.device | str = "cpu",
+        kept: bool = False,
+        window: Window | None = None,
+        lock: threading.RLock | None = None,
+        patches: Patches | None = None,
+    ) -> None:
+        """Swap under `config` (None: behave as the base class), counting from zero, without planned scales."""
+        set_ = functools.partial(object.__setattr__, self)  # nn.Module processors intercept plain assignment
+        set_("_sage_config", config)
+        set_("_sage_layer", layer)
+        set_("_sage_kept", kept)
+        set_("_sage_rotated", config is not None and config.rotation == "hadamard")
+        set_("_sage_window", window)
+        set_("_sage_lock", lock)
+        set_("_sage_patches", patches or Patches(self._sage_binding))
+        set_("_sage_waiting", HeadSource(layer))
+        set_("_sage_events", EventCounter(len(EVENTS), device))
+        set_("_sage_sent", [0])  # bytes that went to other devices
+        set_("_sage_sites", tuple(CallSite() for _ in range(type(self)._sage_calls)))
+        self._sage_accept_backend()
+
+    def _sage_accept_backend(self) -> None:
+        """Run in INT8 although the processor has this attention backend; exact calls go to it."""
+        object.__setattr__(self, "_sage_backend", without_ours(getattr(self, "_attention_backend", None)))
+
+    def _sage_bypassed(self, other: Any) -> None:
+        """Count a forward of the model in which the processor `other` was in this one's place."""
+        stay_exact(self, "replaced", PAG_REMEDY if is_pag(other) else "")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        state = {k: v for k, v in self.__dict__.items() if not k.startswith("_sage_")}
+        own = (self._sage_config, self._sage_layer, self._sage_kept, self._sage_rotated)
+        return _rebuild, (type(self)._sage_base, *own), state
+
+
+def sage_class(base: type) -> type:
+    """The Sage subclass of a diffusers processor class.
+
+    Instances made by calling it run INT8 attention with scales computed per token. `_sage_calls` is the number of
+    attention calls found in its code; with 0 (no SDPA inside: linear or hand-written attention) it behaves exactly as
+    `base`.
+    Raises: TypeError if `base` has no Python `__call__`.
+    """
+    fn = getattr(base, "__call__", None)  # noqa: B004 (a Python method, not any callable)
+    if not isinstance(base, type) or not isinstance(fn, types.FunctionType):
+        raise TypeError(f"base: got {base!r}, expected an attention processor class with a __call__ method")
+    kind: Any = base
+    found: type[Any] = _sage_class(kind, fn)
+    if not found._sage_calls:  # made while an attention function was replaced, maybe
+        found._sage_binding.look()
+        found._sage_calls = found._sage_binding.calls
+    return found
+
+
+@functools.cache
+def _sage_class(base: Any, fn: types.FunctionType) -> Any:
+    """The class for a base whose `__call__` is `fn` now."""
+    binding = Binding(base, STAND_INS)
+    called: list[Any] = [fn.__globals__.get(name) for name in fn.__code__.co_names]
+    rotary = next((function.__name__ for function in called if is_rotary(function)), None)
+    original: Any = base
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        module = args[0] if args else kwargs.get("attn")
+        patches = self._sage_patches
+        if self._sage_lock is None and not torch.compiler.is_compiling():
+            patches.look()
+        if self._sage_config is None:
+            return base.__call__(self, *args, **kwargs)
+        if patches.found:
+            stay_exact(self, "patched")
+            return base.__call__(self, *args, **kwargs)
+        outer, outer_calls, outer_training = running.processor, running.calls, running.training
+        running.processor, running.calls, running.training = self, 0, getattr(module, "training", False) is True
+        try:
+            if rotary is None or torch.compiler.is_compiling() or current() is not None:
+                return binding.inner(self, *args, **kwargs)
+            if not self._sage_waiting.is_closed(module, args, kwargs):
+                return binding.inner(self, *args, **kwargs)
+            with opened():
+                return ordinary(binding.inner(self, *args, **kwargs))
+        finally:  # also after an exception: the next call in this thread starts clean
+            running.processor, running.calls, running.training = outer, outer_calls, outer_training
+
+    binding.face = __call__
+    binding.look()
+
+    @functools.wraps(original.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original.__init__(self, *args, **kwargs)
+        self._sage_arm(SageAttnProcessor(scaling="dynamic"), type(self).__name__)
+
+    members = {
+        "__call__": __call__,
+        "__init__": __init__,
+        "_sage_base": base,
+        "_sage_calls": binding.calls,
+        "_sage_binding": binding,
+        "_sage_rotary": rotary,
+        "__doc__": base.__doc__,
+    }
+    cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": f"{__package__}.by_name"})
+    list_beside(cls, base)
+    return cls
+
+
+def attention_calls_in(base: type) -> int:
+    """How many attention calls the code of a processor class makes."""
+    kind: Any = sage_class(base)
+    calls: int = kind._sage_calls
+    return calls
+
+
+def swap(processor: Any, config: SageAttnProcessor, layer: str, **options: Any) -> Any:
+    """A Sage twin of a live processor, sharing its attributes and parameters. Options: of `_sage_arm`."""
+    twin: Any = object.__new__(sage_class(type(processor)))
+    twin.__dict__.update(processor.__dict__)
+    twin._sage_arm(config, layer, **options)
+    return twin
+
+
+def is_pag(processor: Any) -> bool:
+    """Whether a processor perturbs attention for guidance: pipelines put these there and away within each step."""
+    return getattr(type(processor), "_sage_base", type(processor)).__name__.startswith("PAG")
+
+
+def is_sage(processor: Any) -> bool:
+    """Whether `processor` is an instance of a Sage class."""
+    return isinstance(processor, _SageMethods)

@@ -1,0 +1,340 @@
+"""How far INT8 attention is from exact attention: per layer, head and step, measured while a model runs.
+
+8-bit linear layers are compared with 16-bit ones on the same steps: linears/probe.py.
+
+On one step of k, some rows of some heads are computed again exactly, in fp32, from the very inputs that the INT8 call
+got, and the energies of result and difference are added up on the device. Nothing is read back before `data`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import sage_kernels
+from sage_kernels.compat import mark_static_address
+
+from ...linears.probe import SLOTS, LinearProbes
+from ...reporting.layer_report import NOTHING_RAN, ratios
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+SIGNAL, NOISE, ROWS = range(3)
+
+
+def exact_rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    rows: torch.Tensor,
+    heads: list[int],
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> torch.Tensor:
+    """Exact attention of some rows of some heads, in fp32.
+
+    Args:
+        query [B, S_q, H, D], key and value [B, S_kv, H_kv, D]. rows: int64 [R] on their device. heads: n Python ints.
+        attn_mask: None, bool or additive, broadcastable to [B, H, S_q, S_kv]. is_causal: row i sees keys up to i.
+    Returns: [B, R, n, D] fp32; rows that see nothing are 0.
+    """
+    groups = query.shape[2] // key.shape[2]
+    kv = [head // groups for head in heads]
+    q, k, v = query[:, rows][:, :, heads].float(), key[:, :, kv].float(), value[:, :, kv].float()
+    scores = torch.einsum("brnd,bsnd->bnrs", q, k) * scale
+    if attn_mask is not None:
+        mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+        mask = mask.expand(query.shape[0], query.shape[2], query.shape[1], key.shape[1])[:, heads][:, :, rows]
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask.float()
+    if is_causal:
+        scores = scores.masked_fill(torch.arange(key.shape[1], device=rows.device) > rows[:, None], -torch.inf)
+    hidden = (scores == -torch.inf).all(-1, keepdim=True)
+    weights = torch.where(hidden, 0.0, scores.softmax(-1))
+    return torch.einsum("bnrs,bsnd->brnd", weights, v)
+
+
+class _Shared:
+    """What all layers of a probe read: whether the running step is probed (host), and where its sums go (device)."""
+
+    def __init__(self, rows: int) -> None:
+        self.on, self.rows = False, rows
+        self.slots: dict[torch.device, torch.Tensor] = {}
+
+    def slot(self, device: torch.device | str) -> torch.Tensor:
+        device = torch.device(device)
+        if device not in self.slots:
+            with torch.inference_mode(False):
+                self.slots[device] = torch.zeros(1, dtype=torch.int64, device=device)
+            mark_static_address(self.slots[device], guard=False)
+        return self.slots[device]
+
+
+class LayerProbe:
+    """The sums of one layer. Read by processors._attend; everything it computes stays on the device.
+
+    Attributes: trial: whether to try on the same inputs what the Hadamard rotation would do.
+    """
+
+    def __init__(self, shared: _Shared, calls: int, heads: int, device: torch.device | str) -> None:
+        self.shared, self.trial = shared, False
+        self.seen_heads: dict[int, int] = {}
+        self.tried_heads: dict[int, int] = {}
+        with torch.inference_mode(False):  # of what ran; in this run alone, beside a trial; of the trial
+            self.all = torch.zeros(3, calls, SLOTS, heads, 3, dtype=torch.float64, device=device)
+        self.to(device)
+
+    def to(self, device: torch.device | str) -> None:
+        """Follow the model."""
+        self.all = self.all.to(device)
+        self.sums, self.plain_sums, self.trial_sums = self.all
+        self.slot = self.shared.slot(device)
+        for sums in (self.sums, self.plain_sums, self.trial_sums):
+            mark_static_address(sums, guard=False)
+
+    def reset_trial(self) -> None:
+        """Forget what was tried."""
+        self.all[1:].zero_()
+        self.tried_heads.update(dict.fromkeys(self.tried_heads, 0))  # other keys would compile anew
+
+    def compare(
+        self,
+        index: int,
+        out: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        tried: dict[str, Any] | None = None,
+    ) -> None:
+        """Add one INT8 call, `out` [B, S_q, H, D], of the layer's `index`-th attention call.
+
+        tried: options of `sage_attention` with which a trial runs the same inputs.
+        """
+        heads_in_all, seq = query.shape[2], query.shape[1]
+        count = min(self.sums.shape[2], heads_in_all)
+        heads = [i * heads_in_all // count for i in range(count)]
+        self.seen_heads[index] = heads_in_all  # written here and read on the host only: no guard
+        rows = torch.arange(min(self.shared.rows, seq), device=query.device) * seq // min(self.shared.rows, seq)
+        scale = query.shape[3] ** -0.5 if scale is None else scale
+        exact = exact_rows(query, key, value, rows, heads, attn_mask, is_causal, scale)
+        self._add(self.sums[index], out, exact, rows, heads)
+        if self.trial and tried is not None:
+            self.tried_heads[index] = heads_in_all
+            self._add(self.plain_sums[index], out, exact, rows, heads)
+            mask: dict[str, Any] = {
+                "attn_mask": attn_mask,
+                "causal": "top_left" if is_causal else False,
+                "scale": scale,
+            }
+            out = sage_kernels.sage_attention(query, key, value, rotation="hadamard", **tried, **mask)
+            self._add(self.trial_sums[index], out, exact, rows, heads)
+
+    def _add(
+        self, target: torch.Tensor, out: torch.Tensor, exact: torch.Tensor, rows: torch.Tensor, heads: list[int]
+    ) -> None:
+        error = out[:, rows][:, :, heads].float() - exact
+        sums = torch.zeros_like(target[:1])
+        sums[0, : len(heads), SIGNAL] = exact.double().square().sum((0, 1, 3))
+        sums[0, : len(heads), NOISE] = error.double().square().sum((0, 1, 3))
+        sums[0, : len(heads), ROWS] = exact.shape[0] * exact.shape[1]
+        target.index_add_(0, self.slot, sums)
+
+
+class Probe:
+    """Exact attention beside INT8 attention, on sampled steps, heads and rows of every layer of a handle.
+
+    8-bit linear layers are compared too, on `rows` rows of each call; not those whose 16-bit weights were dropped.
+
+        with handle.probe(every=4) as probe:
+            pipe(...)
+            probe.print()
+
+    A compiled model gets one more version, for the probed steps. Without a scheduler to follow (a raw model) every
+    call counts as step 0, and `every` must be 1.
+
+    Args:
+        every: one step in so many is probed, the first of a run included.
+        heads, rows: compared per layer, and per sample and head; evenly spread. Cost: heads · rows / (H · S_q) of an
+            exact attention in fp32, plus a copy of the K and V of these heads.
+        only: names of the attention layers to watch, and no linear ones; None: all.
+    Raises: TypeError, ValueError (every, heads, rows).
+    """
+
+    def __init__(
+        self, handle: Any, *, every: int = 4, heads: int = 4, rows: int = 32, only: Collection[str] | None = None
+    ) -> None:
+        for name, value in (("every", every), ("heads", heads), ("rows", rows)):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name}: got {type(value).__name__}, expected an int >= 1")
+            if value < 1:
+                raise ValueError(f"{name}: got {value}, expected at least 1")
+        if every > 1 and handle._scheduler is None:
+            raise ValueError(f"every: got {every} without a scheduler to count steps, expected 1; apply to a pipeline")
+        self._handle, self._every, self._heads, self._only = handle, every, heads, only
+        self._shared = _Shared(rows)
+        self._layers: dict[str, LayerProbe] = {}
+        self._linears = LinearProbes(self._shared)
+        self.attach()
+        handle.steps.listeners.append(self)
+        self.step_starts(handle.steps.place)
+
+    def attach(self, only: Collection[str] | None = None) -> None:
+        """Watch every swapped layer, also those swapped since. only: other names than so far."""
+        self._only = self._only if only is None else only
+        for part in self._handle._parts:
+            if part.linears is not None and self._only is None:
+                self._linears.attach(part.linears, part.device)
+            for layer in part.layers:
+                label, calls = part._label(layer.name), len(layer.sage._sage_sites)
+                if self._only is not None and label not in self._only:
+                    continue
+                known = self._layers.get(label)
+                if known is None or known.sums.shape[0] != calls:
+                    self._layers[label] = LayerProbe(self._shared, calls, self._heads, part.device)
+                self._layers[label].trial = self._handle._rotation.is_open(part, layer)
+                object.__setattr__(layer.sage, "_sage_probe", self._layers[label])
+
+    def go_on(self, only: Collection[str]) -> None:
+        """Watch the layers with these names from now on, after `stop`."""
+        self._handle.steps.listeners.append(self)
+        self.attach(only)
+        self.step_starts(self._handle.steps.place)
+
+    def step_starts(self, place: int) -> None:
+        """Called between steps: the step at this index of the scheduler's timesteps runs next."""
+        self._shared.on = place % self._every == 0
+        for slot in self._shared.slots.values():
+            slot.fill_(min(place, SLOTS - 1))
+
+    def stop(self) -> None:
+        """Compare no more; `data` stays. Harmless when repeated."""
+        self._shared.on = False
+        self._handle.steps.listeners[:] = [x for x in self._handle.steps.listeners if x is not self]
+        for part in self._handle._parts:
+            if part.linears is not None:
+                self._linears.detach(part.linears)
+            for layer in part.layers:
+                own = self._layers.get(part._label(layer.name))
+                if own is not None and layer.sage._sage_probe is own:
+                    object.__setattr__(layer.sage, "_sage_probe", None)
+        if self._handle._probe is self:
+            self._handle._probe = None
+
+    def has_tried(self, part: Any) -> bool:
+        """Whether any call of this denoiser was tried with rotation since `reset_trials`, known on the host."""
+        return any(any(self._layers[name].tried_heads.values()) for name in part.layer_names() if name in self._layers)
+
+    def reset_trials(self) -> None:
+        """Forget what was tried with rotation, and no more. Which layers are to be tried may be others now."""
+        for layer in self._layers.values():
+            layer.reset_trial()
+        self.attach()
+
+    def reset(self) -> None:
+        """Forget all sums."""
+        self._linears.reset()
+        for layer in self._layers.values():
+            layer.all.zero_()
+            layer.reset_trial()
+            layer.seen_heads.update(dict.fromkeys(layer.seen_heads, 0))  # other keys would compile anew
+
+    def data(self) -> list[dict[str, Any]]:
+        """One dict per layer, head and step that was compared. Syncs.
+
+        Keys: layer ("#1" appended for a second attention call in it), head, step (index in the scheduler's timesteps),
+            rows (compared), signal, noise (sums of squares of the exact output and of the difference), sqnr_db (+inf
+            without any difference), rel_l2 (root of noise over signal).
+        """
+        return self._rows(0)
+
+    def linears(self) -> list[dict[str, Any]]:
+        """One dict per 8-bit linear layer and step that was compared. Syncs.
+
+        Keys as those of `data` without head: layer, step, rows, signal, noise, sqnr_db, rel_l2.
+        """
+        return self._linears.data()
+
+    def trials(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """As `data`, without and with rotation, of layers whose rotation is not decided yet (rotation="auto"). Syncs.
+
+        Of the calls since `reset_trials`.
+        """
+        return self._rows(1), self._rows(2)
+
+    def _rows(self, kind: int) -> list[dict[str, Any]]:
+        found = []
+        for name, layer in self._layers.items():
+            sums = layer.all[kind].cpu()
+            for call, step, i in sums[..., ROWS].nonzero().tolist():
+                signal, noise, rows = sums[call, step, i].tolist()
+                count = min(sums.shape[2], layer.seen_heads[call])
+                head = i * layer.seen_heads[call] // count
+                label = name + (f"#{call}" if call else "")
+                found.append({"layer": label, "head": head, "step": step, "rows": int(rows)} | ratios(signal, noise))
+        return found
+
+    def summary(self, *by: str) -> list[dict[str, Any]]:
+        """`data` summed up over everything but the keys `by` ("layer", "head", "step"), in the order first seen."""
+        unknown = sorted(set(by) - {"layer", "head", "step"})
+        if unknown:
+            raise ValueError(f"by: got {unknown}, expected some of layer, head, step")
+        groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for row in self.data():
+            groups.setdefault(tuple(row[name] for name in by), []).append(row)
+        return [
+            dict(zip(by, key, strict=True))
+            | {"rows": sum(row["rows"] for row in rows)}
+            | ratios(sum(row["signal"] for row in rows), sum(row["noise"] for row in rows))
+            for key, rows in groups.items()
+        ]
+
+    def table(self) -> Table:
+        """SQNR in dB, a row per layer and a column per step, as a rich.table.Table."""
+        cells = {(row["layer"], row["step"]): row["sqnr_db"] for row in self.summary("layer", "step")}
+        worst = {row["layer"]: row for row in sorted(self.summary("layer", "head"), key=lambda row: -row["sqnr_db"])}
+        heads = {layer: f"{row['sqnr_db']:.1f} ({row['head']})" for layer, row in worst.items()}
+        return _table("SQNR of INT8 attention, dB, by step", cells, {"worst head": heads})
+
+    def linears_table(self) -> Table:
+        """As `table`, of the 8-bit linear layers."""
+        cells = {(row["layer"], row["step"]): row["sqnr_db"] for row in self.linears()}
+        return _table("SQNR of 8-bit linear layers, dB, by step", cells, {})
+
+    def print(self, console: Console | None = None) -> None:
+        """Print the tables with rich, to `console` or the terminal."""
+        from rich.console import Console
+
+        console = console or Console()
+        console.print(self.table() if self.data() else f"{NOTHING_RAN}: nothing was compared")
+        if self.linears():
+            console.print(self.linears_table())
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+
+def _table(title: str, cells: dict[tuple[str, int], float], more: dict[str, dict[str, str]]) -> Table:
+    """A row per layer and a column per step; more: {further column: {layer: cell}}."""
+    from rich.table import Table
+
+    steps = sorted({step for _, step in cells})
+    table = Table(title=title, title_justify="left")
+    table.add_column("layer", overflow="fold")
+    for name in (*map(str, steps), *more):
+        table.add_column(name, justify="right")
+    for layer in dict.fromkeys(layer for layer, _ in cells):
+        values = [f"{cells[layer, step]:.1f}" if (layer, step) in cells else "-" for step in steps]
+        table.add_row(layer, *values, *(column[layer] for column in more.values()))
+    return table

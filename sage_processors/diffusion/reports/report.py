@@ -1,0 +1,353 @@
+"""What really ran: one row per attention layer, from the counters on the device."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from sage_kernels.planning.rules import NEED_RUNS, RULES
+
+from ...linears.report import LinearReport, notes_of, rows_of
+from ...options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
+from ...reporting.layer_report import Column, LayerReport, exact_column, grouped_table, remark_of, span, summed
+from ..calls.mixed_calls import is_mixed, mixed_facts, mixed_note
+from ..calls.processors import CALLS, EVENTS
+from ..calls.sage_class import is_sage
+from ..host.discovery import attention_modules
+from ..host.dispatcher import without_ours
+from ..host.rebind import attention_calls
+
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+ACTIVE, REPLACED, NOT_SWAPPABLE = "active", "replaced", "not swappable"
+
+
+class Report(LayerReport):
+    """Result of `handle.report()`.
+
+    Attributes:
+        rows: one dict per layer, with the keys
+            layer, processor: names.
+            status: "active"; "replaced": someone put another processor there, the note says what handle.refresh()
+                can do; "not swappable": attention that doesn't go through a processor's SDPA call, it runs as in
+                stock.
+            recipe, scaling: what its INT8 calls ran; None unless active.
+            rotation: "hadamard" or "none", of its next INT8 call; None unless active. rotated_calls: INT8 calls that
+                were rotated.
+            keep_noise: (low, high), the noise levels at which this layer stays in 16 bit, or (); None unless active.
+            calls: INT8 calls.
+            dynamic_calls: those of them, per head on average, whose scales came from the call itself.
+            fallbacks: {reason: exact calls}; "window" and "kept" were asked for; "unfollowed": the options hang on
+                steps or noise levels, and the forward belongs to no step of a scheduler that is followed; "replaced"
+                counts forwards of the model in which another processor was in place, whatever that did.
+            clipped_fraction: fraction of K's elements that the planned scale would have clipped ("beyond plan" in the
+                table); their tiles got a larger scale of their own, so none was.
+            below_fraction: fraction of K's elements in tiles that took a smaller scale than planned: more exact, and a
+                sign of keys that became smaller.
+            misfit_fraction: fraction of K's elements in heads whose planned center and balance did not fit the call
+                any more: these heads took them from a sample of the call, as one without a plan does.
+            v_clipped_fraction: fraction of V's elements that a recipe with V in FP8 did clip, at 7 times the largest
+                value of the step that its scale was planned from.
+            redone_fraction: fraction of the tiles of query rows with a softmax reference from the step before that
+                were done again, because their scores had moved too far. It costs time, not accuracy.
+            skipped_fraction: fraction of the pairs of a query tile and a key tile that calls with lists left out
+                (skip="temporal").
+            lost_mean, lost_max: share of its probability that the worst row of a tile of query rows had lost by its
+                list when that was measured anew, a list of earlier steps under the scores of a later one.
+            beyond_limit: such measurements above the limit: their heads visited everything in that call.
+            dense: {reason: INT8 calls that had no list}: "masked" (or causal), "short" (few key tiles), "first_last"
+                (steps that skip_first_steps and skip_last_steps keep), "unfollowed" (no step of a scheduler), "memory"
+                and "calls" (more lists than are kept), "graph" (captured before there was one), "parallel",
+                "no_limit" (layer_skip_limit gives the layer 0).
+            bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
+                the latest call.
+            sent_bytes: what this device sent to others, under context parallelism.
+            mixed: of the recipe "mixed", else None: a dict of its base, selector and action; share: of the visible
+                blocks, in the latest call, that were acted on; block_map: with keep_blocks, how often each block was,
+                over samples and heads, a list of key blocks for each block of rows; None without.
+            note: what else to know.
+        notes: about the handle as a whole.
+        linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.
+    """
+
+    @property
+    def bytes_saved(self) -> int:
+        """Sum over the layers."""
+        return sum(row["bytes_saved"] for row in self.rows)
+
+    def table(self) -> Table:
+        """The rows as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
+        rotated = any(row["rotation"] == "hadamard" or row["rotated_calls"] for row in self.rows)
+        columns = [Column("calls\neach", lambda rows: str(rows[0]["calls"]), summed("calls"))]
+        columns += [Column("rotated", lambda rows: span(rows, "rotated_calls"), summed("rotated_calls"))] * rotated
+        skips = any(row["skipped_fraction"] or row["dense"] for row in self.rows)
+        columns += [Column("skipped", lambda rows: f"{max(row['skipped_fraction'] for row in rows):.2g}")] * skips
+        columns += [
+            Column("dynamic", lambda rows: span(rows, "dynamic_calls"), summed("dynamic_calls")),
+            exact_column(),
+            Column("beyond\nplan", lambda rows: f"{max(row['clipped_fraction'] for row in rows):.2g}"),
+            Column("MB\nsaved", _megabytes, _megabytes),
+        ]
+        return grouped_table("INT8 attention: what really ran", self.rows, _kind, columns)
+
+    def remarks(self) -> list[str]:
+        """What the notes of rows say, each once, with the layers it is about and the largest of its numbers."""
+        plain = [row | {"note": _without_numbers(row)} for row in self.rows]
+        said = LayerReport(plain).remarks()
+        return said + [line for name, what in _PLAN_NOTES.items() for line in remark_of(what, self.rows, name)]
+
+
+def _kind(row: dict[str, Any]) -> str:
+    return f"{row['status']}: {row['recipe']}, {row['scaling']}" if row["status"] == ACTIVE else str(row["status"])
+
+
+def _megabytes(rows: list[dict[str, Any]]) -> str:
+    return f"{sum(row['bytes_saved'] for row in rows) / 1e6:.1f}"
+
+
+def _without_numbers(row: dict[str, Any]) -> str:
+    """A row's note without what its numbers say, of which each layer has others."""
+    numbers = "; ".join(_plan_notes(row))
+    return str(row["note"]).removesuffix(numbers).removesuffix("; ") if numbers else str(row["note"])
+
+
+def _row(layer: str, processor: Any, status: Any, note: str = "", **values: Any) -> Any:
+    empty: dict[str, Any] = {
+        "recipe": None,
+        "scaling": None,
+        "rotation": None,
+        "keep_noise": None,
+        "calls": 0,
+        "rotated_calls": 0,
+        "dynamic_calls": 0.0,
+        "fallbacks": {},
+        "clipped_fraction": 0.0,
+        "below_fraction": 0.0,
+        "misfit_fraction": 0.0,
+        "v_clipped_fraction": 0.0,
+        "redone_fraction": 0.0,
+        "skipped_fraction": 0.0,
+        "lost_mean": 0.0,
+        "lost_max": 0.0,
+        "beyond_limit": 0,
+        "dense": {},
+        "bytes_saved": 0,
+        "sent_bytes": 0,
+        "mixed": None,
+    }
+    return {"layer": layer, "processor": processor, "status": status} | empty | values | {"note": note}
+
+
+def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
+    """The numbers of a swapped layer. summary: ScaleState.summary() rows, or []; skipped: those of its SkipLists."""
+    sage = layer.sage
+    events = dict(zip(EVENTS, sage._sage_events.numbers(), strict=True))
+    planned = [
+        (site, summary[i]) for site, i in zip(sage._sage_sites, layer.site_indices, strict=False) if i is not None
+    ]
+    scaled_by_call = events["called"]
+    calls = [scaled_by_call + sum(row["calls"] for _, row in planned)]
+    elements = [site.elements for site in sage._sage_sites if site.elements]
+    per_call = sum(elements) / len(elements) if elements else 0
+    return {
+        "calls": calls[0],
+        "rotated_calls": events["rotated"],
+        "dynamic_calls": scaled_by_call + sum(row["dynamic_calls"] for _, row in planned),
+        "fallbacks": {name: count for name, count in events.items() if count and name not in CALLS},
+        "clipped_fraction": max([row["outside"] for _, row in planned], default=0.0),
+        "below_fraction": max([row["below"] for _, row in planned], default=0.0),
+        "misfit_fraction": max([row["misfit"] for _, row in planned], default=0.0),
+        "v_clipped_fraction": max([row["clipped"] for _, row in planned], default=0.0),
+        "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
+        **_skipped(layer, skipped),
+        "bytes_saved": int(calls[0] * per_call),  # one byte less per element
+        "sent_bytes": sage._sage_sent[0],
+    }
+
+
+def _skipped(layer: Any, summary: Any) -> dict[str, Any]:
+    """What a layer's lists left out: of its call sites the one with the largest of each number."""
+    rows = [summary[i] for i in layer.site_indices if i is not None and summary]
+    dense: dict[str, int] = {}
+    for row in rows:
+        for reason, number in row["dense"].items():
+            dense[reason] = dense.get(reason, 0) + number
+    names = ("skipped_fraction", "lost_mean", "lost_max")
+    worst = {name: max([row[name] for row in rows], default=0.0) for name in names}
+    return worst | {"beyond_limit": sum(row["beyond"] for row in rows), "dense": dense}
+
+
+def _has_attention(forward: Any) -> bool:
+    code = getattr(forward, "__code__", None)
+    return code is not None and (attention_calls(forward) > 0 or "multi_head_attention_forward" in code.co_names)
+
+
+_PLAN_NOTES = {
+    "below_fraction": "of K's elements below plan",
+    "misfit_fraction": "of K's elements in heads whose plan did not fit",
+    "v_clipped_fraction": "of V's elements clipped",
+    "redone_fraction": "of query tiles done again",
+    "lost_max": "of a row's probability lost with tiles not visited",
+}
+
+
+def _plan_notes(counted: dict[str, Any]) -> list[str]:
+    return [f"{counted[name]:.2g} {what}" for name, what in _PLAN_NOTES.items() if counted[name]]
+
+
+def _range_notes(span: Any) -> list[str]:
+    return [f"16 bit at noise levels {span[0]:.4g} to {span[1]:.4g}"] if span else []
+
+
+def _replaced_note(processor: Any, will_follow: bool) -> str:
+    name, who = type(processor).__name__, "the next forward" if will_follow else "handle.refresh()"
+    if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
+        return f"{name} with default options was put here; {who} swaps it"
+    if attention_calls(type(processor).__call__):
+        return f"{name} was put here; {who} swaps it"
+    only = "handle.refresh() can swap only what replaces it"
+    return f"{name} was put here and has no SDPA call: {only}{_newer(processor)}"
+
+
+def _newer(processor: Any) -> str:
+    """Who does with an SDPA call what this one does by hand, where diffusers has one."""
+    kind = type(processor)
+    newer = f"{kind.__name__}2_0"
+    found = hasattr(sys.modules.get(kind.__module__), newer)
+    return f", as {newer}: model.set_attn_processor({newer}())" if found else ""
+
+
+def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
+    summary = part.state.summary() if part.state is not None else []
+    lists = part.state.kept.skip_lists if part.state is not None else None
+    skipped = [] if lists is None else lists.summary()
+    layers = {id(layer.module): layer for layer in part.layers}
+    rows, inside, will_follow = [], set(), part.will_follow
+    for name, module in attention_modules(part.model):
+        label, processor = part._label(name), type(module.processor).__name__
+        inside.add(id(module))
+        layer = layers.get(id(module))
+        if layer is not None:
+            counted = _counted(layer, summary, skipped)
+            if module.processor is layer.sage:
+                own = layer.sage._sage_config  # a layer may have a scaling of its own
+                scaling, note = own.call_scaling, ""
+                if own.scaling in RULES and not is_mixed(own):
+                    unknown = [i is None for i in layer.site_indices] or [True]
+                    scaling = own.scaling if not all(unknown) else own.call_scaling
+                    mismatch = any(
+                        s.state is not None
+                        and s.seen_head_dim
+                        and (s.seen_kv_heads, s.seen_head_dim) != (s.kv_heads, s.head_dim)
+                        for s in layer.sage._sage_sites
+                    )
+                    if any(unknown) or mismatch:
+                        note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
+                if patched := layer.sage._sage_patches.note():
+                    note = patched
+                elif without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.sage._sage_backend:
+                    note = REMEDIES["backend"]
+                elif module.training and own.training != "int8":
+                    note = REMEDIES["training"]
+                note = note or rotation.note(label)
+                rotated = "hadamard" if layer.sage._sage_rotated else "none"
+                counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
+                counted |= {"keep_noise": own.keep_noise}
+                if is_mixed(own):
+                    counted |= {"scaling": "per_token"}
+                    counted["mixed"] = mixed_facts(own, layer.sage._sage_sites, part.device)
+                    note = "; ".join([note] * bool(note) + [mixed_note(counted["mixed"])])
+                note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
+                rows.append(_row(label, processor, ACTIVE, note, **counted))
+            else:
+                note = _replaced_note(module.processor, will_follow)
+                rows.append(_row(label, processor, REPLACED, note, **counted))
+        elif not is_sage(module.processor) and attention_calls(type(module.processor).__call__):
+            rows.append(_row(label, processor, REPLACED, f"{processor} is new; handle.refresh() swaps it"))
+        else:
+            note = f"{processor} has no SDPA call{_newer(module.processor)}"
+            rows.append(_row(label, processor, NOT_SWAPPABLE, note))
+    for name, module in part.model.named_modules():
+        if id(module) not in inside and _has_attention(type(module).forward):
+            note = "attention in forward(), not in a processor"
+            rows.append(_row(part._label(name), type(module).__name__, NOT_SWAPPABLE, note))
+    return rows
+
+
+def _table_notes(part: Any) -> list[str]:
+    name, scaling = part.name or type(part.model).__name__, part.config.scaling
+    if part.frozen:
+        return [f"Scales of {name} are frozen: runs start from one table, until handle.reset()."]
+    if scaling in NEED_RUNS:
+        return [
+            f'Scales of {name} are not frozen: "{scaling}" plans from the step before, as "timestep" does, until '
+            "handle.freeze_scales() or load_scales()."
+        ]
+    return []
+
+
+def _guest_rows(part: Any) -> list[dict[str, Any]]:
+    """Sage processors of which each serves several layers, one after the other."""
+    rows = []
+    for processor in part.guests.values():
+        events = dict(zip(EVENTS, processor._sage_events.numbers(), strict=True))
+        own, name = processor._sage_config, type(processor).__name__
+        counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
+        counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
+        kind = {"recipe": own.recipe, "scaling": own.call_scaling, "rotation": "none", "keep_noise": ()}
+        rows.append(_row(part._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
+    return rows
+
+
+def _follows(handle: Any, part: Any) -> str:
+    if not part.follows_scheduler:
+        return "the timestep argument of the model"
+    several = len(handle.following.followed) > 1
+    return f"whichever steps of {handle.following.names()}" if several else "the pipeline's scheduler"
+
+
+def _replayed(name: str, graphs: Any) -> str:
+    reasons = ", ".join(f"{reason}: {number}" for reason, number in sorted(graphs.eager.items()))
+    return f"{graphs.replays} forwards of {name} came from CUDA graphs{', eager ones: ' if reasons else ''}{reasons}."
+
+
+def build_report(handle: Any) -> Report:
+    """Read the counters of a handle (syncs once per layer and state)."""
+    notes = [] if handle._active else ["This handle was removed: the models run their original attention."]
+    rows = []
+    for part in handle._parts:
+        rows += [*_part_rows(part, handle._rotation), *_guest_rows(part)]
+        if part.perturbed:
+            notes.append(f'"replaced" in {part.name or type(part.model).__name__}: {PAG_REMEDY}.')
+        name = part.name or type(part.model).__name__
+        if part.state is not None:
+            notes.append(f"Noise level of {name} follows {_follows(handle, part)}.")
+            notes += _table_notes(part)
+        strays = part.forwards.strays if part.follows_scheduler else 0
+        if strays:
+            notes.append(
+                f"{strays} forwards of {name} belong to no step of {handle.following.names()} (unfollowed): "
+                f"{REMEDIES['unfollowed']}."
+            )
+        if part.graphs is not None:
+            notes.append(_replayed(name, part.graphs))
+        misplaced = part.forwards.misplaced
+        if misplaced:
+            notes.append(
+                f"{misplaced} replays of a CUDA graph of {name} ran in steps that the options want in "
+                f"another precision than the captured one (captured): {REMEDIES['captured']}."
+            )
+    if handle.following.overlaps:
+        notes.append(f"{handle.following.overlaps} steps of runs that overlap in several threads: {OVERLAP_REMEDY}.")
+    if handle._active and handle._pipe and handle._pipe() is None:
+        notes.append("The pipeline of this handle was garbage-collected: the models that others keep stay swapped.")
+    swapped = [part.model for part in handle._parts]
+    for name, model in (handle._models() if handle._active else {}).items():
+        if not any(model is known for known in swapped):
+            notes.append(f"{name} came after the swap and runs its original attention; handle.refresh() swaps it.")
+    swaps = [part.linears for part in handle._parts if part.linears is not None]
+    linears = [row for swap in swaps for row in rows_of(swap)], [line for swap in swaps for line in notes_of(swap)]
+    return Report(rows, notes, LinearReport(*linears) if swaps else None)

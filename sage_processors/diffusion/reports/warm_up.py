@@ -1,0 +1,200 @@
+"""The kernels that a handle's layers will need, over all steps of a run, compiled before they are waited for.
+
+In the background from the swap on where the model is on a GPU, else from its first forward on; `handle.warm_up()`
+waits. What is compiled depends on options and heads: the lengths of the calls hardly matter. Masks and types that
+the layers did not expect are met in the first forward; what later steps need of those is started behind it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+from sage_kernels.checks import MAX_HEAD_DIM
+from sage_kernels.facts.crossover import is_short
+from sage_kernels.facts.recipe import MIXED_RECIPE
+from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, HeadsKind, compile_ahead, heads_call
+from sage_kernels.planning.warm_up import closing_call
+
+from ..calls.processors import CallSite
+from ..heads.head_norms import HeadNormState
+from ..heads.rotary import usual_angles
+from ..host.discovery import discover_sites
+
+
+logger = logging.getLogger("sage_processors")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The forwards that kernels are started at: the first one, which may be the first on a GPU, and the one after it, when
+# the layers know what they were called with.
+FORWARDS = 2
+
+
+class WarmUp(NamedTuple):
+    """What `handle.warm_up` did. kernels: that the model needs; seconds: it took; cached: kernels that were there."""
+
+    kernels: int
+    seconds: float
+    cached: int
+
+
+class KernelsAhead:
+    """Starts the compiles of a handle's parts in the background. Never raises: a launch compiles what is missing."""
+
+    def __init__(self):
+        self._forwards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # part → forwards seen, up to FORWARDS
+
+    def swapped(self, part) -> None:
+        """The part's layers were swapped."""
+        self._forwards[part] = 0
+        self._start(part)
+
+    def before_forward(self, part) -> None:
+        """A forward of the part begins, which nothing is compiling or capturing."""
+        seen = self._forwards.get(part, 0)
+        if seen < FORWARDS:
+            self._forwards[part] = seen + 1
+            self._start(part)
+
+    def _start(self, part) -> None:
+        if not _on_a_gpu(part):
+            return
+        try:
+            known = [site for layer in part.layers for site in layer.sage._sage_sites if site.seen_kind is not None]
+            kinds = call_kinds(part, part.device, only_seen=bool(known))
+            if len({kind.head_dim for kind in kinds}) > 1 and not known:
+                return  # a model of heads of several widths: its first forward tells which run in INT8
+            _compile(part, kinds, part.device, only_seen=bool(known))
+        except Exception as error:  # a call that needs one of these kernels says what is wrong, where it is made
+            logger.debug("kernels are compiled when they are called for: %s", error)
+
+
+def _on_a_gpu(part) -> bool:
+    """Whether it is, and no graph is being captured, which more launches would become part of."""
+    return part.device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def warm_up(parts, *, progress: bool = True, device: torch.device | None = None) -> WarmUp:
+    """See Handle.warm_up."""
+    began, started = time.perf_counter(), []
+    for part in parts:
+        where = part.device if device is None else device
+        if where.type == "cuda":
+            started.append(_compile(part, call_kinds(part, where, all_steps=True), where))
+    jobs = {job.kind: job for compiling in started for job in compiling.jobs}
+    known = {kind for compiling in started for kind in compiling.known} - set(jobs)
+    with _bar(progress and bool(jobs), len(jobs)) as tick:
+        for job in jobs.values():
+            job.finished.wait()
+            tick()
+    for compiling in started:
+        compiling.wait()
+    cached = len(known) + sum(job.cached is True for job in jobs.values())
+    return WarmUp(len(jobs) + len(known), time.perf_counter() - began, cached)
+
+
+def call_kinds(part, device: torch.device, *, all_steps: bool = False, only_seen: bool = False) -> list[CallKind]:
+    """The kinds of calls that the part's layers make in INT8, those of most layers first.
+
+    Args:
+        all_steps: also with row maxima kept where nobody has told of steps so far.
+        only_seen: only of layers that ran.
+    """
+    found: dict[CallKind, int] = {}
+    for _, kind in _calls_of(part, device, all_steps, only_seen):
+        found[kind] = found.get(kind, 0) + 1
+    return sorted(found, key=lambda kind: found[kind], reverse=True)
+
+
+def heads_kinds(part, device: torch.device, *, only_seen: bool = False) -> list[HeadsKind]:
+    """The kinds of heads that such calls have made ready in one pass, as most models call rotary embeddings."""
+    found = []
+    for layer, kind in _calls_of(part, device, False, only_seen):
+        if layer.sage._sage_rotary is None:
+            continue
+        norm = layer.module._modules.get("norm_q")
+        state = getattr(norm, "_sage_norm", None)
+        weight = None
+        is_rms = isinstance(state, HeadNormState) and state.kind == "rms"
+        if is_rms:
+            weight = norm._parameters.get("weight")
+        dtype = None if weight is None else weight.dtype
+        found.append(HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(layer.sage._sage_rotary)))
+    return list(dict.fromkeys(found))
+
+
+def _calls_of(part, device: torch.device, all_steps: bool, only_seen: bool) -> Iterator[tuple[Any, CallKind]]:
+    """Each call in INT8 that a layer makes, with the layer."""
+    for layer in part.layers:
+        if layer.sage._sage_config.recipe == MIXED_RECIPE:
+            continue  # compiled by its first call
+        if layer.sage._sage_kept or (layer.module.training and not only_seen):
+            continue
+        shapes = discover_sites(layer.module, layer.sage)
+        indices = layer.site_indices or [None] * len(shapes)
+        for site, shape, index in zip(layer.sage._sage_sites, shapes, indices, strict=False):
+            if shape is None or shape[1] > MAX_HEAD_DIM or (only_seen and site.seen_kind is None):
+                continue
+            for kind in _kinds_of(site, layer, shape[1], index is not None, device):
+                if kind.tokens:
+                    told = all_steps or part.follows_scheduler or part.is_told
+                    skips = site.skip_lists is not None and kind.by_key is None and not kind.causal
+                    yield layer, kind._replace(keeps_rows=site.keeps_rows and told, skips=skips)
+
+
+def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch.device):
+    """Of one call site, whatever its row maxima: for each rotation that its calls may have."""
+    config = layer.sage._sage_config
+    dtype, causal, by_key = site.seen_kind or (_dtype_of(layer.module), "", None)
+    if site.seen_kind is None:
+        lengths = tuple(length for length in (LONG, SHORT) if _is_worth_it(length, head_dim, config, device))
+    else:
+        lengths = (LONG if int(site.seen_seq_kv) >= LONG else SHORT,)
+    rotations = {"hadamard" if layer.sage._sage_rotated else "none"}
+    if config.rotation == "auto":
+        rotations = {"none", "hadamard"}
+    for rotation in sorted(rotations, reverse=True):
+        yield CallKind(
+            dtype, head_dim, config.recipe, "planned" if planned else config.call_scaling, rotation,
+            causal=causal, by_key=by_key, tokens=lengths,
+        )  # fmt: skip
+
+
+def _is_worth_it(tokens: int, head_dim: int, config, device: torch.device) -> bool:
+    """Whether any call of this length or those that share its kernels runs in INT8."""
+    longest = LONG - 1 if tokens < LONG else 2**24
+    return not is_short(
+        device, batch=2**16, heads=1, seq_q=longest, seq_kv=longest, head_dim=head_dim, recipe=config.recipe,
+        min_tokens=config.min_tokens,
+    )  # fmt: skip
+
+
+def _dtype_of(module) -> torch.dtype:
+    return next((p.dtype for p in module.parameters() if p.dtype in _DTYPES), torch.bfloat16)
+
+
+def _compile(part, kinds, device: torch.device, only_seen: bool = False):
+    """Start what these calls, the heads in front of them and the end of a step need."""
+    others: list[Any] = [heads_call(kind, device) for kind in heads_kinds(part, device, only_seen=only_seen)]
+    closing = None if part.state is None else closing_call(part.state, device)
+    return compile_ahead(kinds, device, others + ([] if closing is None else [closing]))
+
+
+@contextmanager
+def _bar(enabled: bool, total: int):
+    """A progress bar of rich; yields what moves it by one kernel."""
+    if not enabled:
+        yield lambda: None
+        return
+    try:
+        from rich.progress import Progress
+    except ImportError as error:
+        raise ImportError("the progress bar needs rich: pip install sage-processors, or progress=False") from error
+    with Progress() as bar:
+        task = bar.add_task("compiling kernels", total=total)
+        yield lambda: bar.advance(task)

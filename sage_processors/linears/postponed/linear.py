@@ -1,0 +1,279 @@
+"""An 8-bit linear layer's output that waits: its kernel adds activation, gate and residual."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from sage_kernels import QuantizedRows, quantized_linear
+
+from ...postponed import patterns
+from ...postponed.patterns import FLOATS, GATED, is_by_token
+from ...postponed.tensor import Operand, Postponed, can_wait, ordinary_in
+from ..weights.storage import Storage
+from .columns import cat
+from .errors import ChangedInputError
+
+
+_GATED = frozenset(GATED.values())
+_STOCK = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+}
+
+
+class PostponedLinear(Postponed):
+    """gate · activation(x · weightᵀ + bias), of which gate and activation may be missing.
+
+    A sum with a residual of the same shape computes it all in one pass.
+    """
+
+    def __init__(self, shape, dtype, device, module, x, activation="none", gate=None):
+        super().__init__(shape, dtype, device)
+        self._module, self._x, self._activation, self._gate = module, x, activation, gate
+        state = module._sage_linear
+        self._storage = state.storage
+        modules = state.storage.modules if activation in _GATED else [module]
+        self._weights = [(m, m._sage_linear, m._sage_linear.version) for m in modules]
+        # taken now: the next call of the layer may find another one
+        self._bias = state.storage.bias(0, len(state.storage.modules) - 1) if activation in _GATED else state.bias
+
+    def _finish(self, residual=None, dtype=None) -> torch.Tensor:
+        if self._gate is not None and self._gate.is_changed:
+            raise ChangedInputError(
+                f"gate of {self._weights[0][1].label}: got a tensor that was written to in place after the "
+                "layer's output was multiplied by it, expected the one of the multiplication; keep this layer in "
+                f'16 bit: layer_linears={{"{self._weights[0][1].label}": "none"}}'
+            )
+        options = {"activation": self._activation, "residual": residual, "dtype": dtype or self._dtype}
+        options["gate"] = None if self._gate is None else self._gate.tensor
+        state, is_gated = self._weights[0][1], self._activation in _GATED
+        with state.shared.lock:
+            is_current = all(m.__dict__.get("_sage_linear") is s and s.version == made for m, s, made in self._weights)
+            if not is_current or (is_gated and state.storage is not self._storage):
+                raise ChangedInputError(
+                    f"weight of {state.label}: got one that was exchanged between the call and the use of its result, "
+                    "expected the one of the call"
+                )
+            if not is_gated:
+                return product(self._module, self._x, self._bias, **options)
+            return quantized_linear(self._x, self._storage.all_rows, self._bias, **options)
+
+    def _compute(self):
+        return self._finish()
+
+    def _with(self, dtype=None, **changes):
+        kept = {"activation": self._activation, "gate": self._gate} | changes
+        made = PostponedLinear(self._shape, dtype or self._dtype, self._device, self._module, self._x, **kept)
+        made._weights = self._weights
+        return made
+
+    def _cast(self, dtype):
+        """Rounded once, to the type that is asked for."""
+        return self._with(dtype) if not self._is_out and dtype in FLOATS else self.tensor().to(dtype)
+
+    @property
+    def _is_bare(self) -> bool:
+        """True if only the product and the bias are there, and nobody has had its numbers."""
+        return self._activation == "none" and self._gate is None and not self._is_out
+
+    def _activated(self, activation: str):
+        return self._with(activation=activation) if self._is_bare else _STOCK[activation](self.tensor())
+
+    def __mul__(self, other):
+        if isinstance(other, PostponedLinear):
+            pair = _gated_pair(self, other)
+            if pair is not None:
+                return pair
+        other = ordinary_in(other)
+        if self._gate is None and not self._is_out and can_wait(other) and is_by_token(other, self._shape):
+            dtype = torch.promote_types(self._dtype, other.dtype)
+            if dtype in FLOATS:
+                return self._with(dtype, gate=Operand(other))
+        return self.tensor() * other
+
+    def __truediv__(self, other):
+        if type(other) in (int, float) and other == 1 and not self._is_out:
+            return self._with()  # another tensor, as that of a division is
+        return self.tensor() / ordinary_in(other)
+
+    def __add__(self, other):
+        other = ordinary_in(other)
+        if not self._is_out and can_wait(other) and other.shape == self._shape and other.dtype in FLOATS:
+            if other.device == self._device:
+                return self._finish(other, torch.promote_types(self._dtype, other.dtype))
+        return self.tensor() + other
+
+    __rmul__ = __mul__
+    __radd__ = __add__
+
+    # a product is contiguous
+
+    def contiguous(self, memory_format=torch.contiguous_format):
+        usual = memory_format in (torch.contiguous_format, torch.preserve_format)
+        return self if usual else self.tensor().contiguous(memory_format=memory_format)
+
+    def is_contiguous(self, memory_format=torch.contiguous_format):
+        return memory_format is torch.contiguous_format or self.tensor().is_contiguous(memory_format=memory_format)
+
+    @classmethod
+    def _knows(cls, func):
+        return _KNOWN.get(func)
+
+
+def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=None, residual=None) -> torch.Tensor:
+    """residual + gate · activation(x · weightᵀ + bias) of a swapped layer [..., N], in the order of its own weight.
+
+    Under the lock.
+    """
+    state = module._sage_linear
+    storage = state.storage
+    rows = storage.rows_of(state.index, state.index)
+    options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
+    if not storage.in_turns or len(storage.modules) > 1:
+        return quantized_linear(x, rows, bias, **options)
+    y = quantized_linear(x, rows, None if bias is None else storage.turned(bias), activation=activation, dtype=dtype)
+    y = storage.turned_back(y)
+    y = y if gate is None else y * gate
+    return (y if residual is None else residual + y).to(dtype)
+
+
+class PostponedHalf(Postponed):
+    """One of two equal parts of a linear layer's columns, maybe activated: half of GEGLU or SwiGLU.
+
+    of: the half that this one activates; None for a half as the layer gives it.
+    """
+
+    def __init__(self, shape, dtype, device, whole, place, activation="none", of=None):
+        super().__init__(shape, dtype, device)
+        self._whole, self._place, self._activation, self._of = whole, place, activation, of
+
+    def _compute(self):
+        if self._of is not None:
+            return _STOCK[self._activation](self._of.value())
+        return self._whole.value().chunk(2, -1)[self._place]
+
+    def tensor(self):
+        """The ordinary tensor, which is a part of the whole one's memory unless it is activated."""
+        if self._of is None:
+            self._whole.tensor()
+        return super().tensor()
+
+    def _activated(self, activation: str):
+        if self._activation != "none" or self._is_out or self._whole._is_out:
+            return _STOCK[activation](self.tensor())
+        return PostponedHalf(self._shape, self._dtype, self._device, self._whole, self._place, activation, self)
+
+    def _reads(self, other):
+        return other is self._whole or other is self._of
+
+    def __mul__(self, other):
+        if isinstance(other, PostponedHalf) and other._whole is self._whole and not self._whole._is_out:
+            value, gate = (self, other) if self._activation == "none" else (other, self)
+            both = {value._place, gate._place} == {0, 1} and not (value._is_out or gate._is_out)
+            if both and value._activation == "none" and gate._activation != "none":
+                whole = self._whole
+                if _put_in_turns(whole._module, gate_first=gate._place == 0):
+                    kind = GATED[gate._activation]
+                    return PostponedLinear(self._shape, self._dtype, self._device, whole._module, whole._x, kind)
+        return self.tensor() * ordinary_in(other)
+
+    __rmul__ = __mul__
+
+    @classmethod
+    def _knows(cls, func):
+        return _KNOWN.get(func)
+
+
+def _put_in_turns(module, *, gate_first: bool) -> bool:
+    """Store a layer's rows as its gated activation wants them. Returns True if they are."""
+    state = module._sage_linear
+    with state.shared.lock:
+        storage = state.storage
+        if storage.in_turns or len(storage.modules) > 1:
+            return len(storage.modules) == 1 and storage.gate_first == gate_first
+        if storage.is_fixed:
+            return False
+        turned = Storage([module], in_turns=True, gate_first=gate_first)
+        with torch.inference_mode(False), torch.no_grad():
+            rows = storage.all_rows
+            storage.clear()  # not written over: whoever reads the old tensors still finds the old order
+            turned.write(0, rows)
+        state.storage = turned
+        return True
+
+
+def _gated_pair(a: PostponedLinear, b: PostponedLinear) -> PostponedLinear | None:
+    """Multiply value and activated gate of one input in one matmul; None for results that are no such pair."""
+    value, gate = (a, b) if a._activation == "none" else (b, a)
+    known = value._is_bare and not gate._is_out and gate._gate is None and gate._activation in _STOCK
+    if not known or value._x is not gate._x or value._dtype != gate._dtype or value._shape != gate._shape:
+        return None
+    modules = (value._module, gate._module)
+    if modules[0] is modules[1]:
+        return None
+    states = [module._sage_linear for module in modules]
+    with states[0].shared.lock:
+        storage = states[0].storage
+        if not (storage.in_turns and len(storage.modules) == 2 and all(s.storage is storage for s in states)):
+            if not _pair_up(modules, states):
+                return None
+        elif storage.modules[0] is not modules[0]:
+            return None  # the other way round than the first time
+        kind = GATED[gate._activation]
+        return PostponedLinear(value._shape, value._dtype, value._device, modules[0], value._x, kind)
+
+
+def _pair_up(modules, states) -> bool:
+    """Store the rows of two layers in turns. Returns True if they are."""
+    if any(len(s.storage.modules) > 1 or s.storage.in_turns or s.storage.is_fixed for s in states):
+        return False
+    pair = Storage(modules, in_turns=True)
+    with torch.inference_mode(False), torch.no_grad():
+        parts = [s.storage.all_rows for s in states]
+        if parts[0].codes.device != parts[1].codes.device:
+            return False
+        for state in states:
+            state.storage.clear()
+        for index, part in enumerate(parts):
+            pair.write(index, part)
+    for index, state in enumerate(states):
+        state.storage, state.index = pair, index
+    return True
+
+
+def _activation(func):
+    def call(args, kwargs):
+        name = patterns.activation(func, args, kwargs)
+        x = args[0] if args else None
+        return x._activated(name) if name is not None and isinstance(x, _ACTIVATED) else None
+
+    return call
+
+
+def _dropout(args, kwargs):
+    x = args[0] if args else None
+    return x if isinstance(x, Postponed) and patterns.drops_nothing(args, kwargs) else None
+
+
+def _chunk(args, kwargs):
+    x = args[0] if args else None
+    if type(x) is not PostponedLinear or not x._is_bare or not patterns.halves(args, kwargs, x.dim()):
+        return None
+    storage = x._module._sage_linear.storage
+    if x._shape[-1] % 2 or len(storage.modules) > 1:
+        return None
+    shape = torch.Size((*x._shape[:-1], x._shape[-1] // 2))
+    return tuple(PostponedHalf(shape, x._dtype, x._device, x, place) for place in (0, 1))
+
+
+_ACTIVATED = (PostponedLinear, PostponedHalf)
+_KNOWN: dict[Any, Any] = {
+    **{func: _activation(func) for func in (F.gelu, F.silu)},
+    F.dropout: _dropout,
+    **dict.fromkeys(patterns.CHUNKS, _chunk),
+    **dict.fromkeys(patterns.CATS, cat),
+}

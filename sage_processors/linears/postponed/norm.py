@@ -1,0 +1,136 @@
+"""A norm's output that waits: the 8-bit linear layer behind it computes norm and rounding in one pass."""
+
+from __future__ import annotations
+
+import torch
+
+from sage_kernels import QuantizedRows, quantize_activation
+
+from ...postponed.patterns import FLOATS, is_by_token
+from ...postponed.tensor import Operand, Postponed, can_wait, ordinary_in
+from .activations import RowsOf
+from .errors import ChangedInputError
+
+
+class NormCall:
+    """One call of a norm module: its input, and what it was called with.
+
+    Attributes:
+        state: norms.NormState of the module.
+        x: the norm's input [..., K]. operands: Operands of it and of the norm's parameters.
+        forward: () -> the module's own result, in 16 bit.
+        vectors: {weight, bias: [K] or None, eps: float}: what `quantize_activation` takes.
+        made: the module's own result, computed at once as well: it is not known yet whether the model writes to the
+            input before the result is used. None once that is known.
+    """
+
+    __slots__ = ("state", "x", "operands", "forward", "vectors", "made")
+
+    def __init__(self, state, x, forward, vectors, parameters):
+        self.state, self.x, self.forward, self.vectors = state, x, forward, vectors
+        self.operands = (Operand(x), *parameters)
+        self.made: torch.Tensor | None = None if state.is_proven else forward()
+
+
+def _are_stale(*operands) -> bool:
+    return any(x is not None and x.is_changed for x in operands)
+
+
+class PostponedNorm(Postponed):
+    """(norm(x) · weight + bias) · gain + shift, of which each of the last two may be missing."""
+
+    def __init__(self, shape, dtype, device, call, parent=None, step=None, gain=None, shift=None):
+        super().__init__(shape, dtype, device)
+        self._call, self._parent, self._step, self._gain, self._shift = call, parent, step, gain, shift
+        self._rows = RowsOf()
+        if call.made is not None:
+            self.value()
+
+    def tensor_for_16_bit(self) -> torch.Tensor:
+        """The ordinary tensor, for a linear layer that stays in 16 bit.
+
+        If that is the first who asks, the norm's next results of this size are computed at once: the same numbers.
+        """
+        if not self._is_out and not self._rows:
+            self._call.state.is_read_in_16_bit(self._shape.numel())
+        return self.tensor()
+
+    def _refuse_stale(self, *operands):
+        if _are_stale(*operands):
+            raise ChangedInputError(
+                f"input or parameter of {self._call.state.label}: got a tensor that was written to in place between "
+                f"the norm and the use of its result, expected the one that the norm was called with; the first calls "
+                f"of this norm were without such writes. Keep the linear layers behind it in 16 bit: "
+                f'layer_linears={{"{self._call.state.behind}": "none"}}'
+            )
+
+    def _compute(self):
+        if self._parent is not None:
+            self._refuse_stale(self._gain, self._shift)
+            return self._step(self._parent.value())
+        if self._call.made is not None:
+            return self._call.made
+        self._refuse_stale(*self._call.operands)
+        return self._call.forward()
+
+    def _reads(self, other):
+        return other is self._parent
+
+    def rows(self, format: str, balance: torch.Tensor | None = None) -> QuantizedRows:
+        """Quantise this activation, times balance [K]: codes [..., K], scale [...]. Computed once."""
+        rows = self._rows.get(format, balance)
+        if rows is None:
+            state, operands = self._call.state, (*self._call.operands, self._gain, self._shift)
+            if self._call.made is not None and _are_stale(*operands):
+                state.is_postponed = False  # this model writes to what it has normalised
+                rows = quantize_activation(self.value(), format=format, balance=balance)
+            else:
+                self._refuse_stale(*operands)
+                gain, shift = (None if x is None else x.tensor for x in (self._gain, self._shift))
+                rows = quantize_activation(
+                    self._call.x, format=format, norm=state.kind, gain=gain, shift=shift, balance=balance,
+                    **self._call.vectors,
+                )  # fmt: skip
+                state.is_proven = True
+            if not self._rows:
+                state.is_read_in_8_bit(self._shape.numel())
+            self._rows.put(format, balance, rows)
+        return rows
+
+    def _next(self, step, dtype, **operands):
+        kept = {"gain": self._gain, "shift": self._shift} | operands
+        return PostponedNorm(self._shape, dtype, self._device, self._call, self, step, **kept)
+
+    def _takes(self, other) -> bool:
+        return not self._is_out and can_wait(other) and is_by_token(other, self._shape)
+
+    def __mul__(self, other):
+        other = ordinary_in(other)
+        if self._gain is None and self._shift is None and self._takes(other):
+            dtype = torch.promote_types(self._dtype, other.dtype)
+            return self._next(lambda x: x * other, dtype, gain=Operand(other))
+        return self.tensor() * other
+
+    def __add__(self, other):
+        other = ordinary_in(other)
+        if self._shift is None and self._takes(other) and other.shape != self._shape:
+            dtype = torch.promote_types(self._dtype, other.dtype)
+            return self._next(lambda x: x + other, dtype, shift=Operand(other))
+        return self.tensor() + other
+
+    __rmul__ = __mul__
+    __radd__ = __add__
+
+    def _cast(self, dtype):
+        if self._is_out or dtype not in FLOATS:
+            return self.tensor().to(dtype)
+        return self._next(lambda x: x.to(dtype), dtype)
+
+    # a norm's input is contiguous, and so is its result
+
+    def contiguous(self, memory_format=torch.contiguous_format):
+        usual = memory_format in (torch.contiguous_format, torch.preserve_format)
+        return self if usual else self.tensor().contiguous(memory_format=memory_format)
+
+    def is_contiguous(self, memory_format=torch.contiguous_format):
+        return memory_format is torch.contiguous_format or self.tensor().is_contiguous(memory_format=memory_format)

@@ -1,0 +1,167 @@
+"""Norm modules whose output may wait for its consumer; the formula of a module is found by trying it."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+from torch import nn
+
+from ...autocast import is_autocast
+from ...inference_mode import counts_writes
+from ...patching.owner import Owner
+from ...postponed.patterns import FLOATS
+from ...postponed.tensor import CAN_WAIT, Operand, Postponed, can_wait
+from .norm import NormCall, PostponedNorm
+
+
+_HOOKS = {"_diffusers_hook", "_hf_hook"}  # attributes by which diffusers and accelerate move weights around a forward
+_EPS_NAMES = ("eps", "variance_epsilon", "epsilon")
+
+
+def _eps_of(module, dtype: torch.dtype) -> float | None:
+    for name in _EPS_NAMES:
+        if name in module.__dict__:
+            value = module.__dict__[name]
+            return torch.finfo(dtype).eps if value is None else value
+    return None
+
+
+def norm_width(module) -> int | None:
+    """Number of columns that a norm module normalises; None for another module."""
+    weight = module._parameters.get("weight")
+    if weight is not None:
+        return len(weight) if weight.dim() == 1 else None
+    for name in ("normalized_shape", "dim"):
+        value = module.__dict__.get(name)
+        if isinstance(value, (tuple, list)) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, int):
+            return value
+    return None
+
+
+class NormState:
+    """Of one norm module in front of 8-bit linear layers.
+
+    Attributes:
+        label: its name. behind: a pattern of the layers behind it, for messages.
+        kind: "layer" or "rms". plus_one: the weight that it multiplies by is 1 + its parameter.
+        is_postponed: its results may wait. is_proven: one did, and its input was not written to meanwhile.
+        at_once_up_to: results of so many numbers or fewer do not wait: the first layer that reads them runs in 16 bit.
+        waits_from: of results of so many numbers it runs in 8 bit.
+        dtypes: {(dtype of the input, of the weight): dtype of the result}, as seen.
+        owner: owner.Owner of what will take it out; None, or one who is not there, in a copy.
+        is_of_attention: it is one of heads, which wait for attention.
+        copies_weights: results wait with a copy of the weights where hooks move these away before the result is used.
+    """
+
+    copies_weights = is_of_attention = False
+    owner: Owner | None = None
+
+    def __init__(self, label: str, kind: str, plus_one: bool):
+        self.label, self.kind, self.plus_one = label, kind, plus_one
+        self.behind = f"{label.rpartition('.')[0]}.*" if "." in label else "*"
+        self.is_postponed, self.is_proven = True, False
+        self.dtypes: dict = {}
+        self.at_once_up_to, self.waits_from = 0, sys.maxsize
+
+    def is_read_in_16_bit(self, size: int) -> None:
+        """A layer in 16 bit was the first that read a result of so many numbers."""
+        if size < self.waits_from:
+            self.at_once_up_to = max(self.at_once_up_to, size)
+
+    def is_read_in_8_bit(self, size: int) -> None:
+        """A layer in 8 bit was the first that read a result of so many numbers."""
+        self.waits_from = min(self.waits_from, size)
+        self.at_once_up_to = min(self.at_once_up_to, self.waits_from - 1)
+
+    def _weight_of(self, weight):
+        return weight if weight is None or not self.plus_one else 1.0 + weight.detach().float()
+
+    def postpone(self, module, x, forward) -> torch.Tensor | None:
+        """The result of norm module called with x, which waits; None: it has to be computed now."""
+        if x.numel() <= self.at_once_up_to or not (self.is_postponed and CAN_WAIT):
+            return None
+        if module.training or not can_wait(x) or x.dtype not in FLOATS or not 2 <= x.dim() <= 4:
+            return None
+        parameters = module._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        # weights that are offloaded leaf by leaf are elsewhere by then
+        leave = not _HOOKS.isdisjoint(module.__dict__) and not (weight is None and bias is None)
+        if leave and not self.copies_weights:
+            return None
+        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in (weight, bias)):
+            return None
+        if is_autocast(x.device):
+            return None
+        if any(p is not None and (p.is_meta or p.device != x.device or not counts_writes(p)) for p in (weight, bias)):
+            return None
+        key = (x.dtype, None if weight is None else weight.dtype)
+        dtype = self.dtypes.get(key)
+        vectors = {"weight": self._weight_of(weight), "bias": bias, "eps": _eps_of(module, x.dtype)}
+        if dtype is None:  # once: what dtype its result has
+            dtype = self.dtypes[key] = forward(module, x).dtype
+        if dtype not in FLOATS:
+            return None
+        if not leave:
+            own = [Operand(p) for p in (weight, bias) if p is not None]
+            return self._waiting(x, dtype, lambda: forward(module, x), vectors, own)
+        made = forward(module, x)
+        waiting = self._waiting(x, dtype, lambda: made, {k: _copied(vector) for k, vector in vectors.items()}, [])
+        return made if waiting is None else waiting
+
+    def _waiting(self, x, dtype, forward, vectors, parameters) -> torch.Tensor | None:
+        """parameters: Operands of weight and bias, unless `vectors` has copies."""
+        if not x.is_contiguous():
+            return None
+        return PostponedNorm(x.shape, dtype, x.device, NormCall(self, x, forward, vectors, parameters))
+
+
+def _copied(vector):
+    return vector.detach().clone() if isinstance(vector, torch.Tensor) else vector
+
+
+def norm_form(module: nn.Module) -> tuple[str, bool] | None:
+    """("layer" or "rms", whether the weight is stored less one) of a norm module; None for anything else.
+
+    Found by calling a copy of the module, with weights of a few columns, on a few random rows.
+    """
+    name = type(module).__name__
+    if "Norm" not in name or "Ada" in name or module._modules or _eps_of(module, torch.float32) is None:
+        return None
+    parameters = {key: p for key, p in module._parameters.items() if p is not None}
+    if not set(parameters) <= {"weight", "bias"} or any(p.dim() != 1 for p in parameters.values()) or module._buffers:
+        return None
+    width = norm_width(module)
+    if not width:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+        sizes = torch.tensor([[1.0], [1e-3], [30.0]], dtype=torch.float32, device="cpu")
+        x = torch.randn(3, width, generator=generator, dtype=torch.float32, device="cpu") * sizes + 0.1
+        own = {
+            key: torch.rand(width, generator=generator, dtype=torch.float32, device="cpu") + 0.5 for key in parameters
+        }
+        twin = copy.copy(module)
+        twin.__dict__ = module.__dict__ | {"_parameters": {k: own.get(k) for k in module._parameters}}
+        twin.__dict__ |= {"training": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
+        try:
+            got = type(module).forward(twin, x)
+        except Exception:  # wants something else than one tensor
+            return None
+    if not isinstance(got, torch.Tensor) or isinstance(got, Postponed) or got.shape != x.shape:
+        return None
+    eps = _eps_of(module, torch.float32) or 0.0
+    for kind in ("layer", "rms"):
+        y = x - x.mean(-1, keepdim=True) if kind == "layer" else x
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+        for plus_one in (False, True):
+            expected = y
+            if "weight" in own:
+                expected = expected * (own["weight"] + plus_one)
+            expected = expected + own.get("bias", 0.0)
+            if torch.allclose(got.float(), expected, rtol=1e-4, atol=1e-5):
+                return kind, plus_one
+    return None

@@ -1,0 +1,278 @@
+"""What the reports of both sides share: rows, one per layer, their totals, a verdict, and how they are printed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..files.strict_json import plain_data
+from .layer_names import common_prefix, patterns
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+
+# What a comparison says instead of numbers: pictures that stock attention drew twice are the same.
+NOTHING_RAN = "no call ran in INT8"
+# Counted beside exact calls, but nobody knows what they were: another processor was in place.
+UNKNOWN = "replaced"
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a report's table.
+
+    Attributes: header. line: text for layers of equal calls, formats and reasons. total: text for all layers.
+    """
+
+    header: str
+    line: Callable[[Rows], str]
+    total: Callable[[Rows], str] = lambda rows: ""
+
+
+@dataclass
+class LayerReport:
+    """What really ran in a model. Printed, it begins with a verdict in words, and equal layers share a line.
+
+    Attributes:
+        rows: one dict per layer, with at least the keys "layer", "status", "note", "calls" (INT8) and "fallbacks"
+            ({reason: exact calls}).
+        notes: about the model as a whole.
+        linears: the same of the model's linear layers; None without 8-bit ones.
+    """
+
+    rows: Rows
+    notes: list[str] = field(default_factory=list)
+    linears: LayerReport | None = None
+
+    @property
+    def calls(self) -> int:
+        """All INT8 calls."""
+        return sum(row["calls"] for row in self.rows)
+
+    @property
+    def fallbacks(self) -> dict[str, int]:
+        """All exact calls by reason."""
+        return total_fallbacks(self.rows)
+
+    @property
+    def verdict(self) -> str:
+        """What ran, in one line: "72 % of attention calls in INT8 (80 of 111); exact: short 31"."""
+        idle = (row for row in self.rows if not row["calls"] and not row["fallbacks"])
+        unseen = counts(row["status"] for row in idle if row["status"] != "active")
+        said = share("attention calls", "INT8", self.calls, self.fallbacks)
+        return "; ".join([said] + [f"not counted: {unseen}"] * bool(unseen))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as data for JSON, every layer by itself: verdict, calls, fallbacks, rows, notes, linears.
+
+        Numbers that are not finite, such as the error of a layer whose output is 0, are None.
+        """
+        linears = None if self.linears is None else self.linears.as_dict()
+        said = {"verdict": self.verdict, "calls": self.calls, "fallbacks": self.fallbacks}
+        data: dict[str, Any] = plain_data(said | {"rows": self.rows, "notes": self.notes})
+        return data | {"linears": linears}
+
+    def table(self) -> Table:
+        """The rows as a rich.table.Table: a line for all layers of equal calls, formats and reasons."""
+        raise NotImplementedError
+
+    def remarks(self) -> list[str]:
+        """What the notes of rows say, each once, with the layers it is about."""
+        return [_remark(note, rows, self.rows) for note, rows in _by(self.rows, lambda row: row["note"]) if note]
+
+    def print(self, console: Console | None = None) -> None:
+        """Print verdict, table and notes with rich, to `console` or the terminal."""
+        from rich.console import Console
+
+        console = console or Console()
+        # a terminal breaks long lines between words; a file or a pipe has no width
+        options: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": not console.is_terminal}
+        reports = [self] if self.linears is None else [self, self.linears]
+        for report in reports:
+            console.print(report.verdict, **options)
+        for report in reports:
+            console.print()
+            console.print(report.table())
+            for line in (*report.remarks(), *report.notes):
+                console.print(line, **options)
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=100, color_system=None, force_terminal=False)
+        with console.capture() as capture:
+            self.print(console)
+        return capture.get()
+
+
+def share(what: str, how: str, ran: int, others: dict[str, int]) -> str:
+    """ "72 % of `what` in `how` (80 of 111); exact: short 31"; calls that ran nothing in `how` say that first."""
+    every = ran + sum(others.values())
+    if not every:
+        return f"Nothing ran: no {what} counted"
+    percent = f"{100 * ran / every:.0f}"
+    if ran < every and percent == "100":
+        percent = "over 99"
+    first = f"{percent if percent != '0' else 'under 1'} % of {what} in {how} ({ran} of {every})"
+    exact = {reason: number for reason, number in others.items() if reason != UNKNOWN}
+    said = [first if ran else f"Nothing ran in {how}: 0 of {every} {what}"]
+    said += [f"exact: {reasons(exact)}"] * bool(exact)
+    if others.get(UNKNOWN):
+        said.append(f"by other processors: {others[UNKNOWN]}")
+    return "; ".join(said)
+
+
+def grouped_table(title: str, rows: Rows, kind: Callable[[dict[str, Any]], str], columns: list[Column]) -> Table:
+    """A rich.table.Table of few lines, narrow enough for 80 columns.
+
+    Layers of the same `kind` (words for status and format), calls and reasons share a line, named by patterns. What
+    all layers begin with, and what kind all are of, is said once.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    prefix = common_prefix([row["layer"] for row in rows])
+    kinds = list(dict.fromkeys(kind(row) for row in rows))
+    letters = {name: f"{chr(ord('a') + i % 26)}{i // 26 or ''}" for i, name in enumerate(kinds)}
+    for name, letter in letters.items():
+        said = counts([name for row in rows if kind(row) == name])
+        title += f"\n{letter}: {said}" if len(kinds) > 1 else f"\n{said}"
+    widest = min(80, max(map(len, title.splitlines())))
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), min_width=widest)
+    table.show_edge = table.pad_edge = False
+    table.add_column(Name(f"layers of {prefix}" if prefix else "layers"))  # the one that gives way to the others
+    if len(kinds) > 1:
+        table.add_column("", no_wrap=True)
+    for column in columns:
+        side: Any = "left" if column.header.startswith("exact") else "right"
+        table.add_column(column.header, justify=side, no_wrap=True)
+    for pattern, same in lines(rows, kind):
+        which = [letters[kind(same[0])]] * (len(kinds) > 1)
+        table.add_row(Name(pattern.removeprefix(f"{prefix}.")), *which, *(column.line(same) for column in columns))
+    table.add_section()
+    table.add_row("total", *[""] * (len(kinds) > 1), *(column.total(rows) for column in columns))
+    return table
+
+
+def lines(rows: Rows, kind: Callable[[dict[str, Any]], str]) -> list[tuple[str, Rows]]:
+    """(pattern, its rows) of layers that are equal in kind, calls and reasons, in the order of the model."""
+    found, place = [], {row["layer"]: i for i, row in reversed(list(enumerate(rows)))}
+    for _, same in _by(rows, lambda row: (kind(row), row["calls"], tuple(sorted(row["fallbacks"].items())))):
+        by_name: dict[str, Rows] = {}
+        for row in same:
+            by_name.setdefault(row["layer"], []).append(row)
+        for pattern, names in patterns(by_name).items():
+            found.append((pattern, [row for name in names for row in by_name[name]]))
+    return sorted(found, key=lambda line: min(place[row["layer"]] for row in line[1]))
+
+
+def _by(rows: Rows, key: Callable[[dict[str, Any]], Any]) -> list[tuple[Any, Rows]]:
+    together: dict[Any, Rows] = {}
+    for row in rows:
+        together.setdefault(key(row), []).append(row)
+    return list(together.items())
+
+
+def _remark(text: str, some: Rows, every: Rows, listed: int = 3) -> str:
+    """`text`, and which of all layers it is about."""
+    if len(some) == len(every):
+        return f"{text} (all {len(every)} layers)"
+    prefix = common_prefix([row["layer"] for row in every])
+    names = [name.removeprefix(f"{prefix}.") for name in patterns(row["layer"] for row in some)]
+    more = [f"and {len(names) - listed} more"] * (len(names) > listed)
+    return f"{text} ({len(some)} of {len(every)} layers: {', '.join(names[:listed] + more)})"
+
+
+def remark_of(text: str, rows: Rows, name: str) -> list[str]:
+    """One line on the rows whose fraction `name` is not 0, with the largest: "up to 0.5 of …"; none where all are."""
+    some = [row for row in rows if row[name]]
+    return [_remark(f"up to {max(row[name] for row in some):.2g} {text}", some, rows)] if some else []
+
+
+def counts(words: Iterable[str]) -> str:
+    """ "5 layers protected, 1 layer kept" of one word a layer."""
+    numbers: dict[str, int] = {}
+    for word in words:
+        numbers[word] = numbers.get(word, 0) + 1
+    return ", ".join(f"{number} layer{'s' * (number > 1)} {word}" for word, number in numbers.items())
+
+
+def total_fallbacks(rows: Rows) -> dict[str, int]:
+    """{reason: exact calls} over all rows."""
+    total: dict[str, int] = {}
+    for row in rows:
+        for reason, number in row["fallbacks"].items():
+            total[reason] = total.get(reason, 0) + number
+    return total
+
+
+def span(rows: Rows, name: str) -> str:
+    """The value of `name` in these rows, or the least and the largest: "1-1.5"."""
+    texts = [f"{pick(row[name] for row in rows):.4g}" for pick in (min, max)]
+    return "-".join(dict.fromkeys(texts))
+
+
+def summed(name: str) -> Callable[[Rows], str]:
+    """What a column's total says: the sum over all layers."""
+    return lambda rows: f"{round(sum(row[name] for row in rows), 1):.15g}"
+
+
+def exact_column() -> Column:
+    """Exact calls with their reasons, one under the other."""
+    return Column(
+        "exact\neach",
+        lambda rows: reasons(rows[0]["fallbacks"], "\n"),
+        lambda rows: reasons(total_fallbacks(rows), "\n"),
+    )
+
+
+class Name:
+    """A layer's name in a table: where it is too wide it breaks at dots and commas."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def _pieces(self, width: int) -> list[str]:
+        whole = re.findall(r".+?(?:,|\.(?!\d)|$)", self.text)  # a list and its numbers stay together, where they can
+        return [
+            part for piece in whole for part in (re.findall(r"[^.]*\.?", piece) if len(piece) > width else [piece])
+        ]
+
+    def __rich_measure__(self, console: Any, options: Any) -> Any:
+        from rich.measure import Measurement
+
+        widest = max(map(len, self._pieces(options.max_width))) + 2
+        return Measurement(min(widest, len(self.text)), len(self.text)).clamp(max_width=options.max_width)
+
+    def __rich_console__(self, console: Any, options: Any) -> Any:
+        from rich.text import Text
+
+        folded = [""]
+        for piece in self._pieces(options.max_width - 2):
+            if folded[-1].strip() and len(folded[-1]) + len(piece) > options.max_width:
+                folded.append("  ")
+            folded[-1] += piece
+        yield Text("\n".join(folded), overflow="fold")
+
+
+def ratios(signal: float, noise: float) -> dict[str, Any]:
+    """What a probe says of two sums of squares: themselves, sqnr_db (+inf without noise), rel_l2."""
+    if noise == 0:
+        sqnr, relative = math.inf, 0.0
+    else:
+        sqnr = 10 * math.log10(signal / noise) if signal > 0 and math.isfinite(noise) else -math.inf
+        relative = math.sqrt(noise / signal) if signal > 0 else math.inf
+    return {"signal": signal, "noise": noise, "sqnr_db": sqnr, "rel_l2": relative}
+
+
+def reasons(fallbacks: dict[str, int], between: str = ", ") -> str:
+    """{reason: exact calls} in words."""
+    return between.join(f"{reason} {number}" for reason, number in fallbacks.items()) or "0"

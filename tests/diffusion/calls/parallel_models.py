@@ -1,0 +1,200 @@
+"""One of two processes that share a model's tokens: `python parallel_models.py RANK FILE DEVICE` prints rows.
+
+FILE: where the two meet. DEVICE: cpu, or cuda, of which each process has one. Each runs the model once
+without the other, and then in parallel, several steps of a run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from diffusers.hooks.context_parallel import apply_context_parallel, remove_context_parallel
+from diffusers.models import attention_dispatch
+
+import sage_kernels
+import sage_processors as sp
+from sage_kernels.testing import exact_attention, make_qkv, sqnr_db
+from sage_processors.diffusion.calls.context_parallel import bytes_as_they_are, run_with_codes
+from sage_processors.diffusion.host.discovery import attention_modules
+from tests.diffusion.calls.context_parallel import parallel_config
+from tests.diffusion.test_apply_pipelines import flux_pipe
+from tests.support.tiny_models import MODELS
+
+
+STEPS = 2
+
+
+@contextlib.contextmanager
+def spread(model, parallel, attention=True):
+    """What model.enable_parallelism does, which asks for a GPU. attention: whether attention is told of it."""
+
+    def tell(config):
+        for _, module in attention_modules(model):
+            module.processor._parallel_config = config
+
+    apply_context_parallel(model, parallel.context_parallel_config, model._cp_plan)
+    tell(parallel if attention else None)
+    yield
+    tell(None)
+    remove_context_parallel(model, model._cp_plan)
+
+
+@contextlib.contextmanager
+def counted_bytes():
+    """A list that gets the bytes that leave this process, of every exchange of attention."""
+    sent: list = []
+    codes, parts, ring = dist.all_to_all_single, attention_dispatch._all_to_all_single, funcol.all_gather_tensor
+
+    def counted(function, share):
+        def call(*arguments, **options):
+            x = arguments[1] if function is codes else arguments[0]
+            sent.append(int(x.numel() * x.element_size() * share))
+            return function(*arguments, **options)
+
+        return call
+
+    dist.all_to_all_single = counted(codes, 0.5)  # half stays here
+    attention_dispatch._all_to_all_single = counted(parts, 0.5)
+    attention_dispatch.funcol = SimpleNamespace(**vars(funcol) | {"all_gather_tensor": counted(ring, 1)})
+    yield sent
+    dist.all_to_all_single, attention_dispatch._all_to_all_single = codes, parts
+    attention_dispatch.funcol = funcol
+
+
+def main(rank: int, file: str, device: str = "cpu") -> None:
+    options = {"rank": rank, "world_size": 2, "init_method": f"file://{file}"}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device(device, rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", **options)
+    for kind in ("ulysses", "ring"):
+        parallel = parallel_config(kind, rank, device)
+        if kind == "ulysses":
+            print(json.dumps({"kind": kind, "case": "op"} | exchanged(parallel, rank, device)), flush=True)
+            print(json.dumps({"kind": kind, "case": "training"} | trained(parallel, device)), flush=True)
+        print(json.dumps({"kind": kind, "case": "compiled"} | compiled(parallel, device)), flush=True)
+        for name, options in CASES.items():
+            if kind == "ring" and "exchange" in options:
+                continue
+            dist.barrier()
+            row = {"kind": kind, "case": name} | case(parallel, device, **options)
+            print(json.dumps(row), flush=True)
+    dist.destroy_process_group()
+
+
+def exchanged(parallel, rank: int, device: str) -> dict:
+    """One call of a size that models have, exchanged as codes: bytes and errors in dB."""
+    whole = make_qkv("biased_keys", 1, 256, 256, 4, 4, 64, dtype=torch.bfloat16, device=device)
+    mine = [x.chunk(2, 1)[rank] for x in whole]
+    call = (*mine, None, 0.0, False, None, False)
+
+    def exact(given, return_lse):
+        return exact_attention(*given[:3])[0].to(torch.bfloat16)
+
+    def int8(given, return_lse):
+        return sage_kernels.sage_attention(*given[:3])
+
+    wanted = exact_attention(*whole)[0].chunk(2, 1)[rank]
+    row = {}
+    with counted_bytes() as sent:
+        for name, attend in (("exact", exact), ("int8", int8)):
+            out, reported = run_with_codes(call, parallel, attend)
+            row[name] = sqnr_db(out, wanted)
+    assert sum(sent) == 2 * reported
+    alone = sage_kernels.sage_attention(*whole).chunk(2, 1)[rank]
+    return row | {"alone": sqnr_db(alone, wanted), "share": reported / bytes_as_they_are(call, parallel)}
+
+
+def trained(parallel, device: str) -> dict:
+    """A forward that needs gradients: exact, and with those of one process."""
+    model, inputs = MODELS["flux"]()
+    model, inputs = model.to(device), {name: x.to(device) for name, x in inputs.items()}
+    weight = model.transformer_blocks[0].attn.to_q.weight.requires_grad_()
+
+    def gradient():
+        return torch.autograd.grad(model(**inputs, return_dict=False)[0].square().sum(), weight)[0]
+
+    alone = gradient()
+    with sp.apply(model, sp.SageAttnProcessor(training="int8", min_tokens=0)) as handle, spread(model, parallel):
+        found = gradient()
+        dist.all_reduce(found)  # each has the part of its own tokens
+        fallbacks = handle.report().fallbacks
+    return {"error": float((found - alone).norm() / alone.norm()), "fallbacks": fallbacks}
+
+
+def compiled(parallel, device: str) -> dict:
+    """One forward, eager and traced."""
+    model, inputs = MODELS["flux"]()
+    model, inputs = model.to(device), {name: x.to(device) for name, x in inputs.items()}
+    config = sp.SageAttnProcessor(min_tokens=0, exchange="int8")
+    with torch.no_grad(), sp.apply(model, config) as handle, spread(model, parallel):
+        eager = model(**inputs, return_dict=False)[0]
+        torch._dynamo.reset()
+        traced = torch.compile(model, backend="aot_eager")(**inputs, return_dict=False)[0]
+        report = handle.report()
+    layers = len(report.rows)
+    return {"db": sqnr_db(traced, eager), "calls": report.calls / layers, "fallbacks": report.fallbacks}
+
+
+CASES: dict = {
+    "planned": {},
+    "per_token": {"scaling": "dynamic"},
+    "codes": {"exchange": "int8"},
+    "codes_fp8": {"exchange": "int8", "recipe": "qk_int8_pv_fp8"},
+    "fp8": {"recipe": "qk_int8_pv_fp8"},
+    "rotated": {"rotation": "hadamard"},
+    "windows": {"keep_first_steps": 1, "policy": "strict"},
+    "kept": {"keep_layers": ("*single*",), "policy": "strict"},
+    "backend": {"backend": "sage_int8"},
+}
+
+
+def case(parallel, device: str, backend=None, **options) -> dict:
+    pipe, draw = flux_pipe()
+    pipe.to(device)
+    model = pipe.transformer
+    for name, parameter in model.named_parameters():  # so that attention decides something
+        if name.endswith(("to_v.weight", "to_out.0.weight", "to_q.weight", "to_k.weight", "proj_out.weight")):
+            parameter.data *= 4
+    exact = draw(STEPS)
+    if backend is not None:
+        sp.register_diffusers_backend(min_tokens=0)
+        model.set_attention_backend(backend)
+    with sp.apply(pipe, sp.SageAttnProcessor(min_tokens=0, **options)) as handle:
+        alone = draw(STEPS)
+        with spread(model, parallel, attention=False):
+            apart = draw(STEPS)
+        handle.reset()
+        with spread(model, parallel), counted_bytes() as sent:
+            together, again = draw(STEPS), draw(STEPS)
+            report = handle.report()
+        site = next(iter(model.attn_processors.values()))._sage_sites[0]
+        planned = [] if site.state is None else site.state.plan_scale[: site.kv_heads].nonzero().flatten().tolist()
+    if backend is not None:
+        sp.unregister_diffusers_backend()
+        model.reset_attention_backend()
+    first = report.rows[0]
+    return {
+        "to_alone": sqnr_db(together, alone),
+        "alone_to_exact": sqnr_db(alone, exact),
+        "to_exact": sqnr_db(together, exact),
+        "apart": sqnr_db(apart, alone),
+        "repeats": torch.equal(together, again),
+        "sum": float(together.double().sum()),
+        "calls": first["calls"],
+        "dynamic": first["dynamic_calls"],
+        "planned": planned,
+        "reported_bytes": sum(row["sent_bytes"] for row in report.rows),
+        "sent_bytes": sum(sent),
+        "fallbacks": report.fallbacks,
+    }
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,422 @@
+"""Head norms and rotary embedding that wait for attention: one pass where they can, the model's own bits elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.embeddings import apply_rotary_emb
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import sage_processors as sp
+from sage_processors.diffusion.heads import rotary
+from sage_processors.diffusion.heads.postponed_heads import PostponedHeads
+from sage_processors.linears.modules import is_swapped
+from sage_processors.postponed.region import opened
+from sage_processors.postponed.tensor import Postponed
+from tests.support.tiny_models import MODELS
+
+
+pytestmark = pytest.mark.usefixtures("library_tests")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# model → passes over queries and keys in a forward, one for each attention layer whose heads are turned as one
+WAIT = {"flux": 2, "flux2": 2, "chroma": 2, "bria": 2, "ovis_image": 2, "longcat_image": 2, "qwen_image": 1}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+    return torch.device(request.param)
+
+
+class Passes(TorchDispatchMode):
+    """Counts passes over queries and keys, and what each was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "sage_kernels.qk_norm_rope" in str(func):
+            self.calls.append({"parts": len(args[0]), "norm": args[4], "angles": len(args[6])})
+        return func(*args, **(kwargs or {}))
+
+
+def built(name, device="cpu", dtype=torch.float32):
+    """A tiny model whose norms' weights are no ones, and inputs."""
+    model, inputs = MODELS[name]()
+    torch.manual_seed(1)
+    for key, parameter in model.named_parameters():
+        if "norm" in key and parameter.dim() == 1:
+            parameter.data = torch.rand_like(parameter) + 0.5
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    return model.to(device, dtype), inputs
+
+
+@contextmanager
+def nothing_waits(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(rotary, "CAN_WAIT", False)
+        yield
+
+
+def config(**options):
+    return sp.SageAttnProcessor(scaling="dynamic", min_tokens=0, **options)
+
+
+def norms_of(model):
+    return [m for m in model.modules() if hasattr(m, "_sage_norm") or is_swapped(m)]
+
+
+@pytest.mark.parametrize("name", WAIT)
+def test_one_pass_makes_what_the_model_makes(name, device, monkeypatch):
+    model, inputs = built(name, device)
+    with sp.apply(model, config()) as handle:
+        with nothing_waits(monkeypatch), Passes() as passes:
+            expected = model(**inputs)[0]
+        assert not passes.calls
+        for _ in range(2):  # the first one computes what waits as well
+            with Passes() as passes:
+                got = model(**inputs)[0]
+            assert len(passes.calls) == WAIT[name]
+            assert all(call["norm"] and call["angles"] for call in passes.calls)
+            # codes of Q and K that were rounded the other way
+            assert (got - expected).norm() < 2e-3 * expected.norm()
+        assert handle.report().calls and not handle.report().fallbacks
+
+
+def test_queries_and_keys_are_the_models_own_to_the_last_rounding(monkeypatch):
+    """Of every call: to fp32's, where the model rounds nothing in between."""
+    from sage_processors.diffusion.calls import processors
+
+    model, inputs = built("flux")
+    seen = []
+    made_ready = processors.made_ready
+
+    def compare(query, key):
+        made = made_ready(query, key)
+        seen.extend(zip(made, (query.value(), key.value()), strict=True))
+        return made
+
+    monkeypatch.setattr(processors, "made_ready", compare)
+    with sp.apply(model, config()):
+        model(**inputs)
+        model(**inputs)
+    assert len(seen) == 8
+    for got, expected in seen:
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_image"])
+def test_layers_that_stay_exact_keep_the_models_bits(name, device):
+    model, inputs = built(name, device, torch.bfloat16)
+    inputs = {k: v.bfloat16() if k.endswith("states") or "pooled" in k else v for k, v in inputs.items()}
+    expected = model(**inputs)[0]
+    with sp.apply(model, config(keep_layers=("*",))) as handle, Passes() as passes:
+        for _ in range(3):
+            assert torch.equal(model(**inputs)[0], expected)
+        assert not passes.calls and not handle.report().calls
+    assert torch.equal(model(**inputs)[0], expected)
+
+
+def test_remove_and_copies_put_the_norms_back():
+    model, inputs = built("flux")
+    expected, classes = model(**inputs)[0], [type(m) for m in model.modules()]
+    handle = sp.apply(model, config())
+    assert len(norms_of(model)) == 6  # of queries and keys: two each of image and text, and of the single block
+    handle.refresh()
+    assert len(norms_of(model)) == 6
+    twin = copy.deepcopy(model)
+    swapped = model(**inputs)[0]
+    assert torch.equal(twin(**inputs)[0], swapped)
+    assert type(pickle.loads(pickle.dumps(norms_of(model)[0]))) is type(norms_of(model)[0])
+    other = sp.apply(twin, config())
+    assert torch.equal(twin(**inputs)[0], swapped)
+    for one, of in ((other, twin), (handle, model)):
+        one.remove()
+        assert [type(m) for m in of.modules()] == classes and not norms_of(of)
+        assert torch.equal(of(**inputs)[0], expected)
+
+
+@pytest.mark.parametrize("linears", ["none", "int8"])
+def test_with_8_bit_linear_layers_beside_it(linears):
+    model, inputs = built("flux")
+    with sp.apply(model, config(linears=linears, linears_min_features=0)), Passes() as passes:
+        model(**inputs)
+    assert [call["parts"] for call in passes.calls] == [2, 1]
+    assert not norms_of(model)
+
+
+def test_a_model_whose_rotary_embedding_is_not_known_is_left_alone():
+    model, inputs = built("sd3")
+    with sp.apply(model, config()), Passes() as passes:
+        assert not norms_of(model)
+        model(**inputs)
+    assert not passes.calls
+
+
+# what a processor may do with queries and keys
+
+
+class Attention(torch.nn.Module):
+    """An attention layer whose processor is given."""
+
+    def __init__(self, width=32, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.to_q, self.to_k, self.to_v = (torch.nn.Linear(width, width) for _ in "qkv")
+        self.norm_q, self.norm_k = (torch.nn.RMSNorm(width // heads, eps=1e-6) for _ in "qk")
+        self.processor = None
+
+    def forward(self, x, angles):
+        return self.processor(self, x, angles)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, processor):
+        super().__init__()
+        torch.manual_seed(0)
+        self.attn = Attention()
+        self.attn.processor = processor
+        self.eval().requires_grad_(False)
+
+    def forward(self, x, angles):
+        return self.attn(x, angles)
+
+
+class Processor:
+    """use: what it does with queries and keys before attention, given what the queries were before their norm."""
+
+    use = None
+
+    def __call__(self, attn, x, angles):
+        q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        given = q
+        q, k = attn.norm_q(q), attn.norm_k(k)
+        q = apply_rotary_emb(q, angles, sequence_dim=1)
+        k = apply_rotary_emb(k, angles, sequence_dim=1)
+        if self.use is not None:
+            q, k = self.use(q, k, given)
+        return dispatch_attention_fn(q, k, v).flatten(2)
+
+
+class Transposing(Processor):
+    def __call__(self, attn, x, angles):
+        q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q, k = apply_rotary_emb(attn.norm_q(q), angles, sequence_dim=1), attn.norm_k(k)
+        k = apply_rotary_emb(k.transpose(1, 2), angles)
+        q, v = q.transpose(1, 2), v.transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def angles(tokens=20, width=16):
+    torch.manual_seed(2)
+    phase = torch.rand(tokens, width // 2).repeat_interleave(2, -1)
+    return phase.cos(), phase.sin()
+
+
+X = torch.linspace(-1, 1, 2 * 20 * 32).sin().view(2, 20, 32) * 3
+
+USES = {
+    "nothing": None,
+    "arithmetic": lambda q, k, given: (q * 2 - q, k + 0),
+    "a part of it": lambda q, k, given: (torch.cat([q[:, :5], q[:, 5:]], 1), k[:, :]),
+    "queries alone": lambda q, k, given: (q.clone(), k),
+    "in place": lambda q, k, given: (q.mul_(1.5), k),
+    "queries as keys": lambda q, k, given: (q, q),
+    "other parts": lambda q, k, given: (torch.cat([q, q], 1)[:, :20], k),
+    "twice": lambda q, k, given: (apply_rotary_emb(q, angles(), sequence_dim=1), k),
+    "asked": lambda q, k, given: (q, k) if q.dim() == 4 and q.layout is torch.strided and not q.is_nested else None,
+}
+
+
+@pytest.mark.parametrize("use", [*USES, "transposed"])
+def test_whatever_becomes_of_the_heads_the_numbers_are_the_models(use):
+    processor = Transposing() if use == "transposed" else Processor()
+    processor.use = USES.get(use)
+    model = Model(processor)
+    expected = model(X, angles())
+    with sp.apply(model, config()) as handle:
+        for _ in range(3):
+            got = model(X, angles())
+            assert type(got) is torch.Tensor
+            assert (got - expected).norm() < 0.02 * expected.norm()
+        assert handle.report().calls == 3
+
+
+class Unlike(Processor):
+    """Queries and keys that one pass can't make together: `kind` says why."""
+
+    kind = ""
+
+    def __call__(self, attn, x, angles):
+        q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+        q = attn.norm_q(q)
+        k = k if self.kind == "norm of queries alone" else attn.norm_k(k)
+        of_keys = tuple(t.flip(0) for t in angles) if "other angles" in self.kind else angles
+        if self.kind == "other angles of two parts":
+            q, k = (torch.cat([attn.norm_q(v[:, :5]), attn.norm_q(v[:, 5:])], 1) for _ in "qk")
+        q = apply_rotary_emb(q, angles, sequence_dim=1)
+        if self.kind == "pairs":
+            k = apply_rotary_emb(k, angles, use_real_unbind_dim=-2, sequence_dim=1)
+        elif self.kind != "angles of queries alone":
+            k = apply_rotary_emb(k, of_keys, sequence_dim=1)
+        return dispatch_attention_fn(q, k, v).flatten(2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "other angles",
+        "other angles of two parts",
+        "pairs",
+        "angles of queries alone",
+        "norm of queries alone",
+        "eps",
+        "weight of queries alone",
+    ],
+)
+def test_queries_and_keys_that_differ_are_made_one_by_one(kind):
+    processor = Unlike()
+    processor.kind = kind
+    model = Model(processor)
+    if kind == "eps":
+        model.attn.norm_k.eps = 0.3
+    if kind == "weight of queries alone":
+        model.attn.norm_k = torch.nn.RMSNorm(16, eps=1e-6, elementwise_affine=False)
+    torch.nn.init.uniform_(model.attn.norm_q.weight, 0.5, 2.0)
+    expected = model(X, angles())
+    with sp.apply(model, config()), Passes() as passes:
+        for _ in range(2):
+            assert (model(X, angles()) - expected).norm() < 0.02 * expected.norm()
+    assert not passes.calls
+
+
+def test_an_input_that_the_processor_overwrites_is_noticed_in_the_first_call():
+    processor = Processor()
+    processor.use = lambda q, k, given: (q, k, given.zero_())[:2]
+    model = Model(processor)
+    expected = model(X, angles())
+    with sp.apply(model, config()), Passes() as passes:
+        for _ in range(3):
+            assert (model(X, angles()) - expected).norm() < 0.02 * expected.norm()
+    assert not any(call["norm"] for call in passes.calls)  # angles may still wait
+
+
+@pytest.mark.parametrize("what", ["input", "angles"])
+def test_what_is_overwritten_later_is_an_error(what):
+    processor, table = Processor(), angles()
+    model = Model(processor)
+    with sp.apply(model, config()):
+        model(X, table)
+        processor = model.attn.processor
+        written = {"input": lambda given: given.zero_(), "angles": lambda given: table[1].zero_()}[what]
+        object.__setattr__(processor, "use", lambda q, k, given: (q, k, written(given))[:2])
+        with pytest.raises(sp.ChangedInputError, match=r"queries or keys of attn.*in place.*keep_layers"):
+            model(X, table)
+
+
+OTHER_ANGLES = {
+    "double": lambda cos, sin: (cos.double(), sin.double()),
+    "bfloat16": lambda cos, sin: (cos.bfloat16(), sin.bfloat16()),
+    "one for all": lambda cos, sin: (cos[:1], sin[:1]),
+    "a list": lambda cos, sin: [cos, sin],
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_ANGLES)
+def test_angles_of_other_kinds_are_the_models_own(kind):
+    given = OTHER_ANGLES[kind](*angles())
+    model = Model(Processor())
+    expected = model(X, given)
+    with sp.apply(model, config()), Passes() as passes:
+        for _ in range(2):
+            assert (model(X, given) - expected).norm() < 0.02 * expected.norm()
+    assert bool(passes.calls) == (kind == "a list")
+
+
+@pytest.mark.parametrize(
+    ("given", "options"), [((True, -1, 1, 2), {}), ((), {"sequence_dim": 1, "dim": 2}), ((True, -3, 1), {})]
+)
+def test_wrong_arguments_of_a_rotary_embedding_are_the_models_error(given, options):
+    class Wrong(Processor):
+        def __call__(self, attn, x, angles):
+            q, k, v = (layer(x).unflatten(-1, (attn.heads, -1)) for layer in (attn.to_q, attn.to_k, attn.to_v))
+            q = apply_rotary_emb(q, angles, *given, **options)
+            return dispatch_attention_fn(q, k, v).flatten(2)
+
+    model = Model(Wrong())
+    with pytest.raises((TypeError, ValueError)) as stock:
+        model(X, angles())
+    with sp.apply(model, config()), pytest.raises(type(stock.value)):
+        model(X, angles())
+
+
+@pytest.mark.parametrize("mode", ["autocast", "inference_mode", "inference_mode_inside"])
+def test_under_autocast_nothing_waits_and_in_inference_mode_what_counts_its_writes(mode):
+    model = Model(Processor())
+    table = angles()
+    expected = model(X, table)
+    context = torch.autocast("cpu", torch.bfloat16) if mode == "autocast" else torch.inference_mode()
+    with sp.apply(model, config()), context, Passes() as passes:
+        called = model if mode != "inference_mode_inside" else functools.partial(type(model).forward, model)
+        for _ in range(2):
+            got = called(X.clone(), tuple(x.clone() for x in table)).float()
+    assert len(passes.calls) == (2 if mode == "inference_mode" else 0)
+    assert (got - expected).norm() < 0.03 * expected.norm()
+
+
+def test_heads_that_nobody_finishes_wait_and_print_as_numbers():
+    model = Model(Processor())
+    handle = sp.apply(model, config())
+    model(X, angles())
+    assert type(model.attn.norm_q(X.view(2, 20, 2, 16))) is torch.Tensor
+    with handle, opened():
+        q = model.attn.norm_q(X.view(2, 20, 2, 16))
+        assert type(q) is PostponedHeads and isinstance(q, Postponed) and q._ordinary is None
+        assert q.shape == (2, 20, 2, 16) and repr(q).startswith("tensor(")
+        torch.testing.assert_close(q.tensor(), torch.nn.RMSNorm(16, eps=1e-6)(X.view(2, 20, 2, 16)))
+        for other in (X.view(2, 40, 16), X.view(2, 20, 2, 16).mT.contiguous().mT):
+            assert type(model.attn.norm_q(other)) is torch.Tensor
+
+
+def test_norms_whose_weights_are_there_for_their_own_forward_alone_change_no_bit():
+    """As offloading by leaves has it: heads are made in the same pass, from a copy of the weights."""
+    from diffusers.hooks.hooks import HookRegistry, ModelHook
+
+    class OnlyThen(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            module.weight.data = self.weight
+            return args, kwargs
+
+        def post_forward(self, module, output):
+            module.weight.data = torch.full_like(self.weight, torch.nan)
+            return output
+
+    model, inputs = MODELS["flux"]()
+    model.to(torch.bfloat16)
+    inputs = {name: x.bfloat16() if x.is_floating_point() else x for name, x in inputs.items()}
+
+    def forwards():
+        with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle:
+            outputs = [model(**inputs, return_dict=False)[0] for _ in range(3)]
+            assert handle.report().calls
+        return outputs
+
+    names = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+    norms = [module for name, module in model.named_modules() if name.rpartition(".")[2] in names]
+    for module in norms:
+        module.weight.data = 0.5 + torch.rand_like(module.weight)
+    expected = forwards()
+    for module in norms:
+        hook = OnlyThen()
+        hook.weight = module.weight.data
+        HookRegistry.check_if_exists_or_initialize(module).register_hook(hook, "only_then")
+    assert all(torch.equal(a, b) for a, b in zip(forwards(), expected, strict=True))

@@ -1,0 +1,247 @@
+"""What a handle compiles ahead: the kinds of calls its layers make, when it is started, and what it says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+
+import pytest
+import torch
+
+
+pytest.importorskip("diffusers")
+import sage_processors as sp  # noqa: E402
+import tests.support.tiny_image_models  # noqa: E402, F401 (registers them)
+from sage_kernels import qk_norm_rope  # noqa: E402
+from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, heads_call  # noqa: E402
+from sage_processors.diffusion.reports import warm_up  # noqa: E402
+from sage_processors.diffusion.reports.warm_up import call_kinds, heads_kinds  # noqa: E402
+from tests.support.tiny_models import MODELS  # noqa: E402
+
+
+CUDA = torch.device("cuda")
+FP8 = "qk_int8_pv_fp8"
+FLOAT, BF16 = torch.float32, torch.bfloat16
+
+
+class Job:
+    """Stands for one that is done."""
+
+    def __init__(self, kind, cached=False):
+        self.kind, self.cached, self.error = kind, cached, None
+
+    class finished:  # noqa: N801 (an attribute)
+        wait = staticmethod(lambda: True)
+
+
+class Started:
+    known = set()
+
+    def __init__(self, jobs=()):
+        self.jobs = list(jobs)
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Kinds of calls that were started, one list a time, as if all models were on a GPU."""
+    calls = []
+
+    def compile_ahead(kinds, device, others):
+        calls.append(list(kinds))
+        return Started(Job(kind) for kind in kinds)
+
+    monkeypatch.setattr(warm_up, "compile_ahead", compile_ahead)
+    monkeypatch.setattr(warm_up, "_on_a_gpu", lambda part: True)
+    monkeypatch.setattr(warm_up, "closing_call", lambda state, device: None)
+    return calls
+
+
+@pytest.mark.parametrize("recipe", ["qk_int8_pv_bf16", FP8])
+def test_the_kinds_of_a_models_calls_before_and_after_its_first(recipe):
+    model, inputs = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor(recipe=recipe, min_tokens=0)) as handle:
+        (part,) = handle._parts
+        expected = CallKind(FLOAT, 16, recipe, keeps_rows=recipe == FP8, tokens=(LONG, SHORT))
+        assert call_kinds(part, CUDA, all_steps=True) == [expected]
+        # nobody has told of steps: no row maxima are kept
+        assert call_kinds(part, CUDA) == [expected._replace(keeps_rows=False)]
+        assert call_kinds(part, CUDA, only_seen=True) == []
+        handle.new_run()
+        with torch.no_grad():
+            model(**inputs)
+        assert call_kinds(part, CUDA, only_seen=True) == [expected._replace(tokens=(SHORT,))]
+
+
+def test_masks_and_types_are_those_that_a_layer_met():
+    model, inputs = MODELS["qwen_image_padded"]()
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, scaling="per_block")) as handle, torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(**inputs)
+        found = call_kinds(handle._parts[0], CUDA)
+        assert found and {(kind.by_key is None, kind.dtype, kind.scaling) for kind in found} == {
+            (False, BF16, "per_block")
+        }
+
+
+def test_options_by_layer_decide_and_short_calls_need_nothing(monkeypatch):
+    model, _ = MODELS["flux"]()
+    config = sp.SageAttnProcessor(rotation="hadamard", min_tokens=0, layer_scaling={"single*": "per_token"})
+    with sp.apply(model, config) as handle:
+        found = call_kinds(handle._parts[0], CUDA)
+    assert {(kind.scaling, kind.rotation) for kind in found} == {("planned", "hadamard"), ("per_token", "hadamard")}
+    with sp.apply(model, dataclasses.replace(config, keep_layers=("*",), layer_scaling=())) as handle:
+        assert call_kinds(handle._parts[0], CUDA) == []
+    for least, lengths in ((SHORT, (LONG, SHORT)), (LONG, (LONG,)), (2**30, ())):
+        with sp.apply(model, sp.SageAttnProcessor(min_tokens=least)) as handle:
+            found = call_kinds(handle._parts[0], CUDA)
+        assert [kind.tokens for kind in found] == [lengths] * bool(lengths)
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "chroma", "qwen_image", "unet_sd15"])
+def test_heads_are_made_ready_by_the_kernel_that_was_compiled_ahead(name, monkeypatch):
+    """Not the lengths: what a kernel is specialised for are types, constants, and strides as 1 or multiples of 16."""
+    pytest.importorskip("triton")
+    from sage_kernels._triton.heads import qk_norm_rope as heads
+    from sage_processors.diffusion.heads import postponed_heads
+
+    kinds = set()
+
+    def launch(kernel, programs, *arguments, **constants):
+        names = list(inspect.signature(kernel.fn).parameters)
+        kind = {key: x.dtype for key, x in zip(names, arguments, strict=False) if isinstance(x, torch.Tensor)}
+        strides = {key: x for key, x in zip(names, arguments, strict=False) if key.startswith("stride")}
+        kind |= {key: (x == 1, x % 16 == 0) for key, x in strides.items()}
+        assert len(kind) == 8 + 10
+        kinds.add(frozenset((kind | constants).items()))
+
+    def made_ready(*arguments, norm, eps, cos, sin, pairs):
+        heads.launch_qk_norm_rope(*arguments, norm, eps, cos, sin, pairs)
+        return qk_norm_rope(*arguments, norm=norm, eps=eps, cos=cos, sin=sin, pairs=pairs)
+
+    monkeypatch.setattr(heads, "launch", launch)
+    model, inputs = MODELS[name]()
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle, torch.no_grad():
+        (part,) = handle._parts
+        for kind in heads_kinds(part, CUDA):
+            heads_call(kind, torch.device("cpu"))()
+        expected = kinds.copy()
+        assert len(expected) == (name != "unet_sd15")
+        kinds.clear()
+        monkeypatch.setattr(postponed_heads, "qk_norm_rope", made_ready)
+        for _ in range(2):
+            model(**inputs)
+    assert kinds == expected
+
+
+def test_heads_too_wide_for_any_kernel_need_none(monkeypatch):
+    model, _ = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, scaling="per_block")) as handle:
+        monkeypatch.setattr(warm_up, "discover_sites", lambda *_: [(2, 512)])
+        assert call_kinds(handle._parts[0], CUDA) == []
+
+
+def test_the_swap_starts_and_the_first_two_forwards(started):
+    model, inputs = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor(recipe=FP8, min_tokens=0)) as handle, torch.no_grad():
+        assert [kind.keeps_rows for kind in started[0]] == [False] and len(started) == 1
+        handle.new_run()
+        for _ in range(4):
+            model(**inputs)
+    assert len(started) == 3
+    assert [kind.keeps_rows for kind in started[1]] == [True]  # as a run was told of
+    assert [kind.tokens for kind in started[2]] == [(SHORT,)]
+
+
+def test_heads_of_several_widths_wait_for_the_first_forward(started):
+    model, inputs = MODELS["unet_sd15"]()
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle, torch.no_grad():
+        several = {kind.head_dim for kind in call_kinds(handle._parts[0], CUDA)}
+        assert len(several) == 2
+        model(**inputs)
+        assert not started
+        model(**inputs)
+    assert len(started) == 1 and {kind.head_dim for kind in started[0]} == several
+
+
+def test_what_fails_in_the_background_is_said_by_warm_up(started, monkeypatch):
+    def fails(*_):
+        raise NotImplementedError("GPU: too old")
+
+    monkeypatch.setattr(warm_up, "compile_ahead", fails)
+    model, inputs = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle, torch.no_grad():
+        model(**inputs)
+        with pytest.raises(NotImplementedError, match="too old"):
+            handle.warm_up(device="cuda")
+
+
+def test_warm_up_says_what_it_did(started, capsys):
+    model, _ = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0)) as handle:
+        done = handle.warm_up(device="cuda", progress=False)
+        assert (done.kernels, done.cached) == (1, 0) and done.seconds >= 0
+        assert not capsys.readouterr().out
+        handle.warm_up(device="cuda")
+        assert "compiling kernels" in capsys.readouterr().out
+    with pytest.raises(RuntimeError, match="removed"):
+        handle.warm_up()
+
+
+def test_on_a_cpu_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(warm_up, "compile_ahead", None)  # not called
+    model, inputs = MODELS["flux"]()
+    with sp.apply(model, sp.SageAttnProcessor()) as handle, torch.no_grad():
+        model(**inputs)
+        done = handle.warm_up()
+        assert (done.kernels, done.cached) == (0, 0)
+
+
+# --- the command ---
+
+
+def test_the_command_reads_configs_and_compiles(started, monkeypatch):
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from sage_processors.cli import main
+    from sage_processors.cli import warm_up as command
+
+    def invoke(*arguments, code=0):
+        result = CliRunner().invoke(main.app, ["warm-up", *arguments])
+        assert result.exit_code == code, result.output
+        return result.output
+
+    assert "Nothing to warm up on a CPU" in invoke("tiny_flux", "--device", "cpu")
+    assert "Invalid value for --recipe" in invoke("tiny_flux", "--recipe", "int3", code=2)
+    assert "--dtype" in invoke("tiny_flux", "--dtype", "int8", code=2)
+    monkeypatch.setattr(command, "torch_device", lambda name: CUDA)
+    output = invoke("tiny_flux", "--min-tokens", "0", "--dtype", "float16", "--recipe", FP8)
+    assert "1 kernels in" in output and "0 of them were there" in output
+    (kind,) = started[-1]
+    assert (kind.dtype, kind.recipe, kind.keeps_rows, kind.scaling) == (torch.float16, FP8, True, "planned")
+    assert "no call of this model is long enough" in invoke("tiny_flux", "--min-tokens", str(2**40))
+
+
+@pytest.mark.gpu
+def test_after_a_warm_up_a_run_compiles_nothing(monkeypatch):
+    """Seven steps: row maxima come into use in the fifth."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs a CUDA GPU that has FP8")
+    import triton
+
+    model, inputs = MODELS["flux"]()
+    inputs = {name: x.to("cuda", BF16 if name != "timestep" else FLOAT) for name, x in inputs.items()}
+    compiled = []
+    with sp.apply(model.to("cuda", BF16), sp.SageAttnProcessor(recipe=FP8, min_tokens=0)) as handle, torch.no_grad():
+        handle.new_run()
+        done = handle.warm_up(progress=False)
+        assert done.kernels >= 5 and handle.warm_up(progress=False).cached >= done.kernels
+        monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, src, **_: compiled.append(src.name))
+        for step in range(7):
+            model(**inputs | {"timestep": torch.tensor([1.0 - step / 8], device="cuda")})
+        report = handle.report()
+    assert report.calls == 7 * 2 and not report.fallbacks.get("short")
+    assert not compiled

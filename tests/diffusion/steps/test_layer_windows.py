@@ -1,0 +1,275 @@
+"""Recipes and ranges of noise levels by layer: the right calls of the right layers run as asked, counted, compiled."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import pickle
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+import sage_processors as sp
+from sage_kernels.planning import row_maxima
+from sage_processors import options as config_module
+from sage_processors.calibration import policy_files as policy
+from sage_processors.diffusion.calls import processors
+from sage_processors.diffusion.steps.noise_level import noise_levels
+from sage_processors.diffusion.steps.windows import inside, stays_exact
+from tests.diffusion.steps.test_windows import flux_pipe, options
+from tests.diffusion.test_compile import compiled, denoise
+
+
+JOINT, SINGLE = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0.attn"
+BF16, FP8 = "qk_int8_pv_bf16", "qk_int8_pv_fp8"
+
+
+def rows_of(handle):
+    return {row["layer"]: row for row in handle.report().rows}
+
+
+def counts(handle):
+    return {name: (row["calls"], row["fallbacks"].get("window", 0)) for name, row in rows_of(handle).items()}
+
+
+# --- noise levels ---
+
+
+@pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
+def test_a_layer_is_exact_in_its_range_bit_for_bit_and_int8_elsewhere(scaling):
+    pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
+    seen = {JOINT: [], SINGLE: []}
+
+    def keep(name):
+        def hook(module, args, kwargs, output):
+            seen[name].append(copy.deepcopy((args, kwargs, output)))
+
+        return hook
+
+    modules = {name: model.get_submodule(name.partition(".")[2]) for name in seen}
+    with sp.apply(pipe, options(scaling=scaling, layer_keep_noise={JOINT: (0.2, 0.85)})) as handle:
+        hooks = [m.register_forward_hook(keep(name), with_kwargs=True) for name, m in modules.items()]
+        denoise(pipe, model, inputs, steps=8)
+        rows = rows_of(handle)
+    for hook in hooks:
+        hook.remove()
+    asked = [0.2 <= u < 0.85 for u in noise_levels(pipe.scheduler).tolist()]
+    assert 1 < sum(asked) < 7 and not asked[0] and not asked[-1]  # in the middle of the run
+
+    def same(name):
+        with torch.no_grad():
+            stock = [modules[name](*args, **kwargs) for args, kwargs, _ in seen[name]]
+        pairs = [(out if isinstance(out, tuple) else (out,)) for out in stock]
+        ours = [(out if isinstance(out, tuple) else (out,)) for *_, out in seen[name]]
+        return [all(map(torch.equal, a, b)) for a, b in zip(pairs, ours, strict=True)]
+
+    assert same(JOINT) == asked and same(SINGLE) == [False] * 8
+    assert (rows[JOINT]["calls"], rows[JOINT]["fallbacks"]) == (8 - sum(asked), {"window": sum(asked)})
+    assert (rows[SINGLE]["calls"], rows[SINGLE]["fallbacks"]) == (8, {})
+    assert rows[JOINT]["keep_noise"] == (0.2, 0.85) and rows[SINGLE]["keep_noise"] == ()
+    assert rows[JOINT]["note"] == "16 bit at noise levels 0.2 to 0.85" and rows[SINGLE]["note"] == ""
+
+
+def test_ranges_add_to_the_windows_of_all_layers_and_replace_their_range():
+    pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
+    pipe.scheduler.set_timesteps(10)
+    levels = noise_levels(pipe.scheduler).tolist()
+    low, high = sum(u < 0.5 for u in levels), sum(u >= 0.9 for u in levels)
+    assert 1 < low < 9 and 1 < high < 9 and low + high < 10
+    with sp.apply(pipe, options(keep_noise=(0, 0.5), layer_keep_noise={SINGLE: (0.9, 1)})) as handle:
+        denoise(pipe, model, inputs, steps=10)
+        assert counts(handle) == {JOINT: (10 - low, low), SINGLE: (10 - high, high)}
+    with sp.apply(pipe, options(keep_noise=(0, 0.5), layer_keep_noise={SINGLE: ()}, keep_first_steps=1)) as handle:
+        denoise(pipe, model, inputs, steps=10)
+        assert counts(handle) == {JOINT: (9 - low, low + 1), SINGLE: (9, 1)}
+
+
+def test_a_range_holds_its_low_end_and_one_but_not_its_high_end():
+    assert [inside((0.2, 0.5), u) for u in (0.19, 0.2, 0.49, 0.5)] == [False, True, True, False]
+    assert inside((0.2, 1.0), 1.0) and inside((0.0, 0.1), 0.0) and not inside((), 0.5)
+    config = options(keep_first_steps=1, keep_last_steps=1, keep_below_noise=0.35)
+    kept = [stays_exact(config, (0.5, 0.7), 1 - i / 10, i, 10 - i) for i in range(10)]
+    assert kept == [True, False, False, False, True, True, False, True, True, True]
+
+
+@pytest.mark.slow("compiles four versions")
+def test_compiled_ranges_make_a_version_for_each_combination_and_no_more():
+    pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
+    config = options(layer_keep_noise={JOINT: (0, 0.4), SINGLE: (0.2, 0.7)}, keep_first_steps=1)
+    pipe.scheduler.set_timesteps(12)
+    met = {(i == 0 or u < 0.4, i == 0 or 0.2 <= u < 0.7) for i, u in enumerate(noise_levels(pipe.scheduler).tolist())}
+    assert len(met) == 4
+    torch._dynamo.reset()
+    with sp.apply(pipe, config) as handle:
+        eager = [denoise(pipe, model, inputs, steps=12) for _ in range(2)]
+        expected = {name: tuple(x // 2 for x in pair) for name, pair in counts(handle).items()}
+        handle.reset()
+        fast, counter = compiled(model, "aot_eager")
+        results = [denoise(pipe, fast, inputs, steps=12)]
+        assert counter.frame_count == 4 and counts(handle) == expected
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            results.append(denoise(pipe, fast, inputs, steps=12))
+        assert counter.frame_count == 4
+    torch._dynamo.reset()
+    torch.testing.assert_close(results, eager, rtol=1e-5, atol=1e-5)
+
+
+def test_auto_rotation_waits_until_a_layer_leaves_its_range(monkeypatch):
+    attend = processors._attend
+
+    def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
+        factor = torch.ones(key.shape[3])
+        factor[[1, key.shape[3] // 2]] = 30.0
+        return attend(query, key * factor, value, attn_mask, is_causal, scale, processor, index)
+
+    monkeypatch.setattr(processors, "_attend", harder)
+    monkeypatch.setattr("sage_processors.diffusion.auto_rotation.ROTATE_BELOW_DB", 99.0)
+    pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
+    with sp.apply(pipe, options(scaling="per_block", rotation="auto", layer_keep_noise={JOINT: (0.9, 1)})) as handle:
+        pipe.scheduler.set_timesteps(8)
+        first = sum(u >= 0.9 for u in noise_levels(pipe.scheduler).tolist())
+        assert first >= 1
+        denoise(pipe, model, inputs, steps=8)
+        notes = {name: row["note"] for name, row in rows_of(handle).items()}
+        assert "in step 0" in notes[SINGLE] and f"in step {first}" in notes[JOINT] and "no INT8" not in notes[JOINT]
+        assert handle._probe is None  # all decided: nothing goes on measuring
+
+
+# --- recipes ---
+
+
+@pytest.mark.parametrize("scaling", ["timestep", "per_token"])
+def test_a_layer_runs_its_own_recipe(scaling, monkeypatch):
+    """With a recipe of its own every layer does what a handle with only that recipe does, while inputs are equal."""
+    monkeypatch.setattr(row_maxima, "FIRST_STEPS", 0)
+    pipe, model, inputs = flux_pipe()
+
+    def first_outputs(config, steps=1):
+        found = {}
+        modules = {name: model.get_submodule(name.partition(".")[2]) for name in (JOINT, SINGLE)}
+
+        def keep(name):
+            return lambda module, args, output: found.setdefault(name, output)
+
+        hooks = [m.register_forward_hook(keep(name)) for name, m in modules.items()]
+        with sp.apply(pipe, config) as handle:
+            denoise(pipe, model, inputs, steps=steps)
+            rows = rows_of(handle)
+            state = handle._parts[0].state
+            lagged = {} if state is None else {site["name"]: site["lagged"] for site in state.summary()}
+        for hook in hooks:
+            hook.remove()
+        return found[JOINT][0], rows, lagged
+
+    fp8, _, _ = first_outputs(options(scaling=scaling, recipe=FP8))
+    bf16, _, _ = first_outputs(options(scaling=scaling))
+    mixed, rows, lagged = first_outputs(options(scaling=scaling, recipe=FP8, layer_recipe={JOINT: BF16}), steps=3)
+    assert torch.equal(mixed, bf16) and not torch.equal(mixed, fp8)
+    assert {name: (row["recipe"], row["calls"]) for name, row in rows.items()} == {JOINT: (BF16, 3), SINGLE: (FP8, 3)}
+    # only FP8 has a softmax reference from the step before
+    assert [name for name, tiles in lagged.items() if tiles] == ([SINGLE] if scaling == "timestep" else [])
+    mixed, rows, lagged = first_outputs(
+        options(scaling=scaling, layer_recipe={"*.transformer_blocks.*": FP8}), steps=3
+    )
+    assert torch.equal(mixed, fp8) and {row["recipe"] for row in rows.values()} == {BF16, FP8}
+    assert [name for name, tiles in lagged.items() if tiles] == ([JOINT] if scaling == "timestep" else [])
+
+
+# --- copies, files, refusals ---
+
+
+CONFIG = sp.SageAttnProcessor(
+    recipe=FP8, layer_recipe={JOINT: BF16}, keep_noise=[0.5, 1], layer_keep_noise={"*single*": [0, 0.25], "*": ()}
+)
+
+
+def test_copies_and_files_keep_the_options_of_the_layers(tmp_path):
+    assert CONFIG.layer_keep_noise == (("*single*", (0.0, 0.25)), ("*", ())) and CONFIG.keep_noise == (0.5, 1.0)
+    assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG == copy.deepcopy(CONFIG) and hash(CONFIG)
+    policy.write_policy(tmp_path / "p.json", CONFIG, [], budget={}, result={}, curve=[])
+    read = sp.SageAttnProcessor.from_policy(tmp_path / "p.json")
+    assert read == CONFIG and hash(read) == hash(CONFIG)
+    policy.write_policy(tmp_path / "again.json", read, [], budget={}, result={}, curve=[])
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "p.json").read_bytes()
+    pipe, model, inputs = flux_pipe()
+    with sp.apply(pipe, read):
+        twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in twins:
+        with torch.no_grad():
+            twin(**inputs)
+        own = [p._sage_config for p in twin.attn_processors.values()]
+        assert [c.recipe for c in own] == [BF16, FP8]
+        assert all(p._sage_window is None for p in twin.attn_processors.values())
+
+
+def test_policies_of_earlier_formats_are_read(tmp_path):
+    path = tmp_path / "p.json"
+    config = sp.SageAttnProcessor(scaling="per_block", layer_scaling={JOINT: "per_token"})
+    policy.write_policy(path, config, [], budget={}, result={}, curve=[])
+    content = json.loads(path.read_text())
+    skipping = ("skip", "skip_limit", "skip_every", "skip_first_steps", "skip_last_steps")
+    skipping += ("layer_skip_limit", "skip_noise")
+    for name in ("mixed", "keep_blocks", *skipping, "training", "exchange"):
+        del content["options"][name]
+    path.write_text(json.dumps(content | {"format_version": 3}))
+    assert sp.SageAttnProcessor.from_policy(path) == config
+    for name in ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"):
+        del content["options"][name]
+    path.write_text(json.dumps(content | {"format_version": 2}))
+    assert sp.SageAttnProcessor.from_policy(path) == config
+    for name in ("keep_noise", "layer_recipe", "layer_keep_noise"):
+        del content["options"][name]
+    path.write_text(json.dumps(content | {"format_version": 1}))
+    assert sp.SageAttnProcessor.from_policy(path) == config
+    path.write_text(json.dumps(content))  # the present format must have them
+    with pytest.raises(ValueError, match="options that differ in .'drop_weights'"):
+        sp.SageAttnProcessor.from_policy(path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"layer_recipe": {"a": "qk_int4"}}, ValueError, "layer_recipe: got 'qk_int4', expected one of"),
+        ({"layer_recipe": {"a": 3}}, TypeError, "layer_recipe: got .*pairs of .layer pattern, recipe"),
+        ({"layer_recipe": "a"}, TypeError, "layer_recipe: got"),
+        ({"keep_noise": 0.2}, TypeError, "keep_noise: got 0.2, expected .. or .low, high."),
+        ({"keep_noise": (0.2,)}, TypeError, "keep_noise: got"),
+        ({"keep_noise": (0.2, "1")}, TypeError, "keep_noise: got"),
+        ({"keep_noise": (False, True)}, TypeError, "keep_noise: got"),
+        ({"keep_noise": (0.5, 0.5)}, ValueError, "keep_noise: got .0.5, 0.5., .*low < high"),
+        ({"keep_noise": (-0.1, 0.5)}, ValueError, "keep_noise: got"),
+        ({"keep_noise": (0.5, 1.1)}, ValueError, "keep_noise: got"),
+        ({"keep_noise": (0, math.nan)}, ValueError, "keep_noise: got"),
+        ({"layer_keep_noise": {"a": 0.2}}, TypeError, "layer_keep_noise: got 0.2"),
+        ({"layer_keep_noise": {"a": (0.5, 0.2)}}, ValueError, "layer_keep_noise: got"),
+        ({"layer_keep_noise": {1: (0.2, 0.5)}}, TypeError, "layer_keep_noise: got .*layer pattern, keep_noise"),
+        (
+            {"keep_noise": (0, 0.1), "layer_keep_noise": {"a": (0, 0.2), "b": (0, 0.3), "c": (0, 0.2)}},
+            ValueError,
+            "layer_keep_noise: got 3 different ranges, keep_noise included, expected at most 2",
+        ),
+    ],
+)
+def test_bad_options(wrong, error, words):
+    with pytest.raises(error, match=words):
+        options(**wrong)
+
+
+@pytest.mark.parametrize("option", ["layer_recipe", "layer_keep_noise"])
+def test_a_pattern_without_a_layer_is_refused(option):
+    value = BF16 if option == "layer_recipe" else (0, 0.5)
+    with pytest.raises(ValueError, match=f"{option}: got 'transformer.x', which matches no layer"):
+        sp.apply(flux_pipe()[0], options(**{option: {"transformer.x": value}}))
+
+
+@pytest.mark.parametrize("wrong", [{"keep_noise": (0, 0.5)}, {"layer_keep_noise": {"*": (0, 0.5)}}])
+def test_ranges_need_a_scheduler(wrong):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got .* for a model without a pipeline"):
+        sp.apply(flux_pipe()[1], options(**wrong))
+
+
+def test_as_many_ranges_as_a_compiled_model_has_room_for():
+    """Flags of the layers without a range and of MAX_RANGES ranges, alone or all on by a window of all layers."""
+    assert 2**config_module.MAX_RANGES + 1 < torch._dynamo.config.recompile_limit

@@ -1,0 +1,135 @@
+"""Markdown tables of 8-bit linear layers, alone and in models, of errors of mixed precision, and of first calls."""
+
+from __future__ import annotations
+
+from sage_kernels import RECIPES
+from sage_kernels.facts.recipe import MIXED_RECIPE
+
+from .tables import markdown_table
+
+
+MIXED_COLUMNS = (
+    *((base, "block_mean") for base in ("int8", "int4", "mxfp4", "nvfp4")), ("nvfp4", "thrift"),
+)  # fmt: skip
+MIXED_TOKENS = "4096"  # of bench_mixed.py, where nothing else is asked for
+THRIFT = "P·V too, K as it is"
+ERROR_COLUMNS = (
+    ("int_flash/normal/sqrt", "rel_l1", "1024"), ("int_flash/normal/sqrt", "rel_l1", "16384"),
+    ("int_flash/biased/sqrt", "centred_l1", "1024"),
+)  # fmt: skip
+FORMATS = ("linears_int8", "linears_fp8", "linears_int8_weights")
+
+
+def linears(rows: list[dict[str, str]]) -> str:
+    """A line for each shape of the newest run: rates, and how many times as fast as a 16-bit layer each is."""
+    rows = [row for row in rows if row["suite"] == "linear"]
+    if not rows:
+        return "No rows yet: `kernels/benchmarks/bench_linear.py` on a GPU."
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    peers = list(dict.fromkeys(row["provider"] for row in rows))
+    columns = [("sage_kernels", recipe) for recipe in FORMATS if any(row["recipe"] == recipe for row in rows)]
+    columns += [(name, "") for name in peers if name not in ("torch_bf16", "sage_kernels")]
+    lines = []
+    for case in dict.fromkeys(row["case"] for row in rows):
+        run = {(row["provider"], row["recipe"]): row for row in rows if row["case"] == case}
+        base = run["torch_bf16", ""]
+        cells = [f"{run[x]['ratio_vs_cudnn']} ({run[x]['rel_l2_error']})" if x in run else "–" for x in columns]
+        lines.append([case, base["batch"], base["seq_k"], base["seq_q"], base["median"], *cells])
+    said = f"GPU: {rows[-1]['gpu']}, commit {rows[-1]['commit']}; TFLOPS of bf16, then × bf16 (relative L2)."
+    header = ["shape", "rows", "in", "out", "bf16", *(recipe or provider for provider, recipe in columns)]
+    return f"{said}\n\n{markdown_table(header, lines)}"
+
+
+def linear_rivals(rows: list[dict[str, str]]) -> str:
+    """A line for each model that was run with other packages' linear layers: forwards with stock's, ours (with our
+    attention) and theirs, and how far from stock the output is."""
+    rows = [row for row in rows if row["suite"] == "end_to_end" and row["metric"] in ("time", "rel_l1")]
+    usual = ("torch_sdpa_cudnn", "torch_sdpa_flash", "sage_kernels", "attention_removed")
+    runs = {(row["case"], row["gpu"]): row["commit"] for row in rows if row["provider"] not in usual}  # the newest
+    if not runs:
+        return "No rows yet: `kernels/benchmarks/bench_end_to_end.py --rival torchao_int8` on a GPU."
+    found = []
+    for (case, gpu), commit in runs.items():
+        of_run = [row for row in rows if (row["case"], row["gpu"], row["commit"]) == (case, gpu, commit)]
+        values = {(row["provider"], row["recipe"], row["metric"]): row["median"] for row in of_run}
+        found.append((case, gpu, commit, values))
+    keys = dict.fromkeys((provider, recipe) for *_, values in found for provider, recipe, _ in values)
+    columns = [key for key in keys if key[0] == "sage_kernels"] + [key for key in keys if key[0] not in usual]
+    lines = []
+    for case, gpu, commit, values in found:
+        base, cells = values["torch_sdpa_cudnn", "", "time"], []
+        for key in columns:
+            time, error = (values.get((*key, metric)) for metric in ("time", "rel_l1"))
+            cells.append("–" if time is None or error is None else f"{float(base) / float(time):.3f} ({error})")
+        lines.append([case, gpu, commit, base, *cells])
+    header = ["model", "GPU", "commit", "stock, ms", *(recipe or provider for provider, recipe in columns)]
+    return f"× stock, a forward (relative L1 of its output):\n\n{markdown_table(header, lines)}"
+
+
+def mixed(rows: list[dict[str, str]]) -> str:
+    """A line for each family and format of the newest run of bench_mixed.py at its own length and blocks: relative L1
+    without and with 5 % of the blocks promoted, and what that takes away."""
+    rows = [row for row in rows if row["suite"] == "attention_error" and row["recipe"] == MIXED_RECIPE]
+    rows = [row for row in rows if row["seq_k"] == MIXED_TOKENS and not row["case"].endswith("_rows")]
+    if not rows:
+        return "No rows yet: `kernels/benchmarks/bench_mixed.py`."
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    errors = {tuple(row["case"].split("/")[1:]): float(row["median"]) for row in rows}
+    lines = []
+    for family in dict.fromkeys(family for family, *_ in errors):
+        cells = []
+        for base, selector in MIXED_COLUMNS:
+            without, with_ = (errors[family, base, selector, budget] for budget in ("0", "0.05"))
+            cells.append(f"{100 * without:.2f} → {100 * with_:.2f} ({100 * (1 - with_ / without):.0f})")
+        lines.append([family, *cells])
+    budgets = {b: e for (f, base, s, b), e in errors.items() if (f, base, s) == ("clustered", "nvfp4", "block_mean")}
+    recovered = [f"{100 * (1 - error / budgets['0']):.0f}" for budget, error in budgets.items() if budget != "0"]
+    shares = [f"{100 * float(budget):g} %" for budget in budgets if budget != "0"]
+    kinds = ("block_mean", "quest", "local")
+    chosen = [f"{100 * errors['clustered', 'nvfp4', kind, '0.05']:.2f}" for kind in kinds]
+    first = rows[0]
+    said = f"{first['gpu']}, commit {first['commit']}; {first['seq_q']} tokens, {first['head_dim']} channels. "
+    said += "Relative L1 in %, without → with 5 % of the blocks in 16 bit (share of the error that this took away, %)."
+    header = ["inputs", *(f"{base}, {THRIFT}" if selector == "thrift" else base for base, selector in MIXED_COLUMNS)]
+    return "\n\n".join(
+        [
+            said,
+            markdown_table(header, lines),
+            "NVFP4 on clustered inputs: share of the error taken away (%) by budget, relative L1 (%) by selector.",
+            markdown_table([*shares, *kinds], [[*recovered, *chosen]]),
+        ]
+    )
+
+
+def recipe_errors(rows: list[dict[str, str]]) -> str:
+    """A line for each recipe of the newest run of bench_seeds.py: its error on normal and on biased inputs."""
+    rows = [row for row in rows if row["case"].startswith("int_flash/")]
+    if not rows:
+        return "No rows yet: `kernels/benchmarks/bench_seeds.py`."
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"] and row["head_dim"] == "128"]
+    errors = {(row["recipe"], row["case"], row["metric"], row["seq_k"]): row["median"] for row in rows}
+    lines = []
+    for recipe in RECIPES:
+        found = [float(errors[recipe, case, metric, keys]) for case, metric, keys in ERROR_COLUMNS]
+        lines.append([f"`{recipe}`", *(f"{100 * error:.2f}" for error in found)])
+    header = ["recipe", "N(0, 1), 1,024 keys", "16,384", "biased, 1,024 keys"]
+    said = (
+        f"{rows[-1]['gpu']}, commit {rows[-1]['commit']}; fp16, 128 channels, a scale a token. Relative L1 in %; of "
+    )
+    said += "biased inputs, relative to what moves about V's mean."
+    return f"{said}\n\n{markdown_table(header, lines)}"
+
+
+def cold_start(rows: list[dict[str, str]]) -> str:
+    """A line for each case and recipe, the newest row of each: seconds of first forwards without a kernel cache."""
+    rows = [row for row in rows if row["suite"] == "cold_start"]
+    newest = {(row["case"], row["provider"], row["recipe"], row["metric"]): row for row in rows}
+    if not newest:
+        return "No rows yet: `kernels/benchmarks/bench_cold_start.py` on a GPU."
+    metrics, lines = ("first_forward", "worst_later_forward", "warm_up"), []
+    for key in dict.fromkeys(key[:3] for key in newest):
+        found = [newest.get((*key, metric)) for metric in metrics]
+        where = [found[0][name] if found[0] else "" for name in ("gpu", "commit")]
+        lines.append([*key, *where, *(row["median"] if row else "–" for row in found)])
+    header = ["case", "provider", "recipe", "GPU", "commit", "first forward, s", "worst later one, s", "warm_up, s"]
+    return markdown_table(header, lines)

@@ -1,0 +1,105 @@
+"""Pages of the documentation with tables made from results.csv: nothing between two markers is typed by hand."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from sage_processors.files.whole_file import write_whole
+
+from .headline import figures_markdown
+from .kernel_tables import cold_start, linear_rivals, linears, mixed, recipe_errors
+from .tables import launch_layers, peers, results_markdown
+
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "kernels" / "benchmarks" / "results.csv"
+PAGES = (
+    "README.md", "docs/guide.md", "docs/linears.md", "docs/recipes.md", "docs/results.md", "docs/comparison.md",
+    "kernels/NOTES.md",
+)  # fmt: skip
+BEGIN = "<!-- {}:begin -->"  # of a section of a page, by its name
+END = "<!-- {}:end -->"
+PAGE = "RESULTS.md"  # beside results.csv
+PAGE_HEADER = """# Results
+
+All of [results.csv](results.csv), the newest row of each kind, written by `python -m tools.pages`. Pictures and
+texts are of small models of our own; what their columns mean stands in [docs/results.md](../../docs/results.md).
+
+"""
+
+
+def sections(rows: list[dict[str, str]]) -> dict[str, str]:
+    """Markdown of each section that a page may hold between its markers, by the name in the markers."""
+    return {
+        "figures": figures_markdown(rows),
+        "results": results_markdown(rows, summary=True),
+        "peers": peers(rows),
+        "linears": linears(rows),
+        "linear_rivals": linear_rivals(rows),
+        "cold_start": cold_start(rows),
+        "mixed": mixed(rows),
+        "recipe_errors": recipe_errors(rows),
+        "layers": launch_layers([row for row in rows if row["suite"] == "end_to_end"]),
+    }
+
+
+def replace_sections(text: str, found: dict[str, str]) -> str:
+    """`text` with what stands between the markers of each section replaced.
+
+    Raises: ValueError if a section's markers are there but not once each and in order, or if there are none at all.
+    """
+    marked = [name for name in found if BEGIN.format(name) in text or END.format(name) in text]
+    if not marked:
+        raise ValueError(f"text: got no markers, expected {BEGIN} and {END} once each, for one of {list(found)}")
+    for name in marked:
+        begin, end = BEGIN.format(name), END.format(name)
+        if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            raise ValueError(f"text: expected {begin} and {end} once each, in this order")
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = f"{before}{begin}\n{found[name]}\n{end}{after}"
+    return text
+
+
+def update(pages: Iterable[str | Path], results: str | Path) -> bool:
+    """Rewrite the sections of these pages and RESULTS.md beside a results.csv; True if that changed any of them.
+
+    Raises: ValueError for a page without markers; nothing is written then.
+    """
+    from sage_kernels.results import read_rows
+
+    rows = read_rows(results)
+    found = sections(rows)
+    texts = {Path(results).with_name(PAGE): PAGE_HEADER + results_markdown(rows) + "\n"}
+    for page in map(Path, pages):
+        try:
+            texts[page] = replace_sections(page.read_text(encoding="utf-8"), found)
+        except ValueError as error:
+            raise ValueError(f"{page}: {error}") from error
+    changed = [path for path in texts if not path.is_file() or path.read_text(encoding="utf-8") != texts[path]]
+    for path in changed:
+        write_whole(path, texts[path])
+    return bool(changed)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command: rewrite the pages' tables. Exits with 2 and a message where a page or results.csv is not there."""
+    parser = argparse.ArgumentParser(description="Rewrite RESULTS.md and the tables in the pages.")
+    parser.add_argument("--page", type=Path, action="append", help="page with markers; may be repeated")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args(arguments)
+    pages = given.page or [ROOT / name for name in PAGES]
+    for path in (given.results, *pages):
+        if not path.is_file():
+            parser.error(f"{path} does not exist")
+    try:
+        changed = update(pages, given.results)
+    except ValueError as error:
+        parser.error(str(error))
+    print(f"{', '.join(map(str, pages))}: {'updated' if changed else 'already up to date'}")
+
+
+if __name__ == "__main__":
+    main()
