@@ -110,7 +110,9 @@ class CommandLine(OneLineParser):
         """The options of the swap that the command line asks for; a small model is too small for the defaults."""
         chosen: dict[str, Any] = {name: getattr(self.args, name) for name in ("recipe", "linears", "scaling")}
         if self.is_small:
-            chosen |= {"min_tokens": MIN_TOKENS} | ({"linears_min_features": 0} if chosen["linears"] != "none" else {})
+            chosen |= {"min_tokens": MIN_TOKENS} | (
+                {"linears": {"format": "none", "min_features": 0}} if chosen["linears"] != "none" else {}
+            )
         return sp.SageAttnProcessor(**chosen | options)
 
     def implementation(self) -> str:

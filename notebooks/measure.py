@@ -66,7 +66,7 @@ def variants(recipe: str) -> dict[str, quality.Variant]:
         return {"dynamic": quality.Variant("dynamic", config)}
     both = (*quality.default_variants(recipe), *quality.study_variants(recipe))
     known = {variant.name: variant for variant in both}
-    covered = {variant.config.scaling for variant in known.values()} | {"per_token"}  # another name of "dynamic"
+    covered = {variant.config.scaling.name for variant in known.values()} | {"per_token"}  # another name of "dynamic"
     for scaling in sorted(set(SCALINGS) - covered):
         known[scaling] = quality.Variant(
             scaling, sp.SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=quality.MIN_TOKENS)

@@ -114,8 +114,8 @@ def replay(config, recording: Recording, first: Recording | None = None) -> tupl
     """
     sites = recording.sites()
     state = None
-    if config.scaling in RULES:
-        state = ScaleState(sites, device="cpu", margin=config.margin, rule=rule_for(config))
+    if config.scaling.is_planned:
+        state = ScaleState(sites, device="cpu", margin=config.scaling.margin, rule=rule_for(config.scaling))
     found = []
     for run in [first, recording] if first is not None and state is not None else [recording]:
         found = []

@@ -216,7 +216,9 @@ def test_apply_bad_options():
             sp.SageAttnProcessor(**{name: value})
     with pytest.raises(TypeError):
         sp.SageAttnProcessor(bits=4)
-    sp.apply(pipe.unet, sp.SageAttnProcessor(margin=10**30)).remove()  # an int that no tensor of ints holds
+    sp.apply(
+        pipe.unet, sp.SageAttnProcessor(scaling=sp.Scaling("timestep", margin=10**30))
+    ).remove()  # an int that no tensor of ints holds
     with pytest.raises(AttributeError):
         sp.SageAttnProcessor().recipe = "other"
 

@@ -122,7 +122,7 @@ def test_no_measured_number_is_typed(page):
 
 def test_memory_of_flux_is_as_computed():
     before, after, elements = computed(*flux_on_meta(drop_weights=True))
-    _, without, _ = computed(*flux_on_meta(drop_weights=True, keep=IN_16_BIT))
+    _, without, _ = computed(*flux_on_meta(drop_weights=True, layers={**dict.fromkeys(IN_16_BIT, "none")}))
     text = " ".join(read("docs/linears.md").split())
     eight, few = (elements[name] / 1e9 for name in ("int8", "int8_weights"))
     assert f"11.90 billion parameters, {eight:.2f} billion of them in layers in 8 bit, {few:.2f} billion in" in text

@@ -198,7 +198,7 @@ def test_numbers_of_a_line_are_those_of_its_layers():
 
 
 def test_data_for_machines_has_no_number_that_json_can_not_say():
-    report = Report([row("a", keep_noise=(0.0, 0.5))], linears=LinearReport([linear("a", rel_l2=float("inf"))]))
+    report = Report([row("a", keep={"noise": (0.0, 0.5)})], linears=LinearReport([linear("a", rel_l2=float("inf"))]))
     data = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert data["rows"][0]["keep_noise"] == [0.0, 0.5] and data["linears"]["rows"][0]["rel_l2"] is None
 
@@ -209,7 +209,7 @@ def test_data_for_machines_has_no_number_that_json_can_not_say():
 def test_a_report_says_the_same_to_a_terminal_and_to_a_pipe_and_keeps_every_layer_for_machines():
     pipe, run = flux_pipe()
     handle = pipe.set_attn_processor(
-        sp.SageAttnProcessor(min_tokens=0, keep_first_steps=1, linears="int8", linears_min_features=0)
+        sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0), keep=sp.Keep(first_steps=1))
     )
     run(steps=2)
     report = handle.report()
