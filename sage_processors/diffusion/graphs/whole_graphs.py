@@ -203,7 +203,9 @@ class WholeGraphs:
             results, replay = self.record(lambda: model._call_impl(*args, **kwargs))
         except Exception as error:  # mostly of a forward that waits for the GPU
             logger.warning(
-                "graphs: forwards of %s run eagerly from now on, as capturing one failed: %s", type(model).__name__, error
+                "graphs: forwards of %s run eagerly from now on, as capturing one failed: %s",
+                type(model).__name__,
+                error,
             )
             self.forget()
             self._can_capture = False
