@@ -26,9 +26,16 @@ from ..primitives import (
 from ..prologue.prepare_value_codes import sums_of, value_numbers
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 from ..sequences import keys_of, rows_of, sequence_of, slot_of
-from .key_tiles import band_tiles, tile_at
-from .operands import add_product, load_keys, load_values, score_product
-from .queries import record_queries, to_midrange
+from .operands import (
+    add_product,
+    band_tiles,
+    load_keys,
+    load_values,
+    record_queries,
+    score_product,
+    tile_at,
+    to_midrange,
+)
 from .softmax import (
     ADDED_BITS_LIMIT,
     CODES_ADDED_BITS_LIMIT,

@@ -226,7 +226,7 @@ def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, mask
         hopper.attention_fwd_hopper_kernel, whole + (tiles - whole) * pieces,
         q, describe(prepared.codes.view(-1, width), [block_n, width]), scales, describe(v, value_block), *first,
         *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
-        mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes, none,
+        mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes,
         **constants, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64,
         num_warps=4, launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip

@@ -4,15 +4,79 @@ import triton
 import triton.language as tl
 
 from ...facts import recipe
-from ..primitives import ROUND_MAGIC_BITS, round_to_int8
+from ...facts.state import STAT_FIELDS, STAT_K_MAX, STAT_K_MIN, STAT_Q_AMAX
+from ..primitives import ROUND_MAGIC_BITS, record_amax, round_to_int8
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 
 
+_STATS = tl.constexpr(STAT_FIELDS)
+_STAT_Q_AMAX = tl.constexpr(STAT_Q_AMAX)
+_STAT_K_MAX = tl.constexpr(STAT_K_MAX)
+_STAT_K_MIN = tl.constexpr(STAT_K_MIN)
 _P_CODE_MAGIC = tl.constexpr(recipe.P_CODE_MAGIC)
 # The second bytes of four registers in one: the compiler moves each to the first place before it packs them.
 _SECOND_BYTES = tl.constexpr(
     "{ .reg .b32 low, high; prmt.b32 low, $1, $2, 0x51; prmt.b32 high, $3, $4, 0x51; prmt.b32 $0, low, high, 0x5410; }"
 )
+
+
+@triton.jit
+def record_queries(q, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
+    """Per-channel amax of this tile's queries, into the state."""
+    row = tl.load(row_ptr) + h_kv
+    stat = stats_ptr + row * (_STATS * state_width) + _STAT_Q_AMAX * state_width
+    record_amax(stat, tl.max(tl.abs(q), 0), channels, HEAD_DIM)
+
+
+@triton.jit
+def to_midrange(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM: tl.constexpr):
+    """The smoothing vector less the midrange of each channel of K in this call, [WIDTH].
+
+    Row maxima are kept as max scores (log2) with K centred on the midrange. The smoothing vector would not do: it is
+    the midrange of an earlier call, and moves from step to step with the outliers that it was made of, and with it
+    every score of a row by q · the move. The midrange of this call is known as soon as K is quantised.
+    """
+    is_channel = channels < HEAD_DIM
+    stat = stats_ptr + (tl.load(row_ptr) + h_kv) * (_STATS * state_width) + channels
+    high = tl.load(stat + _STAT_K_MAX * state_width, mask=is_channel, other=0.0)
+    low = tl.load(stat + _STAT_K_MIN * state_width, mask=is_channel, other=0.0)
+    return center - (high * 0.5 + low * 0.5)  # no overflow
+
+
+@triton.jit
+def band_tiles(first_row, seq_q, seq_kv, left, right, offset, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+               HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
+    """The key tiles of BLOCK_M query rows from first_row on: the first visited one, the first that every row sees
+    wholly, how many are so, and how many are visited. Scalars only: Gluon calls it too."""
+    last_row = tl.minimum(first_row + BLOCK_M, seq_q) - 1
+    any_first = 0
+    all_first = 0
+    any_last = seq_kv
+    all_last = seq_kv
+    if HAS_LEFT:
+        any_first = tl.maximum(first_row + offset - left, 0)
+        all_first = tl.maximum(last_row + offset - left, 0)
+    if HAS_RIGHT:
+        any_last = tl.minimum(last_row + offset + right + 1, seq_kv)
+        all_last = tl.minimum(first_row + offset + right + 1, seq_kv)
+    first = any_first // BLOCK_N
+    visited = tl.maximum(tl.cdiv(tl.maximum(any_last, 0), BLOCK_N) - first, 0)
+    first_full = tl.cdiv(all_first, BLOCK_N)
+    full = tl.maximum(tl.maximum(all_last, 0) // BLOCK_N - first_full, 0)
+    return tl.where(visited > 0, first, 0), first_full, full, visited
+
+
+@triton.jit
+def tile_at(i, tiles_ptr, n_tiles, first, first_full, full, MASK: tl.constexpr, HAS_LEFT: tl.constexpr):
+    """The i-th visited key tile: the wholly visible ones come first."""
+    if MASK != "none":
+        tile = tl.load(tiles_ptr + tl.where(i < full, i, n_tiles - 1 - (i - full)))
+    elif HAS_LEFT:
+        edge = first + i - full
+        tile = tl.where(i < full, first_full + i, tl.where(edge >= first_full, edge + full, edge))
+    else:
+        tile = first + i
+    return tile
 
 
 @triton.jit

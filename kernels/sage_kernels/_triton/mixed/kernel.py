@@ -89,8 +89,8 @@ def _mixed_attention_kernel(
 
     place = head_of_batch.to(tl.int64) * m_tiles + m_tile
     lists = lists_ptr + place * n_tiles
-    plain = tl.load(numbers_ptr + place * 4)
-    ordinary = tl.load(numbers_ptr + place * 4 + 1)
+    plain = tl.load(numbers_ptr + place * 3)
+    ordinary = tl.load(numbers_ptr + place * 3 + 1)
     k_base = k_ptr + b * stride_kb + h_kv * stride_kh
     v_base = v_ptr + b * stride_vb + h_kv * stride_vh
     first_key = kv_head * n_tiles * BLOCK
@@ -127,7 +127,7 @@ def _mixed_attention_kernel(
         v = load_tokens(v_base, tile * BLOCK + tl.arange(0, BLOCK), stride_vs, seq_kv, HEAD_DIM, WIDTH, True)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
     if PROMOTES:
-        promoted = tl.load(numbers_ptr + place * 4 + 2)
+        promoted = tl.load(numbers_ptr + place * 3 + 2)
         # loaded anew, by an address that the compiler does not know: else it is kept in registers all along
         again = q_base + tl.minimum(seq_q, 0)
         q_16 = load_tokens(again, rows, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(v_ptr.dtype.element_ty)

@@ -31,10 +31,10 @@ def block_range(row, seq_q, seq_kv, offset, BLOCK_Q: tl.constexpr, BLOCK: tl.con
     return visible, full, own
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "offset", "keep", "millionths", "rows", "zeroed"])
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "offset", "keep", "millionths", "rows"])
 def _select_blocks_kernel(
-    q_ptr, blocks_ptr, scores_ptr, lists_ptr, numbers_ptr, chosen_ptr, zeroed_ptr, stride_qb, stride_qs, stride_qh,
-    seq_q, seq_kv, heads, group, offset, keep, millionths, rows, zeroed,
+    q_ptr, blocks_ptr, scores_ptr, lists_ptr, numbers_ptr, chosen_ptr, stride_qb, stride_qs, stride_qh,
+    seq_q, seq_kv, heads, group, offset, keep, millionths, rows,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr, SELECTOR: tl.constexpr, SKIPS: tl.constexpr, CAUSAL: tl.constexpr,
     STORE_CHOSEN: tl.constexpr,
@@ -46,8 +46,6 @@ def _select_blocks_kernel(
     ordinary blocks that need no mask, all ordinary ones, promoted ones, those of them that need no mask. chosen_ptr:
     int8 like the lists. zeroed_ptr: int32, so many numbers become 0, which programs of the next launch count in.
     """
-    for i in range(tl.program_id(0), zeroed, tl.num_programs(0)):
-        tl.store(zeroed_ptr + i, 0)
     n_tiles = tl.cdiv(seq_kv, BLOCK)
     m_tiles = tl.cdiv(seq_q, BLOCK_Q)
     channels = tl.arange(0, WIDTH)
@@ -127,7 +125,7 @@ def _select_blocks_kernel(
 
         # lists, in the order of the keys; of equal scores the first are chosen
         lists = lists_ptr + place.to(tl.int64) * n_tiles
-        equals, ordinary, ordinary_full, promoted, promoted_full = first, first, first, first, first
+        equals, ordinary, ordinary_full, promoted = first, first, first, first
         for start in range(0, n_tiles, SPAN):
             j = start + tl.arange(0, SPAN)
             score = tl.load(scores + j, mask=j < candidates, other=-(2**31)).to(tl.int64)
@@ -144,11 +142,9 @@ def _select_blocks_kernel(
             if not SKIPS:
                 tl.store(lists + n_tiles - promoted - tl.cumsum(taken, 0), j.to(tl.int16), mask=taken != 0)
                 promoted += tl.sum(taken, 0)
-                promoted_full += tl.sum(tl.where(j < full, taken, 0), 0)
             if STORE_CHOSEN:
                 tl.store(chosen_ptr + place.to(tl.int64) * n_tiles + j, taken.to(tl.int8), mask=j < n_tiles)
-        tl.store(numbers_ptr + place * 4, ordinary_full)
-        tl.store(numbers_ptr + place * 4 + 1, ordinary)
-        tl.store(numbers_ptr + place * 4 + 2, promoted)
-        tl.store(numbers_ptr + place * 4 + 3, promoted_full)
+        tl.store(numbers_ptr + place * 3, ordinary_full)
+        tl.store(numbers_ptr + place * 3 + 1, ordinary)
+        tl.store(numbers_ptr + place * 3 + 2, promoted)
         tl.debug_barrier()

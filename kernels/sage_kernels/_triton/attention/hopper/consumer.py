@@ -9,10 +9,9 @@ from .epilogue import finish
 from .int8_loop import sum_up_codes
 from .int8_sums import value_sums
 from .main_loop import sum_up
-from .promoted import keep_half_queries
 from .queries import quantize_queries
 from .split_keys import with_other_pieces
-from .types import LOWERED, ROW_FIELDS, ROWS, TO_MIDRANGE, Layouts, Total, Warpgroup
+from .types import ROW_FIELDS, ROWS, TO_MIDRANGE, Layouts, Total, Warpgroup
 
 
 _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
@@ -65,8 +64,6 @@ def consume(program, group_index, KIND: gl.constexpr):
     LAYOUTS: gl.constexpr = Layouts(scores=SCORES, out=OUT, p_operand=P_OPERAND, weights=WEIGHTS)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
-    if KIND.masking.mask == "blocks":
-        keep_half_queries(program, group_index, KIND)
     row_scale = quantize_queries(program, group_index, KIND, ROW)
 
     q_codes = program.shared.q_codes.index(group_index)
@@ -78,18 +75,12 @@ def consume(program, group_index, KIND: gl.constexpr):
     earlier = program.shared.earlier
     if FP8:
         earlier = (earlier[0].index(group_index), earlier[1].index(group_index))
-    q_half = q_codes
-    lowered = q_codes
-    if KIND.masking.mask == "blocks":
-        q_half = (program.shared.q_half.index(group_index * 2), program.shared.q_half.index(group_index * 2 + 1))
-        lowered = program.shared.of_rows.index(group_index * ROW_FIELDS + LOWERED)
     group = Warpgroup(
-        q_codes=q_codes, q_half=q_half, lowered=lowered, softmax_scale=program.inputs.softmax_scale, zero=zero,
-        row_scale=row_scale, score_rows=score_rows, earlier=earlier,
+        q_codes=q_codes, zero=zero, row_scale=row_scale, score_rows=score_rows, earlier=earlier,
         zeroed=program.shared.zeroed, turns=program.shared.turns, ring=program.ring, seen=program.seen,
     )  # fmt: skip
 
-    if KIND.masking.mask == "tiles" or KIND.masking.mask == "blocks":
+    if KIND.masking.mask == "tiles":
         # of a short list some pieces are empty: sums of nothing
         total = Total(
             acc=gl.zeros((ROWS, WIDTH), gl.float32, OUT),

@@ -9,7 +9,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ....facts import recipe
 from ....facts.state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
 from ...prologue.prepare_value_codes import FIRST_LOST, numbers_of, rows_before_sums
-from .promoted import redo_blocks
 from .redo import redo
 from .softmax import outgrown
 from .types import LOWERED, ROW_FIELDS, ROWS, TO_MIDRANGE
@@ -97,10 +96,7 @@ def finish(program, group, total, group_index, KIND: gl.constexpr, LAYOUTS: gl.c
             gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=lanes == 0, sem=_RELAXED)
         if again:
             mbarrier.wait(program.shared.finished, 0)
-            if KIND.masking.mask == "blocks":
-                acc, reference, running_sum = redo_blocks(program, group, group_index, KIND, LAYOUTS)
-            else:
-                acc, reference, running_sum = redo(program, group, group_index, KIND, LAYOUTS)
+            acc, reference, running_sum = redo(program, group, group_index, KIND, LAYOUTS)
             top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     elif KIND.keeps_max:
         top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)

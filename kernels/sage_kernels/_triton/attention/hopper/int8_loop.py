@@ -23,8 +23,8 @@ from .int8_sums import (
     packed_codes,
     sum_of_codes,
 )
-from .key_tiles import seen_tile
 from .operands import value_operand
+from .ring import seen_tile
 from .softmax import SCORE_LIMIT, load_key_scale, masked_values, scaled, sum_in_lanes, to_lanes
 from .types import ROWS, Place, Total
 

@@ -13,8 +13,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...gluon_names import barrier, reinterpret
 from ...primitives import ROUND_MAGIC
 from ...prologue.prepare_value_codes import sums_of
-from .key_tiles import seen_tile
 from .operands import as_operand
+from .ring import seen_tile
 from .types import ROWS
 
 

@@ -22,8 +22,6 @@ Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds
     finished   one that does its rows again (redo.py) copies into the ring itself, once all are through with it,
                and then waits for `landed`, barriers of its own.
 
-Of mixed attention some tiles are promoted: their keys come in 16 bit, in two slots (promoted.py).
-
 To read: types.py (what is handed on), ring.py, producer.py, consumer.py: queries.py → main_loop.py (softmax.py,
 operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py (redo.py).
 """
@@ -32,14 +30,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...gluon_names import reinterpret
 from ...programmatic import wait_for_launch_before
-from ..key_tiles import band_tiles
+from ..operands import band_tiles
 from .consumer import consume
 from .fp8_sums import allocate_earlier
 from .int8_sums import allocate_lacking
 from .producer import copy_keys_and_values
-from .promoted import half_queries
 from .ring import Ring
 from .types import (
     ROW_FIELDS,
@@ -84,7 +80,6 @@ def attention_fwd_hopper_kernel(
     stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
     left, right, offset, partials_ptr, arrived_ptr, whole, pieces, seq_q, seq_kv, heads, group, softmax_scale,
-    half_keys,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, KEEPS_MAX: gl.constexpr,
@@ -122,8 +117,6 @@ def attention_fwd_hopper_kernel(
     reach = reach_ptr
     first = 0
     first_full = 0
-    promoted = 0
-    ordinary = 0
     if MASK == "none":
         first, first_full, full, visited = band_tiles(
             first_row, seq_q, seq_kv, left, right, offset,
@@ -134,21 +127,12 @@ def attention_fwd_hopper_kernel(
         full = gl.load(numbers_ptr + program * 2)
         visited = gl.load(numbers_ptr + program * 2 + 1)
         first_full = full
-    elif MASK == "blocks":  # the same, of ordinary tiles and promoted ones
-        place = head_of_batch * m_tiles + m_tile
-        tiles_ptr += place.to(gl.int64) * n_tiles
-        full = gl.load(numbers_ptr + place * 4)
-        first_full = full
-        promoted = full + gl.load(numbers_ptr + place * 4 + 3)
-        ordinary = gl.load(numbers_ptr + place * 4 + 1) + promoted - full
-        visited = ordinary - promoted + full + gl.load(numbers_ptr + place * 4 + 2)
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + b * list_step_b * 2)
         visited = gl.load(numbers_ptr + b * list_step_b * 2 + 1)
         reach += b.to(gl.int64) * reach_step_b
-    if MASK != "blocks":
-        visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
+    visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
     ring_first = first
     ring_full = full
     ring_visited = visited
@@ -194,24 +178,16 @@ def attention_fwd_hopper_kernel(
         earlier = (allocate_earlier(GROUPS, WIDTH), allocate_earlier(GROUPS, WIDTH))
     fence_async_shared()
 
-    half_tiles = k_smem
-    q_half = q_smem
-    if MASK == "blocks":
-        half_tiles = reinterpret(k_smem, PV_DTYPE, [NUM_BUFFERS] + half_keys.block_type.shape, half_keys.layout)
-        q_half = half_queries(GROUPS, WIDTH, PV_DTYPE)
-
     # what the warps are started with
     ring = Ring(
-        k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, half_tiles=half_tiles, filled=filled, freed=freed,
-        buffers=NUM_BUFFERS,
+        k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, filled=filled, freed=freed, buffers=NUM_BUFFERS
     )  # fmt: skip
     seen = Seen(
         reach=reach, tiles_ptr=tiles_ptr, n_tiles=n_tiles, first=ring_first, first_full=first_full, full=ring_full,
-        promoted=promoted, ordinary=ordinary, visited=ring_visited, left=left, right=right, offset=offset,
-        seq_kv=seq_kv,
+        visited=ring_visited, left=left, right=right, offset=offset, seq_kv=seq_kv,
     )  # fmt: skip
     inputs = Inputs(
-        q_ptr=q_ptr, k_codes=keys, v_tiles=values, k_scales=key_scales, k_half=half_keys, out_ptr=out_ptr,
+        q_ptr=q_ptr, k_codes=keys, v_tiles=values, k_scales=key_scales, out_ptr=out_ptr,
         lse_ptr=lse_ptr, center_ptr=center_ptr, q_amax_ptr=q_amax_ptr, v_scale_ptr=v_scale_ptr, stride_qb=stride_qb,
         stride_qs=stride_qs, stride_qh=stride_qh, softmax_scale=softmax_scale,
     )  # fmt: skip
@@ -220,7 +196,7 @@ def attention_fwd_hopper_kernel(
         q_weight_ptr=q_weight_ptr, state_width=state_width,
     )  # fmt: skip
     shared = Shared(
-        q_codes=q_smem, q_half=q_half, of_rows=row_smem, earlier=earlier, zeroed=zeroed, finished=finished,
+        q_codes=q_smem, of_rows=row_smem, earlier=earlier, zeroed=zeroed, finished=finished,
         landed=landed, turns=turns,
     )  # fmt: skip
     tile = Tile(
@@ -232,7 +208,7 @@ def attention_fwd_hopper_kernel(
         inputs=inputs, recorded=recorded, shared=shared, ring=ring, seen=seen, tile=tile, split=split
     )  # fmt: skip
     copied = Copied(
-        k_codes=keys, v_tiles=values, k_scales=key_scales, k_half=half_keys, ring=ring, seen=seen, k_row=k_row,
+        k_codes=keys, v_tiles=values, k_scales=key_scales, ring=ring, seen=seen, k_row=k_row,
         v_head=kv_head_of_batch, b=b, h_kv=h_kv,
     )  # fmt: skip
     # beside lists and with 16-bit P it was slower

@@ -6,9 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from ...gluon_names import barrier
 from .fp8_sums import halves, packed, promote, store_earlier, with_earlier
-from .key_tiles import seen_tile
 from .operands import as_operand, value_operand, zero_hidden_together
-from .promoted import block_step, promoted_step
+from .ring import seen_tile
 from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes
 from .types import ROWS, Place, Sums, Total
 
@@ -173,47 +172,29 @@ def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.conste
     # the first tile, which has no P·V to run beside, and may need a mask
     tile = seen_tile(0, seen, MASKING)
     ring.wait_filled(0, 0)
-    if MASKING.mask == "blocks":
-        nothing = gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES)
-        at = Place(before=tile, tile=tile, slot=0, phase=0, tile_scale=group.row_scale)
-        sums = Sums(
-            acc=acc, p=nothing, reference=reference, running_sum=running_sum, top=top,
-            earlier_reference=earlier_reference,
-        )  # fmt: skip
-        at, sums = block_step(0, at, sums, group, KIND, LAYOUTS, FIRST=True)
-    else:
-        k_tile = ring.k_tiles.index(0).permute((1, 0))
-        scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
-        key_scale = load_key_scale(ring.k_scales.index(0), SCALE_PER_KEY, SCORES)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        p, reference, running_sum, top, rescale = masked_softmax_tile(
-            scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
-            SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
-        )  # fmt: skip
-        if FP8:
-            p = packed(p, BLOCK_N)
-        slot, phase, tile_scale = _next_tile(0, 0, group.row_scale, ring, KIND, LAYOUTS)
-        at = Place(before=tile, tile=tile, slot=slot, phase=phase, tile_scale=tile_scale)
-        sums = Sums(
-            acc=acc, p=p, reference=reference, running_sum=running_sum, top=top, earlier_reference=earlier_reference
-        )
+    k_tile = ring.k_tiles.index(0).permute((1, 0))
+    scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
+    key_scale = load_key_scale(ring.k_scales.index(0), SCALE_PER_KEY, SCORES)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+    p, reference, running_sum, top, rescale = masked_softmax_tile(
+        scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
+        SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
+    )  # fmt: skip
+    if FP8:
+        p = packed(p, BLOCK_N)
+    slot, phase, tile_scale = _next_tile(0, 0, group.row_scale, ring, KIND, LAYOUTS)
+    at = Place(before=tile, tile=tile, slot=slot, phase=phase, tile_scale=tile_scale)
+    sums = Sums(
+        acc=acc, p=p, reference=reference, running_sum=running_sum, top=top, earlier_reference=earlier_reference
+    )
 
-    # tiles that all rows see wholly, then those that need the mask, or are promoted
+    # tiles that all rows see wholly, then those that need the mask
     at, sums = _walk(1, seen.full, at, sums, group, group_index, KIND, LAYOUTS, MASKED=False)
     partial = gl.maximum(seen.full, 1)
-    if MASKING.mask == "blocks":
-        promoted = gl.minimum(seen.promoted - seen.first, seen.visited)
-        for _ in range(partial, promoted):
-            at, sums = promoted_step(at, sums, group, KIND, LAYOUTS)
-        partial = gl.maximum(promoted, 1)
     before = seen_tile(partial - 1, seen, MASKING)
     tile = seen_tile(gl.minimum(partial, seen.visited - 1), seen, MASKING)
     at = Place(before=before, tile=tile, slot=at.slot, phase=at.phase, tile_scale=at.tile_scale)
-    if MASKING.mask == "blocks":
-        for i in range(partial, seen.visited):
-            at, sums = block_step(i, at, sums, group, KIND, LAYOUTS, FIRST=False)
-    else:
-        at, sums = _walk(partial, seen.visited, at, sums, group, group_index, KIND, LAYOUTS, MASKED=True)
+    at, sums = _walk(partial, seen.visited, at, sums, group, group_index, KIND, LAYOUTS, MASKED=True)
 
     # P·V of the last tile
     v_tile = value_operand(ring.v_tiles.index(at.slot), WIDTH, BLOCK_N, FORMAT.pv)

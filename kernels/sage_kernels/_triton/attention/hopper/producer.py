@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...gluon_names import load_tile
 from ...prologue.prepare_values import KEYS
-from .key_tiles import is_promoted, seen_tile
+from .ring import seen_tile
 
 
 _STEP_KEYS = gl.constexpr(KEYS.value)
@@ -48,10 +48,7 @@ def copy_keys_and_values(
     copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr
 ):
     """Fill slot after slot as the warpgroups free them: a key tile, and the value tile before it."""
-    if MASKING.mask == "blocks":
-        if copied.seen.visited > 0:
-            copy_blocks(copied, WIDTH, BLOCK_N, MASKING, FORMAT)
-    elif MASKING.mask == "tiles":
+    if MASKING.mask == "tiles":
         if copied.seen.visited > 0:
             _copy_all(copied, WIDTH, BLOCK_N, MASKING, FORMAT)
     else:
@@ -116,50 +113,3 @@ def _copy_all(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.co
     copy_values(
         values, v_head, b, h_kv, tile, seen.seq_kv, landed, ring.v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv
     )
-
-
-@gluon.jit
-def copy_blocks(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr):
-    """`_copy_all` of a list whose last tiles are promoted: they take two slots, for half of the channels each."""
-    values = copied.v_tiles
-    ring = copied.ring
-    seen = copied.seen
-    HALF_BYTES: gl.constexpr = copied.k_half.block_type.nbytes
-    VALUE_BYTES: gl.constexpr = values.block_type.nbytes
-    slot = 0
-    phase = 0
-    tile = seen_tile(0, seen, MASKING)
-    after = seen_tile(0, seen, MASKING)  # of `after = tile`, Triton takes the loop's `tile = after` to change nothing
-    for i in range(seen.visited):
-        before = tile  # of the first tile itself: nobody multiplies these values
-        tile = after
-        after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
-        ring.acquire(slot, phase)
-        landed = ring.filled.index(slot)
-        if is_promoted(i, seen) == 0:
-            copy_keys(
-                copied.k_codes, copied.k_scales, copied.k_row, tile, landed, ring.k_tiles.index(slot),
-                ring.k_scales.index(slot), VALUE_BYTES, BLOCK_N, True,
-            )  # fmt: skip
-        else:
-            mbarrier.expect(landed, VALUE_BYTES + HALF_BYTES)
-            load_tile(copied.k_half, [copied.b, tile * BLOCK_N, copied.h_kv, 0], landed, ring.half_tiles.index(slot))
-        copy_values(
-            values, copied.v_head, copied.b, copied.h_kv, before, seen.seq_kv, landed, ring.v_tiles.index(slot), WIDTH,
-            BLOCK_N, FORMAT.pv,
-        )  # fmt: skip
-        slot, phase = ring.following(slot, phase)
-        if is_promoted(i, seen):
-            ring.acquire(slot, phase)
-            landed = ring.filled.index(slot)
-            mbarrier.expect(landed, HALF_BYTES)
-            at = [copied.b, tile * BLOCK_N, copied.h_kv, WIDTH // 2]
-            load_tile(copied.k_half, at, landed, ring.half_tiles.index(slot))
-            slot, phase = ring.following(slot, phase)
-    ring.acquire(slot, phase)
-    landed = ring.filled.index(slot)
-    mbarrier.expect(landed, VALUE_BYTES)
-    copy_values(
-        values, copied.v_head, copied.b, copied.h_kv, tile, seen.seq_kv, landed, ring.v_tiles.index(slot), WIDTH,
-        BLOCK_N, FORMAT.pv,
-    )  # fmt: skip

@@ -97,7 +97,7 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
             q = _load_queries(q_base, inputs.stride_qs, first + i * SLICE, tile.seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
             top = gl.maximum(top, gl.abs(q * weight))
         amax_of_all = gl.max(gl.max(top, 1), 0)
-    if RETURN_LSE or KIND.keeps_max or KIND.masking.mask == "blocks":
+    if RETURN_LSE or KIND.keeps_max:
         center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)
     if KIND.keeps_max:
         to_midrange = _to_midrange(center, recorded, h_kv, channels, HEAD_DIM)
@@ -131,8 +131,8 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
             of_slices.index(fields + SCALE * SLICES + i).store(scale)
         if SCALING == "planned":
             q_amax = gl.maximum(q_amax, gl.abs(q))
-        # smoothing lowered every score of a row by q·c: the LSE gets it back, and promoted scores are lowered alike
-        if RETURN_LSE or KIND.masking.mask == "blocks":
+        # smoothing lowered every score of a row by q·c: the LSE gets it back
+        if RETURN_LSE:
             lowered = gl.sum(q * center[None, :], 1) * inputs.softmax_scale
             of_slices.index(fields + LOWERED * SLICES + i).store(lowered)
         if KIND.keeps_max:

@@ -18,9 +18,9 @@ from ...gluon_names import barrier
 from .fp8_sums import packed
 from .int8_loop import masked_tile_softmax
 from .int8_sums import add_lacking, add_product, code_product, less_128, packed_codes, sum_of_codes, value_sums
-from .key_tiles import seen_tile
 from .operands import as_operand, value_operand, zero_hidden
 from .producer import copy_keys, copy_values
+from .ring import seen_tile
 from .softmax import load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes, to_lanes
 from .types import ROWS, Seen
 
@@ -169,8 +169,7 @@ def redo(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr)
     rows = program.tile
     seen = Seen(
         reach=of_ring.reach, tiles_ptr=of_ring.tiles_ptr, n_tiles=of_ring.n_tiles, first=rows.first,
-        first_full=of_ring.first_full, full=rows.full, promoted=of_ring.promoted,
-        ordinary=of_ring.ordinary, visited=rows.visited,
+        first_full=of_ring.first_full, full=rows.full, visited=rows.visited,
         left=of_ring.left, right=of_ring.right, offset=of_ring.offset, seq_kv=of_ring.seq_kv,
     )  # fmt: skip
     landed = program.shared.landed

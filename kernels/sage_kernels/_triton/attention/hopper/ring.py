@@ -5,12 +5,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...compat import aggregate
+from ..operands import tile_at
 
 
 @aggregate
 class Ring:
-    """Buffers of key and value tiles, the keys' scales, and two barriers a slot: `filled` and `freed`. half_tiles: the
-    buffers of key tiles, as half of the channels of promoted ones.
+    """Buffers of key and value tiles, the keys' scales, and two barriers a slot: `filled` and `freed`.
 
     A slot holds a key tile and the value tile BEFORE it, which are multiplied at the same time. Slots are filled and
     freed in turn; the phase of a slot's barriers is 0 in the first round, 1 in the second, 0 in the third.
@@ -19,17 +19,15 @@ class Ring:
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
     k_scales: gl.shared_memory_descriptor
-    half_tiles: gl.shared_memory_descriptor
     filled: gl.shared_memory_descriptor
     freed: gl.shared_memory_descriptor
     buffers: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, k_tiles, v_tiles, k_scales, half_tiles, filled, freed, buffers):
+    def __init__(self, k_tiles, v_tiles, k_scales, filled, freed, buffers):
         self.k_tiles = k_tiles
         self.v_tiles = v_tiles
         self.k_scales = k_scales
-        self.half_tiles = half_tiles
         self.filled = filled
         self.freed = freed
         self.buffers = gl.constexpr(buffers)
@@ -54,3 +52,17 @@ class Ring:
     def release_before(self, slot, pred=True):
         """One warpgroup is done with the slot before this one. pred: whether there was one."""
         mbarrier.arrive(self.freed.index(gl.where(slot == 0, self.buffers, slot) - 1), count=1, pred=pred)
+
+
+@gluon.jit
+def seen_tile(i, seen, MASKING: gl.constexpr):
+    """The i-th visited key tile: the wholly visible ones come first."""
+    if MASKING.mask == "tiles":  # of a list that programs share
+        tile = tile_at(
+            seen.first + i, seen.tiles_ptr, seen.n_tiles, 0, 0, seen.first_full, MASKING.mask, MASKING.has_left
+        )  # fmt: skip
+    else:
+        tile = tile_at(
+            i, seen.tiles_ptr, seen.n_tiles, seen.first, seen.first_full, seen.full, MASKING.mask, MASKING.has_left
+        )  # fmt: skip
+    return tile

@@ -71,15 +71,12 @@ class Layouts(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors that all warpgroups read and write. k_codes, v_tiles and, one a key, k_scales are descriptors, and so is
-    k_half, as of `Copied`.
-    """
+    """Tensors that all warpgroups read and write. k_codes, v_tiles and, one a key, k_scales are descriptors."""
 
     q_ptr: gl.tensor
     k_codes: gl.tensor
     v_tiles: gl.tensor
     k_scales: gl.tensor
-    k_half: gl.tensor
     out_ptr: gl.tensor
     lse_ptr: gl.tensor
     center_ptr: gl.tensor
@@ -105,8 +102,7 @@ class Recorded(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory beside the ring.
 
-    q_codes, of_rows: codes of the query rows of each warpgroup, and ROW_FIELDS numbers of each row. q_half: these rows
-    in 16 bit, for promoted tiles (promoted.py).
+    q_codes, of_rows: codes of the query rows of each warpgroup, and ROW_FIELDS numbers of each row.
     earlier: sums of P·V over earlier tiles (FP8): two halves of the channels; or places for what they lack (INT8).
     zeroed, finished, landed: barriers: hidden values are zeroed; nobody needs the ring any more; a warpgroup's own
     keys, or values, have arrived (where it does its rows again). turns: one of each warpgroup, whose turn it is
@@ -114,7 +110,6 @@ class Shared(NamedTuple):
     """
 
     q_codes: gl.shared_memory_descriptor
-    q_half: gl.shared_memory_descriptor
     of_rows: gl.shared_memory_descriptor
     earlier: gl.shared_memory_descriptor
     zeroed: gl.shared_memory_descriptor
@@ -127,8 +122,7 @@ class Seen(NamedTuple):
     """The key tiles that a program visits: `visited` of them from `first` on, or those of a list; the first `full` are
     seen wholly. left, right, offset: of the band; the rest as in ../key_tiles.py. Of a list for each tile of query
     rows, `first` is the place where the program's piece begins, and `first_full` how many the list has wholly; a piece
-    may be empty. promoted, ordinary: of mixed attention, where promoted ones that are seen wholly end in the order of
-    visits, and where the other ordinary ones do (key_tiles.py).
+    may be empty.
     """
 
     reach: gl.tensor
@@ -137,8 +131,6 @@ class Seen(NamedTuple):
     first: gl.tensor
     first_full: gl.tensor
     full: gl.tensor
-    promoted: gl.tensor
-    ordinary: gl.tensor
     visited: gl.tensor
     left: gl.tensor
     right: gl.tensor
@@ -188,14 +180,11 @@ class Program(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What the producer is started with. k_codes, v_tiles and, one a key, k_scales are descriptors, and k_half, of
-    half of the channels of promoted keys; v_head: the number of the key/value head among all of the batch.
-    """
+    """What the producer is started with. k_codes, v_tiles and, one a key, k_scales are descriptors; v_head: the number of the key/value head among all of the batch."""
 
     k_codes: gl.tensor
     v_tiles: gl.tensor
     k_scales: gl.tensor
-    k_half: gl.tensor
     ring: Ring
     seen: Seen
     k_row: gl.tensor
@@ -207,13 +196,10 @@ class Copied(NamedTuple):
 class Warpgroup(NamedTuple):
     """What all key tiles of one warpgroup share. zero: [R, N] in the scores' type; row_scale, score_rows: [R], the
     scale and the number of each query row; earlier: the warpgroup's part of `Shared.earlier`; zeroed, turns: of
-    `Shared`; q_half, lowered: of `Shared.q_half`, and q·c of each row in shared memory (promoted.py).
+    `Shared`.
     """
 
     q_codes: gl.shared_memory_descriptor
-    q_half: gl.shared_memory_descriptor
-    lowered: gl.shared_memory_descriptor
-    softmax_scale: gl.tensor
     zero: gl.tensor
     row_scale: gl.tensor
     score_rows: gl.tensor
