@@ -1,4 +1,4 @@
-"""How mixed attention is launched: codes of K, the choice of blocks, attention; on q's device and current stream."""
+"""Launch mixed attention: quantise K, choose blocks, attend; on q's device and current stream."""
 
 import torch
 
@@ -12,26 +12,27 @@ from .prepare import _prepare_mixed_kernel
 from .select import _select_blocks_kernel
 
 
-# Not timed. Blocks of keys scored at a time, and looked at at a time for the largest scores.
+# Key blocks scored at a time by head width, and compared at a time to find the largest scores. Not timed.
 CHUNK = {64: 64, 128: 32, 256: 16}
 SPAN = 256
-# Row blocks that are chosen for at once, per SM.
+# Programs per SM that choose blocks, each for one block of query rows at a time.
 SELECTING = 8
-# Programs that ready K, per SM: each samples its head's tokens first, so that more of them took longer on an H100.
+# Programs per SM that quantise K. Each samples its head's tokens first, so more of them took longer on an H100.
 PREPARING = 2
 
 
 def stages_of(width: int, base: str) -> int:
-    """Pipeline stages of the loop over ordinary blocks; not timed."""
+    """Pipeline stages of the attention kernel's loop over ordinary blocks; not timed."""
     return 2 if width <= 128 else 1
 
 
 def warps_of(width: int, block_q: int = BLOCK) -> int:
-    """Of the attention kernel."""
+    """Warps of the attention kernel."""
     return 8 if width == 256 or block_q > BLOCK else 4
 
 
 def preparing_warps(width: int, base: str) -> int:
+    """Warps of the kernel that quantises K."""
     return 8 if width == 256 or base in FP4_GROUPS else 4
 
 
@@ -39,11 +40,14 @@ def launch_mixed_attention(
     q, k, v, *, options: Mixed, causal: bool, offset: int, scale: float, return_lse: bool, return_blocks: bool,
     packed_fp4: bool | None = None, block_q: int = 0,
 ):  # fmt: skip
-    """Arguments are checked already. offset: row i sees keys up to i + offset. packed_fp4, block_q: override
-    `has_fp4` and `rows_of_block`.
+    """Launch the three kernels of mixed attention. Arguments are checked already.
 
-    Returns: out [B, S_q, H, D] contiguous in q.dtype; lse [B, S_q, H] fp32 or None; which blocks were chosen, int8
-    [B, H, row blocks, key blocks], or None.
+    Args:
+        offset: with `causal`, row i sees keys up to i + offset.
+        packed_fp4, block_q: override `has_fp4` and `rows_of_block`.
+
+    Returns: out [B, S_q, H, D] contiguous in q.dtype; lse [B, S_q, H] fp32 or None; the chosen blocks, int8 [B, H, row
+    blocks, key blocks], or None.
     """
     batch, seq_q, heads, head_dim = q.shape
     seq_kv, kv_heads = k.shape[1], k.shape[2]
@@ -76,7 +80,7 @@ def launch_mixed_attention(
             heads_of_keys, key_blocks * BLOCK, width // 2 if packed_fp4 else width, dtype=code_type, device=device
         )
         k_scale = buffer(heads_of_keys, key_blocks * BLOCK, device=device)
-        group_scale = k_scale  # never read where it does not apply
+        group_scale = k_scale  # stands for the scales of groups that other formats do not have; never read
         if packed_fp4:
             group_type = torch.float8_e4m3fn if base == "nvfp4" else torch.uint8
             groups = width // FP4_GROUPS[base]

@@ -1,4 +1,4 @@
-"""One warpgroup from its query rows to its part of the output."""
+"""A consumer warpgroup, from its query rows to its part of the output."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,19 +20,21 @@ _LAGGED_EXPONENT = gl.constexpr(recipe.LAGGED_EXPONENT)
 
 @gluon.jit
 def _kept_reference(program, score_rows, group_index, ROW: gl.constexpr):
-    """Softmax reference [ROWS] from the row maxima of the call before: max score per row (log2), K centred on its
-    midrange, which this call's midrange takes the place of."""
+    """Return the softmax reference [ROWS] from the row maxima of the previous call.
+
+    These are max scores per row (log2) with K centred on that call's midrange, taken as if centred on this call's.
+    """
     tile = program.tile
     row_max = program.recorded.row_max_ptr + (tile.b * tile.heads + tile.h).to(gl.int64) * tile.seq_q + score_rows
     earlier = gl.load(row_max, mask=score_rows < tile.seq_q, other=0.0)
     earlier -= program.shared.of_rows.index(group_index * ROW_FIELDS + TO_MIDRANGE).load(ROW)
-    # of a NaN or -inf nothing is known, and 0 is as good a guess as any
+    # a kept NaN or -inf says nothing about this call: 0 is as good a guess as any
     return gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
 
 
 @gluon.jit
 def _sum_up(reference, program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """`sum_up`, whatever P and V are in."""
+    """Run the loop over key tiles for the formats of P and V."""
     if KIND.format.pv == "int8":
         total = sum_up_codes(value_sums(program, KIND), group_index, group, KIND, LAYOUTS)
     else:
@@ -42,7 +44,7 @@ def _sum_up(reference, program, group, group_index, KIND: gl.constexpr, LAYOUTS:
 
 @gluon.jit
 def consume(program, group_index, KIND: gl.constexpr):
-    """One warpgroup: quantise its query rows, walk the key tiles, write the output."""
+    """Quantise a warpgroup's query rows, walk the key tiles, write the output."""
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
     PV_DTYPE: gl.constexpr = KIND.pv_dtype
@@ -81,7 +83,7 @@ def consume(program, group_index, KIND: gl.constexpr):
     )  # fmt: skip
 
     if KIND.masking.mask == "tiles":
-        # of a short list some pieces are empty: sums of nothing
+        # pieces of a short list may be empty: then all sums are 0
         total = Total(
             acc=gl.zeros((ROWS, WIDTH), gl.float32, OUT),
             reference=reference,
@@ -93,7 +95,7 @@ def consume(program, group_index, KIND: gl.constexpr):
     else:
         total = _sum_up(reference, program, group, group_index, KIND, LAYOUTS)
     if FORMAT.reference != "running":
-        # the ring is free for other use once all warpgroups are through
+        # once all warpgroups are through, `redo` may use the ring
         mbarrier.arrive(program.shared.finished, count=1)
     if KIND.splits:
         is_last = gl.to_tensor(True)

@@ -1,4 +1,4 @@
-"""The ring of buffers between the warp that copies and the warpgroups that compute."""
+"""The ring of buffers between producer warp and consumer warpgroups, and its order of tiles."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,10 +10,10 @@ from ..operands import tile_at
 
 @aggregate
 class Ring:
-    """Buffers of key and value tiles, the keys' scales, and two barriers a slot: `filled` and `freed`.
+    """Buffers of key tiles, value tiles and key scales, with two barriers a slot: `filled` and `freed`.
 
-    A slot holds a key tile and the value tile BEFORE it, which are multiplied at the same time. Slots are filled and
-    freed in turn; the phase of a slot's barriers is 0 in the first round, 1 in the second, 0 in the third.
+    A slot holds a key tile and the value tile BEFORE it, because these are multiplied at the same time. Slots are
+    filled and freed in turn. The phase of a slot's barriers is 0 in the first round, 1 in the second, 0 in the third.
     """
 
     k_tiles: gl.shared_memory_descriptor
@@ -34,30 +34,30 @@ class Ring:
 
     @gluon.jit
     def following(self, slot, phase):
-        """The next slot, and the phase of its barriers: i % buffers would take a dozen instructions."""
+        """Return the next slot and its barriers' phase; i % buffers would take a dozen instructions."""
         wraps = slot == self.buffers - 1
         return gl.where(wraps, 0, slot + 1), phase ^ wraps.to(gl.int32)
 
     @gluon.jit
     def acquire(self, slot, phase):
-        """The producer waits until all warpgroups have freed a slot. In the first round nobody has to."""
+        """Producer: wait until all warpgroups have freed a slot. In the first round nobody has to."""
         mbarrier.wait(self.freed.index(slot), phase ^ 1)
 
     @gluon.jit
     def wait_filled(self, slot, phase):
-        """A warpgroup waits until all copies into a slot have arrived."""
+        """Consumer: wait until all copies into a slot have arrived."""
         mbarrier.wait(self.filled.index(slot), phase)
 
     @gluon.jit
     def release_before(self, slot, pred=True):
-        """One warpgroup is done with the slot before this one. pred: whether there was one."""
+        """Consumer: free the slot before this one. pred: False if there was none."""
         mbarrier.arrive(self.freed.index(gl.where(slot == 0, self.buffers, slot) - 1), count=1, pred=pred)
 
 
 @gluon.jit
 def seen_tile(i, seen, MASKING: gl.constexpr):
-    """The i-th visited key tile: the wholly visible ones come first."""
-    if MASKING.mask == "tiles":  # of a list that programs share
+    """Return the i-th key tile to visit; those that all rows see completely come first."""
+    if MASKING.mask == "tiles":  # programs may share a list, so `i` counts from the beginning of the piece
         tile = tile_at(
             seen.first + i, seen.tiles_ptr, seen.n_tiles, 0, 0, seen.first_full, MASKING.mask, MASKING.has_left
         )  # fmt: skip
