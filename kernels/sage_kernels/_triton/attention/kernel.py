@@ -112,7 +112,7 @@ def _attention_fwd_kernel(
     counts_ptr, row_max_ptr: of HeadState. reach_ptr, tiles_ptr, numbers_ptr: of MaskTiles. out_ptr: [B, S_q, H, D],
     lse_ptr: fp32 [B, S_q, H], both contiguous. Pointers that a variant has no use for are not read.
     """
-    if PACKED:  # until below, seq_q and seq_kv are totals of all sequences
+    if PACKED:  # seq_q and seq_kv are totals of all sequences, until one sequence's replace them
         slots = seq_q // BLOCK_M + sequences + 1
         slot = tl.program_id(0) % slots
         if HAS_RIGHT:

@@ -65,8 +65,8 @@ def _consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
     """Run `consume` for one warpgroup.
 
     The warpgroup's index is passed as a value, so that Triton reads the code once and not once for each warpgroup. The
-    compiler sees it as a constant again once all is inlined. Where hidden values are zeroed it cuts up a tile, and has
-    to be a constant.
+    compiler sees it as a constant again once all is inlined. With a mask of keys it decides which part of a tile to
+    zero, and has to be a constant from the beginning.
     """
     if KIND.masking.mask == "keys":
         consume(program, GROUP_INDEX, KIND)
