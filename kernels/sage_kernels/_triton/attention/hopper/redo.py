@@ -142,7 +142,7 @@ def _redo_tiles(
         if MASKED and KIND.masking.mask == "keys" and FORMAT.pv == "16bit":
             zero_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, KIND.width)
             barrier()
-        if FP8:  # each tile has a sum of its own: exact enough, and speed does not matter here
+        if FP8:  # each tile has a sum of its own: slow, but no low bits are cut off here
             product = warpgroup_mma(p_operand, v_rows, gl.zeros_like(acc), use_acc=False, is_async=True)
             acc += warpgroup_mma_wait(num_outstanding=0, deps=(product,))
         elif FORMAT.pv == "int8":
