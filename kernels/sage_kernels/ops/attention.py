@@ -22,7 +22,7 @@ from ..facts.masking import make_masking
 from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from ..facts.skipping import SkipState
 from ..facts.state import HeadState
-from .replay import TENSOR, is_plain_call, is_usual, layout_of, make_again, remember
+from .replay import TENSOR, is_plain_call, is_usual, layout_of, remember, replay_by_key
 
 
 _library = torch.library.Library("sage_kernels", "DEF")
@@ -179,7 +179,7 @@ def sage_attention(
     key = None
     if attn_mask is None and sinks is None and cu_seqlens is None and not torch.compiler.is_compiling():
         options = (scale, scaling, smooth_k, causal, window, softcap, recipe, rotation, return_lse)
-        key, result = _make_again(q, k, v, state, options, skip)
+        key, result = _try_replay(q, k, v, state, options, skip)
         if result is not None:
             return result
     check_options(recipe, scaling, scale, state, softcap, cu_seqlens, rotation, smooth_k)
@@ -209,7 +209,7 @@ def sage_attention(
     return op(*arguments)
 
 
-def _make_again(
+def _try_replay(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, state: HeadState | None, options: tuple[Any, ...],
     skip: SkipState | None = None, *, dispatched: bool = False,
 ) -> Any:  # fmt: skip
@@ -232,7 +232,7 @@ def _make_again(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return None, None
     # 1, 1.0 and True are one key of a dictionary
-    return make_again((options, *map(type, options), *map(layout_of, tensors)), tensors)
+    return replay_by_key((options, *map(type, options), *map(layout_of, tensors)), tensors)
 
 
 def _run(
@@ -247,7 +247,7 @@ def _run(
 ) -> Any:
     """The checked call, outside of autocast, which would cast the reference's own matmuls too.
 
-    key: from `_make_again`; the launches are then remembered for the next such call.
+    key: from `_try_replay`; the launches are then remembered for the next such call.
     """
     if torch.is_autocast_enabled(q.device.type):
         with torch.autocast(q.device.type, enabled=False):
@@ -314,7 +314,7 @@ def _implementation(planned: bool, return_lse: bool) -> Any:
         key = None
         if attn_mask is None and sinks is None:
             # other keys than those of sage_attention, whose options are not checked yet
-            key, result = _make_again(q, k, v, state, ("op", *options, return_lse), dispatched=True)
+            key, result = _try_replay(q, k, v, state, ("op", *options, return_lse), dispatched=True)
             if result is not None:
                 return result
         return _run(*arguments[:_INPUTS], state=state, return_lse=return_lse, key=key)

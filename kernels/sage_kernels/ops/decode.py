@@ -16,7 +16,7 @@ from ..checks.decode import check_append, check_decode_inputs, check_decode_opti
 from ..checks.tensors import check_called_below, without_tangents
 from ..compat import differentiates_forward
 from ..facts.masking import Masking, canonical_mask, decode_band
-from .replay import TENSOR, is_plain_call, layout_of, make_again, remember
+from .replay import TENSOR, is_plain_call, layout_of, remember, replay_by_key
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -66,7 +66,7 @@ def append_kv(
     tensors = (k, v, k_mean, k_codes, k_scale, v_codes, v_scale)
     key = None
     if not torch.compiler.is_compiling():
-        key, given, numbers, result = _append_again((*tensors, k_balance), position, ring)
+        key, given, numbers, result = _replay_append((*tensors, k_balance), position, ring)
         if result is not None:
             return
     check_append(*tensors, position, ring, k_balance)
@@ -191,7 +191,7 @@ def sage_decode_attention(
     key = None
     if attn_mask is None and not torch.compiler.is_compiling():
         options = (ring, causal, window, softcap, scale, return_lse)
-        key, given, numbers, result = _attend_again(q, (*cache, k_balance), lengths, sinks, options)
+        key, given, numbers, result = _replay_attend(q, (*cache, k_balance), lengths, sinks, options)
         if result is not None:
             return result
     check_decode_inputs(q, *cache, lengths, k_balance)
@@ -212,21 +212,21 @@ def _dispatch(op: Any, arguments: Any) -> Any:
     return op(*arguments)
 
 
-_ANEW = (None, None, None, None)
+_NOT_REPLAYED = (None, None, None, None)
 _NONE = type(None)
 
 
-def _attend_again(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
+def _replay_attend(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
     """(key, tensors, numbers, results) of `sage_decode_attention` without a mask: the key is all that decides whether
     the call is valid and what it launches, and results are None where no such call was made before.
 
     All are None without a GPU, where someone looks on, and for arguments that the checks will refuse.
     """
     if type(q) not in TENSOR or not q.is_cuda or not is_plain_call(q, *cache, lengths, sinks):
-        return _ANEW
+        return _NOT_REPLAYED
     if torch.is_grad_enabled() and (q.requires_grad or (sinks is not None and sinks.requires_grad)):
-        return _ANEW
-    return _found(*_attend_key(q, cache, lengths, sinks, options))
+        return _NOT_REPLAYED
+    return _replay(*_attend_key(q, cache, lengths, sinks, options))
 
 
 def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
@@ -237,9 +237,9 @@ def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: An
     """
     k_codes, window = cache[0], options[2]
     if any(x is None for x in cache[:4]) or q.dim() != 4 or k_codes.dim() != 4 or 0 in q.shape or 0 in k_codes.shape:
-        return _ANEW[:3]
+        return _NOT_REPLAYED[:3]
     if type(window) not in (int, _NONE):
-        return _ANEW[:3]
+        return _NOT_REPLAYED[:3]
     from .._triton.decode.launch import cut_decode
 
     tokens = k_codes.shape[2]
@@ -253,37 +253,37 @@ def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: An
     return tuple(key), [x for x in (q, *cache, lengths, sinks) if x is not None], {"capacity": tokens}
 
 
-def _append_again(tensors: Any, position: Any, ring: bool) -> Any:
-    """As _attend_again, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance."""
+def _replay_append(tensors: Any, position: Any, ring: bool) -> Any:
+    """As _replay_attend, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance."""
     k, v = tensors[:2]
     if isinstance(position, torch.Tensor):
         tensors += (position,)
     if type(k) not in TENSOR or not k.is_cuda or not is_plain_call(*tensors):
-        return _ANEW
+        return _NOT_REPLAYED
     if torch.is_grad_enabled() and (k.requires_grad or (v is not None and v.requires_grad)):
-        return _ANEW
-    return _found(*_append_key(tensors, position, ring))
+        return _NOT_REPLAYED
+    return _replay(*_append_key(tensors, position, ring))
 
 
 def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
     """As _attend_key: where the host knows the position, that is no part of the key; that it fits is seen to."""
     k, v, _, k_codes, *scales = tensors[:7]
     if any(x is None for x in (v, k_codes, *scales)) or k.dim() != 4 or k_codes.dim() != 4 or 0 in k.shape:
-        return _ANEW[:3]
+        return _NOT_REPLAYED[:3]
     start = 0
     if not isinstance(position, torch.Tensor):
         start = position
         if type(start) is not int or start < 0 or not (ring is True or start + k.shape[2] <= k_codes.shape[2]):
-            return _ANEW[:3]
+            return _NOT_REPLAYED[:3]
     key = ("append", ring, type(ring), len(tensors), *(None if x is None else layout_of(x) for x in tensors))
     return key, [x for x in tensors if x is not None], {"start": start}
 
 
-def _found(key: Any, given: Any, numbers: Any) -> Any:
+def _replay(key: Any, given: Any, numbers: Any) -> Any:
     """A key, with what belongs to it, and the results of a call like it."""
     if key is None:
-        return _ANEW
-    key, results = make_again(key, given, numbers)
+        return _NOT_REPLAYED
+    key, results = replay_by_key(key, given, numbers)
     return key, given, numbers, results
 
 

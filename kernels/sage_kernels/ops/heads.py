@@ -11,7 +11,7 @@ from ..checks.heads import check_heads
 from ..checks.tensors import check_called_below, without_tangents
 from ..compat import differentiates_forward
 from ..reference.heads import ref_qk_norm_rope
-from .replay import made_before, remember
+from .replay import remember, try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -54,7 +54,7 @@ def qk_norm_rope(
     if all(isinstance(x, (list, tuple)) for x in lists):
         given = [x for values in lists for x in values]
     options = (norm, eps, pairs, *(len(x) for x in lists if given))
-    key, result = made_before("heads", tuple(given), options)
+    key, result = try_replay("heads", tuple(given), options)
     if result is None:
         check_heads(q, k, q_weight, k_weight, norm, eps, cos, sin)
         arguments = (list(q), list(k), list(q_weight), list(k_weight), norm, float(eps), list(cos), list(sin), pairs)
@@ -100,7 +100,7 @@ def _of_op(*arguments: Any) -> Any:
     q, k, q_weight, k_weight, norm, eps, cos, sin, pairs = arguments
     lists = (q, k, q_weight, k_weight, cos, sin)
     given = tuple(x for values in lists for x in values)
-    key, result = made_before("op heads", given, (norm, eps, pairs, *map(len, lists)), dispatched=True)
+    key, result = try_replay("op heads", given, (norm, eps, pairs, *map(len, lists)), dispatched=True)
     if result is not None:
         return result
     if key is None:

@@ -13,7 +13,7 @@ from ..compat import differentiates_forward
 from ..facts.numerics import CODE_TYPES
 from ..facts.recipe import GATED
 from ..reference import linear as reference
-from .replay import made_before, remember
+from .replay import remember, try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -77,7 +77,7 @@ def quantize_activation(
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     Source: row-wise scales as in LLM.int8() (arXiv:2208.07339), the balance as in SmoothQuant (arXiv:2211.10438).
     """
-    key, result = made_before("quantize", (x, weight, bias, gain, shift, balance, beside), (format, norm, eps))
+    key, result = try_replay("quantize", (x, weight, bias, gain, shift, balance, beside), (format, norm, eps))
     if result is None:
         check_activation(x, format, norm, weight, bias, eps, gain, shift, balance, beside)
         arguments = (x, format, norm, weight, bias, float(eps), gain, shift, balance, beside)
@@ -168,7 +168,7 @@ def quantized_linear(
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
     given = (*x, *weight, bias, gate, residual) if isinstance(x, tuple) and isinstance(weight, tuple) else ()
-    key, result = made_before("linear", given, (activation, dtype))
+    key, result = try_replay("linear", given, (activation, dtype))
     if result is None:
         check_linear(x, weight, bias, activation, gate, residual, dtype)
         arguments = (*x, *weight, bias, activation, gate, residual, dtype)
@@ -190,7 +190,7 @@ def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tenso
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/linear.py.
     """
     given = (x, *weight, bias) if isinstance(weight, tuple) else ()
-    key, result = made_before("weight_only", given, ())
+    key, result = try_replay("weight_only", given, ())
     if result is None:
         check_weight_only(x, weight, bias)
         result = run_op(key, _weight_only_linear, "weight_only_linear", (x, *weight, bias))
@@ -272,7 +272,7 @@ def of_op(name: str, function: Callable[..., Any], tensors: tuple[int, ...]) -> 
         check_called_below(name)
         given = tuple(arguments[i] for i in tensors)
         options = tuple(x for i, x in enumerate(arguments) if i not in tensors)
-        key, result = made_before(f"op {name}", given, options, dispatched=True)
+        key, result = try_replay(f"op {name}", given, options, dispatched=True)
         if result is not None:
             return result
         if key is None:

@@ -10,7 +10,7 @@ from ..checks.linear import check_activation, check_linear, check_quantized
 from ..facts.numerics import CODE_TYPES
 from ..facts.recipe import GATED
 from .linear import QuantizedRows, compute_codes, compute_linear, of_op, run_op
-from .replay import made_before
+from .replay import try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -57,7 +57,7 @@ def dynamic_linear(
     dtype = x.dtype if dtype is None and isinstance(x, torch.Tensor) else dtype
     of_rows: tuple[Any, ...] = (x, norm_weight, norm_bias, gain, shift, balance, beside)
     given = (*of_rows, *weight, bias, gate, residual) if isinstance(weight, tuple) else ()
-    key, result = made_before("dynamic", given, (norm, eps, activation, dtype))
+    key, result = try_replay("dynamic", given, (norm, eps, activation, dtype))
     if result is None:
         check_quantized("weight", weight, tuple(CODE_TYPES.values()))
         format = "int8" if weight[0].dtype == torch.int8 else "fp8"

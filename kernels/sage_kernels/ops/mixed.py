@@ -12,7 +12,7 @@ from ..compat import differentiates_forward
 from ..facts.block_budget import rows_of_block
 from ..facts.recipe import BLOCK, Mixed
 from ..reference.mixed import ref_mixed_attention
-from .replay import made_before, remember
+from .replay import remember, try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -54,7 +54,7 @@ def mixed_attention(
     Source: ThriftAttention (arXiv:2605.23081). Maths: docs/recipes.md.
     """
     wanted = (True, return_lse, return_blocks)
-    key, results = made_before("mixed", (q, k, v), (options, causal, scale, return_lse, return_blocks))
+    key, results = try_replay("mixed", (q, k, v), (options, causal, scale, return_lse, return_blocks))
     if results is None:
         check_mixed(q, k, v, options, causal, scale)
         causal = ("top_left" if causal else "") if isinstance(causal, bool) else causal

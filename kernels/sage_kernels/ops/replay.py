@@ -2,7 +2,7 @@
 
 Imported without Triton; what is remembered is a Replay of `_triton/launch`. An op asks in this order:
     is_usual(tensors, dispatched)    nobody has to see this call but its implementation
-    make_again(key, given)           the results, if a call of this key was made before
+    replay_by_key(key, given)           the results, if a call of this key was made before
     remember(key, call, given)       else, checked: make the call, and keep its launches under the key
 """
 
@@ -18,12 +18,12 @@ from .. import compat
 TENSOR = (torch.Tensor, torch.nn.Parameter)
 _PLAIN = {*TENSOR, type(None)}
 _LIMIT = 4096  # kinds of calls that are remembered
-made: dict[tuple, Callable] = {}  # key → Replay: results of a call with these tensors and numbers
+replays: dict[tuple, Callable] = {}  # key → Replay: results of a call with these tensors and numbers
 
 
 def forget() -> None:
     """All calls have to be made anew."""
-    made.clear()
+    replays.clear()
 
 
 def is_plain_call(*tensors) -> bool:
@@ -51,13 +51,13 @@ def layout_of(x: torch.Tensor | None) -> tuple | None:
     return x.dtype, x.get_device(), x.shape, x.stride()  # a GPU's number: calls elsewhere are not made again
 
 
-def make_again(key: tuple, given, numbers=None):
+def replay_by_key(key: tuple, given, numbers=None):
     """The key, and the results for these tensors and numbers if a call of this key was made before.
 
     Results are None where the call has to be made anew; both are None where something unhashable is in the key.
     """
     try:
-        again = made.get(key)
+        again = replays.get(key)
     except TypeError:
         return None, None
     return key, None if again is None else again(given, numbers)
@@ -79,12 +79,12 @@ def remember(key: tuple, call, given, numbers=None):
 
 def keep(key: tuple, again: Callable) -> None:
     """Have calls of this key made by again(given, numbers), which may give up: None."""
-    if len(made) >= _LIMIT:
-        made.clear()
-    made[key] = again
+    if len(replays) >= _LIMIT:
+        replays.clear()
+    replays[key] = again
 
 
-def made_before(op: str, given: tuple, options: tuple, *, dispatched: bool = False):
+def try_replay(op: str, given: tuple, options: tuple, *, dispatched: bool = False):
     """A call's key, and its results if it was made before.
 
     Both are None where the call is neither found nor remembered: without a GPU, where someone looks on, and where a
@@ -101,7 +101,7 @@ def made_before(op: str, given: tuple, options: tuple, *, dispatched: bool = Fal
     tensors = [x for x in given if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return None, None
-    return make_again(key_of(op, given, options), tensors)
+    return replay_by_key(key_of(op, given, options), tensors)
 
 
 def key_of(op: str, given: tuple, options: tuple) -> tuple:

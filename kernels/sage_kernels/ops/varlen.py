@@ -15,7 +15,7 @@ from ..checks.varlen import check_lengths, check_varlen
 from ..compat import differentiates_forward
 from ..facts.masking import packed_masking
 from ..facts.recipe import DEFAULT_RECIPE
-from .replay import is_plain_call, made_before, remember
+from .replay import is_plain_call, remember, try_replay
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -121,7 +121,7 @@ def sage_attention_varlen(
     given = _distinct(q, k, v, cu_seqlens_q, cu_seqlens_k)
     if sinks is None:
         bounds = (max_seqlen_q is None or type(max_seqlen_q) is int, max_seqlen_k is None or type(max_seqlen_k) is int)
-        key, result = made_before("varlen", given, (*options, *bounds))
+        key, result = try_replay("varlen", given, (*options, *bounds))
         if result is not None:
             return _unpacked(result)
     check_varlen(
