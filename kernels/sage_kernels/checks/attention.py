@@ -11,13 +11,23 @@ import torch
 
 from ..compat import differentiates_forward, has_tangent
 from ..facts.numerics import padded_head_dim
-from ..facts.recipe import DEFAULT_RECIPE, MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS
+from ..facts.recipe import BLOCK, DEFAULT_RECIPE, MIXED_RECIPE, RECIPES, ROTATIONS, SCALINGS, Mixed
 from ..facts.state import COUNT_FIELDS, PLAN_FIELDS, STAT_FIELDS, HeadState
 from .numbers import check_size, check_softcap, check_window
-from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable, is_strided
+from .tensors import (
+    DTYPES,
+    MAX_HEAD_DIM,
+    broadcasts,
+    check_inference,
+    check_mask,
+    check_strided,
+    check_writable,
+    is_strided,
+)
 
 
 CAUSAL = ("top_left", "bottom_right")
+_MOST_BLOCKS = 2**15 - 1  # mixed attention lists blocks as int16
 # what `unsupported` returns
 REASONS = (
     "dropout",
@@ -97,19 +107,11 @@ def unsupported(
         return "mask_type"
     if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
         return "mask_type"
-    if not _broadcasts(attn_mask, q, k):
+    if not broadcasts(attn_mask, (batch, heads, seq_q, seq_kv)):
         return "mask_shape"
     if (torch.is_grad_enabled() and attn_mask.requires_grad) or has_tangent(attn_mask):
         return "requires_grad"
     return None
-
-
-def _broadcasts(mask: Any, q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether `mask` broadcasts to [B, H, S_q, S_kv]."""
-    wanted = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
-    return 1 <= mask.dim() <= 4 and all(
-        got in (1, want) for got, want in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
-    )
 
 
 def check_masking(
@@ -138,12 +140,8 @@ def check_masking(
                 f"sinks: got {sinks.dtype} {tuple(sinks.shape)} on {sinks.device}, expected a floating point tensor "
                 f"[{q.shape[2]}] (one logit a head) on {q.device}"
             )
-        if torch.is_grad_enabled() and sinks.requires_grad:
-            raise NotImplementedError(
-                "sinks: got requires_grad=True with grad enabled, expected inference: no backward"
-            )
         check_strided("sinks", sinks)
-        check_no_tangent("sinks", sinks)
+        check_inference("sinks", sinks)
     if attn_mask is None:
         return
     if not isinstance(attn_mask, torch.Tensor):
@@ -153,24 +151,10 @@ def check_masking(
         raise ValueError(
             f"attn_mask: got a mask and causal={causal!r}, expected one of them; fold causality into the mask"
         )
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
-        raise TypeError(
-            f"attn_mask: got dtype {attn_mask.dtype}, expected bool (True: visible) or float16, bfloat16, float32; "
-            "for 0/1 integers pass mask.bool()"
-        )
     if attn_mask.device != q.device:
         raise ValueError(f"attn_mask: got device {attn_mask.device}, expected q's {q.device}")
-    if not _broadcasts(attn_mask, q, k):
-        wanted = [q.shape[0], q.shape[2], q.shape[1], k.shape[1]]
-        raise ValueError(
-            f"attn_mask: got shape {tuple(attn_mask.shape)}, expected one that broadcasts to [B, H, S_q, S_kv] "
-            f"= {wanted}"
-        )
-    if torch.is_grad_enabled() and attn_mask.requires_grad:
-        raise NotImplementedError(
-            "attn_mask: got requires_grad=True with grad enabled, expected inference: there is no backward"
-        )
-    check_no_tangent("attn_mask", attn_mask)
+    check_mask(attn_mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]), "[B, H, S_q, S_kv]")
+    check_inference("attn_mask", attn_mask)
 
 
 def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -219,15 +203,9 @@ def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) ->
         raise NotImplementedError(
             f"head_dim: got {head_dim}, expected 1 to {MAX_HEAD_DIM}; use scaled_dot_product_attention for this layer"
         )
-    if torch.is_grad_enabled():
-        for name, x in named:
-            if x.requires_grad:
-                raise NotImplementedError(
-                    f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward; "
-                    "wrap the call in torch.no_grad() or use scaled_dot_product_attention for training"
-                )
     for name, x in named:
-        check_no_tangent(name, x)
+        remedy = "wrap the call in torch.no_grad() or use scaled_dot_product_attention for training"
+        check_inference(name, x, remedy)
 
 
 def check_options(
@@ -322,3 +300,17 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
         )
     for name in ("stats", "counts", "row_max", "row_max_next"):
         check_writable(f"state.{name}", getattr(state, name))
+
+
+def check_mixed(q: Any, k: Any, v: Any, options: Any, causal: Any, scale: Any) -> None:
+    """Raise TypeError, ValueError or NotImplementedError unless it is a call of `mixed_attention`."""
+    if not isinstance(options, Mixed):
+        raise TypeError(f"options: got {type(options).__name__}, expected sage_kernels.Mixed")
+    check_options(DEFAULT_RECIPE, "per_token", scale, None)
+    check_attention_inputs(q, k, v)
+    check_masking(q, k, None, causal, None, None)
+    if k.shape[1] > BLOCK * _MOST_BLOCKS:
+        raise NotImplementedError(
+            f"k: got {k.shape[1]} tokens, expected at most {BLOCK * _MOST_BLOCKS} with recipe 'mixed'; use "
+            f"sage_attention with recipe={DEFAULT_RECIPE!r}"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .numbers import INT64_MAX, check_size, check_softcap, check_window, short
-from .tensors import DTYPES, MAX_HEAD_DIM, check_no_tangent, check_strided, check_writable
+from .tensors import DTYPES, MAX_HEAD_DIM, check_inference, check_mask, check_strided, check_writable
 
 
 def _is_number(x) -> bool:
@@ -75,12 +75,7 @@ def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, rin
             )
         if x.device != k_codes.device:
             raise ValueError(f"{name}: got device {x.device}, expected the cache's {k_codes.device}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError(
-                f"{name}: got requires_grad=True with grad enabled, expected inference: codes carry no gradient; "
-                "wrap the call in torch.no_grad()"
-            )
-        check_no_tangent(name, x)
+        check_inference(name, x)
     if v.shape != k.shape or v.dtype != k.dtype:
         raise ValueError(
             f"v: got {v.dtype} {tuple(v.shape)}, expected k's {k.dtype} {tuple(k.shape)}: one value for each key"
@@ -126,12 +121,7 @@ def check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, 
         raise ValueError(f"q: got head_dim {q.shape[3]}, expected the cache's {head_dim}")
     if kv_heads == 0 or q.shape[2] % kv_heads:
         raise ValueError(f"q: got {q.shape[2]} heads, expected a multiple of the cache's {kv_heads}")
-    if torch.is_grad_enabled() and q.requires_grad:
-        raise NotImplementedError(
-            "q: got requires_grad=True with grad enabled, expected inference: there is no backward; wrap the call in "
-            "torch.no_grad()"
-        )
-    check_no_tangent("q", q)
+    check_inference("q", q)
     if lengths is not None:
         if not isinstance(lengths, torch.Tensor):
             raise TypeError(f"lengths: got {type(lengths).__name__}, expected an integer tensor [] or [B], or None")
@@ -164,29 +154,11 @@ def check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, 
         check_strided(name, x)
         if x.device != q.device:
             raise ValueError(f"{name}: got device {x.device}, expected q's {q.device}")
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError(
-                f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward"
-            )
-        check_no_tangent(name, x)
+        check_inference(name, x)
     if sinks is not None and (not sinks.is_floating_point() or tuple(sinks.shape) != (q.shape[2],)):
         raise ValueError(
             f"sinks: got {sinks.dtype} {tuple(sinks.shape)}, expected a floating point tensor [{q.shape[2]}], one "
             "logit a head"
         )
-    if attn_mask is None:
-        return
-    if attn_mask.dtype != torch.bool and attn_mask.dtype not in DTYPES:
-        raise TypeError(
-            f"attn_mask: got dtype {attn_mask.dtype}, expected bool (True: visible) or float16, bfloat16, float32; "
-            "for 0/1 integers pass mask.bool()"
-        )
-    wanted = (q.shape[0], q.shape[2], q.shape[1], k_codes.shape[2])
-    fits = 1 <= attn_mask.dim() <= 4 and all(
-        got in (1, want) for got, want in zip(attn_mask.shape, wanted[4 - attn_mask.dim() :], strict=True)
-    )
-    if not fits:
-        raise ValueError(
-            f"attn_mask: got shape {tuple(attn_mask.shape)}, expected one that broadcasts to [B, H, S_q, S] = "
-            f"{list(wanted)}"
-        )
+    if attn_mask is not None:
+        check_mask(attn_mask, (q.shape[0], q.shape[2], q.shape[1], k_codes.shape[2]), "[B, H, S_q, S]")

@@ -55,6 +55,35 @@ def check_no_tangent(name: str, x: torch.Tensor) -> None:
         )
 
 
+def check_inference(name: str, x: torch.Tensor, remedy: str = "wrap the call in torch.no_grad()") -> None:
+    """Raise where the result would need a gradient with respect to x, or a forward-mode derivative."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise NotImplementedError(
+            f"{name}: got requires_grad=True with grad enabled, expected inference: there is no backward; {remedy}"
+        )
+    check_no_tangent(name, x)
+
+
+def broadcasts(mask: torch.Tensor, wanted: tuple[int, int, int, int]) -> bool:
+    """Return True if an attention mask of 1 to 4 dimensions broadcasts to the shape."""
+    return 1 <= mask.dim() <= 4 and all(
+        got in (1, want) for got, want in zip(mask.shape, wanted[4 - mask.dim() :], strict=True)
+    )
+
+
+def check_mask(mask: torch.Tensor, wanted: tuple[int, int, int, int], axes: str) -> None:
+    """Raise unless an attention mask has a dtype and a shape that fit. axes: names of the dimensions."""
+    if mask.dtype != torch.bool and mask.dtype not in DTYPES:
+        raise TypeError(
+            f"attn_mask: got dtype {mask.dtype}, expected bool (True: visible) or float16, bfloat16, float32; for 0/1 "
+            "integers pass mask.bool()"
+        )
+    if not broadcasts(mask, wanted):
+        raise ValueError(
+            f"attn_mask: got shape {tuple(mask.shape)}, expected one that broadcasts to {axes} = {list(wanted)}"
+        )
+
+
 class _OfThread(threading.local):
     """Attributes: constant: what this thread calls an op with has no tangents, and is known to have none."""
 

@@ -120,3 +120,20 @@ def new_head_state(rows: int, head_dim: int, device: torch.device | str) -> Head
     )
     clear_step(state.stats, state.counts)
     return state
+
+
+def fractions(counts: torch.Tensor) -> dict:
+    """A site's row of `ScaleState.summary`, of the counts [H_kv, COUNT_KEY_MAX] of its heads, on the CPU."""
+    part = counts.double()
+    elements = part[:, COUNT_KEYS].sum().clamp_min(1)
+    return {
+        "calls": int(part[:, COUNT_CALLS].max()),
+        # of the heads that were called: under context parallelism others are another device's
+        "dynamic_calls": float(part[:, COUNT_DYNAMIC].sum() / (part[:, COUNT_CALLS] > 0).sum().clamp_min(1)),
+        "outside": float(part[:, COUNT_OUTSIDE].sum() / elements),
+        "below": float(part[:, COUNT_BELOW].sum() / elements),
+        "misfit": float(part[:, COUNT_MISFIT].sum() / elements),
+        "clipped": float(part[:, COUNT_CLIPPED].sum() / elements),
+        "lagged": int(part[:, COUNT_TRIED].sum()),
+        "redone": float(part[:, COUNT_REDONE].sum() / part[:, COUNT_TRIED].sum().clamp_min(1)),
+    }

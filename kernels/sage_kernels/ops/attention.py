@@ -16,12 +16,12 @@ import torch
 from .. import reference
 from ..checks.attention import check_attention_inputs, check_masking, check_options, check_state
 from ..checks.skipping import check_skip
-from ..checks.tensors import check_called_below, without_tangents
-from ..compat import differentiates_forward
+from ..checks.tensors import check_called_below
 from ..facts.masking import make_masking
 from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from ..facts.skipping import SkipState
 from ..facts.state import HeadState
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
 from .replay import TENSOR, is_plain_call, is_usual, layout_of, remember, replay_by_key
 
 
@@ -203,10 +203,7 @@ def sage_attention(
     else:
         op = ops.attention_planned_lse if return_lse else ops.attention_planned
         arguments = (*arguments, *state)
-    if differentiates_forward():
-        with without_tangents():
-            return op(*arguments)
-    return op(*arguments)
+    return call_op(op, arguments)
 
 
 def _try_replay(
@@ -282,10 +279,7 @@ def _compute(
     if (keys.start, keys.stop) != (0, k.shape[1]):  # a view costs a microsecond
         k, v = k[:, keys], v[:, keys]
     if 0 in q.shape or 0 in k.shape:
-        out = q.new_zeros(q.shape)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        if masking.sinks is not None:
-            lse = torch.maximum(lse, masking.sinks)
+        out, lse = attention_of_nothing(q, masking.sinks)
         return (out, lse) if return_lse else out
     options: dict[str, Any] = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "state": state}
     options |= {"masking": masking, "recipe": recipe, "rotation": rotation}
@@ -322,17 +316,9 @@ def _implementation(planned: bool, return_lse: bool) -> Any:
     return run
 
 
-def _fake(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape)
-
-
-def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 for _planned in (False, True):
     for _return_lse in (False, True):
         _name = "attention" + "_planned" * _planned + "_lse" * _return_lse
         for _device in ("CPU", "CUDA"):
             _library.impl(_name, _implementation(_planned, _return_lse), _device)
-        torch.library.register_fake(f"sage_kernels::{_name}", _fake_lse if _return_lse else _fake, lib=_library)
+        torch.library.register_fake(f"sage_kernels::{_name}", fake_out_lse if _return_lse else fake_out, lib=_library)

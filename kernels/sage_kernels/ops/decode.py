@@ -13,9 +13,9 @@ import torch
 
 from .. import reference
 from ..checks.decode import check_append, check_decode_inputs, check_decode_options
-from ..checks.tensors import check_called_below, without_tangents
-from ..compat import differentiates_forward
+from ..checks.tensors import check_called_below
 from ..facts.masking import Masking, canonical_mask, decode_band
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
 from .replay import TENSOR, is_plain_call, layout_of, remember, replay_by_key
 
 
@@ -75,7 +75,7 @@ def append_kv(
     if key is not None:
         remember(key, functools.partial(_append, *arguments), given, numbers)
     else:
-        _dispatch(torch.ops.sage_kernels.append_kv, arguments)
+        call_op(torch.ops.sage_kernels.append_kv, arguments)
 
 
 @overload
@@ -201,15 +201,7 @@ def sage_decode_attention(
     if key is not None:
         return remember(key, functools.partial(_implementation(return_lse), *arguments), given, numbers)
     ops = torch.ops.sage_kernels
-    return _dispatch(ops.decode_attention_lse if return_lse else ops.decode_attention, arguments)
-
-
-def _dispatch(op: Any, arguments: Any) -> Any:
-    """Call an op whose arguments are checked, and have no tangents."""
-    if differentiates_forward():
-        with without_tangents():
-            return op(*arguments)
-    return op(*arguments)
+    return call_op(ops.decode_attention_lse if return_lse else ops.decode_attention, arguments)
 
 
 _NOT_REPLAYED = (None, None, None, None)
@@ -314,10 +306,7 @@ def _attend(
     )  # fmt: skip
     cache = (k_codes, k_scale, v_codes, v_scale, k_mean)
     if q.numel() == 0 or k_codes.shape[2] == 0:
-        out = q.new_zeros(q.shape)
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        if masking.sinks is not None:
-            lse = torch.maximum(lse, masking.sinks)
+        out, lse = attention_of_nothing(q, masking.sinks)
     elif q.is_cuda:
         from .._triton.decode.launch import launch_decode_attention
 
@@ -372,18 +361,10 @@ def _append(
     )
 
 
-def _fake(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape)
-
-
-def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)
-
-
 for _device in ("CPU", "CUDA"):
     _library.impl("decode_attention", _implementation(False), _device)
     _library.impl("decode_attention_lse", _implementation(True), _device)
     _library.impl("append_kv", _append, _device)
-torch.library.register_fake("sage_kernels::decode_attention", _fake, lib=_library)
-torch.library.register_fake("sage_kernels::decode_attention_lse", _fake_lse, lib=_library)
+torch.library.register_fake("sage_kernels::decode_attention", fake_out, lib=_library)
+torch.library.register_fake("sage_kernels::decode_attention_lse", fake_out_lse, lib=_library)
 torch.library.register_fake("sage_kernels::append_kv", lambda *_: None, lib=_library)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from ..checks.heads import check_heads
-from ..checks.tensors import check_called_below, without_tangents
+from ..checks.tensors import check_called_below
 from ..compat import differentiates_forward
 from ..reference.heads import ref_qk_norm_rope
+from .dispatch import call_op
 from .replay import remember, try_replay
 
 
@@ -60,11 +61,9 @@ def qk_norm_rope(
         arguments = (list(q), list(k), list(q_weight), list(k_weight), norm, float(eps), list(cos), list(sin), pairs)
         if key is not None:
             result = remember(key, lambda: _qk_norm_rope(*arguments), [x for x in given if x is not None])
-        elif differentiates_forward():
-            with without_tangents():
-                result = torch.ops.sage_kernels.qk_norm_rope(*arguments)
         else:
-            result = torch.ops.sage_kernels.qk_norm_rope(*_without_gradients(arguments))
+            plain = arguments if differentiates_forward() else _without_gradients(arguments)
+            result = call_op(torch.ops.sage_kernels.qk_norm_rope, plain)
     found: tuple[torch.Tensor, torch.Tensor] = result
     return found
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks.linear import check_activation, check_linear, check_weight, check_weight_only
-from ..checks.tensors import check_called_below, without_tangents
-from ..compat import differentiates_forward
+from ..checks.tensors import check_called_below
 from ..facts.numerics import CODE_TYPES
 from ..facts.recipe import GATED
 from ..reference import linear as reference
+from .dispatch import call_op
 from .replay import remember, try_replay
 
 
@@ -200,13 +200,9 @@ def weight_only_linear(x: torch.Tensor, weight: QuantizedRows, bias: torch.Tenso
 def run_op(key: Any, function: Callable[..., Any], op: str, arguments: Iterable[Any]) -> Any:
     """The checked call: its launches are remembered under the key, if there is one."""
     if key is None:
-        call = getattr(torch.ops.sage_kernels, op)
         # a module's own parameters: the result would require a gradient, and the next call refuse it
         arguments = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in arguments]
-        if differentiates_forward():
-            with without_tangents():
-                return call(*arguments)
-        return call(*arguments)
+        return call_op(getattr(torch.ops.sage_kernels, op), arguments)
     given = [x for x in arguments if isinstance(x, torch.Tensor)]
     return remember(key, lambda: function(*arguments), given)
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..checks.mixed import check_mixed
-from ..checks.tensors import check_called_below, without_tangents
-from ..compat import differentiates_forward
+from ..checks.attention import check_mixed
+from ..checks.tensors import check_called_below
 from ..facts.block_budget import rows_of_block
 from ..facts.recipe import BLOCK, Mixed
 from ..reference.mixed import ref_mixed_attention
+from .dispatch import attention_of_nothing, call_op, fake_out_lse
 from .replay import remember, try_replay
 
 
@@ -50,7 +50,7 @@ def mixed_attention(
         return_blocks: also return the blocks that the action was taken on.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; then lse [B, S_q, H] fp32, natural log, and blocks int8 (1:
         chosen) [B, H, row blocks, key blocks], where they are asked for. Rows that see nothing are 0, their lse -inf.
-    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/mixed.py.
+    Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/attention.py.
     Source: ThriftAttention (arXiv:2605.23081). Maths: docs/recipes.md.
     """
     wanted = (True, return_lse, return_blocks)
@@ -63,13 +63,8 @@ def mixed_attention(
         if key is not None:
             results = remember(key, lambda: _compute(*arguments, options, return_lse, return_blocks), (q, k, v))
         else:
-            op = torch.ops.sage_kernels.mixed_attention
             flat = (*arguments, options.base, options.selector, float(options.budget), options.action)
-            if differentiates_forward():
-                with without_tangents():
-                    every = op(*flat)
-            else:
-                every = op(*flat)
+            every = call_op(torch.ops.sage_kernels.mixed_attention, flat)
             results = tuple(x for x, is_wanted in zip(every, wanted, strict=True) if is_wanted)
     return results[0] if sum(wanted) == 1 else tuple(results)
 
@@ -86,8 +81,7 @@ def _compute(
 
 def _attend(q: Any, k: Any, v: Any, scale: float, causal: bool, offset: int, options: Mixed, *returned: bool) -> Any:
     if 0 in q.shape or 0 in k.shape:
-        lse = q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-        return q.new_zeros(q.shape), lse, _new_blocks(q, k, options.base).zero_()
+        return *attention_of_nothing(q, None), _new_blocks(q, k, options.base).zero_()
     if q.is_cuda:
         from .._triton.launch import compiled_together
         from .._triton.mixed.launch import launch_mixed_attention
@@ -114,7 +108,7 @@ def _of_op(*arguments: Any) -> Any:
 
 
 def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: str, base: str, *_: Any) -> Any:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), _new_blocks(q, k, base)
+    return *fake_out_lse(q), _new_blocks(q, k, base)
 
 
 for _device in ("CPU", "CUDA"):

@@ -11,6 +11,7 @@ from ..checks.tensors import check_called_below, check_no_tangent
 from ..facts.recipe import DEFAULT_RECIPE, RECIPES
 from .attention import sage_attention
 from .backward import attention_backward
+from .dispatch import fake_out_lse
 
 
 _library = torch.library.Library("sage_kernels", "FRAGMENT")
@@ -124,11 +125,7 @@ def _refuse(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
 for _device in ("CPU", "CUDA"):
     _library.impl("attention_training", _forward, _device)
     _library.impl("attention_backward", _backward, _device)
-torch.library.register_fake(
-    "sage_kernels::attention_training",
-    lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32)),
-    lib=_library,
-)
+torch.library.register_fake("sage_kernels::attention_training", fake_out_lse, lib=_library)
 torch.library.register_fake(
     "sage_kernels::attention_backward",
     lambda grad_out, q, k, v, *_: tuple(x.new_empty(x.shape) for x in (q, k, v)),

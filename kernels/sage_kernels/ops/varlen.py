@@ -10,11 +10,11 @@ from typing import Any, Literal, overload
 import torch
 
 from .. import reference
-from ..checks.tensors import check_called_below, without_tangents
+from ..checks.tensors import check_called_below
 from ..checks.varlen import check_lengths, check_varlen
-from ..compat import differentiates_forward
 from ..facts.masking import packed_masking
 from ..facts.recipe import DEFAULT_RECIPE
+from .dispatch import attention_of_nothing, call_op, fake_out, fake_out_lse
 from .replay import is_plain_call, remember, try_replay
 
 
@@ -137,10 +137,7 @@ def sage_attention_varlen(
     if key is not None:
         return _unpacked(remember(key, lambda: _compute(*arguments, return_lse=return_lse), given))
     op = torch.ops.sage_kernels.attention_varlen_lse if return_lse else torch.ops.sage_kernels.attention_varlen
-    if differentiates_forward():
-        with without_tangents():
-            return op(*arguments)
-    return op(*arguments)
+    return call_op(op, arguments)
 
 
 def _distinct(q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any) -> tuple[Any, ...]:
@@ -174,10 +171,7 @@ def _compute(
     """What to launch for a checked call, as a batch of 1; nothing where there is nothing to attend to."""
     masking = packed_masking(causal, window, softcap, sinks, q.shape[0], k.shape[0])
     if 0 in q.shape or 0 in k.shape:
-        out = q.new_zeros((1, *q.shape))
-        lse = q.new_full((1, *q.shape[:2]), -torch.inf, dtype=torch.float32)
-        if masking.sinks is not None:
-            lse = torch.maximum(lse, masking.sinks)
+        out, lse = attention_of_nothing(q[None], masking.sinks)
         return (out, lse) if return_lse else out
     options: dict[str, Any] = {"scale": scale, "scaling": scaling, "smooth_k": smooth_k, "masking": masking}
     options |= {"recipe": recipe, "rotation": rotation}
@@ -204,16 +198,8 @@ def _implementation(return_lse: bool) -> Any:
     return run
 
 
-def _fake(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape)
-
-
-def _fake_lse(q: torch.Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
-
-
 for _device in ("CPU", "CUDA"):
     _library.impl("attention_varlen", _implementation(False), _device)
     _library.impl("attention_varlen_lse", _implementation(True), _device)
-torch.library.register_fake("sage_kernels::attention_varlen", _fake, lib=_library)
-torch.library.register_fake("sage_kernels::attention_varlen_lse", _fake_lse, lib=_library)
+torch.library.register_fake("sage_kernels::attention_varlen", fake_out, lib=_library)
+torch.library.register_fake("sage_kernels::attention_varlen_lse", fake_out_lse, lib=_library)

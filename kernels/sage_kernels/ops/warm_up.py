@@ -88,7 +88,7 @@ def compile_ahead(kinds: Iterable[CallKind], device: torch.device, others: Itera
     Args:
         kinds: calls that come first, first.
         others: functions of no arguments that launch something else, as `heads_call` and
-            `planning.warm_up.closing_call` give.
+            `planning.state.closing_call` give.
     Returns: a Compiling, whose `wait` ends when all are there.
     Raises: what such a call would raise on this device, or as its tensors' memory runs out.
     """

@@ -15,13 +15,12 @@ import torch
 from ..facts.recipe import DEFAULT_RECIPE
 from ..facts.skipping import TOTAL_FIELDS, SkipState, empty_lists, list_bytes, totals_of
 from ..ops.skip_state import skip_block
+from .row_maxima import MOST_CALLS, RowMaxima
 
 
 # A bit for each pair of a query and a key tile: a video model of 40 layers, 40 heads and 76 000 tokens needs 97 MB on
 # Hopper's tiles of 192 x 64, and as much again for guidance. What does not fit stays dense.
 LIMIT_BYTES = 512 * 2**20
-# Calls of one site and shape in a step that are told apart, as RowMaxima does.
-MOST_CALLS = 16
 # Fewer key tiles than this are not worth a list: the text that a video looks at.
 LEAST_TILES = 8
 # Why a call has no list
@@ -209,3 +208,44 @@ class SkipLists:
         """Per site: what `skipping.totals_of` has, and "dense": {reason: calls}. Syncs."""
         totals = self.totals.cpu()
         return [totals_of(row) | {"dense": dict(why)} for row, why in zip(totals, self.reasons, strict=True)]
+
+
+class KeptOfCalls:
+    """Row maxima, and the lists of key tiles to skip where somebody wants them.
+
+    Attributes: row_maxima. skip_lists: None until it is set.
+    """
+
+    def __init__(self) -> None:
+        self.row_maxima = RowMaxima()
+        self.skip_lists: SkipLists | None = None
+
+    def _all(self) -> list[RowMaxima | SkipLists]:
+        return [self.row_maxima] if self.skip_lists is None else [self.row_maxima, self.skip_lists]
+
+    def next_step(self) -> None:
+        """A step is done."""
+        for kept in self._all():
+            kept.next_step()
+
+    def stop(self) -> None:
+        """Keep nothing until somebody says where a run begins."""
+        for kept in self._all():
+            kept.stop()
+
+    def clear(self) -> None:
+        """Another run begins: the last step of a run says nothing of the first of the next."""
+        for kept in self._all():
+            kept.clear()
+
+    def reset(self) -> None:
+        """As `clear`, and all counts go."""
+        self.clear()
+        if self.skip_lists is not None:
+            self.skip_lists.reset()
+
+    def to(self, device: torch.device | str) -> None:
+        """The model runs on `device` from now on."""
+        self.clear()
+        if self.skip_lists is not None:
+            self.skip_lists.to(device)

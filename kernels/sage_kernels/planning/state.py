@@ -18,7 +18,9 @@ table.py. Derivation and measurements: kernels/README.md.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -34,15 +36,14 @@ from ..facts.state import (
     STAT_FIELDS,
     HeadState,
     clear_step,
+    fractions,
     new_head_state,
 )
 from ..ops.plan_step import plan_step
-from .counts import fractions
-from .kept_of_calls import KeptOfCalls
-from .noise_bins import NoiseBins
 from .plan import V_CHANNEL_FLOOR, write_plan
 from .rules import Source, Timestep, ranges
-from .table import MOVE_LIMIT, OUTLIER_LIMIT, agreeing, full_reach, key_range, key_reach, record
+from .skip_lists import KeptOfCalls
+from .table import MOVE_LIMIT, OUTLIER_LIMIT, NoiseBins, agreeing, full_reach, key_range, key_reach, record
 
 
 # A head whose keys reached this much further than its plan had seen no longer trusts the table.
@@ -394,3 +395,18 @@ class ScaleState:
     def _plan(self, source: Source, kept: torch.Tensor | None = None) -> None:
         """`write_plan` for all heads."""
         write_plan(self._shared, self._is_channel, source, self.margin, kept)
+
+
+def closing_call(state: ScaleState, device: torch.device) -> Callable | None:
+    """The launch that closes a step of a state like this on a device, for `sage_kernels.ops.warm_up.compile_ahead`.
+
+    None where a step is closed by PyTorch's operations.
+    """
+    if device.type != "cuda" or type(state.rule).following is not Timestep.following:
+        return None
+    if state.device != device:  # the kernel is the same for all numbers of heads
+        widest = max(site.head_dim for site in state.sites)
+        sites = [Site("warm-up", 1, widest)]
+        state = ScaleState(sites, device=device, margin=state.margin, bins=state.bins, rule=type(state.rule)())
+    level = state._noise_bins.of(1.0)
+    return functools.partial(plan_step, *state._launch_tensors(level, level), **state._launch_numbers())

@@ -45,10 +45,18 @@ from ..facts.state import (
     keeps_row_max,
     reads_row_max,
 )
-from .memory import rows_at_a_time
 from .plan import known_heads, plan_fits, planned_vectors, record_step, record_values
 from .quantize import ref_quantize, ref_rotate
 from .skipping import ref_skip_tiles
+
+
+# fp32 scores that are held at a time: on a CPU they stay in its cache through every pass, a GPU gets few launches
+_SCORES_HELD = {"cpu": 1 << 19, "cuda": 1 << 25}
+
+
+def rows_at_a_time(device: torch.device, keys: int) -> int:
+    """Return how many query rows of scores with this many keys are held at a time, at least 1."""
+    return max(1, _SCORES_HELD.get(device.type, _SCORES_HELD["cuda"]) // max(1, keys))
 
 
 def ref_attention(

@@ -11,7 +11,7 @@ import torch
 from ..facts.masking import NO_MASKING, Masking, log2_bias, visible
 from ..facts.numerics import LOG2_E, divide
 from ..facts.recipe import AMAX_FLOOR, INT8_MAX
-from .memory import rows_at_a_time
+from .attention import rows_at_a_time
 
 
 LOW_STEPS = 254  # a query is the sum of two codes, the second in steps 254 times as fine: |remainder| <= 1/2 -> 127

@@ -11,7 +11,7 @@ from ..facts.base_formats import base_codes, round_to_e2m1
 from ..facts.block_budget import chosen_a_row, own_blocks, visible_blocks
 from ..facts.numerics import LOG2_E, divide, pv_dtype, sampled_balance, sampled_center
 from ..facts.recipe import BLOCK, Mixed
-from .memory import rows_at_a_time
+from .attention import rows_at_a_time
 
 
 _DEFAULT = Mixed()

@@ -7,8 +7,7 @@ import torch
 
 from sage_kernels import Mixed, mixed_attention
 from sage_kernels.facts.block_budget import HOPPER_ROWS, chosen_a_row, rows_of_block
-from sage_kernels.testing import make_qkv
-from sage_kernels.testing_blocks import make_blocks
+from sage_kernels.testing import make_blocks, make_qkv
 from tests.kernels.mixed.mixed_cases import assert_as_reference, launch
 
 
