@@ -1,4 +1,4 @@
-"""Input checks of `sage_attention`, and why a call can't be one of it (`unsupported`).
+"""Input checks of `sage_attention` and `mixed_attention`, and reasons why a call is unsupported.
 
 A message says which argument, what it got, what is expected and what to do about it.
 """
@@ -28,7 +28,7 @@ from .tensors import (
 
 CAUSAL = ("top_left", "bottom_right")
 _MOST_BLOCKS = 2**15 - 1  # mixed attention lists blocks as int16
-# what `unsupported` returns
+# The results of `unsupported`
 REASONS = (
     "dropout",
     "not_a_tensor",
@@ -59,7 +59,7 @@ def unsupported(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> str | None:
-    """Why `sage_attention` can't do this call, as a short stable name, or None.
+    """Return the reason why `sage_attention` can't do this call, as a short stable name, or None.
 
     Looks at shapes, dtypes and flags only: no device sync, traceable by Dynamo. Layout of q, k, v: [B, S, H, D].
 
@@ -83,7 +83,7 @@ def unsupported(
         return "requires_grad"
     if differentiates_forward() and (has_tangent(q) or has_tangent(k) or has_tangent(v)):
         return "requires_grad"
-    # read once: every read of a shape makes a tuple anew
+    # read once: every read of a shape builds a new tuple
     batch, seq_q, heads, head_dim = q.shape
     k_batch, seq_kv, kv_heads, k_head_dim = k.shape
     v_batch, v_seq_kv, v_heads, v_head_dim = v.shape
@@ -158,9 +158,9 @@ def check_masking(
 
 
 def check_attention_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise TypeError, ValueError or NotImplementedError unless q, k, v are inputs that `sage_attention` can take."""
+    """Raise unless `sage_attention` can take q, k and v: TypeError, ValueError or NotImplementedError."""
     if unsupported(q, k, v, enable_gqa=True) in (None, "empty"):
-        return  # the same questions in half the time; what follows finds the words for the first that fails
+        return  # half the time of what follows, which finds the message for the first fault
     named = (("q", q), ("k", k), ("v", v))
     for name, x in named:
         if not isinstance(x, torch.Tensor):
@@ -218,7 +218,7 @@ def check_options(
     rotation: str = "none",
     smooth_k: bool | None = None,
 ) -> None:
-    """Raise unless the options of `sage_attention` are ones it knows, and its recipe has."""
+    """Raise unless `sage_attention` knows the options and its recipe has them."""
     if recipe == MIXED_RECIPE:
         raise ValueError(
             f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}; mixed precision has options of its own: call "
@@ -251,8 +251,8 @@ def check_options(
 
 
 def _check_plain(recipe: str, scaling: str, state: Any, smooth_k: bool | None) -> None:
-    """Raise unless the options are those of a recipe whose Q and K are rounded as they are."""
-    has = f"a scale a token of Q and K as they are; {DEFAULT_RECIPE!r} has all of it"
+    """Raise unless the options fit a recipe without centre, balance and plans."""
+    has = f"one scale per token of Q and K, and nothing else; {DEFAULT_RECIPE!r} has all of it"
     if scaling not in RECIPES[recipe].scalings:
         raise ValueError(f"scaling: got {scaling!r} with recipe {recipe!r}, expected 'per_token': it has {has}")
     if state is not None:
@@ -262,9 +262,10 @@ def _check_plain(recipe: str, scaling: str, state: Any, smooth_k: bool | None) -
 
 
 def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: torch.device) -> None:
-    """Raise unless `state` has the layout of `new_head_state`, wide enough for q [B, S_q, H, D], on its device.
+    """Raise unless `state` has the layout of `new_head_state`, wide enough for q [B, S_q, H, D].
 
-    That row + kv_heads stays inside is the owner's duty (row lives on the device; reading it would sync).
+    It also has to be on the device. That row + kv_heads stays inside is up to the owner: row lives on the device, and
+    reading it would sync.
     """
     batch, seq_q, heads, head_dim = q_shape
     for name, x in zip(HeadState._fields, state, strict=True):
@@ -292,7 +293,7 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
                 f"expected contiguous {dtype} {shape} on {device}"
             )
     if state.row_max.numel() and state.row_max_next.numel():
-        raise ValueError("state.row_max_next: got one beside state.row_max, expected it empty")
+        raise ValueError("state.row_max_next: got elements beside those of state.row_max, expected an empty tensor")
     channels = padded_head_dim(head_dim)
     if rows < kv_heads or width < channels:
         raise ValueError(
@@ -303,7 +304,7 @@ def check_state(state: HeadState, q_shape: torch.Size, kv_heads: int, device: to
 
 
 def check_mixed(q: Any, k: Any, v: Any, options: Any, causal: Any, scale: Any) -> None:
-    """Raise TypeError, ValueError or NotImplementedError unless it is a call of `mixed_attention`."""
+    """Raise unless `mixed_attention` can do this call: TypeError, ValueError or NotImplementedError."""
     if not isinstance(options, Mixed):
         raise TypeError(f"options: got {type(options).__name__}, expected sage_kernels.Mixed")
     check_options(DEFAULT_RECIPE, "per_token", scale, None)

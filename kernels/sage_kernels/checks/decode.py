@@ -1,4 +1,4 @@
-"""Input checks of the INT8 cache's ops: which argument, what it got, what is expected, what to do about it."""
+"""Input checks of the ops of the INT8 KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def _is_number(x) -> bool:
 
 
 def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance=None) -> None:
-    """Raise unless the tensors are an INT8 cache: codes int8 [B, H_kv, S, D], scales bf16 [B, H_kv, S]."""
+    """Raise unless the tensors are an INT8 KV cache: int8 codes [B, H_kv, S, D] with bf16 scales.
+
+    Scales are [B, H_kv, S]; k_mean and k_balance fp32 [B, H_kv, D] or None.
+    """
     for name, x in (("k_codes", k_codes), ("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
@@ -57,7 +60,10 @@ def check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance=None) ->
 
 
 def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, ring, k_balance=None) -> None:
-    """Raise unless k and v fit the cache and, where the host knows the position, its capacity."""
+    """Raise unless k and v fit the cache and its capacity.
+
+    The capacity is checked where the host knows the position.
+    """
     check_buffers(k_codes, k_scale, v_codes, v_scale, k_mean, k_balance)
     for name, x in (("k_codes", k_codes), ("k_scale", k_scale), ("v_codes", v_codes), ("v_scale", v_scale)):
         check_writable(name, x)
@@ -92,7 +98,7 @@ def check_append(k, v, k_mean, k_codes, k_scale, v_codes, v_scale, position, rin
     elif position < 0:
         raise ValueError(f"position: got {short(position)}, expected 0 or more")
     elif isinstance(position, int) and position > INT64_MAX - number:
-        raise ValueError(f"position: got {short(position)}, expected an int64, the new tokens included")
+        raise ValueError(f"position: got {short(position)}, expected an int64 even after the new tokens")
     elif not ring and position + number > capacity:
         raise ValueError(
             f"position: got {position} with {number} new tokens, expected at most {capacity} in all, the cache's "
@@ -134,7 +140,7 @@ def check_decode_inputs(q, k_codes, k_scale, v_codes, v_scale, k_mean, lengths, 
 
 
 def check_decode_options(q, k_codes, attn_mask, causal, window, softcap, sinks, scale) -> None:
-    """Raise unless mask and options are ones that `sage_decode_attention` knows."""
+    """Raise unless `sage_decode_attention` knows the mask and the options."""
     if causal not in (False, True, "bottom_right"):
         raise ValueError(
             f'causal: got {causal!r}, expected False or "bottom_right" (or True): the queries are the last tokens'

@@ -1,7 +1,7 @@
-"""The INT8 cache's ops, append and attend: check, then the Triton kernels on a GPU or the reference on the CPU.
+"""The ops of the INT8 KV cache: append tokens, and attend over them.
 
-The way of a call is that of attention.py: the op checks it, `_attend` or `_append` decides what to launch, and a call
-like an earlier one is launched again as that one was (replay.py).
+A call goes the way of attention.py: the op checks it, `_attend` or `_append` decides what to launch (the reference on
+a CPU), and a call like an earlier one is replayed (replay.py).
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ def append_kv(
     ring: bool = False,
     k_balance: torch.Tensor | None = None,
 ) -> None:
-    """Quantise new tokens into an INT8 cache, in one launch; nothing else of the cache is read or written.
+    """Quantise new tokens into an INT8 KV cache, in one launch that touches no other tokens.
 
     A token's scale is its largest element / 127, rounded to bf16 before it divides. K is stored as
     (K - k_mean) · k_balance.
 
     Args:
         k, v: [B, H_kv, N, D] fp16, bf16 or fp32, any strides, the new tokens.
-        k_mean: fp32 [B, H_kv, D], subtracted from every key of its head, or None. It has to be the same in all calls.
-        k_codes, v_codes: int8 [B, H_kv, S, D], written; any strides, last one 1.
+        k_mean: fp32 [B, H_kv, D], the centre subtracted from every key of its head, or None. The same in all calls.
+        k_codes, v_codes: int8 [B, H_kv, S, D], written; any strides, the last one 1.
         k_scale, v_scale: bf16 [B, H_kv, S], written.
         position: how many tokens came before, an int, or an integer tensor [] that stays on its device.
-        ring: token number t goes to slot t modulo S; otherwise to slot t, and a token beyond S is an error where the
-            position is an int, and is not written where it is a tensor (attention then returns NaN).
-        k_balance: fp32 [B, H_kv, D], positive, or None for ones: smaller for a channel that is larger than the others,
-            whose scale they would have to share. It has to be the same in all calls, and given to attention, too.
+        ring: token number t goes to slot t modulo S. Otherwise it goes to slot t. A token beyond S is then an error
+            where the position is an int; where it is a tensor the token is not written, and attention returns NaN.
+        k_balance: fp32 [B, H_kv, D], positive, or None for ones. Smaller for a channel that is larger than the others,
+            which share its scale. The same in all calls, and for attention too.
     Raises: TypeError, ValueError, NotImplementedError before anything is written; see checks/.
     """
     tensors = (k, v, k_mean, k_codes, k_scale, v_codes, v_scale)
@@ -163,7 +163,7 @@ def sage_decode_attention(
     return_lse: bool = False,
     k_balance: torch.Tensor | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of the last S_q tokens over an INT8 cache, which is read as it is: no dequantised copy is made.
+    """Attention of the last S_q tokens over an INT8 KV cache, without a dequantised copy of it.
 
     Q is quantised in the kernel, to two INT8 codes a channel (15 bits), so that the cache's own rounding is all the
     error there is in the scores. Made for few queries (S_q · H / H_kv <= 16 is one tile); any number works.
@@ -209,10 +209,10 @@ _NONE = type(None)
 
 
 def _replay_attend(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
-    """(key, tensors, numbers, results) of `sage_decode_attention` without a mask: the key is all that decides whether
-    the call is valid and what it launches, and results are None where no such call was made before.
+    """Return (key, tensors, numbers, results) of a call of `sage_decode_attention` without a mask.
 
-    All are None without a GPU, where someone looks on, and for arguments that the checks will refuse.
+    Results are None if no equal call was recorded. All are None without a GPU, where someone has to see the call,
+    where a gradient is wanted, and for arguments that the checks will refuse.
     """
     if type(q) not in TENSOR or not q.is_cuda or not is_plain_call(q, *cache, lengths, sinks):
         return _NOT_REPLAYED
@@ -222,10 +222,11 @@ def _replay_attend(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks:
 
 
 def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
-    """A call's key; its tensors; its numbers, which are no part of the key.
+    """Return a call's key, its tensors, and its numbers, which may differ between calls of one key.
 
-    cache: codes and scales, and what K was stored with. A growing one holds a token more in every call: the key has
-    what follows from that (tile, splits), not the number itself.
+    cache: codes and scales, then k_mean and k_balance. A growing cache holds one more token in every call, so the key
+        has
+    what follows from that number (tile, splits) but not the number itself.
     """
     k_codes, window = cache[0], options[2]
     if any(x is None for x in cache[:4]) or q.dim() != 4 or k_codes.dim() != 4 or 0 in q.shape or 0 in k_codes.shape:
@@ -246,7 +247,10 @@ def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: An
 
 
 def _replay_append(tensors: Any, position: Any, ring: bool) -> Any:
-    """As _replay_attend, of `append_kv`. tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance."""
+    """Return (key, tensors, numbers, results) of a call of `append_kv`, as `_replay_attend` does.
+
+    tensors: k, v, k_mean, k_codes, k_scale, v_codes, v_scale, k_balance.
+    """
     k, v = tensors[:2]
     if isinstance(position, torch.Tensor):
         tensors += (position,)
@@ -258,7 +262,10 @@ def _replay_append(tensors: Any, position: Any, ring: bool) -> Any:
 
 
 def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
-    """As _attend_key: where the host knows the position, that is no part of the key; that it fits is seen to."""
+    """Return key, tensors and numbers of a call of `append_kv`, as `_attend_key` does.
+
+    A position that the host knows is a number and not part of the key; that it fits the cache is checked here.
+    """
     k, v, _, k_codes, *scales = tensors[:7]
     if any(x is None for x in (v, k_codes, *scales)) or k.dim() != 4 or k_codes.dim() != 4 or 0 in k.shape:
         return _NOT_REPLAYED[:3]
@@ -272,7 +279,7 @@ def _append_key(tensors: Any, position: Any, ring: bool) -> Any:
 
 
 def _replay(key: Any, given: Any, numbers: Any) -> Any:
-    """A key, with what belongs to it, and the results of a call like it."""
+    """Return (key, tensors, numbers, results), with the results of an equal call if one was recorded."""
     if key is None:
         return _NOT_REPLAYED
     key, results = replay_by_key(key, given, numbers)
@@ -298,7 +305,7 @@ def _attend(
     *,
     return_lse: bool,
 ) -> Any:
-    """What to launch for a checked call; nothing where there is nothing to attend to."""
+    """Attend by the kernels of a GPU or the reference; nothing runs for empty tensors."""
     left, right = decode_band(causal, window)
     masking = Masking(
         canonical_mask(attn_mask, k_codes.shape[2]), left, right, softcap=softcap,
@@ -343,7 +350,7 @@ def _append(
     ring: bool,
     k_balance: torch.Tensor | None = None,
 ) -> None:
-    """What to launch for a checked call."""
+    """Write the tokens of a checked call into the cache, by the kernel of a GPU or the reference."""
     check_called_below("append_kv")
     if k.numel() == 0:
         return

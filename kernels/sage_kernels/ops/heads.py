@@ -1,4 +1,4 @@
-"""Q and K made ready for attention in one pass: RMSNorm of each head, rotary embedding, parts put side by side."""
+"""The op `qk_norm_rope`: RMSNorm of heads and rotary embedding of Q and K in one pass."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def qk_norm_rope(
     sin: Sequence[torch.Tensor] = (),
     pairs: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Q and K after RMSNorm and rotary embedding, of all parts of a sequence side by side; computed in fp32.
+    """Apply RMSNorm and the rotary embedding to Q and K, and concatenate the parts of the sequence.
 
     Args:
         q: parts of the sequence, such as text and image: [B, S_i, H, D] each, fp16, bf16 or fp32, an even D up to 256.
         k: the same parts, [B, S_i, H_kv, D].
-        q_weight, k_weight: one [D] for each part, the norms' own; None for none.
-        norm: whether there is an RMSNorm over D, with `eps`.
+        q_weight, k_weight: the norms' weights, one [D] for each part; None for none.
+        norm: True for an RMSNorm over D, with `eps`.
         cos, sin: angles: one table [S, D] of the whole sequence, or one [S_i, D] for each part; [.., D / 2] for one
             angle a pair; empty for no rotary embedding.
-        pairs: which channels turn together: 2i and 2i + 1; else i and i + D / 2.
-    Returns: q [B, S, H, D] and k [B, S, H_kv, D] of q's dtype, contiguous, rounded once.
+        pairs: channels 2i and 2i + 1 are rotated together; False: channels i and i + D / 2.
+    Returns: q [B, S, H, D] and k [B, S, H_kv, D] of q's dtype, contiguous. Computed in fp32 and rounded once.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/heads.py.
     Source: RMSNorm (arXiv:1910.07467), rotary embedding (arXiv:2104.09864).
     """
@@ -69,7 +69,7 @@ def qk_norm_rope(
 
 
 def _without_gradients(arguments: Sequence[Any]) -> list[Any]:
-    """Modules' own parameters, detached: the results would require a gradient."""
+    """Detach parameters of modules, since results would otherwise require a gradient."""
 
     def detached(x: Any) -> Any:
         return x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x
@@ -93,8 +93,10 @@ def _fake(q: Any, k: Any, *_: Any) -> Any:
 
 
 def _of_op(*arguments: Any) -> Any:
-    """What the dispatcher hands the op's arguments to, compiled code's above all: a call like an earlier one is only
-    launched."""
+    """Run the op's arguments as the dispatcher passes them; a call like an earlier one is replayed.
+
+    Compiled code calls the op this way.
+    """
     check_called_below("qk_norm_rope")
     q, k, q_weight, k_weight, norm, eps, cos, sin, pairs = arguments
     lists = (q, k, q_weight, k_weight, cos, sin)

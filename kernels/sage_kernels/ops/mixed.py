@@ -1,4 +1,7 @@
-"""The op of the recipe "mixed": attention whose query-key blocks run in two precisions, or are left out in part."""
+"""The op `mixed_attention`: query-key blocks in two precisions, or with some left out.
+
+Recipe "mixed".
+"""
 
 from __future__ import annotations
 
@@ -34,22 +37,22 @@ def mixed_attention(
     return_lse: bool = False,
     return_blocks: bool = False,
 ) -> Any:
-    """Softmax attention with most query-key blocks in a cheap format and a budget of them in 16 bit, or left out.
+    """Softmax attention in a cheap format, with a budget of query-key blocks in 16 bit or left out.
 
-    A selector ranks the blocks of 64 keys for each block of 64 query rows (192 on Hopper with INT8 and heads of up to
-    128 channels, 128 on compute capability 10 with FP4). Promoted blocks have Q·Kᵀ in 16 bit; P·V is in 16 bit in all
-    of them. One softmax runs over both.
+    A selector ranks the blocks of 64 keys for each block of 64 query rows (192 on Hopper with INT8 and a head_dim of
+    up to 128; 128 on compute capability 10 with FP4). Promoted blocks have Q·Kᵀ in 16 bit; P·V is in 16 bit in all
+    blocks. One softmax runs over all of them.
 
     Args:
         q: [B, S_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256. For fp32 promoted blocks, P and V are bf16.
         k, v: [B, S_kv, H_kv, D], same dtype and device; H_kv divides H.
-        options: formats, selector, budget and action. K is smoothed and balanced as `sage_attention` has it.
-        causal: as in `sage_attention`. Masks, windows, soft caps, sinks and plans there are none.
+        options: formats, selector, budget and action. K is centred and balanced as in `sage_attention`.
+        causal: as in `sage_attention`. There are no masks, windows, soft caps, sinks or plans.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         return_lse: also return the log-sum-exp of the scaled scores, of those blocks that were computed.
-        return_blocks: also return the blocks that the action was taken on.
-    Returns: out [B, S_q, H, D] contiguous, in q.dtype; then lse [B, S_q, H] fp32, natural log, and blocks int8 (1:
-        chosen) [B, H, row blocks, key blocks], where they are asked for. Rows that see nothing are 0, their lse -inf.
+        return_blocks: also return the blocks that were promoted or left out.
+    Returns: out [B, S_q, H, D] contiguous, in q.dtype. Then, if asked for, lse [B, S_q, H] fp32, natural log, and
+        blocks int8 [B, H, row blocks, key blocks] (1: chosen). Rows that see nothing are 0, their lse -inf.
     Raises: TypeError, ValueError, NotImplementedError before any launch; see checks/attention.py.
     Source: ThriftAttention (arXiv:2605.23081). Maths: docs/recipes.md.
     """
@@ -73,7 +76,7 @@ def _compute(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: str, options: Mixed, return_lse: bool,
     return_blocks: bool,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """A checked call: out, and lse and blocks where they are asked for."""
+    """Run a checked call: out, then lse and blocks if they are asked for."""
     offset = k.shape[1] - q.shape[1] if causal == "bottom_right" else 0
     out, lse, blocks = _attend(q, k, v, scale, bool(causal), offset, options, return_lse, return_blocks)
     return tuple(x for x, wanted in ((out, True), (lse, return_lse), (blocks, return_blocks)) if wanted)
@@ -100,7 +103,7 @@ def _new_blocks(q: torch.Tensor, k: torch.Tensor, base: str) -> torch.Tensor:
 
 
 def _of_op(*arguments: Any) -> Any:
-    """What the dispatcher hands the op's checked arguments to."""
+    """Run the op's checked arguments as the dispatcher passes them."""
     check_called_below("mixed_attention")
     q, k, v, scale, causal, *options = arguments
     with torch.autocast(q.device.type, enabled=False):
