@@ -161,7 +161,7 @@ def ref_attention(
                 places = torch.arange(start, min(start + step, seq_q), device=q.device)
                 part = slice(start, start + step)
                 s = (q_int[b, h, part] @ k_int[b, kv].T) * (row_scale[b, h, part] * k_scale[b, kv].T)
-                # the centre lowered every score of the row by q·c: soft cap, bias and LSE need it added back
+                # the centre lowered every score of the row by q·c: soft cap, sink and LSE need it added back
                 shift = (qf[b, h, part] @ center[b, kv].T) * scale
                 s = _masked_scores(s, shift, masking, b, h, places)
                 if skipped is not None:
