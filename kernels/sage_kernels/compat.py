@@ -113,8 +113,7 @@ def are_ordinary(tensors) -> bool:
     """Return True if the dispatcher does nothing for these tensors (or None) but choose a device.
 
     For tensors of PyTorch's own types. The dispatcher resolves negative and conjugate bits, tensors of zeros without
-    memory, wrappers of torch.func and sparse, quantised and nested layouts, all of which show in a tensor's dispatch
-    keys.
+    memory, wrappers of torch.func and sparse, quantised and nested layouts. All of these show in dispatch keys.
     """
     return SEES_DISPATCH and _ORDINARY.issuperset([_keys_of(x).raw_repr() for x in tensors if x is not None])
 
@@ -152,8 +151,8 @@ def keep_out_of_dynamo(function) -> None:
 def mark_static_address(x: torch.Tensor, *, guard: bool = True) -> None:
     """Tell the compiler that x keeps its address: CUDA graphs may then mutate it.
 
-    A graph that mutates any other input is not made. Does nothing in code that is being compiled: its inputs were
-    marked before.
+    A graph that mutates any other input is not made. Does nothing in code that is being compiled, where
+    inputs were marked before.
     """
     mark = find("torch._dynamo.mark_static_address")
     if mark is not None and not torch.compiler.is_compiling():

@@ -182,8 +182,7 @@ def is_without_int8(row: dict[str, str], int8_calls: str | None = None) -> bool:
     """Return True if a model was timed without any INT8 attention call: the ratio is not INT8's.
 
     int8_calls: median of that metric in the same run. In a run that did not record it, no call ran in INT8 if the
-        output
-    is stock attention's to the last digit.
+    output is stock attention's to the last digit.
     """
     if int8_calls is not None:
         return float(int8_calls) == 0

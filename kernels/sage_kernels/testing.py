@@ -222,8 +222,7 @@ def assert_matches_reference(
             rounded once), and its scales differ by an fp32 rounding, far below the floor.
         exponent: size of the scores (base 2) from which the difference to the largest of their row is formed. Their
             fp32 rounding is an error even of an unrounded P. More than 64 with a large bias or scale.
-        first_max: the kernel keeps the first key tile's max as the softmax reference, so the rounded reference does
-            too.
+        first_max: the kernel keeps the first key tile's max as the softmax reference, so here, too.
         options: of ref_attention.
     """
     q, k, v, out = (x.detach().to(device) for x in (q, k, v, out))

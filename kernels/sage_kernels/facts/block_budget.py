@@ -1,7 +1,7 @@
 """Counts of query-key blocks: those visible to a row of blocks, and those a budget acts on.
 
-All are whole numbers that are known before anything runs. A block has BLOCK keys, and BLOCK query rows unless block_q
-says otherwise.
+All are whole numbers, known before anything runs. A block has BLOCK keys, and BLOCK query rows unless block_q says
+otherwise.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The diffusers and the transformers side ask it; the ops do not. INT8 halves the time of one of the two matmuls and pays
 for it with a pass over K, a launch, and quantising Q in every program. A short call, or one with little work in all,
-does not earn that back. On a CPU nothing is timed and everything runs in INT8: the reference is there to check
-numbers.
+does not earn that back. On a CPU everything runs in INT8: the reference is there to check numbers, not for speed.
 
 This module loads torch._dynamo, so `import sage_kernels` leaves it out.
 """

@@ -81,9 +81,8 @@ def sample_keys(k: torch.Tensor, counts: torch.Tensor | None) -> tuple[torch.Ten
     """Sample 128 of the keys [B, H, S, D], and mark the samples that count.
 
     Returns: keys [B, H, 128, D], and bool [B, H, 128, 1] (None: all count).
-    counts: bool [B or 1, H or 1, S], keys that some row sees. Samples are drawn from the first key to the last of
-        these,
-    so that padding at the end changes nothing.
+    counts: bool [B or 1, H or 1, S], keys that some row sees. Samples are drawn from the first key to the
+    last of these, so that padding at the end changes nothing.
     """
     if counts is None:
         return k[:, :, sample_tokens(k.shape[2], k.device)], None

@@ -72,8 +72,8 @@ class Recipe:
         qk: format of Q and K in the score matmul: "int8" or "fp8_e4m3", which has the scales and plans of INT8.
         pv: format of P and V in the output matmul; "16bit" is the input's own fp16 or bf16 (bf16 for fp32 inputs).
             "fp8_e4m3" needs a GPU with FP8 matrix units: compute capability 8.9 or newer. "int8" runs on every GPU.
-            "int8_tensor" is INT8 as INT-FlashAttention has it: one scale for a head's V, P against the largest score
-            so far.
+            "int8_tensor" is INT8 as INT-FlashAttention has it: one scale for a head's V, and P relative to the
+            largest score so far.
         hopper: Hopper's own kernel has it; False: the general kernel runs there.
         packed: packed sequences have it (`sage_attention_varlen`).
         plain: no centre, balance or plan for Q and K, and one scale per token.

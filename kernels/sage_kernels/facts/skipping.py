@@ -51,8 +51,7 @@ class SkipState(NamedTuple):
         now: int32 []: step of the run, which never goes back; a jump of `every` makes all lists void.
         limit: fp32 []: largest share of a row's probability that may be skipped, below 1; 0: nothing is skipped.
         totals: int64 [8], incremented: see TOTAL_TILES and following.
-        every: each tile of query rows is measured at least once in so many steps, and one tile of each head in every
-            step.
+        every: each tile of query rows is measured at least once in so many steps, one tile of each head in every step.
         block_q, block_k: query rows and keys of a tile, of the kernel that reads the lists.
     """
 
@@ -124,10 +123,9 @@ def pack(skipped: torch.Tensor) -> torch.Tensor:
 def totals_of(totals: torch.Tensor) -> dict[str, float | int]:
     """Convert totals int64 [8] on the CPU to the numbers of a report.
 
-    skipped_fraction: of all pairs of tiles. measured: measurements of query tiles whose list was in use. lost_mean,
-    lost_max: share of its probability that the worst row of such a tile had lost by then. beyond: measurements above
-        the
-    limit.
+    skipped_fraction: of all pairs of tiles. measured: measurements of query tiles whose list was in use. lost_mean and
+    lost_max: share of its probability that the worst row of such a tile had lost by then. beyond: how many of the
+    measurements were above the limit.
     """
     tiles, visited, measured, beyond, lost, largest = (int(x) for x in totals[:6])
     return {

@@ -42,8 +42,7 @@ class HeadState(NamedTuple):
     Attributes:
         plan: fp32 [R, 4, D_max]: per row and channel the centre c, the K weight b/s, the Q weight 1/b and,
             for recipes that quantise V, its scale.
-        plan_scale: fp32 [R]: the INT8 scale s of K; 0 marks a head without a plan, whose scales come from the call
-            itself.
+        plan_scale: fp32 [R]: the INT8 scale s of K; 0 marks a head without a plan, with scales of the call itself.
         stats: fp32 [R, 4, D_max], written: per-channel max |q|, max k, min k and max |v| of this step.
         counts: int32 [R, 13], written: calls, calls without a plan, elements of K outside the planned range, elements
             of K, elements of V clipped at 7 times the planned range, query tiles that ran with a softmax reference
@@ -125,7 +124,7 @@ def new_head_state(rows: int, head_dim: int, device: torch.device | str) -> Head
     return state
 
 
-def fractions(counts: torch.Tensor) -> dict:
+def fractions(counts: torch.Tensor) -> dict[str, float | int]:
     """Convert the counts [H_kv, COUNT_KEY_MAX] of a site's heads, on the CPU, to the numbers of a report.
 
     They are explained at `ScaleState.summary`.

@@ -224,9 +224,8 @@ def _replay_attend(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks:
 def _attend_key(q: torch.Tensor, cache: tuple[Any, ...], lengths: Any, sinks: Any, options: tuple[Any, ...]) -> Any:
     """Return a call's key, its tensors, and its numbers, which may differ between calls of one key.
 
-    cache: codes and scales, then k_mean and k_balance. A growing cache holds one more token in every call, so the key
-        has
-    what follows from that number (tile, splits) but not the number itself.
+    cache: codes and scales, then k_mean and k_balance. A growing cache holds one more token in every call, so the
+    key has what follows from that number (tile, splits) but not the number itself.
     """
     k_codes, window = cache[0], options[2]
     if any(x is None for x in cache[:4]) or q.dim() != 4 or k_codes.dim() != 4 or 0 in q.shape or 0 in k_codes.shape:

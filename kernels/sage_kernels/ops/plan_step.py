@@ -21,8 +21,7 @@ _OF_STATE = len(HeadState._fields)
 def plan_step(state: HeadState, *tensors: torch.Tensor, **numbers: float) -> None:
     """Record a step's statistics under its noise level, plan the next step, and clear the statistics.
 
-    In place, for CUDA tensors. Arguments as of `launch_plan_step` in _triton/prologue/plan_step.py, which has their
-    shapes.
+    In place, for CUDA tensors. Arguments as of `launch_plan_step` in _triton/prologue/plan_step.py.
     """
     torch.ops.sage_kernels.plan_step(*state, *tensors, *(numbers[name] for name in _NUMBERS))
 

@@ -40,9 +40,8 @@ def is_plain_call(*tensors) -> bool:
 def is_usual(tensors, dispatched: bool) -> bool:
     """Return True if PyTorch does not change the meaning of a call, so that it may be replayed.
 
-    dispatched: the dispatcher has passed the call to its implementation for this device. Everyone who has to see it
-        then
-    has seen it, and its tensors are resolved. Only a subclass of Tensor may still be something else.
+    dispatched: the dispatcher has passed the call to its implementation for this device. Then everyone who has to see
+    the call has seen it, and its tensors are resolved. Only a subclass of Tensor may still be something else.
     """
     return _PLAIN.issuperset(map(type, tensors)) if dispatched else is_plain_call(*tensors)
 
@@ -69,8 +68,7 @@ def replay_by_key(key: tuple, given, numbers=None):
 def remember(key: tuple, call, given, numbers=None):
     """Return what `call()` returns, and keep its launches under the key if they can be replayed.
 
-    given, numbers: the tensors and integers that may be others in the next call of this key; see
-        `_triton.launch.record`.
+    given, numbers: the tensors and integers that may be others in the next call; see `_triton.launch.record`.
     """
     from .._triton.launch import record
 

@@ -28,8 +28,7 @@ class RowMaxima:
     The n-th call of a site in a step reads the scores of the n-th call in the step before. So guidance that calls a
     model twice a step keeps both apart, for up to MOST_CALLS calls. Compiled calls ask through an op. Where the
     code that follows the steps is compiled too, calls could not be told apart, and nothing is kept. A CUDA graph
-    writes where the call that it was captured from did, for as long as it lives: its rows stay allocated, whatever is
-    dropped here.
+    writes where the call that it was captured from did, for as long as it lives: its rows stay allocated.
 
     Args:
         limit: bytes that may be kept in all, apart from those of graphs.

@@ -69,7 +69,7 @@ class Site:
 
 
 class ScaleState:
-    """Planned scales of all call sites of one handle, on the device.
+    """Planned scales of all call sites of one handle, on the device. Methods that sync say so.
 
     Args:
         sites: the call sites, in the order of `head_state`'s index.
@@ -309,11 +309,9 @@ class ScaleState:
     def summary(self) -> list[dict]:
         """Return the numbers of a report, a dict per site. Syncs.
 
-        dynamic_calls: without a plan, mean over heads. outside, below, misfit: fractions of K's elements beyond the
-            plan, in
-        tiles that took a smaller scale, and in heads whose planned centre and balance did not fit. clipped: of V's
-        elements.
-        lagged: query tiles with a softmax reference of the step before; redone: fraction of them that were done again.
+        dynamic_calls are calls without a plan, mean over heads. Fractions of K's elements: outside (beyond the plan),
+        below (in tiles that took a smaller scale), misfit (in heads whose centre and balance did not fit); of V's:
+        clipped. lagged: query tiles with a softmax reference of the step before; redone: fraction of these repeated.
         """
         totals = (self._totals + self._shared.counts[:, :COUNT_KEY_MAX]).cpu()
         known = (self._shared.plan_scale > 0).cpu()
@@ -352,7 +350,10 @@ class ScaleState:
         return self._shared.stats
 
     def usable(self, by: torch.Tensor) -> torch.Tensor:
-        """True where a plan may use an entry, `by` its run: frozen, or earlier if the rule adapts."""
+        """Return True where a plan may use the table's entries. by: the runs that left them.
+
+        Usable are the entries of a frozen table and, if the rule adapts, those of an EARLIER run.
+        """
         if self.rule.adapts:
             return (by != 0) & ((self._frozen > 0) | (by.abs() < self._run))
         return (by != 0) & (self._frozen > 0)
@@ -371,7 +372,7 @@ class ScaleState:
         return (q_amax.sqrt() * k_amax.sqrt()).amax(-1) / INT8_MAX
 
     def strayed(self) -> torch.Tensor:
-        """Return the heads [R] whose keys reached too far for their plan, or far less: the table is off."""
+        """Return the heads [R] whose keys reached much further, or much less far, than their plan's."""
         step, full = (self._shared.plan, self._shared.stats, self._is_channel), full_reach(self.margin)
         strayed = (key_reach(*step) > full * GROWTH_LIMIT) | (key_range(*step) < full / OUTLIER_LIMIT)
         return (self._shared.plan_scale > 0) & strayed
@@ -386,7 +387,7 @@ class ScaleState:
 
 
 def closing_call(state: ScaleState, device: torch.device) -> Callable | None:
-    """Return the launch that closes a step of such a state; None if PyTorch's operations close it."""
+    """Return the launch that closes a step of a state like this; None if PyTorch's operations do."""
     if device.type != "cuda" or type(state.rule).following is not Timestep.following:
         return None
     if state.device != device:  # the kernel is the same for all numbers of heads

@@ -42,8 +42,7 @@ def ref_mixed_attention(
         round_p: False keeps P, and V as it is given, in fp32: the rounding floor of the test tolerances.
         chosen: bool [B, H, row blocks, key blocks] in place of the selector's choice.
         pv: "fp4": P·V of blocks that are not promoted runs in NVFP4 or MXFP4 as in ThriftAttention: groups of V along
-            the keys, P times 6 in e2m1 against the row's largest score, a sum of unrounded P. For study; no kernel has
-            it.
+            the keys, P times 6 in e2m1 against the row's largest score, a sum of unrounded P. No kernel has it.
         smooth_k: False: neither centre nor balance, as in ThriftAttention.
         block_q: query rows of a block.
         half: dtype of promoted Q and K, of P and V; None: pv_dtype of q's.
@@ -124,8 +123,7 @@ def ref_block_scores(
 ) -> torch.Tensor:
     """Score the importance of each key block to each block of query rows.
 
-    q [B, H, S_q, D], k [B, H_kv, S_kv, D], fp32. K may be less any vector that all its keys share: no rank depends on
-    it.
+    q [B, H, S_q, D], k [B, H_kv, S_kv, D], fp32. Subtracting one vector from all keys changes no rank.
     Returns: fp32 [B, H, row blocks, key blocks].
     """
     group = q.shape[1] // k.shape[1]

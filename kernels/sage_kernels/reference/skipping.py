@@ -33,8 +33,7 @@ def ref_skip_tiles(q_int, row_scale, k_int, k_scale, skip: SkipState) -> torch.T
 
     Args:
         q_int, k_int: codes [B, H, S_q, D] and [B, H_kv, S_kv, D].
-        row_scale, k_scale: [B, H, S_q, 1] and [B, H_kv, S_kv, 1]: factors that make base-2 scores of the codes'
-            products.
+        row_scale, k_scale: [B, H, S_q, 1] and [B, H_kv, S_kv, 1]: factors from products of codes to base-2 scores.
         skip: read and written.
     """
     batch, heads, seq_q, _ = q_int.shape
