@@ -350,7 +350,7 @@ class ScaleState:
         return self._shared.stats
 
     def usable(self, by: torch.Tensor) -> torch.Tensor:
-        """Return True where a plan may use the table's entries. by: the runs that left them.
+        """Return True where a plan may use the table's entries, which the runs `by` left.
 
         Usable are the entries of a frozen table and, if the rule adapts, those of an EARLIER run.
         """
