@@ -350,7 +350,7 @@ class ScaleState:
         return self._shared.stats
 
     def usable(self, by: torch.Tensor) -> torch.Tensor:
-        """Return True where a plan may use the table's entries, which the runs `by` left.
+        """Mark the table's entries that a plan may use. by: the runs they are from.
 
         Usable are the entries of a frozen table and, if the rule adapts, those of an EARLIER run.
         """
