@@ -152,6 +152,8 @@ class Handle:
             if known is None:
                 self._parts.append(part)
                 part.use_graphs(self._graphs_of(part))
+            elif part.graphs is not None:
+                part.graphs.forget()
             part.follow_home()
             part.install()
         self._follow_schedulers()
