@@ -172,7 +172,7 @@ def sage_decode_attention(
         q: [B, S_q, H, D] fp16, bf16 or fp32, any strides, 1 <= D <= 256. Row i is token n - S_q + i of n.
         k_codes, k_scale, v_codes, v_scale, k_mean: the cache, as `append_kv` writes it; H_kv divides H.
         lengths: how many tokens were appended, an integer tensor [] or [B] on q's device; None: the buffers are full.
-            What lies beyond is never used, whatever it holds. More than S (and no ring): that sample's output is NaN.
+            Slots beyond are never used, whatever they hold. More than S (and no ring): that sample's output is NaN.
         ring: the cache is a ring and holds the last min(lengths, S) tokens.
         attn_mask: as in scaled_dot_product_attention: bool (True: visible) or floating point, broadcastable to
             [B, H, S_q, S]; column j is the j-th oldest token that the cache holds. A hidden key may hold anything.
@@ -181,7 +181,7 @@ def sage_decode_attention(
         softcap, sinks: as in `sage_attention`.
         scale: softmax scale, a Python number >= 0; D ** -0.5 if None.
         return_lse: also return the log-sum-exp of the scaled and masked scores.
-        k_balance: what `append_kv` was given.
+        k_balance: the same as for `append_kv`.
     Returns: out [B, S_q, H, D] contiguous, in q.dtype; with return_lse also lse [B, S_q, H] fp32, natural log. A row
         that sees nothing gives 0 and -inf. A token appended with NaN or inf gives NaN in all channels of the rows
         that see it.
