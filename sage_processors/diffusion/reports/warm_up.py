@@ -20,7 +20,7 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.facts.crossover import is_short
 from sage_kernels.facts.recipe import MIXED_RECIPE
 from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, HeadsKind, compile_ahead, heads_call
-from sage_kernels.planning.warm_up import closing_call
+from sage_kernels.planning.state import closing_call
 
 from ..calls.processors import CallSite
 from ..heads.head_norms import HeadNormState
