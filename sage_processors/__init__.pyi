@@ -26,7 +26,6 @@ from .language.attention import attention_report as attention_report
 from .language.attention import register_transformers as register_transformers
 from .language.kv_cache import Int8KVCache as Int8KVCache
 from .language.kv_cache import Int8KVCacheError as Int8KVCacheError
-from .linears.postponed.errors import ChangedInputError as ChangedInputError
 from .linears.quantized_files import load_quantized as load_quantized
 from .linears.quantized_files import save_quantized as save_quantized
 from .linears.swap import LinearSwap as LinearSwap
@@ -34,6 +33,7 @@ from .linears.swap import quantize_linears as quantize_linears
 from .options import SageAttnProcessor as SageAttnProcessor
 from .options import UnsupportedAttentionError as UnsupportedAttentionError
 from .options import UnsupportedLinearError as UnsupportedLinearError
+from .postponed.tensor import ChangedInputError as ChangedInputError
 from .version import __version__ as __version__
 
 __all__: list[str]

@@ -20,10 +20,8 @@ from .postponed.activations import quantized
 from .postponed.columns import PostponedColumns
 from .postponed.linear import PostponedLinear, product
 from .postponed.norm import PostponedNorm
-from .replaced import FORWARD, LINEAR, call_replaced, is_replaced
-from .weights.captured import is_captured
 from .weights.linear_state import AT_REST, CALLED, DTYPES, EVENTS, SHORT, LinearState, is_timed
-from .weights.storage import CODES, SCALE, in_place
+from .weights.storage import CODES, SCALE, in_place, is_captured
 
 
 if TYPE_CHECKING:
@@ -34,6 +32,33 @@ else:
 _DEVICES = ("cpu", "cuda")
 _READY = (PostponedNorm, PostponedColumns)  # which are quantised as they are
 _CALLED = EVENTS.index(CALLED)
+
+
+def _torchs(forward: Any) -> bool:
+    return getattr(forward, "__globals__", None) is vars(torch.nn.modules.linear)
+
+
+def _linear() -> Any:
+    return F.linear if isinstance(F.linear, types.BuiltinFunctionType) else None
+
+
+# None where another one is there already; a patch that is undone later is no patch then
+FORWARD = nn.Linear.forward if _torchs(nn.Linear.forward) else None
+LINEAR = _linear()
+
+
+def is_replaced(base: Any) -> bool:
+    """True if a linear layer of this class no longer runs torch's own functions."""
+    return not _torchs(base.forward) or _linear() is None
+
+
+def call_replaced(base: Any, module: nn.Module, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Call the replaced forward of a layer, with another weight."""
+    twin = object.__new__(base)
+    parameters = module._parameters | {"weight": nn.Parameter(weight, requires_grad=False)}
+    twin.__dict__.update(module.__dict__, _parameters=parameters)
+    made: torch.Tensor = base.forward(twin, x)
+    return made
 
 
 def _reason_against(module, state: LinearState, x, weight) -> str | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from ..reporting.layer_report import Column, LayerReport, counts, exact_column, grouped_table, share, span, summed
-from .compiled.compiled_parts import modules_in_compiled_parts
+from .modules import is_replaced
 from .probe import relative_error
-from .replaced import is_replaced
-from .weights.layers import layers_of_others
+from .weights.layers import layers_of_others, modules_in_compiled_parts
 from .weights.linear_state import CALLED, EVENTS, REMEDIES
 
 

@@ -13,7 +13,7 @@ from ..patching.on_import import when_imported
 from ..patching.owner import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
 from .balance import find_neighbours, share_known
-from .compiled.graph_pass import fuse_in_compiled_code
+from .compiled.graph_fusion import fuse_in_compiled_code
 from .head_rotation import HeadRotations
 from .leftovers import give_back_block, give_back_layer, give_back_norm, take_out_leftovers
 from .modules import is_swapped, linear_class, norm_class, placeholder, put_class
@@ -23,11 +23,10 @@ from .report import LinearReport, notes_of, rows_of
 from .short_forwards import ShortForwards, shapes_of
 from .swap_checks import checked_options
 from .swap_hooks import EndHook, PrepareHook
-from .weights.captured import is_captured
+from .weights.fingerprints import are_changed
 from .weights.layers import Choice, choose, repeated_blocks
 from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed
-from .weights.samples import are_changed
-from .weights.storage import Storage
+from .weights.storage import Storage, is_captured
 
 
 DROPPED = (

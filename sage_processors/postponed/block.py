@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .containers import ordinary
 from .enclosure import Enclosure
 from .region import current, opened
+from .tensor import ordinary
 
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...options import PAG_REMEDY, SageAttnProcessor
-from ...postponed.containers import ordinary
 from ...postponed.region import current, opened
+from ...postponed.tensor import ordinary
 from ...reporting.event_counter import EventCounter
 from ..heads.postponed_heads import HeadSource
 from ..heads.rotary import is_rotary

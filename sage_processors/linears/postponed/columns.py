@@ -8,9 +8,8 @@ from sage_kernels import QuantizedRows, quantize_activation
 
 from ...postponed import patterns
 from ...postponed.region import current
-from ...postponed.tensor import Operand, Postponed, can_wait, ordinary_in
+from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
 from .activations import RowsOf
-from .errors import ChangedInputError
 
 
 class PostponedColumns(Postponed):

@@ -11,10 +11,9 @@ from sage_kernels import QuantizedRows, quantized_linear
 
 from ...postponed import patterns
 from ...postponed.patterns import FLOATS, GATED, is_by_token
-from ...postponed.tensor import Operand, Postponed, can_wait, ordinary_in
+from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
 from ..weights.storage import Storage
 from .columns import cat
-from .errors import ChangedInputError
 
 
 _GATED = frozenset(GATED.values())

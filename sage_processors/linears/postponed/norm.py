@@ -7,9 +7,8 @@ import torch
 from sage_kernels import QuantizedRows, quantize_activation
 
 from ...postponed.patterns import FLOATS, is_by_token
-from ...postponed.tensor import Operand, Postponed, can_wait, ordinary_in
+from ...postponed.tensor import ChangedInputError, Operand, Postponed, can_wait, ordinary_in
 from .activations import RowsOf
-from .errors import ChangedInputError
 
 
 class NormCall:

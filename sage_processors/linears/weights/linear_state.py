@@ -17,12 +17,10 @@ from ...inference_mode import counts_writes
 from ...options import UnsupportedLinearError
 from ...patching.owner import Owner
 from ...reporting.event_counter import EventCounter
-from ..compiled.compiled_parts import has_compiled_parts
-from .captured import is_captured
-from .layers import WEIGHT_ONLY
+from .fingerprints import checksum, sample_of
+from .layers import WEIGHT_ONLY, has_compiled_parts
 from .replays import Replays
-from .samples import sample_of
-from .storage import Storage
+from .storage import Storage, is_captured
 
 
 logger = logging.getLogger("sage_processors")
@@ -64,16 +62,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 AT_REST = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 _logged: set[tuple[str, str]] = set()
-
-
-def checksum(weight: torch.Tensor) -> tuple[int, int]:
-    """Two numbers that change with any of the weight's bits, and with their places. Syncs."""
-    size = weight.element_size()
-    bits = weight.detach().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
-    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
-    place = torch.arange(1, max(bits.shape) + 1, device=weight.device)
-    found = torch.stack([(rows * place[: len(rows)]).sum(), (columns * place[: len(columns)]).sum()])
-    return tuple(found.tolist())
 
 
 def in_16_bit(x: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import threading
 import torch
 
 from ...reporting.event_counter import EventCounter
-from .captured import is_captured
+from .storage import is_captured
 
 
 MOST_KINDS = 64  # of forwards on one GPU, by what layers did; of others the captured one alone is counted

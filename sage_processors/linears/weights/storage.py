@@ -9,10 +9,19 @@ import torch
 from sage_kernels import QuantizedRows
 from sage_kernels.compat import mark_static_address
 
-from .captured import is_captured
-
 
 CODES, SCALE = "_sage_codes", "_sage_scale"
+
+
+def is_captured(device: torch.device | None = None) -> bool:
+    """Return True while a CUDA graph is captured on a device; None stands for the current GPU.
+
+    A tensor that is made during the capture has no numbers before the first replay, and its sources are read again at
+    every replay: a source that nobody keeps is then somebody else's memory. So eager calls alone make what is kept for
+    later calls, such as a weight in another order of rows or a bias of several layers.
+    """
+    on_gpu = torch.cuda.is_initialized() if device is None else device.type == "cuda"
+    return on_gpu and torch.cuda.is_current_stream_capturing()
 
 
 class Storage:

@@ -11,7 +11,7 @@ from torch import nn
 import sage_kernels
 import sage_processors as sp
 from sage_processors.linears.weights import linear_state as weights
-from sage_processors.linears.weights.samples import are_changed, sample_of
+from sage_processors.linears.weights.fingerprints import are_changed, sample_of
 from tests.linears.counting import relative_error
 
 

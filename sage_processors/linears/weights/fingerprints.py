@@ -14,6 +14,16 @@ import torch
 _NUMBERS = 64  # of a weight
 
 
+def checksum(weight: torch.Tensor) -> tuple[int, int]:
+    """Two numbers that change with any of the weight's bits, and with their places. Syncs."""
+    size = weight.element_size()
+    bits = weight.detach().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
+    rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
+    place = torch.arange(1, max(bits.shape) + 1, device=weight.device)
+    found = torch.stack([(rows * place[: len(rows)]).sum(), (columns * place[: len(columns)]).sum()])
+    return tuple(found.tolist())
+
+
 def sample_of(x: torch.Tensor) -> torch.Tensor:
     """Numbers along the diagonal of a weight [N, K], each of another row and another column: a view."""
     (rows, columns), (down, right) = x.shape, x.stride()
