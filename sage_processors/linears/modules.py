@@ -134,7 +134,7 @@ def _in_8_bit(module, base, x):
             x = x.tensor()
         if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
             shared.had_work = True
-            state.stay_exact("subclass")
+            state.count_in_16_bit("subclass")
             return _exact(module, base, x)
     if state.is_resting:
         shared.had_work = True
@@ -155,7 +155,7 @@ def _in_8_bit(module, base, x):
             reason = "weight" if state.failed else "other"
     if reason in ("training", "gradient"):
         state.may_be_trained(module)
-    state.stay_exact(reason)
+    state.count_in_16_bit(reason)
     return _exact(module, base, ordinary_in(x))
 
 
@@ -204,7 +204,7 @@ def _compiled(module, base, x):
     if reason is None and balance is not None and balance.device != x.device:
         reason = "weight"
     if reason is not None:
-        state.stay_exact(reason)
+        state.count_in_16_bit(reason)
         return _exact(module, base, x)
     ops = torch.ops.sage_kernels
     dtype = _output_dtype(x)
@@ -319,7 +319,7 @@ def linear_class(base: Any) -> type:
         if state is None:  # removed, and called by somebody's wrapper, which holds this function
             return base.forward(self, input)
         if (base.forward is not FORWARD or F.linear is not LINEAR) and is_replaced(base):
-            state.stay_exact("patched")
+            state.count_in_16_bit("patched")
             return _exact(self, base, ordinary_in(input))
         if torch.compiler.is_compiling():
             return _compiled(self, base, input)

@@ -223,7 +223,7 @@ class LinearSwap:
         version = state.version
         is_ready = state.prepare(module)
         if version and state.version != version and state.neighbours is not None:
-            state.neighbours.read_anew(module)
+            state.neighbours.follow_weight(module)
         if is_ready and self.drop_weights:
             self._drop(module)
 
@@ -249,7 +249,7 @@ class LinearSwap:
     def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         shared, ran_before = self._shared, self._shared.forwards > 0
         self.unseen_forwards += ran_before and not shared.was_called
-        shared.look_anew()
+        shared.begin_forward()
         if self._trains:
             for module, state in self._states.values():
                 state.may_be_trained(module)

@@ -42,7 +42,7 @@ class PrepareHook:
 def _prepare(hook: PrepareHook, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     with hook.shared.lock:
         if hook.swap is None:
-            hook.shared.look_anew(module)
+            hook.shared.begin_forward(module)
         else:
             hook.swap._before_forward(args, kwargs)
 

@@ -1,7 +1,7 @@
-"""Whether weights still are what was quantised, as a few of their numbers tell.
+"""Notices that a weight has changed, by a checksum of all its numbers or by a sample of them.
 
-For writes that PyTorch does not count, through `.data` above all. To look at all numbers at every run of a pipeline
-would take longer than some of its steps.
+This is for writes that PyTorch does not count, such as those through `.data`. Reading all numbers at every run of a
+pipeline would take longer than some of its steps, so a run reads a few.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 
-_NUMBERS = 64  # of a weight
+_NUMBERS = 64  # of a weight, in its sample
 
 
 def checksum(weight: torch.Tensor) -> tuple[int, int]:
-    """Two numbers that change with any of the weight's bits, and with their places. Syncs."""
+    """Return two integers that depend on all bits of a weight and their positions. Syncs."""
     size = weight.element_size()
     bits = weight.detach().contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[size])
     rows, columns = bits.sum(1, dtype=torch.int64), bits.sum(0, dtype=torch.int64)
@@ -25,7 +25,7 @@ def checksum(weight: torch.Tensor) -> tuple[int, int]:
 
 
 def sample_of(x: torch.Tensor) -> torch.Tensor:
-    """Numbers along the diagonal of a weight [N, K], each of another row and another column: a view."""
+    """Return up to 64 numbers along the diagonal of a weight [N, K], as a view."""
     (rows, columns), (down, right) = x.shape, x.stride()
     count = min(_NUMBERS, rows, columns)
     apart = max(count, 1)
@@ -33,7 +33,10 @@ def sample_of(x: torch.Tensor) -> torch.Tensor:
 
 
 def are_changed(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[bool]:
-    """Of each (sample as it is, sample as it was), both [count]: whether a bit differs. Syncs once for all alike."""
+    """Return for each pair (sample now, sample before) if any bit differs.
+
+    Samples are of shape [count]. Syncs once for all pairs of equal devices, dtypes and shapes.
+    """
     groups: dict[tuple, list[int]] = {}
     found = [True] * len(pairs)
     for i, (now, before) in enumerate(pairs):
