@@ -1,4 +1,4 @@
-"""Balances: per-channel factors that move outliers of an activation into the weights that read it.
+"""Balances: per-channel factors that move outliers of an activation into the weights.
 
 When a layer is swapped, its activations are not known, but its weight is. A channel with outliers has small columns in
 all weights that read it: LayerNorm's gain and training lead to that, and so do outliers planted in pairs of inverse
@@ -19,16 +19,16 @@ from .weights.layers import repeated_blocks
 from .weights.linear_state import AT_REST, DTYPES
 
 
-# A column is far below the others if its norm is at most a quarter of the median. In a balanced channel the rounding of
-# the activation counts as much as in all others. Without outliers there, at most 1.5 bits of that are wasted. In an
-# eighth of the channels this costs less than the wider range of outliers would cost in all channels.
+# A column is far below the others if its norm is at most a quarter of the median. In a balanced channel rounding the
+# activation counts as much as in all others. If the channel has no outliers, that wastes at most 1.5 bits. In at
+# most an eighth of the channels, this costs less than a wider range of numbers would cost in all of them.
 OFF = 2.0  # in powers of two
 MAX_SHARE = 1 / 8  # of the channels
 MOST = 24.0  # largest exponent of a factor, in powers of two
 
 
 class Balance:
-    """The balance that all layers which read one activation share.
+    """Balance of one activation, shared by all layers that read it.
 
     Attributes:
         vector: fp32 [K], powers of two up to 1. `quantize_activation` multiplies by it, `quantize_weight` divides.
@@ -53,7 +53,7 @@ def vector_of(state, device: torch.device) -> torch.Tensor | None:
 
 
 def column_sizes(weight: torch.Tensor) -> torch.Tensor | None:
-    """Return log2(norm of a column / median norm) for all columns of a weight [N, K]: fp32 [K], on the CPU.
+    """Return log2(norm / median norm) of all columns of a weight [N, K]: fp32 [K], on the CPU.
 
     Returns None for a weight that is not finite or mostly zero, as its norms say nothing.
     """

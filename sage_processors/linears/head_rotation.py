@@ -148,9 +148,10 @@ def _read_by(function: Any) -> dict[str, Any]:
 
 
 def _is_of_the_library(function: types.FunctionType, scope: dict[str, Any]) -> bool:
-    """Return True if a function and those it calls are from transformers, or from the file with these globals.
+    """Return True if a function and those it calls are from transformers or from the module's file.
 
-    A function that somebody put in its place may do more than rotate, such as keep or count its arguments.
+    scope: globals of that file. A function that somebody put there instead may do more than rotate, such as keep or
+    count its arguments.
     """
     called = [x for x in _read_by(function).values() if isinstance(x, types.FunctionType)]
     homes = [each.__globals__ for each in (function, *called)]

@@ -1,4 +1,4 @@
-"""What options of linear layers are asked, before a model is touched."""
+"""Checks of the options of linear layers, made before a model is changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..options import LINEARS, POLICIES, SageAttnProcessor
 
 
 def check_patterns_of(config: SageAttnProcessor, names: Collection[str]) -> None:
-    """Raise ValueError for a pattern of `keep_linears` or `layer_linears` that matches none of the layers' names."""
+    """Raise ValueError for a pattern of `keep_linears` or `layer_linears` that matches no layer's name."""
     _check_patterns("keep_linears", config.keep_linears, names)
     _check_patterns("layer_linears", [pattern for pattern, _ in config.layer_linears], names)
 

@@ -1,4 +1,4 @@
-"""8-bit weights of linear layers: which layers have one, where it is stored, when it is made again.
+"""8-bit weights of linear layers: choosing the layers, storing weights, noticing changes.
 
 May import sage_processors/postponed/ and sage_kernels; nothing else of linears/.
 """

@@ -120,7 +120,8 @@ def choose(
 def repeated_blocks(model) -> list[str]:
     """Return the name prefixes of the repeated blocks of a model.
 
-    A block is a child of an nn.ModuleList or nn.Sequential with two linear layers or more. Returns [""] for a model without such blocks: the whole model counts as one.
+    A block is a child of an nn.ModuleList or nn.Sequential with two linear layers or more. Returns
+    [""] for a model without such blocks: the whole model counts as one.
     """
     blocks: list[str] = []
     for name, module in model.named_modules():

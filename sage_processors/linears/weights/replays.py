@@ -1,6 +1,7 @@
 """Counts the calls of linear layers in replays of CUDA graphs.
 
-Each graph adds one to a number on the GPU. A counter in each layer would cost a launch each, which is more than a small layer gains.
+Each graph adds one to a number on the GPU. A counter for each layer would cost a launch each, more than a small layer
+gains.
 """
 
 from __future__ import annotations

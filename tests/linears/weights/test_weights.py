@@ -154,7 +154,7 @@ def test_weights_that_are_made_at_a_call_are_dropped_before_the_next():
     block = nn.ModuleList(nn.Linear(48, 64) for _ in range(2)).eval().requires_grad_(False)
     block.forward = lambda x: [module(x) + 0 for module in block]
     swap = sp.quantize_linears(block, min_features=0)
-    swap._waits = lambda module: True  # as on a CPU that has a GPU beside it
+    swap._is_quantised_later = lambda module: True  # as on a CPU that has a GPU beside it
     for module in block:
         module.weight.neg_()
     swap.drop()
