@@ -44,7 +44,7 @@ def _tried(function: Callable[..., Any], given: list[torch.Tensor]) -> tuple[Any
 
 @functools.cache
 def turns_halves(function: Callable[..., Any]) -> bool:
-    """Return True if function(q, k, cos, sin) is the usual rotary embedding, by calling it on random data.
+    """Return True if function(q, k, cos, sin) is the usual rotary embedding, found by calling it.
 
     The usual one rotates channels i and i + D / 2 of q and k [B, H, S, D] by cos and sin [B, S, D]. Hundreds of files
     have a function of this name, and some of them do something else.

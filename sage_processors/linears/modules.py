@@ -128,8 +128,8 @@ def _in_8_bit(module, base, x):
     state = module._sage_linear
     shared = state.shared
     shared.was_called = True
-    waits = type(x) in _READY and not x._is_out
-    if not waits:
+    is_postponed = type(x) in _READY and not x._is_out
+    if not is_postponed:
         if isinstance(x, Postponed):
             x = x.tensor()
         if not isinstance(x, torch.Tensor) or type(x) not in (torch.Tensor, nn.Parameter):
@@ -141,7 +141,7 @@ def _in_8_bit(module, base, x):
         return _in_16_bit(module, base, ordinary_in(x))
     if x.numel() < state.short_below and is_timed(x.device):
         if not (is_captured(x.device) and state.is_ready(module, x.device)):
-            if waits:
+            if is_postponed:
                 x = x.tensor_for_16_bit() if type(x) is PostponedNorm else x.tensor()
             state.events.add(SHORT)
             return _in_16_bit(module, base, x)
@@ -151,7 +151,7 @@ def _in_8_bit(module, base, x):
     if reason is None:
         with shared.lock:
             if state.prepare(module):
-                return _multiplied(module, state, x, waits)
+                return _multiplied(module, state, x, is_postponed)
             reason = "weight" if state.failed else "other"
     if reason in ("training", "gradient"):
         state.may_be_trained(module)
@@ -159,7 +159,7 @@ def _in_8_bit(module, base, x):
     return _in_16_bit(module, base, ordinary_in(x))
 
 
-def _multiplied(module, state: LinearState, x, waits: bool):
+def _multiplied(module, state: LinearState, x, is_postponed: bool):
     """Run a call in 8 bit with a weight that is ready. Under the lock: no thread changes it meanwhile."""
     dtype, region = _output_dtype(x), current()
     storage = state.storage
@@ -170,10 +170,10 @@ def _multiplied(module, state: LinearState, x, waits: bool):
     if state.is_weight_only:
         return weight_only_linear(ordinary_in(x).to(dtype), storage.rows_of(state.index, state.index), state.bias)
     balance = vector_of(state, x.device)
-    rows = x.rows(state.format, balance) if waits else quantized(x, state.format, balance, region)
+    rows = x.rows(state.format, balance) if is_postponed else quantized(x, state.format, balance, region)
     if state.probe is not None and state.probe.shared.on:
         state.probe.compare(module, x, rows)
-    version = 0 if waits else version_of(x)
+    version = 0 if is_postponed else version_of(x)
     if state.run is not None and region is not None and version is not None:
         y = state.run.output(state.index, x, version, rows, dtype, region)
         if y is not None:
@@ -260,9 +260,9 @@ class _SwappedLinear(_Beside):
         self.__dict__.pop("bias")
 
     def _apply(self, fn, recurse=True):
-        """Apply `fn` to all tensors, but only move those in 8 bit: `to(dtype)` is meant for the 16-bit weight.
+        """Apply `fn` to all tensors, but only move those in 8 bit and never cast them.
 
-        Under the lock, without removing the buffers in between: layerwise casting does this in each call, and another
+        `to(dtype)` is meant for the 16-bit weight. Under the lock, without removing the buffers in between: layerwise casting does this in each call, and another
         thread's call may be running.
         """
         state = self.__dict__["_sage_linear"]

@@ -55,13 +55,15 @@ class LinearProbe:
         count = min(self.shared.rows, tokens)
         some = torch.arange(count, device=x.device) * tokens // count
         weight, bias = module._parameters["weight"].detach(), module._parameters.get("bias")
-        exact = F.linear((x.value() if isinstance(x, Postponed) else x).flatten(0, -2)[some].float(), weight.float())
+        reference = F.linear(
+            (x.value() if isinstance(x, Postponed) else x).flatten(0, -2)[some].float(), weight.float()
+        )
         picked = QuantizedRows(_aligned(rows.codes.flatten(0, -2), some), rows.scale.flatten()[some])
         out = product(module, picked, None, dtype=torch.float32)
-        error = out - exact
+        error = out - reference
         if bias is not None:  # a part of the output, without error in both
-            exact = exact + bias.detach().float()
-        found = torch.stack([exact.double().square().sum(), error.double().square().sum()])
+            reference = reference + bias.detach().float()
+        found = torch.stack([reference.double().square().sum(), error.double().square().sum()])
         sums = torch.cat([found, found.new_full((1,), float(count))])
         self.sums.index_add_(0, self.slot, sums[None])
 

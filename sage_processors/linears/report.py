@@ -11,7 +11,7 @@ from .weights.layers import layers_of_others, modules_in_compiled_parts
 from .weights.linear_state import CALLED, EVENTS, REMEDIES
 
 
-TAKEN_IN = "Compiled with the code around the model: weights that change then are noticed by refresh() alone."
+TAKEN_IN = "The model was compiled as a part of code around it: call refresh() after its weights have changed."
 
 
 ANOTHERS = "another's"
@@ -83,7 +83,7 @@ def notes_of(swap) -> list[str]:
     obstacles = dict.fromkeys(filter(None, found))
     if obstacles:
         count = sum(map(bool, found))
-        notes.append(f"In {count} of {len(found)} blocks no result waits for its consumer: {', '.join(obstacles)}.")
+        notes.append(f"In {count} of {len(found)} blocks no result is postponed: {', '.join(obstacles)}.")
     return notes + [TAKEN_IN] * any(state.shared.is_taken_in for state in swap.states())
 
 

@@ -216,7 +216,7 @@ class LinearSwap:
     def _is_quantised_later(self, module: Any) -> bool:
         """Return True if the weight is better quantised later, on the device of the first call.
 
-        On a CPU a whole model takes minutes, so weights there wait for the GPU if there is one.
+        On a CPU a whole model takes minutes, so weights there are quantised on the GPU if there is one.
         """
         weight = module._parameters.get("weight")
         return weight is None or weight.is_meta or (weight.device.type == "cpu" and torch.cuda.is_available())

@@ -48,7 +48,7 @@ def drops_nothing(args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def joined(args: Any, kwargs: Mapping[str, Any], dims: int) -> tuple[Any, Any] | None:
-    """Return the two tensors that torch.cat joins along the last dimension; None for any other call of it.
+    """Return the two tensors that torch.cat joins along the last dimension; None for other calls.
 
     dims: number of dimensions of its result.
     """

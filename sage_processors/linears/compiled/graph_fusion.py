@@ -30,7 +30,7 @@ _BIAS, _ACTIVATION, _GATE, _RESIDUAL, _DTYPE = range(4, 9)
 
 
 def fuse(graph: torch.fx.Graph) -> None:
-    """Replace calls in a graph by fewer ones. Results are the same, except for fewer roundings in between."""
+    """Replace calls in a graph by fewer ones. The results only have fewer roundings in between."""
     _share(graph)
     _merge(graph)
     for node in calls_of(graph, "quantize_activation"):

@@ -60,7 +60,7 @@ class PostponedLinear(Postponed):
             if not is_current or (is_gated and state.storage is not self._storage):
                 raise ChangedInputError(
                     f"weight of {state.label}: got one that was exchanged between the call and the use of its result, "
-                    "expected the one of the call"
+                    "expected the one of the call; use the result first"
                 )
             if not is_gated:
                 return product(self._module, self._x, self._bias, **options)

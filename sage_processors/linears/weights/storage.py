@@ -59,7 +59,7 @@ class Storage:
         return QuantizedRows(buffers[CODES], buffers[SCALE])
 
     def rows_of(self, first: int, last: int) -> QuantizedRows:
-        """Return codes and scales of the modules first … last, as views. A single module's rows stay in turns."""
+        """Return views of the codes and scales of modules first … last. A lone module's stay in turns."""
         codes, scale = self.all_rows
         if len(self.modules) == 1:
             return QuantizedRows(codes, scale)

@@ -332,7 +332,7 @@ def test_a_model_that_is_compiled_with_code_around_it_needs_refresh_and_says_so(
         compiled = torch.compile(around, backend="aot_eager", fullgraph=fullgraph)
         called(compiled, x)
         (note,) = swap.report().notes
-        assert "noticed by refresh() alone" in note
+        assert "call refresh() after its weights" in note
         with torch.no_grad():
             for parameter in around.parameters():
                 parameter.mul_(-2)
