@@ -262,8 +262,8 @@ class _SwappedLinear(_Beside):
     def _apply(self, fn, recurse=True):
         """Apply `fn` to all tensors, but only move those in 8 bit and never cast them.
 
-        `to(dtype)` is meant for the 16-bit weight. Under the lock, without removing the buffers in between: layerwise casting does this in each call, and another
-        thread's call may be running.
+        `to(dtype)` is meant for the 16-bit weight. Under the lock, without removing the buffers in between: layerwise
+        casting does this in each call, and another thread's call may be running.
         """
         state = self.__dict__["_sage_linear"]
         if torch.__future__.get_swap_module_params_on_conversion():

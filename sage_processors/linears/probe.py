@@ -60,10 +60,10 @@ class LinearProbe:
         )
         picked = QuantizedRows(_aligned(rows.codes.flatten(0, -2), some), rows.scale.flatten()[some])
         out = product(module, picked, None, dtype=torch.float32)
-        error = out - reference
+        error = out - stock
         if bias is not None:  # a part of the output, without error in both
-            reference = reference + bias.detach().float()
-        found = torch.stack([reference.double().square().sum(), error.double().square().sum()])
+            stock = stock + bias.detach().float()
+        found = torch.stack([stock.double().square().sum(), error.double().square().sum()])
         sums = torch.cat([found, found.new_full((1,), float(count))])
         self.sums.index_add_(0, self.slot, sums[None])
 

@@ -126,7 +126,7 @@ class Postponed(torch.Tensor):
     def __format__(self, spec: Any) -> str:
         return format(self.tensor(), spec)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.value())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -160,7 +160,9 @@ class Postponed(torch.Tensor):
         return func(*ordinary_in(args), **ordinary_in(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Run an operation on ordinary tensors. Only calls from C++ get here, which skip __torch_function__."""
         return func(*ordinary_in(args), **ordinary_in(kwargs or {}))
 
