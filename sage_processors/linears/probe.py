@@ -55,9 +55,7 @@ class LinearProbe:
         count = min(self.shared.rows, tokens)
         some = torch.arange(count, device=x.device) * tokens // count
         weight, bias = module._parameters["weight"].detach(), module._parameters.get("bias")
-        reference = F.linear(
-            (x.value() if isinstance(x, Postponed) else x).flatten(0, -2)[some].float(), weight.float()
-        )
+        stock = F.linear((x.value() if isinstance(x, Postponed) else x).flatten(0, -2)[some].float(), weight.float())
         picked = QuantizedRows(_aligned(rows.codes.flatten(0, -2), some), rows.scale.flatten()[some])
         out = product(module, picked, None, dtype=torch.float32)
         error = out - stock
