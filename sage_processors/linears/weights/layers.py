@@ -80,19 +80,16 @@ def _forward_of(cls: Any):
     return getattr(cls, "_sage_base", cls).forward
 
 
-def choose(
-    model: nn.Module, *, label, linears: str, keep=(), layers=(), min_features=None, drop_weights=False
-) -> list[Choice]:
+def choose(model: nn.Module, *, label, linears: str, layers=(), min_features=None, drop_weights=False) -> list[Choice]:
     """Choose a format for every linear layer of a model.
 
     Args:
         label: (name in the model) -> name in the report. Patterns are matched with the latter.
-        linears: "none", "int8" or "fp8" for the layers that nothing else is said of.
-        keep: patterns of layers that stay in 16 bit. layers: (pattern, format) pairs; the first match counts, and
-            they hold for protected and small layers too.
+        linears: "none", "int8" or "fp8", for layers that no pattern of `layers` matches.
+        layers: (pattern, format) pairs. The first match counts, also for protected and small layers.
         min_features: smaller layers stay in 16 bit; None: MIN_FEATURES.
         drop_weights: layers with one row per sample and at least min_features² weights are WEIGHT_ONLY instead of in
-            16 bit, unless `layers` or `keep` names them.
+            16 bit, unless `layers` names them.
     """
     least = MIN_FEATURES if min_features is None else min_features
     owners = dict(model.named_modules())
@@ -102,9 +99,7 @@ def choose(
         own = label(name)
         format, why = linears, ""
         named = next((value for pattern, value in layers if fnmatchcase(own, pattern)), None)
-        if any(fnmatchcase(own, pattern) for pattern in keep):
-            format, why = "none", "kept"
-        elif named is not None:
+        if named is not None:
             format, why = named, "kept" if named == "none" else ""
         elif linears != "none":
             why = _protection(name, owners, inside)

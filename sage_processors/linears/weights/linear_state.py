@@ -14,9 +14,9 @@ from sage_kernels import QuantizedRows, quantize_weight
 from sage_kernels.compat import SEES_DISPATCH, are_ordinary, is_traced
 
 from ...inference_mode import counts_writes
-from ...options import UnsupportedLinearError
 from ...patching.owner import Owner
 from ...reporting.event_counter import EventCounter
+from ...unsupported import UnsupportedLinearError
 from .fingerprints import checksum, sample_of
 from .layers import WEIGHT_ONLY, has_compiled_parts
 from .replays import Replays
@@ -44,7 +44,7 @@ EVENTS = (
 )
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
 SHORT = _EVENT["short"]
-CHOSEN = ("empty", "short")  # reasons that cost no speed: not logged, and no error under policy="strict"
+CHOSEN = ("empty", "short")  # reasons that cost no speed: neither logged nor an error
 # Calls on a GPU with fewer multiply-adds run in 16 bit: 8 bit would save less time on the GPU than it takes on the
 # host (SDXL: kernels/NOTES.md). Calls that a CUDA graph captures take no time on the host and are not short.
 LEAST_WORK = 2**35
@@ -55,7 +55,7 @@ REMEDIES = {
     "autocast": "autocast to float16 or bfloat16 only",
     "weight": "its weight holds NaN or inf",
     "patched": "torch.nn.Linear.forward or F.linear was replaced: it runs in 8 bit with torch's own again",
-    "short": "too little work for 8 bit to pay: linears_min_features=1024 runs it in 8 bit all the same",
+    "short": "too little work for 8 bit to pay: Linears(min_features=1024) runs it in 8 bit all the same",
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Dtypes in which diffusers' layerwise casting stores weights between calls. bf16 holds their numbers exactly.
@@ -130,7 +130,8 @@ class LinearState:
     """State of one swapped linear layer.
 
     Attributes:
-        label: its name in the report. format: "int8", "fp8" or layers.WEIGHT_ONLY. policy: "fallback" or "strict".
+        label: its name in the report. format: "int8", "fp8" or layers.WEIGHT_ONLY.
+        on_unsupported: "fallback" or "raise".
         shared: Shared.
         events: EventCounter of EVENTS.
         storage, index: Storage of its 8-bit weight, and its place in there.
@@ -150,8 +151,8 @@ class LinearState:
         probe: probe.LinearProbe that compares it with the 16-bit layer, or None.
     """
 
-    def __init__(self, label: str, format: str, policy: str, shared: Shared):
-        self.label, self.format, self.policy, self.shared = label, format, policy, shared
+    def __init__(self, label: str, format: str, on_unsupported: str, shared: Shared):
+        self.label, self.format, self.on_unsupported, self.shared = label, format, on_unsupported, shared
         self.events = EventCounter(len(EVENTS))
         self.storage: Any = None
         self.index = 0
@@ -329,8 +330,8 @@ class LinearState:
                 state.storage.write(0, QuantizedRows(*part))
 
     def count_in_16_bit(self, reason: str) -> None:
-        """Count a call in 16 bit; raise under policy="strict"."""
-        if self.policy == "strict" and reason not in CHOSEN:
+        """Count a call in 16 bit; raise instead with on_unsupported="raise"."""
+        if self.on_unsupported == "raise" and reason not in CHOSEN:
             raise UnsupportedLinearError(self.label, reason, REMEDIES.get(reason, ""))
         self.events.add(_EVENT.get(reason, _EVENT["other"]))
         if reason not in CHOSEN and not torch.compiler.is_compiling() and (self.label, reason) not in _logged:
