@@ -28,7 +28,7 @@ _HOMES = {
     "Handle": "diffusion.handle",
     "Int8KVCache": "language.kv_cache",
     "Int8KVCacheError": "language.kv_cache",
-    "ChangedInputError": "linears.postponed.errors",
+    "ChangedInputError": "postponed.tensor",
     "LinearSwap": "linears.swap",
     "Probe": "diffusion.reports.probe",
     "Report": "diffusion.reports.report",

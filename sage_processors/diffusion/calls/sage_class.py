@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...options import SageAttnProcessor
-from ...postponed.containers import ordinary
 from ...postponed.region import current, opened
+from ...postponed.tensor import ordinary
 from ...reporting.event_counter import EventCounter
 from ...unsupported import PAG_REMEDY
 from ..heads.postponed_heads import HeadSource

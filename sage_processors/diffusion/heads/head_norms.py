@@ -6,7 +6,7 @@ from typing import Any
 
 from sage_kernels.checks import MAX_HEAD_DIM
 
-from ...linears.compiled.graph_pass import fuse_in_compiled_code
+from ...linears.compiled.graph_fusion import fuse_in_compiled_code
 from ...linears.leftovers import give_back_norm
 from ...linears.modules import is_swapped, norm_class, put_class
 from ...linears.postponed.norm_layers import NormState, norm_form

@@ -9,10 +9,9 @@ from torch import nn
 
 from sage_kernels import qk_norm_rope
 
-from ...linears.postponed.errors import ChangedInputError
 from ...postponed.enclosure import Enclosure
 from ...postponed.region import current
-from ...postponed.tensor import Operand, Postponed, ordinary_in
+from ...postponed.tensor import ChangedInputError, Operand, Postponed, ordinary_in
 
 
 class Norm(NamedTuple):
