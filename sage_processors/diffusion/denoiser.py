@@ -20,6 +20,7 @@ from ..inference_mode import AsUnderNoGrad
 from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS
+from .calls.call_reasons import layer_reason
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
 from .graphs.whole_graphs import WholeGraphs
@@ -30,7 +31,6 @@ from .host.patches import Patches
 from .host.root_hook import RootHook
 from .layer_lists import lists_of_layers, place_lists
 from .parked_state import Parked
-from .reports.layer_reasons import reason_against
 from .steps.forwards import Forwards
 from .steps.noise_level import TimestepReader
 from .steps.windows import is_kept, option_of
@@ -201,7 +201,7 @@ class Part:
 
     def reasons_against(self) -> dict[str, str]:
         """{layer: why none of its calls can run in INT8}, "" where nothing is known against it."""
-        return {self._label(layer.name): reason_against(layer) for layer in self.layers}
+        return {self._label(layer.name): layer_reason(layer) for layer in self.layers}
 
     def move(self, device: torch.device) -> None:
         """Follow the model to another device. The counts of planned calls start anew."""
