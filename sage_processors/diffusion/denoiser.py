@@ -16,10 +16,10 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 from sage_kernels.planning.rules import RULES, rule_for
 from sage_kernels.planning.state import ScaleState, Site
 
-from ..inference_mode import AsUnderNoGrad
 from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap
 from ..options import LAYER_OPTIONS
+from ..torch_modes import AsUnderNoGrad
 from .calls.call_reasons import layer_reason
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap

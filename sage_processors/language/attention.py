@@ -21,8 +21,8 @@ import sage_kernels
 from sage_kernels.compat import is_exporting
 from sage_kernels.facts import crossover
 
-from ..autocast import autocast
 from ..options import UnsupportedAttentionError
+from ..torch_modes import autocast
 from .call import Call, Sequences, exact, masking, needs_gradient, only_of
 from .choice import watch_choices
 from .masks import asked_of, plain_mask, sage_mask

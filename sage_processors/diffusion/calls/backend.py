@@ -20,10 +20,10 @@ from sage_kernels import RECIPES
 from sage_kernels.compat import is_exporting
 from sage_kernels.facts.recipe import MIXED_RECIPE
 
-from ...autocast import autocast
 from ...options import BY_CALL, REMEDIES, SageAttnProcessor, UnsupportedAttentionError
 from ...postponed.tensor import ordinary_in
 from ...reporting.event_counter import count_shared, zero_shared
+from ...torch_modes import autocast
 from ..host import dispatcher
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient
 from .context_parallel import degrees, run_in_parallel

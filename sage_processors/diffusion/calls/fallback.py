@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...autocast import autocast
+from ...torch_modes import autocast
 from ..host import dispatcher
 
 

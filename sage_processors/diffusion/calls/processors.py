@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 import sage_kernels
 
-from ...autocast import autocast
 from ...options import REMEDIES, UnsupportedAttentionError
 from ...postponed.tensor import ordinary_in
+from ...torch_modes import autocast
 from ..heads.postponed_heads import compute_heads
 from ..heads.rotary import is_rotary, rotary
 from ..host.dispatcher import exact, is_native, without_ours

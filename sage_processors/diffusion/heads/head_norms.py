@@ -10,7 +10,7 @@ from ...linears.compiled.graph_pass import fuse_in_compiled_code
 from ...linears.leftovers import give_back_norm
 from ...linears.modules import is_swapped, norm_class, put_class
 from ...linears.postponed.norm_layers import NormState, norm_form
-from ...patching.owner import Owner
+from ...patching.patched import Owner
 from ...postponed.tensor import Operand
 from .head_fusion import fuse_heads
 from .postponed_heads import HeadSource, Norm, PostponedHeads, Segment

@@ -17,9 +17,9 @@ import torch
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 
-from ...autocast import is_autocast
 from ...postponed.region import current
 from ...postponed.tensor import CAN_WAIT, Operand, can_wait
+from ...torch_modes import is_autocast
 from .postponed_heads import Angles, HeadSource, PostponedHeads, Segment
 
 

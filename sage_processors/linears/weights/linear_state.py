@@ -13,10 +13,10 @@ from torch import nn
 from sage_kernels import QuantizedRows, quantize_weight
 from sage_kernels.compat import SEES_DISPATCH, are_ordinary, is_traced
 
-from ...inference_mode import counts_writes
 from ...options import UnsupportedLinearError
-from ...patching.owner import Owner
+from ...patching.patched import Owner
 from ...reporting.event_counter import EventCounter
+from ...torch_modes import counts_writes
 from ..compiled.compiled_parts import has_compiled_parts
 from .captured import is_captured
 from .layers import WEIGHT_ONLY
