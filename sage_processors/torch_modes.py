@@ -1,4 +1,4 @@
-"""Autocast for the attention op, and forwards under torch.inference_mode() run as under torch.no_grad().
+"""Autocast for the attention op, and hooks that turn inference_mode into no_grad in a forward.
 
 A postponed result (postponed/tensor.py) has to notice a write to one of its inputs, and an 8-bit linear layer a write
 to its weight. PyTorch counts the writes to a tensor, but not for tensors that are made under inference_mode.
@@ -37,11 +37,12 @@ def autocast(query, key, value):
 
 
 class AsUnderNoGrad:
-    """Two hooks of a model that leave inference_mode during its forward, so that tensors count writes.
+    """Two hooks of a model that leave torch.inference_mode() during its forward.
 
-    The model gets its inputs as counting tensors of the same memory, and returns counting tensors. A forward with an
-    argument that may hold further tensors, such as a KV cache, stays in inference_mode: the model may write to these
-    tensors, and torch forbids that outside of inference_mode.
+    The forward runs under torch.no_grad() instead, where tensors count writes. The model gets its inputs as counting
+    tensors of the same memory, and returns counting tensors. A forward with an argument that may hold further tensors,
+    such as a KV cache, stays in inference_mode: the model may write to these tensors, and torch forbids that outside
+    of inference_mode.
 
     Attributes: is_leftover: the hooks came with a copy of the model, so nobody will remove them.
     """

@@ -1,4 +1,6 @@
-"""Write files in one step, so that a reader sees the old content or the new one. Used for all our files.
+"""Write files in one step, so that readers see either the old content or the new one.
+
+All files of this package are written by these functions.
 
 The content goes into a temporary file beside the target, which is then renamed to the target's name. The temporary
 name is random and the file must be new (O_EXCL). So a file planted under such a name is neither followed nor
@@ -21,10 +23,10 @@ from typing import BinaryIO
 
 @contextmanager
 def whole_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
-    """Open a new binary file that replaces `path` at the end of the block. An exception leaves `path` alone.
+    """Open a new binary file that replaces `path` at the end of the block.
 
-    The file has the permissions of any new file (the umask), even if `path` had others. The file and its folder are
-    synced to the disk. Raises: OSError.
+    An exception leaves `path` alone. The file has the permissions of any new file (the umask), even if `path` had
+    others. The file and its folder are synced to the disk. Raises: OSError.
     """
     path = Path(path)
     if _is_special(path):

@@ -1,4 +1,4 @@
-"""Detect functions that others replaced, and mark what our own swaps put into a model.
+"""Detect functions that others replaced, and mark objects put into a model by our own swaps.
 
 Profilers, adapters and other accelerators replace functions of libraries while a program runs: module globals, methods
 of classes, or a function's code. Where we run a library's code in our own way, that is correct only while every name
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class Watch:
-    """Names that code looks up while it runs, each with the object that it first meant.
+    """Names in the code of functions, each with the object that it first meant.
 
     Objects are compared by identity, in C: about 60 ns for each name.
     """

@@ -157,9 +157,7 @@ def grouped_table(title: str, rows: Rows, kind: Callable[[dict[str, Any]], str],
     widest = min(80, max(map(len, title.splitlines())))
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), min_width=widest)
     table.show_edge = table.pad_edge = False
-    table.add_column(
-        Name(f"layers of {prefix}" if prefix else "layers")
-    )  # the column that wraps if the table is too wide
+    table.add_column(Name(f"layers of {prefix}" if prefix else "layers"))  # wraps in a table that is too wide
     if len(kinds) > 1:
         table.add_column("", no_wrap=True)
     for column in columns:

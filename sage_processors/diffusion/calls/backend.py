@@ -117,9 +117,9 @@ def _sage_int8(
     _parallel_config: Any = None,
     **unknown: Any,
 ) -> Any:
-    """Run a call of the back end: query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D].
+    """Run one call of the back end, with the arguments of diffusers' own back ends.
 
-    With return_lse also returns lse [B, S_q, H].
+    query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D]; with return_lse also lse [B, S_q, H].
     """
     query, key, value = ordinary_in((query, key, value))
     attn_mask = _key_mask(attn_mask, query, key)
@@ -170,7 +170,7 @@ def _run_in_parallel(call: tuple[Any, ...], return_lse: bool, parallel: Any, unk
 
 
 def _count(event: str, query: torch.Tensor) -> None:
-    """Count a call, but not one of a program under export: that would get our counters as its own tensors."""
+    """Count a call, unless it is exported: the exported program would contain our counters."""
     if not is_exporting():
         count_shared(WHOSE, len(EVENTS), _EVENT.get(event, _EVENT["other"]), query.device)
 

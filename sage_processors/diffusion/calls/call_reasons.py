@@ -27,9 +27,10 @@ REASONS = (*sage_kernels.REASONS, "short", "block_mask", "function_mode", "softm
 
 
 def _foreign_function_mode() -> bool:
-    """True if a TorchFunctionMode is active that may act on attention, as those of PAG, SEG and profilers do.
+    """True if an active TorchFunctionMode may act on attention.
 
-    The modes of torch.set_default_device and torch.export don't count: they leave attention alone.
+    Those of perturbed-attention guidance (PAG, SEG) and of profilers do. The modes of torch.set_default_device and
+    torch.export don't count: they leave attention alone.
     """
     return any(not type(mode).__module__.startswith(EXPORTING) for mode in function_modes())
 

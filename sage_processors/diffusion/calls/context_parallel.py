@@ -23,7 +23,10 @@ Attend = Callable[[tuple[Any, ...], bool], Any]
 
 
 def degrees(parallel: Any) -> tuple[int, int]:
-    """Return (devices that share the heads, devices that share the keys) of diffusers' ParallelConfig."""
+    """Return (ulysses_degree, ring_degree) of diffusers' ParallelConfig.
+
+    ulysses_degree devices share the heads, ring_degree devices share the keys.
+    """
     config = parallel.context_parallel_config
     return config.ulysses_degree, config.ring_degree
 

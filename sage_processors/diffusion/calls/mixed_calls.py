@@ -30,9 +30,10 @@ def attend_mixed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, scale: Any,
     config: SageAttnProcessor, site: Any, return_lse: bool,
 ) -> Any:  # fmt: skip
-    """Run a mixed-precision call: query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D].
+    """Run one call of mixed-precision attention.
 
-    With return_lse also returns lse [B, S_q, H]. Notes the chosen blocks in `site` if the options keep them.
+    query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D]; with return_lse also lse [B, S_q, H].
+    Keeps the chosen blocks in `site` if the options keep them.
     """
     keeps = config.keep_blocks and site is not None and not torch.compiler.is_compiling()
     results = sage_kernels.mixed_attention(
@@ -64,6 +65,9 @@ def mixed_facts(config: SageAttnProcessor, sites: Any, device: torch.device) -> 
 
 
 def mixed_note(facts: dict[str, Any]) -> str:
-    """Return the note of a row: "5.2 % of its blocks promoted to 16 bit, the others in nvfp4 (block_mean)"."""
+    """Return the note of a layer's row in a report.
+
+    Such as "5.2 % of its blocks promoted to 16 bit, the others in nvfp4 (block_mean)".
+    """
     share = "blocks" if facts["share"] is None else f"{100 * facts['share']:.1f} % of its blocks"
     return f"{share} {DONE[facts['action']]}, the others in {facts['base']} ({facts['selector']})"

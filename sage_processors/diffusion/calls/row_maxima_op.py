@@ -38,6 +38,7 @@ class _Keeper(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
+        """True if neither of the two objects exists any more."""
         return all(reference is None or reference() is None for reference in self[:2])
 
 

@@ -1,4 +1,4 @@
-"""Subclasses of diffusers' attention processors that run the processor's own code with INT8 attention.
+"""Subclasses of diffusers' attention processors that run their own code with INT8 attention.
 
 The `__call__` of such a Sage class runs the code of the original with other globals (rebind.py). In it, the name
 scaled_dot_product_attention leads to processors.py. Projections, norms, rotary embedding and masks stay the model's

@@ -154,7 +154,7 @@ def _fit(q: _Heads, k: _Heads) -> bool:
 
 
 def _are_readable(*every: _Heads) -> bool:
-    """Check that all inputs are on one device and that no angles are lazily conjugated or negated views."""
+    """True if all inputs are on one device and no angles are lazily conjugated or negated views."""
     device = None
     for heads in every:
         angles = [each for each in (heads.angles, *(segment.angles for segment in heads.segments)) if each is not None]

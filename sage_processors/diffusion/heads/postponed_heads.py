@@ -100,6 +100,7 @@ class PostponedHeads(Postponed):
 
     @property
     def is_stale(self) -> bool:
+        """True if something wrote to an input since, so that the result can no longer be computed."""
         angles = [self._angles, *(segment.angles for segment in self._segments)]
         read = [segment.x for segment in self._segments] + [x for each in angles if each is not None for x in each.of]
         read += [x for segment in self._segments if segment.norm is not None for x in segment.norm.of]

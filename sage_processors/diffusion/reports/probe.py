@@ -72,6 +72,7 @@ class _Shared:
         self.slots: dict[torch.device, torch.Tensor] = {}
 
     def slot(self, device: torch.device | str) -> torch.Tensor:
+        """Return the tensor of `slots` on a device, made on first use."""
         device = torch.device(device)
         if device not in self.slots:
             with torch.inference_mode(False):

@@ -1,8 +1,9 @@
-"""Scale files: the statistics of timestep scaling in one safetensors file, for a warm start of a new process.
+"""Save and load the statistics of timestep scaling, so that a new process starts with them.
 
-A file holds the tensors of `ScaleState.snapshot` for every denoiser, and one metadata entry. That is JSON with the
-format, models (class, config, dtype, LoRA adapters), layers, heads, bins and margin that the tensors belong to. It
-names no schedulers, step counts or resolutions: the table is by noise level, and a plan for other shapes is not used.
+A scale file is one safetensors file. It holds the tensors of `ScaleState.snapshot` for every denoiser, and one
+metadata entry. That is JSON with the format, models (class, config, dtype, LoRA adapters), layers, heads, bins and
+margin that the tensors belong to. It names no schedulers, step counts or resolutions: the table is by noise level, and
+a plan for other shapes is not used.
 
 Nothing in a file is trusted. The size is limited before anything is read, and the header before it is parsed. Every
 name, shape, dtype and value is compared with the handle before the handle is changed. Nothing in a file is executed or

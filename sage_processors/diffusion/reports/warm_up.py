@@ -53,9 +53,8 @@ class KernelsAhead:
     """
 
     def __init__(self):
-        self._forwards: weakref.WeakKeyDictionary = (
-            weakref.WeakKeyDictionary()
-        )  # denoiser -> forwards seen, up to FORWARDS
+        # denoiser -> forwards seen, up to FORWARDS
+        self._forwards: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
     def swapped(self, part) -> None:
         """Start compiling for a denoiser with newly swapped layers."""
@@ -199,7 +198,7 @@ def _dtype_of(module) -> torch.dtype:
 
 
 def _compile(part, kinds, device: torch.device, only_seen: bool = False):
-    """Start compiling for these calls, the norms and rotary embeddings before them, and the end of a step."""
+    """Start compiling for these calls, the heads in front of them, and the end of a step."""
     others: list[Any] = [heads_call(kind, device) for kind in heads_kinds(part, device, only_seen=only_seen)]
     closing = None if part.state is None else closing_call(part.state, device)
     return compile_ahead(kinds, device, others + ([] if closing is None else [closing]))
