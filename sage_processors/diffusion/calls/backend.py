@@ -176,7 +176,7 @@ def _count(event: str, query: torch.Tensor) -> None:
 
 
 def _fall_back(reason: str, query: torch.Tensor) -> None:
-    """Count a call that will run in 16 bit; raise under policy="strict"."""
+    """Count a call that can't run in INT8; raise under policy="strict"."""
     if _options.policy == "strict":
         instead = 'register_diffusers_backend(policy="fallback")'
         raise UnsupportedAttentionError(f"any, by the back end {dispatcher.NAME}", reason, instead=instead)

@@ -164,7 +164,7 @@ def _reason_against(
 
 
 def _fall_back(processor: Any, reason: str, remedy: str = "") -> None:
-    """Count a call that will run the model's own attention, in 16 bit; raise under policy="strict".
+    """Count a call that falls back to the model's own attention; raise under policy="strict".
 
     Args: remedy: advice for the message, instead of the usual one for this reason.
     """

@@ -72,14 +72,14 @@ def _fuse(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
     first = min((*q.made, *k.made))
     if not is_free(first, node) or not _are_readable(q, k):
         return
-    some = q.segments[0]
+    segment = q.segments[0]
     angles = [q.angles] if q.angles is not None else [s.angles for s in q.segments if s.angles is not None]
     tables = [_tables(graph, node, each) for each in angles]
     made = add_call(
         graph, node, torch.ops.sage_kernels.qk_norm_rope.default,
         *([s.x for s in heads.segments] for heads in (q, k)),
         *([s.weight for s in heads.segments] for heads in (q, k)),
-        some.eps is not None, some.eps or 0.0, [cos for cos, _ in tables], [sin for _, sin in tables],
+        segment.eps is not None, segment.eps or 0.0, [cos for cos, _ in tables], [sin for _, sin in tables],
         angles[0].pairs if angles else True,
     )  # fmt: skip
     node.args = (*(add_call(graph, node, operator.getitem, made, i) for i in (0, 1)), *rest)

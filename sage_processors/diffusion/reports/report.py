@@ -208,7 +208,7 @@ def _range_notes(span: Any) -> list[str]:
 
 def _replaced_note(processor: Any, will_follow: bool) -> str:
     name, who = type(processor).__name__, "the next forward" if will_follow else "handle.refresh()"
-    if is_sage(processor):  # diffusers makes processors anew by `processor.__class__()`
+    if is_sage(processor):  # diffusers makes new processors by `processor.__class__()`
         return f"{name} with default options was put here; {who} swaps it"
     if attention_calls(type(processor).__call__):
         return f"{name} was put here; {who} swaps it"

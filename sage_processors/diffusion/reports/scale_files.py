@@ -41,7 +41,7 @@ FORMAT_VERSION = 2
 MAX_FILE_BYTES = 512 * 2**20  # ten times the need of a video model of 40 layers and 40 heads
 MAX_HEADER_BYTES = 4 * 2**20
 MAX_METADATA_BYTES = 2 * 2**20
-MAX_RUN = 2**31 - 2**16  # int32, with room for runs to come
+MAX_RUN = 2**31 - 2**16  # fits into int32, with room for later runs
 
 _METADATA_KEY = "sage_processors"
 _FILE_FIELDS = {"format_version": int, "package_version": str, "parts": list}
@@ -142,7 +142,7 @@ def _parse(content: bytes) -> dict[str, torch.Tensor]:
 
     try:
         return _safetensors().load(content)
-    except SafetensorError as error:  # offsets that overlap, leave gaps or the file
+    except SafetensorError as error:  # offsets that overlap, leave gaps, or end beyond the file
         raise ValueError(f"path: got a file that safetensors refuses ({error}); {_SAVE_AGAIN}") from error
 
 
@@ -205,7 +205,7 @@ def _snapshot(part) -> dict[str, torch.Tensor]:
     return part.state.snapshot() | {"timestep": part._reader.snapshot()}
 
 
-# --- reading: from the outside in ---
+# --- reading: size, then header, then metadata and entries ---
 
 
 def _read(path: Path, expected: dict[str, torch.Tensor], parts: list[dict]) -> bytes:
