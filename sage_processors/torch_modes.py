@@ -21,7 +21,7 @@ from .patching.nested import UnknownValueError, mapped
 
 
 def is_autocast(device: torch.device) -> bool:
-    """True if autocast is on for a device. Never on for "meta", where PyTorch's own question raises."""
+    """True if autocast is on for a device; always False for "meta", where PyTorch would raise."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 

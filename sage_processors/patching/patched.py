@@ -24,7 +24,10 @@ class Watch:
     """
 
     def __init__(self, functions: Iterable[types.FunctionType] = (), methods: Iterable[tuple[Any, str]] = ()) -> None:
-        """Args: functions: for `function`. methods: (class or module, attribute name), for `attribute`."""
+        """Watch some functions and attributes.
+
+        Args: functions: each as in `function`. methods: (class or module, attribute name), each as in `attribute`.
+        """
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         self._attributes: dict[tuple[int, str], tuple[Any, str, Any]] = {}
         self._lay_out()

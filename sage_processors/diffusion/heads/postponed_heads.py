@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 
 
 class HeadSource:
-    """One norm or rotary embedding in front of attention, with the record of how postponing it went.
+    """One norm or rotary embedding in front of attention, and if its results may be postponed.
 
     Attributes:
         label: name of the layer in messages.
