@@ -208,7 +208,10 @@ def counting(handle, into):
 
 
 def test_evaluate_takes_pictures_drawn_earlier_and_counts_what_options_keep():
-    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor(keep_first_steps=1, keep_layers=("*single*",))
+    pipe, config = (
+        pipeline("tiny_flux"),
+        sp.SageAttnProcessor(keep=sp.Keep(first_steps=1), layers={"*single*": {"recipe": "16bit"}}),
+    )
     stock = quality.generate(pipe, PROMPTS[:1], [0], steps=2)
     variants = (quality.Variant("x", config),)
     given = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2, stock=stock)["x"]

@@ -15,7 +15,8 @@ from sage_kernels.checks import MAX_HEAD_DIM
 from sage_kernels.compat import function_modes
 from sage_kernels.facts import crossover
 
-from ...options import REMEDIES, SageAttnProcessor
+from ...options import SageAttnProcessor
+from ...unsupported import REMEDIES
 from ..host.discovery import discover_sites
 from .context_parallel import lengths_in_parallel
 

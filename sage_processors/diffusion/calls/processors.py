@@ -17,9 +17,9 @@ import torch.nn.functional as F
 
 import sage_kernels
 
-from ...options import REMEDIES, UnsupportedAttentionError
 from ...postponed.tensor import ordinary_in
 from ...torch_modes import autocast
+from ...unsupported import REMEDIES, UnsupportedAttentionError
 from ..heads.postponed_heads import compute_heads
 from ..heads.rotary import is_rotary, rotary
 from ..host.dispatcher import exact, is_native, without_ours
@@ -78,7 +78,7 @@ class CallSite:
         seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
             numel(Q) + numel(K). The forward writes them and never reads them: a read would make Dynamo guard on the
             value, and recompile.
-        blocks: of the latest call of the recipe "mixed", if keep_blocks is on: int8 [B, H, row blocks, key blocks].
+        blocks: of the latest call of the recipe "mixed", with Mixed.keep_blocks: int8 [B, H, row blocks, key blocks].
         seen_kind: (dtype of Q, `causal` as the op takes it, dtype of the mask of keys or None) of the latest call;
             None before the first.
     """
@@ -164,11 +164,11 @@ def _reason_against(
 
 
 def _fall_back(processor: Any, reason: str, remedy: str = "") -> None:
-    """Count a call that falls back to the model's own attention; raise under policy="strict".
+    """Count a call that falls back to the model's own attention; raise with on_unsupported="raise".
 
     Args: remedy: advice for the message, instead of the usual one for this reason.
     """
-    if processor._sage_config.policy == "strict" and reason not in CHOSEN:
+    if processor._sage_config.on_unsupported == "raise" and reason not in CHOSEN:
         raise UnsupportedAttentionError(processor._sage_layer, reason, remedy)
     processor._sage_events.add(_EVENT.get(reason, _EVENT["other"]))
     if not torch.compiler.is_compiling() and reason not in CHOSEN:
@@ -232,12 +232,12 @@ def _attend(
     with nullcontext() if state is None or torch.compiler.is_compiling() else processor._sage_lock:
         out = attend(
             query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
-            recipe=config.recipe, scaling=config.call_scaling, rotation=rotation, scale=scale, state=state,
+            recipe=config.recipe, scaling=config.scaling.of_call, rotation=rotation, scale=scale, state=state,
             **({"return_lse": True} if return_lse else {}),
         )  # fmt: skip
     probe = processor._sage_probe
     if probe is not None and probe.shared.on and parallel is None:
-        tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.call_scaling}
+        tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.scaling.of_call}
         probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
     return out
 
@@ -292,7 +292,7 @@ def _attend_training(
         processor._sage_events.add(_EVENT["rotated"])
     return sage_kernels.differentiable_attention(
         query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=config.recipe,
-        scaling=config.call_scaling, rotation="hadamard" if processor._sage_rotated else "none", scale=scale,
+        scaling=config.scaling.of_call, rotation="hadamard" if processor._sage_rotated else "none", scale=scale,
     )  # fmt: skip
 
 

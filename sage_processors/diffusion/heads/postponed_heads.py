@@ -111,7 +111,7 @@ class PostponedHeads(Postponed):
             raise ChangedInputError(
                 f"queries or keys of {self._sources[0].label}: got an input that was written to in place between norm "
                 "or rotary embedding and attention, expected it unchanged, as in the first calls; keep this layer's "
-                "attention in 16 bit with keep_layers"
+                'attention in 16 bit with layers={name: {"recipe": "16bit"}}'
             )
         return self._own()
 

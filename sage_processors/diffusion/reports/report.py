@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from sage_kernels.planning.rules import NEED_RUNS, RULES
+from sage_kernels.planning.rules import NEED_RUNS
 
 from ...linears.report import LinearReport, notes_of, rows_of
-from ...options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from ...reporting.layer_report import Column, LayerReport, exact_column, grouped_table, remark_of, span, summed
+from ...unsupported import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from ..calls.mixed_calls import is_mixed, mixed_facts, mixed_note
 from ..calls.processors import CALLS, EVENTS
 from ..calls.sage_class import is_sage
@@ -55,20 +55,20 @@ class Report(LayerReport):
             redone_fraction: of the query tiles that began with row maxima of the step before, the fraction that was
                 computed again because the scores had moved too far. It costs time, not accuracy.
             skipped_fraction: fraction of the pairs of a query tile and a key tile that were skipped, of calls with
-                lists (skip="temporal").
+                lists (`skip`).
             lost_mean, lost_max: probability that the worst row of a query tile loses by its list. Measured when the
                 tile is measured again, with the scores of that step and the list of earlier ones.
             beyond_limit: number of such measurements above the limit. Their heads visited all key tiles in that call.
             dense: {reason: INT8 calls without a list}. "masked" (or causal), "short" (few key tiles), "first_last"
-                (steps kept by skip_first_steps and skip_last_steps), "unfollowed" (no step of a scheduler), "memory"
+                (steps in which `Skip` skips nothing), "unfollowed" (no step of a scheduler), "memory"
                 and "calls" (more lists than are kept), "graph" (captured before there was a list), "parallel",
-                "no_limit" (layer_skip_limit gives the layer 0).
+                "no_limit" (its skip_limit is 0).
             bytes_saved: bytes that the score matmul reads less than in 16 bit, if it reads Q and K once: calls x
                 elements of the latest call.
             sent_bytes: bytes that this device sent to others, under context parallelism.
             mixed: None unless the recipe is "mixed". Else a dict: base, selector, action; share: of the visible blocks
-                of the latest call, those acted on; block_map: with keep_blocks, the fraction of samples and heads that
-                acted on each block, a list over key blocks for each block of rows, else None.
+                of the latest call, those acted on; block_map: with Mixed.keep_blocks, the fraction of samples and
+                heads that acted on each block, a list over key blocks for each block of rows, else None.
             note: text with further facts.
         notes: list of texts about the handle as a whole.
         linears: linears.report.LinearReport with a row for every linear layer; None without 8-bit linear layers.
@@ -238,10 +238,10 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
             counted = _counted(layer, summary, skipped)
             if module.processor is layer.sage:
                 own = layer.sage._sage_config  # a layer may have a scaling of its own
-                scaling, note = own.call_scaling, ""
-                if own.scaling in RULES and not is_mixed(own):
+                scaling, note = own.scaling.of_call, ""
+                if own.scaling.is_planned and not is_mixed(own):
                     unknown = [i is None for i in layer.site_indices] or [True]
-                    scaling = own.scaling if not all(unknown) else own.call_scaling
+                    scaling = own.scaling.name if not all(unknown) else own.scaling.of_call
                     mismatch = any(
                         s.state is not None
                         and s.seen_head_dim
@@ -259,12 +259,12 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                 note = note or rotation.note(label)
                 rotated = "hadamard" if layer.sage._sage_rotated else "none"
                 counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
-                counted |= {"keep_noise": own.keep_noise}
+                counted |= {"keep_noise": own.keep.noise}
                 if is_mixed(own):
                     counted |= {"scaling": "per_token"}
                     counted["mixed"] = mixed_facts(own, layer.sage._sage_sites, part.device)
                     note = "; ".join([note] * bool(note) + [mixed_note(counted["mixed"])])
-                note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
+                note = "; ".join([note] * bool(note) + _range_notes(own.keep.noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
                 note = _replaced_note(module.processor, will_follow)
@@ -282,7 +282,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
 
 
 def _table_notes(part: Any) -> list[str]:
-    name, scaling = part.name or type(part.model).__name__, part.config.scaling
+    name, scaling = part.name or type(part.model).__name__, part.config.scaling.name
     if part.frozen:
         return [f"Scales of {name} are frozen: runs start from one table, until handle.reset()."]
     if scaling in NEED_RUNS:
@@ -301,7 +301,7 @@ def _guest_rows(part: Any) -> list[dict[str, Any]]:
         own, name = processor._sage_config, type(processor).__name__
         counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
         counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
-        kind = {"recipe": own.recipe, "scaling": own.call_scaling, "rotation": "none", "keep_noise": ()}
+        kind = {"recipe": own.recipe, "scaling": own.scaling.of_call, "rotation": "none", "keep_noise": ()}
         rows.append(_row(part._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
     return rows
 
