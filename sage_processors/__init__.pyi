@@ -1,4 +1,4 @@
-"""What type checkers see of the package: __init__.py looks these names up when they are used."""
+"""Public names for type checkers. At run time __init__.py imports them on first use."""
 
 from typing import Any
 

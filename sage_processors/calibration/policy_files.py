@@ -13,8 +13,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files.config_hash import config_hash
-from ..files.strict_json import strict_json, strict_object
+from ..files.strict_json import config_hash, strict_json, strict_object
 from ..files.whole_file import write_whole
 from ..option_groups import Keep, LayerRule, Linears, Scaling, Skip
 from ..options import SageAttnProcessor

@@ -21,11 +21,10 @@ from sage_kernels import qk_norm_rope
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import are_ordinary, function_modes, is_traced
 
-from ..autocast import is_autocast
 from ..patching.other_globals import innermost, with_global
-from ..patching.owner import Owner
-from ..patching.patched import Watch
+from ..patching.patched import Owner, Watch
 from ..postponed.tensor import is_dual
+from ..torch_modes import is_autocast
 from .modules import put_class
 
 

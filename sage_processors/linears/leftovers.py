@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..patching.owner import is_left
+from ..patching.patched import is_left
 from ..postponed.block import is_enclosed
 from .head_rotation import give_back_rotation, is_rotating
 from .modules import is_swapped, put_class

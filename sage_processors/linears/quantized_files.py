@@ -21,8 +21,7 @@ from torch import nn
 
 from sage_kernels import QuantizedRows
 
-from ..files.config_hash import config_hash
-from ..files.strict_json import some, strict_json, strict_object
+from ..files.strict_json import config_hash, some, strict_json, strict_object
 from ..files.whole_file import whole_file
 from ..option_checks import one_of
 from ..options import ON_UNSUPPORTED

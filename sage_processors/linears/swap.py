@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..inference_mode import AsUnderNoGrad
 from ..option_groups import LinearFormat
 from ..patching.on_import import when_imported
-from ..patching.owner import Owner, is_left
+from ..patching.patched import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
+from ..torch_modes import AsUnderNoGrad
 from .balance import find_neighbours, share_known
 from .compiled.graph_fusion import fuse_in_compiled_code
 from .head_rotation import HeadRotations

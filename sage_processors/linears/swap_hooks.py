@@ -9,7 +9,7 @@ from torch import nn
 
 from sage_kernels.compat import keep_out_of_dynamo
 
-from ..patching.owner import is_left
+from ..patching.patched import is_left
 from .weights.linear_state import Shared
 
 

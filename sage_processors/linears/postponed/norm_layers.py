@@ -8,11 +8,10 @@ import sys
 import torch
 from torch import nn
 
-from ...autocast import is_autocast
-from ...inference_mode import counts_writes
-from ...patching.owner import Owner
+from ...patching.patched import Owner
 from ...postponed.patterns import FLOATS
 from ...postponed.tensor import CAN_WAIT, Operand, Postponed, can_wait
+from ...torch_modes import counts_writes, is_autocast
 from .norm import NormCall, PostponedNorm
 
 

@@ -13,9 +13,9 @@ from torch import nn
 from sage_kernels import QuantizedRows, quantize_weight
 from sage_kernels.compat import SEES_DISPATCH, are_ordinary, is_traced
 
-from ...inference_mode import counts_writes
-from ...patching.owner import Owner
+from ...patching.patched import Owner
 from ...reporting.event_counter import EventCounter
+from ...torch_modes import counts_writes
 from ...unsupported import UnsupportedLinearError
 from .fingerprints import checksum, sample_of
 from .layers import WEIGHT_ONLY, has_compiled_parts
