@@ -172,7 +172,9 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
         "_sage_rotary": rotary,
         "__doc__": base.__doc__,
     }
-    cls = type("Sage" + base.__name__, (_SageMethods, base), members | {"__module__": f"{__package__}.by_name"})
+    cls = type(
+        "Sage" + base.__name__, (_SageMethods, base), members | {"__module__": "sage_processors.diffusion.by_name"}
+    )
     list_beside(cls, base)
     return cls
 
