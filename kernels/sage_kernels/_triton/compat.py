@@ -71,7 +71,7 @@ GLUON = (
     "triton.experimental.gluon.nvidia.hopper.TensorDescriptor",
 )  # fmt: skip
 
-# Earlier names, which the kernels go by as well (gluon_names.py)
+# Earlier names of the same functions; hopper_primitives.py takes whichever there is
 EARLIER = {
     f"triton.experimental.gluon.language.{new}": f"triton.experimental.gluon.language.{old}"
     for new, old in (

@@ -1,5 +1,6 @@
-"""What kernels of all rooms share: rounding to INT8 and e4m3, scales, loads of tokens, recorded statistics."""
+"""What kernels of all rooms share: rounding to INT8 and e4m3, scales, loads of tokens and masks, statistics."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -28,6 +29,8 @@ CENTER_STEPS = tl.constexpr(2.0**22)
 RELAXED = tl.constexpr("relaxed")
 E4M3_MAX = tl.constexpr(recipe.E4M3_MAX)
 E4M3_OF_INT8 = tl.constexpr(recipe.E4M3_OF_INT8)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 
 
 def head_width(head_dim: int) -> int:
@@ -114,3 +117,24 @@ def load_tokens(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WIDTH: 
 def to_e4m3(x):
     """Round to e4m3, saturating: beyond ±448 it has nothing but NaN. NaN stays."""
     return tl.clamp(x, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+@triton.jit
+def load_bias(pointers, inside):
+    """Mask elements as biases on base-2 scores: bool (as uint8) gives 0 and -inf; -inf outside. No overflow."""
+    if pointers.dtype.element_ty == tl.uint8:
+        bias = tl.where(tl.load(pointers, mask=inside, other=0) != 0, 0.0, float("-inf"))
+    else:
+        given = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
+        bias = tl.where(given == float("-inf"), given, tl.maximum(given * _LOG2_E, _LOWEST))
+    return bias
+
+
+def as_loadable(mask: torch.Tensor) -> torch.Tensor:
+    """The mask itself in a type that kernels load: bool as the bytes that it is."""
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
+
+
+def broadcast_strides(mask: torch.Tensor) -> list[int]:
+    """Strides of the mask, 0 where one element serves the whole dimension."""
+    return [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]

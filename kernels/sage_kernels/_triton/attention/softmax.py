@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from ...facts import recipe
-from ..masks import load_bias
-from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS
+from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS, load_bias
 
 
 # Taking off 1.5·2^23 times a scale leaves the softmax's reference half an ulp of that product off: 2^-5 at this scale,

@@ -14,8 +14,7 @@ import triton.language as tl
 
 from ...facts.numerics import LOG2_E
 from ..compat import gdc_launch_dependents
-from ..masks import load_bias
-from ..primitives import AMAX_FLOOR, INT8_MAX, nan_unless_finite, round_to_int
+from ..primitives import AMAX_FLOOR, INT8_MAX, load_bias, nan_unless_finite, round_to_int
 from .cache_tiles import as_fp16, load_codes, load_scales
 
 

@@ -5,12 +5,11 @@ import torch
 from ...facts.masking import UNLIMITED, Masking
 from ...facts.numerics import LOG2_E
 from ..compat import PROGRAMMATIC
-from ..launch import buffer, launch
-from ..masks import as_loadable, broadcast_strides
-from ..primitives import head_width
+from ..launch import buffer, capability_of, launch
+from ..primitives import as_loadable, broadcast_strides, head_width
 from .combine import _combine_kernel
 from .kernel import _decode_attention_kernel
-from .tiles import DecodeTile, choose_splits, decode_capability, decode_tile, programs_at_once
+from .tiles import DecodeTile, choose_splits, decode_tile, programs_at_once
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
@@ -28,7 +27,7 @@ def cut_decode(q_shape, kv_heads: int, capacity: int, left: int, device, tile: D
     """
     batch, seq_q, heads, head_dim = q_shape
     rows = seq_q * (heads // kv_heads)
-    tile = tile or decode_tile(head_dim, rows, batch * kv_heads * capacity, decode_capability(device))
+    tile = tile or decode_tile(head_dim, rows, batch * kv_heads * capacity, capability_of(device))
     row_tiles = -(-rows // tile.block_m)  # triton.cdiv takes two microseconds on the host
     reach = capacity if left == UNLIMITED else min(capacity, left + seq_q + tile.block_n)
     programs = batch * kv_heads * row_tiles
@@ -72,7 +71,7 @@ def launch_decode_attention(
     mask, kind = masking.mask, "none"
     if mask is not None:
         kind = "keys" if masking.by_key else "rows"
-    capability = decode_capability(q.device)
+    capability = capability_of(q.device)
     overlap = splits > 1 and capability >= 90 and PROGRAMMATIC
     none = k_scale  # never read where a pointer does not apply
     tensors = (

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ..launch import capability_of
 from ..primitives import head_width
 
 
@@ -73,20 +74,11 @@ def choose_splits(programs: int, key_tiles: int, slots: int) -> int:
 
 
 @functools.cache
-def decode_capability(device: torch.device) -> int:
-    """For decode_tile."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-@functools.cache
 def programs_at_once(device: torch.device, tile: DecodeTile) -> int:
     """Programs that a GPU runs together: what the number of splits is chosen to fill."""
     if device.type != "cuda":  # Triton's interpreter
         return 8
-    capability = decode_capability(device)
+    capability = capability_of(device)
     if 0 < capability < 80:
         raise NotImplementedError(
             f"GPU: got compute capability {capability / 10}, expected 8.0 or newer; use a 16-bit cache"

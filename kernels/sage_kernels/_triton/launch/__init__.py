@@ -18,7 +18,7 @@ by kernels/benchmarks/bench_launch_layers.py.
 """
 
 from .ahead import Compiling, compile_ahead, compiled_together
-from .launcher import launch, processors_of
+from .launcher import capability_of, launch, processors_of
 from .recording import buffer
 from .replay import Replay, record
 
@@ -27,6 +27,7 @@ __all__ = [
     "Compiling",
     "Replay",
     "buffer",
+    "capability_of",
     "compile_ahead",
     "compiled_together",
     "launch",

@@ -1,5 +1,7 @@
 """One launch of a Triton kernel, without what Triton would do on the host again for each."""
 
+import functools
+
 import torch
 
 from .. import compat
@@ -87,5 +89,14 @@ def launch(kernel, programs: int, *arguments, **constants):
 
 
 def processors_of(device: torch.device) -> int:
-    """How many SMs it has; one where there are none, in Triton's interpreter."""
+    """Number of SMs of a GPU; 1 for a CPU, where Triton's interpreter runs."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """Compute capability of an NVIDIA GPU as one number, such as 90 for Hopper; 0 for AMD and a CPU."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor

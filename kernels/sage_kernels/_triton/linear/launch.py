@@ -5,9 +5,8 @@ import torch
 from ...facts.numerics import CODE_TYPES
 from ...facts.recipe import GATED
 from .. import compat
-from ..launch import buffer, launch, processors_of
-from .matmul import _linear_kernel
-from .parts import STRIP, _add_parts_kernel
+from ..launch import buffer, capability_of, launch, processors_of
+from .matmul import STRIP, _add_parts_kernel, _linear_kernel
 from .quantize_rows import _quantize_rows_kernel
 from .tiles import POINTERS, LinearTile, choose_linear_tile, choose_weight_only_tile, split_last_tiles
 from .weight_only import _weight_only_kernel
@@ -146,7 +145,7 @@ def launch_quantized_linear(
 
 def _launch_hopper(tile: LinearTile, tiles: int, x, w, out, residual, vectors, sizes, gate_strides, constants):
     """The kernel of hopper/, which stays for several tiles. Operands: rows that the copy engine reads and writes."""
-    from ..descriptors import describe
+    from ..hopper_primitives import describe
     from .hopper.kernel import linear_hopper_kernel
     from .hopper.types import PART
 
@@ -190,7 +189,7 @@ def launch_weight_only_linear(x, weight, weight_scale, bias, *, tile: LinearTile
     rows, depth = flat.shape
     # the interpreter has no sums of bf16
     in_fp32 = x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and not x.is_cuda)
-    tile = tile or choose_weight_only_tile(_capability(x.device), rows, fp32=in_fp32)
+    tile = tile or choose_weight_only_tile(capability_of(x.device), rows, fp32=in_fp32)
     out = buffer(*x.shape[:-1], columns, dtype=x.dtype, device=x.device, returned=True)
     with torch.cuda.device_of(x):
         launch(
@@ -210,19 +209,11 @@ def _copyable(x: torch.Tensor) -> bool:
     return is_aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
 
 
-def _capability(device: torch.device) -> int:
-    """As the table has it: 90 for Hopper, 0 for AMD and the interpreter."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
 def _overlaps(device: torch.device) -> bool:
     """Whether the matmul's launch may begin before that of the quantisation ends: hopper/ waits until it has."""
-    return _capability(device) == 90 and compat.PROGRAMMATIC and compat.has_gluon()
+    return capability_of(device) == 90 and compat.PROGRAMMATIC and compat.has_gluon()
 
 
 def _device_tile(device: torch.device, rows: int, columns: int) -> LinearTile:
-    tile = choose_linear_tile(_capability(device), rows, columns)
+    tile = choose_linear_tile(capability_of(device), rows, columns)
     return POINTERS if tile.kernel == "hopper" and not compat.has_gluon() else tile

@@ -144,7 +144,7 @@ def _launch_hopper(
     """Attention by the Gluon kernel, whose tiles are the blocks. tensors: out, lse, center, q_weight. tail, partials,
     arrived: how the last programs share their blocks."""
     from ..attention.hopper.kernel import attention_fwd_hopper_kernel
-    from ..descriptors import describe
+    from ..hopper_primitives import describe
 
     rows, head_dim, seq_kv, half = len(lists), q.shape[3], sizes[1], [1, BLOCK, 1, width // 2]
     v, k = copyable_by_engine(v), copyable_by_engine(k.to(v.dtype))

@@ -12,8 +12,7 @@ import triton.language as tl
 
 from ...facts.masking import FAINT, Masking
 from ..launch import launch
-from ..masks import as_loadable, broadcast_strides, load_bias
-from ..primitives import RELAXED
+from ..primitives import RELAXED, as_loadable, broadcast_strides, load_bias
 
 
 _FAINT = tl.constexpr(FAINT)

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ....facts import recipe
-from ...gluon_names import barrier
+from ...hopper_primitives import barrier
 from .int8_sums import (
     KEPT_TILES,
     add_all_lacking,

@@ -6,7 +6,7 @@ in flight under the softmax of the next. REFERENCE and PV are those of ../kernel
 
 Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds K_t and V_t-1):
 
-    producer, 1 warp (producer.py)             ring (ring.py)            each warpgroup, 64 query rows (main_loop.py)
+    producer, 1 warp (producer.py)             ring (../../ring.py)      each warpgroup, 64 query rows (main_loop.py)
 
     acquire: wait for freed[s]    <─────────── freed[s] ───────────────  release_before, one arrival a warpgroup
     expect bytes, start copies    ──copies──>  K_t, V_t-1
@@ -24,7 +24,7 @@ Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds
 
 Of mixed attention some tiles are promoted: their keys come in 16 bit, in two slots (promoted.py).
 
-To read: types.py (what is handed on), ring.py, producer.py, consumer.py: queries.py → main_loop.py (softmax.py,
+To read: types.py (what is handed on), ../../ring.py, producer.py, consumer.py: queries.py → main_loop.py (softmax.py,
 operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py (redo.py).
 """
 
@@ -32,15 +32,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...gluon_names import reinterpret
-from ...programmatic import wait_for_launch_before
+from ...hopper_primitives import reinterpret, wait_for_launch_before
+from ...ring import KeyValueRing
 from ..key_tiles import band_tiles
 from .consumer import consume
 from .fp8_sums import allocate_earlier
 from .int8_sums import allocate_lacking
 from .producer import copy_keys_and_values
 from .promoted import half_queries
-from .ring import Ring
 from .types import (
     ROW_FIELDS,
     ROWS,
@@ -201,9 +200,9 @@ def attention_fwd_hopper_kernel(
         q_half = half_queries(GROUPS, WIDTH, PV_DTYPE)
 
     # what the warps are started with
-    ring = Ring(
+    ring = KeyValueRing(
         k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, half_tiles=half_tiles, filled=filled, freed=freed,
-        buffers=NUM_BUFFERS,
+        slots=NUM_BUFFERS,
     )  # fmt: skip
     seen = Seen(
         reach=reach, tiles_ptr=tiles_ptr, n_tiles=n_tiles, first=ring_first, first_full=first_full, full=ring_full,

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ...gluon_names import barrier
+from ...hopper_primitives import barrier
 from .fp8_sums import halves, packed, promote, store_earlier, with_earlier
 from .key_tiles import seen_tile
 from .operands import as_operand, value_operand, zero_hidden_together

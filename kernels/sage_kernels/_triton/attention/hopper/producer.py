@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gluon_names import load_tile
+from ...hopper_primitives import load_tile
 from ...prologue.prepare_values import KEYS
 from .key_tiles import is_promoted, seen_tile
 

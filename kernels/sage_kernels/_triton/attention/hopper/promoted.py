@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gluon_names import barrier, load_tile
+from ...hopper_primitives import barrier, load_tile
 from .key_tiles import is_promoted, seen_tile
 from .operands import as_operand, value_operand
 from .producer import copy_keys, copy_values

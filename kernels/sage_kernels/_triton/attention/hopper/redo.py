@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gluon_names import barrier
+from ...hopper_primitives import barrier
 from .fp8_sums import packed
 from .int8_loop import masked_tile_softmax
 from .int8_sums import add_lacking, add_product, code_product, less_128, packed_codes, sum_of_codes, value_sums

@@ -1,14 +1,14 @@
 """What the functions of the Hopper kernel hand each other, by name.
 
 NamedTuples, as a field may be a tensor in one variant of the kernel and a constant or a descriptor in another; the
-ring, which has methods, is in ring.py. Shapes: a warpgroup has ROWS query rows; R of them, N keys of a tile.
+ring, which has methods, is in ../../ring.py. Shapes: a warpgroup has ROWS query rows; R of them, N keys of a tile.
 """
 
 from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-from .ring import Ring
+from ...ring import KeyValueRing
 
 
 ROWS = gl.constexpr(64)  # query rows of one warpgroup
@@ -181,7 +181,7 @@ class Program(NamedTuple):
     inputs: Inputs
     recorded: Recorded
     shared: Shared
-    ring: Ring
+    ring: KeyValueRing
     seen: Seen
     tile: Tile
     split: Split
@@ -196,7 +196,7 @@ class Copied(NamedTuple):
     v_tiles: gl.tensor
     k_scales: gl.tensor
     k_half: gl.tensor
-    ring: Ring
+    ring: KeyValueRing
     seen: Seen
     k_row: gl.tensor
     v_head: gl.tensor
@@ -220,7 +220,7 @@ class Warpgroup(NamedTuple):
     earlier: gl.shared_memory_descriptor
     zeroed: gl.shared_memory_descriptor
     turns: gl.shared_memory_descriptor
-    ring: Ring
+    ring: KeyValueRing
     seen: Seen
 
 

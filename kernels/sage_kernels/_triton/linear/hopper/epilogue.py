@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from ...gluon_names import barrier, store_tile
+from ...hopper_primitives import barrier, store_tile
 from ..epilogue import activated
 from .producer import residual_tile
 from .types import PART

@@ -5,7 +5,7 @@ is finished, and the two warpgroups, each with half of a tile's rows, need not w
 
 Who waits for whom (slot s holds BLOCK_K channels of a tile's codes, or a part of its residual):
 
-    producer, 1 warp (producer.py)             ring (ring.py)            each warpgroup, half of the rows (sums.py)
+    producer, 1 warp (producer.py)             ring (../../ring.py)      each warpgroup, half of the rows (sums.py)
 
     acquire: wait for freed[s]    <─────────── freed[s] ───────────────  release, one turn later
     expect bytes, start copies    ──copies──>  x, w
@@ -17,21 +17,20 @@ Who waits for whom (slot s holds BLOCK_K channels of a tile's codes, or a part o
 Programs take tile after tile; where the last round of tiles has work for few of them, they share those tiles, some
 channels each, and ../parts.py adds up their sums (units.py).
 
-To read: types.py (what is handed on), units.py, ring.py, producer.py, sums.py, epilogue.py.
+To read: types.py (data that functions pass on), ../../ring.py, producer.py, sums.py, epilogue.py.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from ...programmatic import let_next_launch_begin, wait_for_launch_before
+from ...hopper_primitives import let_next_launch_begin, wait_for_launch_before
+from ...ring import CodeRing
 from ..matmul import tile_of
 from .epilogue import add_and_store, finish, load_vector
-from .producer import copy_codes
-from .ring import Ring
-from .sums import fp8_sums, int8_sums
+from .producer import copy_codes, unit_of
+from .sums import fp8_sums, int8_sums, keep_sums
 from .types import BLOCK_K, PART, Kind, Operands, Sizes, Vectors
-from .units import keep_sums, unit_of
 
 
 # registers of a thread: what the producer does not need, the two warpgroups have
@@ -107,7 +106,7 @@ def linear_hopper_kernel(
         mbarrier.init(freed.index(i), count=2)
     fence_async_shared()
 
-    ring = Ring(x=x_smem, w=w_smem, filled=filled, freed=freed, slots=SLOTS)
+    ring = CodeRing(x=x_smem, w=w_smem, filled=filled, freed=freed, slots=SLOTS)
     tiles = ((rows + BLOCK_M - 1) // BLOCK_M) * ((columns + BLOCK_N - 1) // BLOCK_N)
     sizes = Sizes(
         rows=rows, columns=columns, columns_out=columns_out, depth=depth, programs=programs,

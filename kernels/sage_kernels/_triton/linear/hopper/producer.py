@@ -4,10 +4,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gluon_names import load_tile, reinterpret
+from ...hopper_primitives import load_tile, reinterpret
 from ..matmul import tile_of
 from .types import BLOCK_K
-from .units import unit_of
+
+
+@gluon.jit
+def unit_of(unit, sizes, KIND: gl.constexpr):
+    """(tile, first, end): which tile a unit is of, and from which slot of its codes to which.
+
+    Parts begin with an even slot, as FP8 adds up two slots at a time.
+    """
+    slots = (sizes.depth + BLOCK_K - 1) // BLOCK_K
+    tile = unit
+    first = 0
+    end = slots
+    if KIND.split:
+        rest = unit - sizes.whole
+        part = rest % sizes.parts
+        pairs = (slots + 1) // 2
+        is_whole = rest < 0
+        tile = gl.where(is_whole, unit, sizes.whole + rest // sizes.parts)
+        first = gl.where(is_whole, 0, part * pairs // sizes.parts * 2)
+        end = gl.where(is_whole, slots, gl.minimum((part + 1) * pairs // sizes.parts * 2, slots))
+    return tile, first, end
 
 
 @gluon.jit

@@ -91,3 +91,15 @@ def fp8_sums(ring, slot, phase, depth, HALF: gl.constexpr, KIND: gl.constexpr, S
         both = gl.permute(gl.join(upper, lower), (2, 0, 1))
         acc = gl.convert_layout(gl.reshape(both, (KIND.rows, KIND.block_n)), SUMS)
     return acc, slot, phase
+
+
+@gluon.jit
+def keep_sums(acc, unit, operands, HALF: gl.constexpr, KIND: gl.constexpr):
+    """Write a warpgroup's sums of a part of a tile to memory: [unit - whole, rows of the tile, columns]."""
+    SUMS: gl.constexpr = acc.type.layout
+    m = HALF * KIND.rows + gl.arange(0, KIND.rows, gl.SliceLayout(1, SUMS))
+    n = gl.arange(0, KIND.block_n, gl.SliceLayout(0, SUMS))
+    first = (unit - operands.sizes.whole).to(gl.int64) * (2 * KIND.rows * KIND.block_n)
+    # as 64 bits before `first` comes to it: else the loop before this spills registers
+    at = (m[:, None] * KIND.block_n + n[None, :]).to(gl.int64) + first
+    gl.store(operands.sums_ptr + at, acc)

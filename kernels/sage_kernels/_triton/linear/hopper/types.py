@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from triton.experimental.gluon import language as gl
 
-from .ring import Ring
+from ...ring import CodeRing
 
 
 BLOCK_K = gl.constexpr(128)  # bytes of a row of codes in a slot: what the copy engine swizzles at once
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
     """What both warpgroups are started with. out_desc, residual_desc: descriptors; parts: shared memory [2 · buffers,
     rows of a warpgroup, PART] from which the output is copied; sums_ptr: where the sums of parts of tiles go."""
 
-    ring: Ring
+    ring: CodeRing
     parts: gl.shared_memory_descriptor
     out_desc: gl.tensor
     residual_desc: gl.tensor
