@@ -157,7 +157,7 @@ def current_stream(device: int) -> int:
 
 
 def someone_looks_on() -> bool:
-    """Return whether a profiler has a hook on Triton's launches; True if that can't be known."""
+    """Return whether a profiler has a hook on Triton's launches; True if this is unknown."""
     return bool(getattr(getattr(_knobs, "launch_enter_hook", None), "calls", True))
 
 

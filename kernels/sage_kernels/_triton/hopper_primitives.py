@@ -1,4 +1,4 @@
-"""Shared by all Gluon kernels for Hopper: names by Triton version, tensor descriptors, overlapping launches."""
+"""Shared by the Gluon kernels for Hopper: version-dependent names, descriptors, overlapping launches."""
 
 import functools
 

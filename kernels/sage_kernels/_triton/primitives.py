@@ -1,4 +1,4 @@
-"""Shared by the kernels of all rooms: rounding to INT8 and e4m3, scales, loads of tokens and masks, statistics."""
+"""Functions shared by all kernels: rounding to INT8 and e4m3, scales, loads of tokens and masks."""
 
 import torch
 import triton

@@ -1,4 +1,4 @@
-"""Ring buffers in shared memory, between the warp that copies and the warpgroups that compute (Hopper).
+"""Ring buffers in shared memory between the producer warp and the consumer warpgroups (Hopper).
 
 A ring has slots, filled and freed in turn. Two barriers a slot, `filled` and `freed`, say who may use it. The phase of
 a slot's barriers is 0 in the first round over the ring, 1 in the second, 0 in the third, and so on.

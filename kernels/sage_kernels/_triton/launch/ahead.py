@@ -35,6 +35,7 @@ class _Turn:
         self._lock.acquire()
 
     def give_back(self) -> None:
+        """Let the next thread parse. Calling it again has no effect."""
         if self._is_mine:
             self._is_mine = False
             self._lock.release()
@@ -229,7 +230,7 @@ def _start(jobs: dict[tuple, Job]) -> Compiling:
 
 
 def _work() -> None:
-    """Run waiting jobs until none is left: the body of a thread. At exit of the interpreter, give them up."""
+    """Run waiting jobs until none is left: the body of a thread. Gives jobs up at exit of the program."""
     try:
         while True:
             turn = _Turn()

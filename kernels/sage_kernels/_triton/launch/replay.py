@@ -25,6 +25,7 @@ class _Address:
         self.address = address
 
     def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
         return self.address
 
 

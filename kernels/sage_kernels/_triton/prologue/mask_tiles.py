@@ -23,8 +23,8 @@ class MaskTiles(NamedTuple):
     """A mask in the form the kernels read. Without a mask every tensor is None.
 
     Attributes:
-        kind: "none", "keys" (the mask is one vector of keys a sample), "rows" (any other mask) or "tiles" (lists alone:
-            nothing is hidden, but not all tiles are visited).
+        kind: "none", "keys" (one vector of keys a sample), "rows" (any other mask) or "tiles" (lists alone: nothing is
+            hidden, but not all tiles are visited).
         reach: fp32 [B or 1, H_kv or 1, tiles·block_n], the largest bias that any row adds to a key, base 2. -inf for
             keys hidden from all rows and beyond the sequence.
         extent: int32 [B or 1, H_kv or 1], one past the last key that counts for quantisation scales.

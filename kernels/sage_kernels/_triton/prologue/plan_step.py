@@ -250,7 +250,7 @@ def launch_plan_step(
     state: HeadState, table, table_run, run, totals, is_channel, finished, following, frozen, frozen_keys, begins,
     *, margin, full, growth, outlier, move, v_floor, adapts,
 ) -> None:  # fmt: skip
-    """End a denoising step: update `state`, table and totals in place, on their device and current stream.
+    """End a denoising step: update state, table and totals in place, on their device's current stream.
 
     R heads of all call sites, D channels of the widest head.
 

@@ -1,4 +1,4 @@
-"""Quantise K in the prologue: subtract the centre, apply the balance, round; and record K's statistics.
+"""Quantise K in the prologue: subtract the centre, apply the balance, round, record statistics.
 
 Q is quantised inside the attention kernel; here only its balance is stored. A head without a plan, or with a plan that
 does not fit this call, takes centre and balance from a sample of its tokens (sample_heads.py).

@@ -1,4 +1,4 @@
-"""Quantise V in the prologue, for P·V in INT8: centre and scale per channel, round, transpose, permute.
+"""Quantise V in the prologue for P·V in INT8: centre, scale, round, transpose and permute.
 
 Codes are stored as in prepare_values.py. Softmax weights sum to 1. So a vector common to all values of a head may be
 subtracted, and added to the output: here the centre, the mean of a sample. A channel's scale is its largest distance
@@ -41,8 +41,8 @@ _FOUND = tl.constexpr(4)  # numbers of a channel in a chunk: see `_reach_of`
 
 _OFFSET = tl.constexpr(float(recipe.P_CODE_OFFSET))
 
-# A head's numbers, fp32 [rows, WIDTH]: one row for the scale, one for the centre, one for each LOST_STEPS steps (part of
-# the mean rounding error, or NaN), and one for each tile of BLOCK_N keys (`sums_of`).
+# A head's numbers, fp32 [rows, WIDTH]: one row for the scale, one for the centre, one for each LOST_STEPS steps (part
+# of the mean rounding error, or NaN), and one for each tile of BLOCK_N keys (`sums_of`).
 LOST_STEPS = tl.constexpr(4)
 FIRST_LOST = tl.constexpr(2)
 
@@ -102,7 +102,7 @@ def _seen_step_of(first, end, reach_ptr, HAS_MASK: tl.constexpr):
 
 @triton.jit
 def _sampled(v_base, channels, stride_vs, extent, reach_ptr, i, HEAD_DIM: tl.constexpr, HAS_MASK: tl.constexpr):
-    """Load sampled values for the centre, 0 for those that do not count; and 1 for each token that counts."""
+    """Load sampled values for the centre, 0 for uncounted tokens; also 1 for each counted token."""
     whole = extent // CENTER_SAMPLES
     tokens = i * whole + i * (extent % CENTER_SAMPLES) // CENTER_SAMPLES + i % tl.maximum(whole, 1)
     v = _load(v_base, tokens, channels, stride_vs, tl.maximum(extent, 1), HEAD_DIM).to(tl.float32)

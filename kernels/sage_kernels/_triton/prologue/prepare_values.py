@@ -1,4 +1,4 @@
-"""Quantise V in the prologue, for P·V in FP8: scale per channel, cast to e4m3, transpose, permute.
+"""Quantise V in the prologue for P·V in FP8: scale, cast to e4m3, transpose and permute.
 
 Tensor cores need both 8-bit operands with the summed dimension contiguous, so V is stored as [channels, keys]. Keys
 are permuted inside each group of 16: then P can stay in the registers where the softmax left it (`in_operand_order`
@@ -42,8 +42,8 @@ _FAINT = tl.constexpr(FAINT)
 _V_CODE = tl.constexpr(recipe.V_CODE)
 _V_AMAX_FLOOR = tl.constexpr(recipe.V_AMAX_FLOOR)
 
-# Keys of one step, a multiple of every tile. The codes of a step are contiguous, [WIDTH, KEYS], and so is a tile of the
-# attention kernel: otherwise its WIDTH rows would be as far apart as a head is long.
+# Keys of one step, a multiple of every tile. The codes of a step are contiguous, [WIDTH, KEYS], and so is a tile of
+# the attention kernel: otherwise its WIDTH rows would be as far apart as a head is long.
 KEYS = tl.constexpr(128)
 QUADS = tl.constexpr(KEYS.value // 4)
 AMAX_ROWS = tl.constexpr(32)
@@ -60,7 +60,7 @@ def _load(v_base, tokens, channels, stride_vs, end, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _seen(v, tokens, end, reach_ptr, HAS_MASK: tl.constexpr):
-    """Return loaded values in fp32, zero for hidden tokens, and a mask of the tokens that count for scales."""
+    """Return loaded values in fp32, zero for hidden tokens; and a mask of those that count for scales."""
     x = v.to(tl.float32)
     counted = tokens < end
     if HAS_MASK:
@@ -89,7 +89,7 @@ def _plan_of(plan_ptr, plan_scale_ptr, counts_ptr, row, shape_key, state_width, 
 
 @triton.jit
 def _values_of(b, cu_q_ptr, cu_k_ptr, sequences, total_q, total, left, HAS_LEFT: tl.constexpr):
-    """Return the first visible value of sequence b, its first token (for `slot_of`), and how many are visible."""
+    """Return sequence b's first visible value, first token (for `slot_of`), and number of visible values."""
     _, rows = rows_of(b, cu_q_ptr, sequences, total_q)
     first_k, seq_kv, start, _ = keys_of(b, cu_k_ptr, sequences, total, rows, left, HAS_LEFT)
     return first_k, start, tl.where(rows > 0, seq_kv, 0)
@@ -184,9 +184,11 @@ def _load_step(v_base, first, channels, stride_vs, end, HEAD_DIM: tl.constexpr):
 
 @triton.jit
 def _seen_step(loaded, first, seq_kv, reach_ptr, HAS_MASK: tl.constexpr):
-    """Join the values of `_load_step` to fp32 [QUADS, channels, 4]; return them and those that count for scales.
+    """Join the values of `_load_step` to fp32 [QUADS, channels, 4].
 
-    Hidden values, and in the second result also those that do not count, are 0. The last dimension lies in one thread:
+    Returns: the values, 0 for hidden tokens; and again with 0 for tokens that do not count for scales.
+
+    The last dimension lies in one thread:
     so four codes of a channel are one word before they are transposed.
     """
     v0, v1, v2, v3 = loaded
@@ -241,8 +243,8 @@ def _prepare_value_span(
             counting, seen = _amax_of(v_base, 0, seq_kv, channels, stride_vs, reach_ptr, HEAD_DIM, HAS_MASK)
     else:
         counting, seen = _found_amax(amax_ptr, channels, chunks, WIDTH)
-    # Without a plan the amax is that of the counting keys, or if they are all 0, of all visible ones. _V_CODE is a power
-    # of two, so this is exact.
+    # Without a plan the amax is that of the counting keys, or if they are all 0, of all visible ones. _V_CODE is a
+    # power of two, so this is exact.
     scale = tl.where(scale > 0, scale, tl.where(counting > 0, counting, seen) * (1.0 / _V_CODE))
     scale = tl.maximum(scale, _V_AMAX_FLOOR / _V_CODE)
     scale = tl.where(channels < HEAD_DIM, scale, 1.0)

@@ -1,4 +1,4 @@
-"""Sample a head's tokens: for centre and balance of heads without a plan, and to check if a plan fits.
+"""Sample a head's tokens, to find its centre and balance or to check that its plan fits.
 
 The check takes a smaller sample. Only maxima and sums of integers are formed for centre and balance, so that every
 program of a head, and the reference, get the same bits in any order.
@@ -51,7 +51,7 @@ def _load_sample(base, stride_token, seq, i, HEAD_DIM: tl.constexpr, WIDTH: tl.c
 @triton.jit
 def _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
                      HAS_MASK: tl.constexpr):  # fmt: skip
-    """Load sampled keys, 0 for those that do not count for scales; also return 1 for each that counts."""
+    """Load sampled keys, 0 for uncounted tokens; also return 1 for each token that counts for scales."""
     k, tokens = _load_sample(k_base, stride_ks, extent, i, HEAD_DIM, WIDTH)
     counted = tokens * 0 + 1
     if HAS_MASK:
@@ -63,7 +63,7 @@ def _load_key_sample(k_base, stride_ks, extent, reach_ptr, i, HEAD_DIM: tl.const
 @triton.jit
 def sampled_center(k_base, stride_ks, extent, reach_ptr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
                     ROWS: tl.constexpr, HAS_MASK: tl.constexpr):  # fmt: skip
-    """Return the centre of one head, [WIDTH]: the mean of a sample of its keys, as `numerics.sampled_center`."""
+    """Return the centre of one head, [WIDTH]: the mean of sampled keys (`numerics.sampled_center`)."""
     top = tl.zeros([ROWS, WIDTH], tl.float32)
     number = tl.zeros([ROWS], tl.int32)
     for step in range(_sample_steps(extent, ROWS)):
@@ -141,8 +141,9 @@ def _fit_tokens(i, seq):
 
 @triton.jit
 def _load_by_channel(base, tokens, stride_token, seq, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Load tokens in fp32, one channel a thread, so that maxima over tokens exchange little between threads.
+    """Load tokens in fp32 with one channel a thread.
 
+    So maxima over tokens need few exchanges between threads.
     The compiler would give a thread eight channels if it knew that they are contiguous; `step` hides that.
     """
     step = tl.minimum(tl.maximum(seq, 1), 1)  # 1

@@ -1,4 +1,4 @@
-"""The warp that copies: it keeps the ring full, across tiles, and so is a few slots ahead of the warpgroups."""
+"""The producer warp of the Hopper matmul: it keeps the ring full, also from one tile to the next."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,9 +11,10 @@ from .types import BLOCK_K
 
 @gluon.jit
 def unit_of(unit, sizes, KIND: gl.constexpr):
-    """(tile, first, end): which tile a unit is of, and from which slot of its codes to which.
+    """Return a unit's tile and the range of its codes, counted in slots: (tile, first, end).
 
-    Parts begin with an even slot, as FP8 adds up two slots at a time.
+    A slot has BLOCK_K channels. A unit is a whole tile or a part of a shared one. Parts begin with an even slot, as FP8
+    sums two slots at a time.
     """
     slots = (sizes.depth + BLOCK_K - 1) // BLOCK_K
     tile = unit
@@ -32,8 +33,10 @@ def unit_of(unit, sizes, KIND: gl.constexpr):
 
 @gluon.jit
 def copy_codes(x_desc, w_desc, residual_desc, ring, sizes, KIND: gl.constexpr):
-    """Fill slot after slot as the warpgroups free them: BLOCK_K channels of a tile's codes, and behind the last ones
-    the tile's residual, where there is one."""
+    """Fill slot after slot as the warpgroups free them: a tile's codes, then its residual, if any.
+
+    A slot holds BLOCK_K channels of the codes.
+    """
     ROWS: gl.constexpr = KIND.rows
     BLOCK_N: gl.constexpr = KIND.block_n
     BLOCK_OUT: gl.constexpr = KIND.block_out
@@ -72,6 +75,6 @@ def _copy_residual(residual_desc, row, column, slot, phase, ring, KIND: gl.const
 
 @gluon.jit
 def residual_tile(ring, slot, half, residual_desc):
-    """A warpgroup's codes in a slot, as that many bytes of the residual."""
+    """Return a warpgroup's memory in a slot as a tile of the residual. half: which warpgroup."""
     memory = ring.x.index(2 * slot + half)
     return reinterpret(memory, residual_desc.dtype, residual_desc.block_type.shape, residual_desc.layout)
