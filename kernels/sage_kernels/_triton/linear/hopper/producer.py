@@ -13,8 +13,8 @@ from .types import BLOCK_K
 def unit_of(unit, sizes, KIND: gl.constexpr):
     """Return a unit's tile and the range of its codes, counted in slots: (tile, first, end).
 
-    A slot has BLOCK_K channels. A unit is a whole tile or a part of a shared one. Parts begin with an even slot, as FP8
-    sums two slots at a time.
+    A slot has BLOCK_K channels. A unit is a whole tile or a part of a shared one. Parts begin with an even slot, since
+    FP8 sums two slots at a time.
     """
     slots = (sizes.depth + BLOCK_K - 1) // BLOCK_K
     tile = unit
