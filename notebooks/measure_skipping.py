@@ -120,7 +120,7 @@ def main() -> int:
     size = pipelines.call_arguments(measure_video.NAME) | measure_video.SIZES[arguments.size]
     real = measure_video.true_features(size, load_classifier())
     variants = {"dense": options()}
-    variants |= {f"within {limit:g}": options(skip="temporal", skip_limit=limit) for limit in LIMITS}
+    variants |= {f"within {limit:g}": options(skip={"limit": limit}) for limit in LIMITS}
     table = []
     for switched in (False, True) if arguments.part == "all" else (True,):
         measurement = SkipMeasurement(arguments.size, count, arguments.device, arguments.work, switched)

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 from .diffusion.host.pipeline_method import add_pipeline_method
-from .options import SageAttnProcessor, UnsupportedAttentionError, UnsupportedLinearError, read_policies_with
+from .option_groups import Keep, LayerRule, Linears, Scaling, Skip
+from .options import SageAttnProcessor, read_policies_with
 from .patching.on_import import when_imported
+from .unsupported import UnsupportedAttentionError, UnsupportedLinearError
 from .version import __version__ as __version__
 
 
@@ -55,6 +57,11 @@ _MODULES = {
 }
 __all__ = [
     "SageAttnProcessor",
+    "Keep",
+    "LayerRule",
+    "Linears",
+    "Scaling",
+    "Skip",
     "UnsupportedAttentionError",
     "UnsupportedLinearError",
     "BackendReport",

@@ -31,9 +31,14 @@ from .linears.quantized_files import load_quantized as load_quantized
 from .linears.quantized_files import save_quantized as save_quantized
 from .linears.swap import LinearSwap as LinearSwap
 from .linears.swap import quantize_linears as quantize_linears
+from .option_groups import Keep as Keep
+from .option_groups import LayerRule as LayerRule
+from .option_groups import Linears as Linears
+from .option_groups import Scaling as Scaling
+from .option_groups import Skip as Skip
 from .options import SageAttnProcessor as SageAttnProcessor
-from .options import UnsupportedAttentionError as UnsupportedAttentionError
-from .options import UnsupportedLinearError as UnsupportedLinearError
+from .unsupported import UnsupportedAttentionError as UnsupportedAttentionError
+from .unsupported import UnsupportedLinearError as UnsupportedLinearError
 from .version import __version__ as __version__
 
 __all__: list[str]

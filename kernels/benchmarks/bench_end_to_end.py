@@ -18,7 +18,7 @@ up, each forward a denoising step further; calls that it leaves exact run on the
 
 Denoisers are also timed as others call them: under torch.inference_mode(), their repeated blocks compiled, as
 diffusers advises, or the whole forward from a CUDA graph whose inputs are copied into place for every replay, of
-`captured` ours by `handle.capture_forwards()`. Of `compiled_graphs` the compiler records one of each block. With
+`captured` ours with graphs="auto". Of `compiled_graphs` the compiler records one of each block. With
 `--together 4` so many forwards are made before the GPU is waited for, as pipelines make all of a picture: what Python
 does before a forward then happens while the GPU is busy with the one before. Times are those of one forward.
 
@@ -167,15 +167,15 @@ class Bench:
 
     def ours_denoiser(self) -> Measured:
         options = sp.SageAttnProcessor(
-            recipe=self.recipe, scaling="timestep", min_tokens=self.min_tokens, linears=self.linears,
-            linears_min_features=self.min_features,
-        )  # fmt: skip
+            recipe=self.recipe,
+            min_tokens=self.min_tokens,
+            linears=sp.Linears(self.linears, min_features=self.min_features),
+            graphs="auto" if self.called == "captured" else "off",  # captures in the sixth forward
+        )
         with sp.apply(self.model, options) as handle, held_to("torch_sdpa_cudnn", self.device):
             before = self.forwards
             if self.lists is not None:
                 give_lists(handle, self.shape, self.lists)
-            if self.called == "captured":  # in the sixth forward
-                handle.capture_forwards()
             result = self.measure(WARM_UP + (self.called == "captured"), handle.new_run)
             self.check_report(handle.report(), self.forwards - before)
         return result

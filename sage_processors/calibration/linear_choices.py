@@ -8,7 +8,6 @@ taken first, until all are in 16 bit.
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import re
 import time
@@ -26,6 +25,7 @@ from sage_kernels.compat import map_only
 from ..diffusion.host.discovery import denoisers
 from ..linears.swap import LinearSwap
 from ..linears.weights.layers import choose
+from ..option_groups import LayerRule
 from ..options import SageAttnProcessor
 from .cost import FLOPS_16BIT, OPS_INT8
 
@@ -60,8 +60,8 @@ class LinearChoices:
     """What linear layers cost and spoil, and options from it.
 
     Args:
-        pipe: a stock pipeline. config: options; its keep_linears, layer_linears and linears_min_features say which
-            layers are searched. formats: "int8", "fp8", to try.
+        pipe: a stock pipeline. config: options; its linears.min_features and the linears of its layers say
+            which layers are searched. formats: "int8", "fp8", to try.
         draw: on_step -> None; draws a picture with the pipeline. steps: of a run. batch: pictures of the calls that
             costs are for.
         kind: "counted" (operations alone) or "measured". show: of a progress bar.
@@ -82,10 +82,8 @@ class LinearChoices:
     ) -> None:
         self._formats, self.layers = tuple(formats), {}
         models = denoisers(pipe)
-        options = {
-            "keep": config.keep_linears, "layers": config.layer_linears, "min_features": config.linears_min_features,
-        }  # fmt: skip
-        own = [pattern for pattern, _ in config.layer_linears]
+        options = {"layers": config.rules("linears"), "min_features": config.linears.min_features}
+        own = [pattern for pattern, _ in config.rules("linears")]
         found = {
             name: [
                 choice
@@ -106,7 +104,7 @@ class LinearChoices:
                     self.layers[choice.name] = Layer(module, rows, seconds, errors[choice.name] | {EXACT: 0.0})
         if not self.layers:
             raise ValueError(
-                "linears: got no linear layer that runs in 8 bit, expected some; see linears_min_features and "
+                "linears: got no linear layer that runs in 8 bit, expected some; see Linears.min_features and "
                 "handle.report()"
             )
         total = {f: sum(layer.seconds[f] for layer in self.layers.values()) for f in self._formats}
@@ -115,20 +113,20 @@ class LinearChoices:
     def seconds(self, config: SageAttnProcessor) -> tuple[float, float]:
         """Of one call of every layer under these options, and in 16 bit."""
         layers = self.layers.items()
-        own = sum(layer.seconds[_format_of(config, name)] for name, layer in layers)
+        own = sum(layer.seconds[config.of_layer("linears", name)] for name, layer in layers)
         return own, sum(layer.seconds[EXACT] for _, layer in layers)
 
     def share(self, config: SageAttnProcessor) -> float:
         """Operations in 8 bit over those of all layers that are searched."""
         layers = self.layers.items()
-        own = sum(layer.operations for name, layer in layers if _format_of(config, name) != EXACT)
+        own = sum(layer.operations for name, layer in layers if config.of_layer("linears", name) != EXACT)
         return own / sum(layer.operations for _, layer in layers)
 
     def ladder(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
         """Options with a smaller and smaller error of linear layers, each dearer than the one before."""
         moves = []
         for name, layer in self.layers.items():
-            moves += [(gain, name, format) for gain, format in _moves(layer, base.linears)]
+            moves += [(gain, name, format) for gain, format in _moves(layer, base.linears.format)]
         plan: dict[str, str] = {}
         rungs = []
         for _, name, format in sorted(moves, key=lambda move: (-move[0], move[1])):
@@ -147,8 +145,8 @@ class LinearChoices:
 
         def gain(names: list[str]) -> float:
             own = [self.layers[name] for name in names]
-            saved = sum(layer.seconds[EXACT] - layer.seconds[base.linears] for layer in own)
-            return sum(layer.errors[base.linears] for layer in own) / max(saved, 1e-30)
+            saved = sum(layer.seconds[EXACT] - layer.seconds[base.linears.format] for layer in own)
+            return sum(layer.errors[base.linears.format] for layer in own) / max(saved, 1e-30)
 
         plan: dict[str, str] = {}
         rungs = []
@@ -158,17 +156,14 @@ class LinearChoices:
         return rungs
 
     def _options(self, base: SageAttnProcessor, plan: dict[str, str]) -> SageAttnProcessor:
-        pairs = [(glob.escape(name), plan[name]) for name in self.layers if name in plan]
-        return dataclasses.replace(base, layer_linears=(*pairs, *base.layer_linears))
+        return base.with_rules(
+            *(LayerRule(glob.escape(name), linears=plan[name]) for name in self.layers if name in plan)
+        )
 
 
 def _labels(part: str) -> Callable[[str], str]:
     """Names as a report has them."""
     return lambda name: f"{part}.{name}" if part else name
-
-
-def _format_of(config: SageAttnProcessor, name: str) -> str:
-    return next((format for pattern, format in config.layer_linears if fnmatchcase(name, pattern)), config.linears)
 
 
 def _moves(layer: Layer, start: str) -> list[tuple[float, str]]:

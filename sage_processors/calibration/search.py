@@ -26,7 +26,8 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 
 from ..evaluation.progress_bar import progress_bar
 from ..files.whole_file import check_output
-from ..options import BY_CALL, LINEARS, SageAttnProcessor
+from ..option_groups import LINEARS, LayerRule
+from ..options import SageAttnProcessor
 from ..reporting.layer_report import NOTHING_RAN
 from . import layer_choices, policy_files, skip_choices
 from .candidates import ladders
@@ -125,8 +126,8 @@ def calibrate(
             every layer, and the per-call ones among the other scalings; where these fail a layer, all of them with
             P·V in 16 bit, if the recipe has it in 8; where these fail too, with the Hadamard rotation.
         linears: "int8", "fp8": formats to try for linear layers too; each is in one of them or in 16 bit. Only with
-            target_psnr. Which layers: config's keep_linears, layer_linears and linears_min_features.
-        skip_limits: limits to try for skip="temporal", of all layers and then layer by layer and by noise level, upon
+            target_psnr. Which layers: config's linears.min_features, and the linears of its layers.
+        skip_limits: limits to try for `Skip.limit`, of all layers and then layer by layer and by noise level, upon
             the cheapest options that meet target_psnr without. They need a planned scaling.
         config: options that are not searched.
         steps: denoising steps. batch: pictures per pipeline call.
@@ -143,24 +144,23 @@ def calibrate(
     seeds = list(range(len(inputs))) if seeds is None else list(seeds)
     kind = ("measured" if pipe.device.type == "cuda" else "counted") if cost == "auto" else cost
     _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_path)
-    if config.drop_weights:
+    if config.linears.drop_weights:
         raise ValueError(
             "config: got drop_weights=True, expected the 16-bit weights to be there: what is tried is compared with "
-            "them; set it in the options that are found, dataclasses.replace(found.config, drop_weights=True)"
+            "them; set it in the options that are found"
         )
     linears = _checked_formats(linears, target_psnr)
     skip_limits = skip_choices.checked_limits(skip_limits, scalings, target_psnr)
     if isinstance(held_out, str) or not all(isinstance(x, str) for x in held_out):
         raise TypeError("held_out: got something else than a list of prompts, expected a list of str")
     recipes = (config.recipe,) if recipes is None else tuple(recipes)
-    if MIXED_RECIPE in (*recipes, *(recipe for _, recipe in config.layer_recipe)):
+    if MIXED_RECIPE in (*recipes, *(recipe for _, recipe in config.rules("recipe"))):
         raise NotImplementedError(
             f"recipes: got {MIXED_RECIPE!r}, expected recipes of sage_kernels.RECIPES: what mixed precision costs is "
             "not known; compare it by hand, with handle.probe()"
         )
-    if skip_limits:
-        config = dataclasses.replace(config, skip="none")
-    bases = [dataclasses.replace(config, recipe=r, scaling=s) for r in recipes for s in scalings]
+    start = skip_choices.without_lists(config) if skip_limits else config
+    bases = [dataclasses.replace(start.with_scaling(s), recipe=r) for r in recipes for s in scalings]
     if not bases:
         raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")
     with progress_bar(progress) as show:
@@ -169,7 +169,7 @@ def calibrate(
             linears=linears, held_out=held_out, arguments=arguments, skips=bool(skip_limits),
         )  # fmt: skip
         if trials.linears is not None:
-            bases = [dataclasses.replace(base, linears=trials.linears.base) for base in bases]
+            bases = [base.with_linears(trials.linears.base) for base in bases]
         if target_psnr is not None:
             found = _for_psnr(trials, bases, float(target_psnr), skip_limits)
         elif max_attention_error is not None:  # exactly one of the two is given
@@ -260,7 +260,7 @@ def _for_psnr(
     planned = sorted(filter(skip_choices.can_skip, passing), key=trials.preference)
     if skip_limits and planned:
         skips = trials.skip_choices(planned[0], skip_limits).ladder()
-        alike = [skip_choices.skipping(planned[0], limit) for limit in skip_limits]
+        alike = [skip_choices.skipping(planned[0], trials.config, limit) for limit in skip_limits]
         alike = [config for config in alike if trials.measure(config)["psnr_db"] >= target]
         found = good_enough(sorted([*alike, *_mildest(trials, skips, target)], key=trials.preference)[:2])
         if found is None and looked:  # one look is for options without lists
@@ -318,7 +318,12 @@ def _side_by_side(
         return []
     count = max(len(attention), len(linear), 2)
     places = [[i * (len(ladder) - 1) // (count - 1) for ladder in (attention, linear)] for i in range(count)]
-    return [dataclasses.replace(attention[a], layer_linears=linear[b].layer_linears) for a, b in places]
+    return [
+        attention[a].with_rules(
+            *(LayerRule(pattern, linears=format) for pattern, format in linear[b].rules("linears"))
+        )
+        for a, b in places
+    ]
 
 
 def _mildest(trials: Trials, ladder: Sequence[SageAttnProcessor], target: float) -> list[Any]:
@@ -340,7 +345,7 @@ def _mildest(trials: Trials, ladder: Sequence[SageAttnProcessor], target: float)
 
 def _for_error(trials: Trials, bases: list[SageAttnProcessor], limit: float) -> Calibration:
     base = bases[0]
-    same = [b for b in bases if b.recipe == base.recipe and (b is base or b.scaling in BY_CALL)]
+    same = [b for b in bases if b.recipe == base.recipe and (b is base or not b.scaling.is_planned)]
     mild = [dataclasses.replace(b, recipe=layer_choices.milder_recipe(base.recipe)) for b in same]
     # dearer than another scaling, cheaper than 16 bit: measured where what comes before is not enough
     stages = [same, [b for b in mild if b not in same]]

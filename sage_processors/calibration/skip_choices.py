@@ -1,4 +1,4 @@
-"""How much of its probability each layer may leave out, by noise level: what is tried for skip="temporal".
+"""How much of its probability each layer may leave out, by noise level: what is tried for `skip`.
 
 The whole model runs once without lists and once under each limit, with a probe on. That gives the error that a limit
 adds to a layer's attention, over the steps of each range of noise levels. Of a rung of the ladder every layer has, in
@@ -15,7 +15,8 @@ from typing import Any
 
 from sage_kernels.facts.recipe import MIXED_RECIPE
 
-from ..options import BY_CALL, SageAttnProcessor
+from ..option_groups import BY_CALL, LayerRule, Skip
+from ..options import SageAttnProcessor
 from .layer_choices import MAX_RUNGS
 
 
@@ -42,12 +43,22 @@ def checked_limits(limits: Any, scalings: Sequence[str], target_psnr: float | No
 
 def can_skip(config: SageAttnProcessor) -> bool:
     """Whether these options may have lists."""
-    return config.scaling not in BY_CALL and config.recipe != MIXED_RECIPE
+    return config.scaling.is_planned and config.recipe != MIXED_RECIPE
 
 
-def skipping(base: SageAttnProcessor, limit: float) -> SageAttnProcessor:
-    """The options with one limit for all layers, but for those that the user gave one."""
-    return dataclasses.replace(base, skip="temporal", skip_limit=limit)
+def without_lists(config: SageAttnProcessor) -> SageAttnProcessor:
+    """Return the options with skip=None and without limits of single layers."""
+    rules = [dataclasses.replace(rule, skip_limit=None) for rule in config.layers]
+    return dataclasses.replace(
+        config, skip=None, layers=tuple(rule for rule in rules if rule != LayerRule(rule.pattern))
+    )
+
+
+def skipping(base: SageAttnProcessor, user: SageAttnProcessor, limit: float) -> SageAttnProcessor:
+    """Return `base` with this limit for all layers but those that have a limit of their own in `user`."""
+    skip = dataclasses.replace(user.skip or Skip(), limit=limit)
+    rules = (LayerRule(pattern, skip_limit=own) for pattern, own in user.rules("skip_limit"))
+    return dataclasses.replace(base, skip=skip, layers=(*base.layers, *rules))
 
 
 def shares_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
@@ -75,14 +86,17 @@ class SkipChoices:
     """Finds the limits of every layer from what was measured.
 
     Args:
-        base: options without lists.
+        base: options without lists. user: the options that the search began with.
         noise: {limit, 0 for none: {layer: {step as str: (signal, noise)}}}, `layer_choices.sums_by_step`.
         levels: noise level of every step of a run; () if nobody knows: then there is one range.
     """
 
-    def __init__(self, base: SageAttnProcessor, noise: dict[float, Any], levels: Sequence[float]) -> None:
-        self._base, self._noise, self._levels = base, noise, levels
-        self.borders = base.skip_noise or self._border()
+    def __init__(
+        self, base: SageAttnProcessor, user: SageAttnProcessor, noise: dict[float, Any], levels: Sequence[float]
+    ) -> None:
+        self._base, self._user, self._noise, self._levels = base, user, noise, levels
+        self._skip = user.skip or Skip()
+        self.borders = self._skip.noise or self._border()
         self.limits = sorted((limit for limit in noise if limit), reverse=True)
         self.layers = sorted(noise[0.0])  # in one order, whether they were measured or read
         self._errors = {
@@ -94,7 +108,7 @@ class SkipChoices:
 
     def _border(self) -> tuple[float, ...]:
         """Half-way between the noise levels in the middle of the steps that have lists, if both sides were probed."""
-        listed = sorted(self._levels[self._base.skip_first_steps : len(self._levels) - self._base.skip_last_steps])
+        listed = sorted(self._levels[self._skip.first_steps : len(self._levels) - self._skip.last_steps])
         middle = len(listed) // 2
         if middle == 0:
             return ()
@@ -133,13 +147,11 @@ class SkipChoices:
         whole = {layer: limits[0] if len(set(limits)) == 1 else limits for layer, limits in plan.items()}
         single = [limit for limit in whole.values() if isinstance(limit, float) and limit]
         usual = max(sorted(set(single)), key=single.count) if single else max(max(x) for x in plan.values())
-        own = tuple((glob.escape(layer), limit) for layer, limit in whole.items() if limit != usual)
-        needs_borders = self._base.skip_noise or any(isinstance(limit, tuple) for _, limit in own)
-        return dataclasses.replace(
-            skipping(self._base, usual),
-            layer_skip_limit=(*self._base.layer_skip_limit, *own),
-            skip_noise=self.borders if needs_borders else (),
-        )
+        own = [LayerRule(glob.escape(layer), skip_limit=x) for layer, x in whole.items() if x != usual]
+        needs_borders = self._skip.noise or any(isinstance(rule.skip_limit, tuple) for rule in own)
+        found = skipping(self._base, self._user, usual)
+        skip = dataclasses.replace(self._skip, limit=usual, noise=self.borders if needs_borders else ())
+        return dataclasses.replace(found, skip=skip, layers=(*found.layers, *own))
 
     def ladder(self) -> list[SageAttnProcessor]:
         """Options that add a smaller and smaller error to the worst layer; the last ones leave out next to nothing."""

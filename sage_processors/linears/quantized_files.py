@@ -25,7 +25,7 @@ from ..files.config_hash import config_hash
 from ..files.strict_json import some, strict_json, strict_object
 from ..files.whole_file import whole_file
 from ..option_checks import one_of
-from ..options import POLICIES
+from ..options import ON_UNSUPPORTED
 from ..version import __version__
 from .balance import MOST
 from .modules import is_swapped
@@ -108,21 +108,25 @@ def save_quantized(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 def load_quantized(
-    model: nn.Module, path: str | os.PathLike[str], *, device: torch.device | str = "cpu", policy: str = "fallback"
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    on_unsupported: str = "fallback",
 ) -> LinearSwap:
     """Fill a model from a file of `save_quantized`. 16-bit weights of its 8-bit layers are never there.
 
     Args:
         model: of the same class and config, without adapters. On the meta device it takes no memory before:
             `with torch.device("meta"): model = FluxTransformer2DModel.from_config(config)`.
-        device: where parameters and codes go. policy: as in `quantize_linears`.
+        device: where parameters and codes go. on_unsupported: as in `quantize_linears`.
     Returns: a LinearSwap whose 16-bit weights are dropped.
-    Raises: TypeError; ValueError for another policy, for a file that is damaged, or of another model, version or
-        format; FileNotFoundError and other OSErrors. The model is then unchanged.
+    Raises: TypeError; ValueError for another on_unsupported, for a file that is damaged, or of another model, version
+        or format; FileNotFoundError and other OSErrors. The model is then unchanged.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    one_of("policy", policy, POLICIES)
+    one_of("on_unsupported", on_unsupported, ON_UNSUPPORTED)
     path = _checked_path(path)
     _refuse_swapped(model)
     entries, metadata = _read_header(path)
@@ -133,7 +137,7 @@ def load_quantized(
     rows = {name: QuantizedRows(tensors.pop(f"{name}.codes"), tensors.pop(f"{name}.scale")) for name in layers}
     ready = {name: (rows[name], tensors.pop(f"{name}.balance", None)) for name in layers}
     _check_values(ready)
-    swap = LinearSwap(model, linears="none", layers=tuple(layers.items()), policy=policy, ready=ready)
+    swap = LinearSwap(model, linears="none", layers=tuple(layers.items()), on_unsupported=on_unsupported, ready=ready)
     swap.drop_weights = True
     _fill(model, tensors)
     return swap

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from ..inference_mode import AsUnderNoGrad
+from ..option_groups import LinearFormat
 from ..patching.on_import import when_imported
 from ..patching.owner import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
@@ -52,18 +53,18 @@ class LinearSwap:
         model: nn.Module,
         *,
         linears: str,
-        keep: tuple[str, ...] = (),
         layers: tuple[tuple[str, str], ...] = (),
         min_features: int | None = None,
-        policy: str = "fallback",
+        on_unsupported: str = "fallback",
         name: str = "",
         drop_weights: bool = False,
         ready: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.name, self.drop_weights, self._drops_next = model, name, False, drop_weights
-        self._options = dict[str, Any](linears=linears, keep=keep, layers=layers, min_features=min_features)
+        self._options = dict[str, Any](linears=linears, layers=layers, min_features=min_features)
         self._owner = Owner(self)
-        self._policy, self._shared = policy, Shared(LEAST_WORK if min_features is None else 0, model, self._owner)
+        self._on_unsupported = on_unsupported
+        self._shared = Shared(LEAST_WORK if min_features is None else 0, model, self._owner)
         self._short = ShortForwards(self._shared)
         self._states: dict[int, tuple[Any, LinearState]] = {}
         self._norms, self._blocks, self._rotations = dict[int, Any](), dict[int, Any](), HeadRotations()
@@ -171,7 +172,7 @@ class LinearSwap:
 
     def _enter(self, choice: Choice) -> None:
         module = choice.module
-        state = LinearState(choice.name, choice.format, self._policy, self._shared)
+        state = LinearState(choice.name, choice.format, self._on_unsupported, self._shared)
         state.storage = Storage([module])
         object.__setattr__(module, "_sage_linear", state)
         cls: Any = type(module)
@@ -360,20 +361,21 @@ class LinearSwap:
 
 def quantize_linears(
     model: nn.Module,
-    linears: str = "int8",
+    linears: LinearFormat = "int8",
     *,
-    keep: Collection[str] = (),
-    layers: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    layers: Mapping[str, LinearFormat] | Iterable[tuple[str, LinearFormat]] = (),
     min_features: int | None = None,
-    policy: str = "fallback",
+    on_unsupported: Literal["fallback", "raise"] = "fallback",
     drop_weights: bool = False,
 ) -> LinearSwap:
     """Run the linear layers of a transformers model, or of any module, in 8 bit.
 
     Args:
         model: any nn.Module; layers outside of its repeated blocks, embeddings, routers and lm_head stay in 16 bit.
-        linears, keep, layers, min_features, policy, drop_weights: as linears, keep_linears, layer_linears,
-            linears_min_features, policy and drop_weights of SageAttnProcessor.
+        linears: "int8", "fp8" or "none", for the layers that `layers` says nothing of.
+        layers: {name pattern: format}, or pairs: the first match counts, for protected and small layers, too.
+        min_features, drop_weights: as in `sage_processors.Linears`.
+        on_unsupported: as in SageAttnProcessor.
     Returns: a LinearSwap: report(), refresh(), remove(). Calling it again replaces the options.
     Raises: TypeError, ValueError for options of wrong type or value; the model is then unchanged.
     """
@@ -381,11 +383,11 @@ def quantize_linears(
         raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     model = getattr(model, "_orig_mod", model)
     names = [c.name for c in choose(model, label=str, linears="none")]
-    keep, layers = checked_options(names, linears, keep, layers, min_features, policy, drop_weights)
+    pairs = checked_options(names, linears, layers, min_features, on_unsupported, drop_weights)
     if (earlier := swap_of(model)) is not None:
         earlier.remove()
-    options: dict[str, Any] = {"linears": linears, "keep": keep, "layers": layers, "min_features": min_features}
-    swap = LinearSwap(model, policy=policy, drop_weights=drop_weights, **options)
+    options: dict[str, Any] = {"linears": linears, "layers": pairs, "min_features": min_features}
+    swap = LinearSwap(model, on_unsupported=on_unsupported, drop_weights=drop_weights, **options)
     if drop_weights:
         swap.drop()
     return swap

@@ -155,7 +155,10 @@ def test_what_a_users_forward_does_is_followed(run):
 
 def test_a_layer_called_by_hand_gives_an_ordinary_tensor():
     model, inputs = MODELS["flux"]()
-    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(linears="int8", linears_min_features=0, min_tokens=0)):
+    with (
+        torch.no_grad(),
+        sp.apply(model, sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0))),
+    ):
         model(**inputs)
         block = model.transformer_blocks[0]
         x = torch.randn(1, 4, block.ff.net[0].proj.in_features)

@@ -159,6 +159,7 @@ class Mixed:
         budget: share of the blocks that are acted on, 0 to 1; in causal attention, of the visible ones.
         action: "promote": the highest blocks run in 16 bit. "skip": the lowest are left out, but for the one that
             holds a causal row's own key.
+        keep_blocks: have sage_processors keep which blocks a layer's latest call acted on, for handle.report().
     Raises: TypeError or ValueError for an option of wrong type or value.
     Source: ThriftAttention (arXiv:2605.23081) for promotion, Quest (arXiv:2406.10774) for the bound.
     """
@@ -167,6 +168,7 @@ class Mixed:
     selector: str = "block_mean"
     budget: float = 0.05
     action: str = "promote"
+    keep_blocks: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("base", BASES), ("selector", SELECTORS), ("action", ACTIONS)):
@@ -179,6 +181,8 @@ class Mixed:
             raise TypeError(f"budget: got {type(self.budget).__name__}, expected a share from 0 to 1")
         if not 0 <= self.budget <= 1:  # not so for NaN either
             raise ValueError(f"budget: got {self.budget}, expected a share from 0 to 1")
+        if not isinstance(self.keep_blocks, bool):
+            raise TypeError(f"keep_blocks: got {type(self.keep_blocks).__name__}, expected a bool")
 
     @classmethod
     def of(cls, value: Any) -> Mixed | None:

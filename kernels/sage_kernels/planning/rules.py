@@ -218,17 +218,17 @@ def fit_power(log_levels: torch.Tensor, scales: torch.Tensor, valid: torch.Tenso
 
 # By the name that a user writes; sage_processors/options.py says what each is good for.
 RULES = {
-    "timestep": lambda config: Timestep(),
-    "timestep_adaptive": lambda config: TimestepAdaptive(),
-    "delayed": lambda config: Delayed(config.history),
-    "static": lambda config: Static(),
-    "sigma_power": lambda config: SigmaPower(None if config.gamma == "fit" else float(config.gamma)),
+    "timestep": lambda scaling: Timestep(),
+    "timestep_adaptive": lambda scaling: TimestepAdaptive(),
+    "delayed": lambda scaling: Delayed(scaling.history),
+    "static": lambda scaling: Static(),
+    "sigma_power": lambda scaling: SigmaPower(None if scaling.gamma == "fit" else float(scaling.gamma)),
 }
 NEED_RUNS = ("static", "sigma_power")  # planned from whole runs: something must say where one ends
 ADAPTIVE = "timestep_adaptive"
 FROM_TABLE = ("timestep", ADAPTIVE, *NEED_RUNS)  # those that a frozen table means something to
 
 
-def rule_for(config) -> Timestep:
-    """The rule of a SageAttnProcessor with planned scales."""
-    return RULES[config.scaling](config)
+def rule_for(scaling) -> Timestep:
+    """Return the rule of a planned sage_processors.Scaling."""
+    return RULES[scaling.name](scaling)

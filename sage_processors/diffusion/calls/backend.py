@@ -10,7 +10,7 @@ counted by layer; and processors that call PyTorch directly never ask for one.
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,9 +20,11 @@ from sage_kernels.compat import is_exporting
 from sage_kernels.facts.recipe import MIXED_RECIPE
 
 from ...autocast import autocast
-from ...options import BY_CALL, REMEDIES, SageAttnProcessor, UnsupportedAttentionError
+from ...option_groups import BY_CALL, IN_16_BIT, RecipeName, ScalingName
+from ...options import SageAttnProcessor
 from ...postponed.tensor import ordinary_in
 from ...reporting.event_counter import count_shared, zero_shared
+from ...unsupported import REMEDIES, UnsupportedAttentionError
 from ..host import dispatcher
 from .call_reasons import REASONS, call_reason, is_short, needs_gradient
 from .context_parallel import degrees, run_in_parallel
@@ -46,10 +48,10 @@ _logged: set[str] = set()
 
 def register_diffusers_backend(
     *,
-    recipe: str = sage_kernels.DEFAULT_RECIPE,
-    scaling: str = "dynamic",
+    recipe: RecipeName = "qk_int8_pv_bf16",
+    scaling: ScalingName = "dynamic",
     min_tokens: int | None = None,
-    policy: str = "fallback",
+    on_unsupported: Literal["fallback", "raise"] = "fallback",
 ) -> str:
     """Make INT8 attention a back end of diffusers, "sage_int8". Called again, it replaces the options and counts anew.
 
@@ -64,17 +66,18 @@ def register_diffusers_backend(
             All come from the call.
         min_tokens: calls with fewer queries or keys run exact attention (reason "short"). None: as measured for the
             running GPU. Calls that return the log-sum-exp are never short.
-        policy: "fallback": a call that INT8 attention can't do runs diffusers' native back end, is counted with its
-            reason and logged once. "strict": UnsupportedAttentionError.
+        on_unsupported: "fallback": a call that INT8 attention can't do runs diffusers' native back end, is counted
+            with its reason and logged once. "raise": UnsupportedAttentionError.
     Returns: "sage_int8".
     Raises: TypeError or ValueError for an option of wrong type or value; ImportError without diffusers, or with one
         whose dispatcher is unknown; RuntimeError where diffusers has another back end of this name.
     """
     global _options
-    options = SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=min_tokens, policy=policy)
-    if recipe == MIXED_RECIPE:
+    options = SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=min_tokens, on_unsupported=on_unsupported)
+    if recipe in (MIXED_RECIPE, IN_16_BIT):
         raise ValueError(
-            f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}; sage_processors.apply runs mixed precision"
+            f"recipe: got {recipe!r}, expected one of {sorted(RECIPES)}; "
+            "sage_processors.apply runs mixed precision and keeps layers in 16 bit"
         )
     if scaling not in BY_CALL:
         raise ValueError(
@@ -144,7 +147,7 @@ def _run(call: tuple[Any, ...], return_lse: bool, reason: str | None) -> Any:
         _count(CALLED, query)
         return sage_kernels.sage_attention(
             q, k, v, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=_options.recipe,
-            scaling=_options.call_scaling, scale=scale, return_lse=return_lse,
+            scaling=_options.scaling.of_call, scale=scale, return_lse=return_lse,
         )  # fmt: skip
     _stay_exact(reason, query)
     return exact_part(call, return_lse)
@@ -167,9 +170,9 @@ def _count(event: str, query: torch.Tensor) -> None:
 
 
 def _stay_exact(reason: str, query: torch.Tensor) -> None:
-    """Count a call that runs exact attention; raise under policy="strict"."""
-    if _options.policy == "strict":
-        instead = 'register_diffusers_backend(policy="fallback")'
+    """Count a call that runs in 16 bit, or raise with on_unsupported="raise"."""
+    if _options.on_unsupported == "raise":
+        instead = 'register_diffusers_backend(on_unsupported="fallback")'
         raise UnsupportedAttentionError(f"any, by the back end {dispatcher.NAME}", reason, instead=instead)
     _count(reason, query)
     if not torch.compiler.is_compiling():

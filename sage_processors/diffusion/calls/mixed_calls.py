@@ -21,7 +21,7 @@ def is_mixed(config: SageAttnProcessor) -> bool:
 
 
 def mixed_options(config: SageAttnProcessor) -> sage_kernels.Mixed:
-    return config.mixed if isinstance(config.mixed, sage_kernels.Mixed) else sage_kernels.Mixed()
+    return config.mixed or sage_kernels.Mixed()
 
 
 def attend_mixed(
@@ -29,7 +29,7 @@ def attend_mixed(
     config: SageAttnProcessor, site: Any, return_lse: bool,
 ) -> Any:  # fmt: skip
     """Run the op. query [B, S_q, H, D], key and value [B, S_kv, H_kv, D] -> [B, S_q, H, D], and lse [B, S_q, H]."""
-    keeps = config.keep_blocks and site is not None and not torch.compiler.is_compiling()
+    keeps = mixed_options(config).keep_blocks and site is not None and not torch.compiler.is_compiling()
     results = sage_kernels.mixed_attention(
         query, key, value, options=mixed_options(config), causal="top_left" if is_causal else False, scale=scale,
         return_lse=return_lse, return_blocks=keeps,

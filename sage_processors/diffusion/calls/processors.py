@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import sage_kernels
 
 from ...autocast import autocast
-from ...options import REMEDIES, UnsupportedAttentionError
 from ...postponed.tensor import ordinary_in
+from ...unsupported import REMEDIES, UnsupportedAttentionError
 from ..heads.postponed_heads import made_ready
 from ..heads.rotary import is_rotary, rotary
 from ..host.dispatcher import exact, is_native, without_ours
@@ -160,8 +160,11 @@ def _reason_against(
 
 
 def _stay_exact(processor: Any, reason: str, remedy: str = "") -> None:
-    """Count a call that runs the model's own attention; raise under policy="strict". remedy: another than usual."""
-    if processor._sage_config.policy == "strict" and reason not in CHOSEN:
+    """Count a call that runs the model's own attention, or raise with on_unsupported="raise".
+
+    remedy: what a user can do, in place of the usual one.
+    """
+    if processor._sage_config.on_unsupported == "raise" and reason not in CHOSEN:
         raise UnsupportedAttentionError(processor._sage_layer, reason, remedy)
     processor._sage_events.add(_EVENT.get(reason, _EVENT["other"]))
     if not torch.compiler.is_compiling() and reason not in CHOSEN:
@@ -223,12 +226,12 @@ def _attend(
     with nullcontext() if state is None or torch.compiler.is_compiling() else processor._sage_lock:
         out = attend(
             query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
-            recipe=config.recipe, scaling=config.call_scaling, rotation=rotation, scale=scale, state=state,
+            recipe=config.recipe, scaling=config.scaling.of_call, rotation=rotation, scale=scale, state=state,
             **({"return_lse": True} if return_lse else {}),
         )  # fmt: skip
     probe = processor._sage_probe
     if probe is not None and probe.shared.on and parallel is None:
-        tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.call_scaling}
+        tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.scaling.of_call}
         probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
     return out
 
@@ -277,7 +280,7 @@ def _attend_training(
         processor._sage_events.add(_EVENT["rotated"])
     return sage_kernels.differentiable_attention(
         query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=config.recipe,
-        scaling=config.call_scaling, rotation="hadamard" if processor._sage_rotated else "none", scale=scale,
+        scaling=config.scaling.of_call, rotation="hadamard" if processor._sage_rotated else "none", scale=scale,
     )  # fmt: skip
 
 

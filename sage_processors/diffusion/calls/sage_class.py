@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from ...options import PAG_REMEDY, SageAttnProcessor
+from ...options import SageAttnProcessor
 from ...postponed.containers import ordinary
 from ...postponed.region import current, opened
 from ...reporting.event_counter import EventCounter
+from ...unsupported import PAG_REMEDY
 from ..heads.postponed_heads import HeadSource
 from ..heads.rotary import is_rotary
 from ..host.dispatcher import without_ours

@@ -99,7 +99,7 @@ class PostponedHeads(Postponed):
             raise ChangedInputError(
                 f"queries or keys of {self._sources[0].label}: got a tensor that was written to in place between norm "
                 "or rotary embedding and attention, expected the one that these were called with; the first calls "
-                "were without such writes. Keep this layer's attention in 16 bit: keep_layers"
+                'were without such writes. Keep this layer\'s attention in 16 bit: layers={name: {"recipe": "16bit"}}'
             )
         return self._own()
 

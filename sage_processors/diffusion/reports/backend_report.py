@@ -51,7 +51,7 @@ def diffusers_backend_report(target: Any = None) -> BackendReport:
         events = {event: number for event, number in zip(backend.EVENTS, numbers, strict=True) if number}
         if events:
             calls = events.pop(backend.CALLED, 0)
-            row: dict[str, Any] = {"device": str(device), "recipe": own.recipe, "scaling": own.scaling}
+            row: dict[str, Any] = {"device": str(device), "recipe": own.recipe, "scaling": own.scaling.name}
             rows.append(
                 row | {"calls": calls, "fallbacks": events, "layer": str(device), "status": "active", "note": ""}
             )

@@ -8,7 +8,7 @@ import torch
 
 from sage_kernels.checks import MAX_HEAD_DIM
 
-from ...options import REMEDIES
+from ...unsupported import REMEDIES
 from ..host.discovery import discover_sites
 
 

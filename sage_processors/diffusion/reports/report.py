@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from sage_kernels.planning.rules import NEED_RUNS, RULES
+from sage_kernels.planning.rules import NEED_RUNS
 
 from ...linears.report import LinearReport, notes_of, rows_of
-from ...options import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from ...reporting.layer_report import Column, LayerReport, exact_column, grouped_table, remark_of, span, summed
+from ...unsupported import OVERLAP_REMEDY, PAG_REMEDY, REMEDIES
 from ..calls.mixed_calls import is_mixed, mixed_facts, mixed_note
 from ..calls.processors import CALLS, EVENTS
 from ..calls.sage_class import is_sage
@@ -54,20 +54,20 @@ class Report(LayerReport):
             redone_fraction: fraction of the tiles of query rows with a softmax reference from the step before that
                 were done again, because their scores had moved too far. It costs time, not accuracy.
             skipped_fraction: fraction of the pairs of a query tile and a key tile that calls with lists left out
-                (skip="temporal").
+                (`skip`).
             lost_mean, lost_max: share of its probability that the worst row of a tile of query rows had lost by its
                 list when that was measured anew, a list of earlier steps under the scores of a later one.
             beyond_limit: such measurements above the limit: their heads visited everything in that call.
             dense: {reason: INT8 calls that had no list}: "masked" (or causal), "short" (few key tiles), "first_last"
-                (steps that skip_first_steps and skip_last_steps keep), "unfollowed" (no step of a scheduler), "memory"
+                (steps that Skip keeps whole), "unfollowed" (no step of a scheduler), "memory"
                 and "calls" (more lists than are kept), "graph" (captured before there was one), "parallel",
-                "no_limit" (layer_skip_limit gives the layer 0).
+                "no_limit" (its skip_limit is 0).
             bytes_saved: INT8 instead of 16 bit for Q and K as the score matmul reads them once: calls x elements of
                 the latest call.
             sent_bytes: what this device sent to others, under context parallelism.
             mixed: of the recipe "mixed", else None: a dict of its base, selector and action; share: of the visible
-                blocks, in the latest call, that were acted on; block_map: with keep_blocks, how often each block was,
-                over samples and heads, a list of key blocks for each block of rows; None without.
+                blocks, in the latest call, that were acted on; block_map: with Mixed.keep_blocks, how often each block
+                was, over samples and heads, a list of key blocks for each block of rows; None without.
             note: what else to know.
         notes: about the handle as a whole.
         linears: linears.report.LinearReport, a row for every linear layer; None without 8-bit linear layers.
@@ -234,10 +234,10 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
             counted = _counted(layer, summary, skipped)
             if module.processor is layer.sage:
                 own = layer.sage._sage_config  # a layer may have a scaling of its own
-                scaling, note = own.call_scaling, ""
-                if own.scaling in RULES and not is_mixed(own):
+                scaling, note = own.scaling.of_call, ""
+                if own.scaling.is_planned and not is_mixed(own):
                     unknown = [i is None for i in layer.site_indices] or [True]
-                    scaling = own.scaling if not all(unknown) else own.call_scaling
+                    scaling = own.scaling.name if not all(unknown) else own.scaling.of_call
                     mismatch = any(
                         s.state is not None
                         and s.seen_head_dim
@@ -255,12 +255,12 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
                 note = note or rotation.note(label)
                 rotated = "hadamard" if layer.sage._sage_rotated else "none"
                 counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
-                counted |= {"keep_noise": own.keep_noise}
+                counted |= {"keep_noise": own.keep.noise}
                 if is_mixed(own):
                     counted |= {"scaling": "per_token"}
                     counted["mixed"] = mixed_facts(own, layer.sage._sage_sites, part.device)
                     note = "; ".join([note] * bool(note) + [mixed_note(counted["mixed"])])
-                note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
+                note = "; ".join([note] * bool(note) + _range_notes(own.keep.noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
                 note = _replaced_note(module.processor, will_follow)
@@ -278,7 +278,7 @@ def _part_rows(part: Any, rotation: Any) -> list[dict[str, Any]]:
 
 
 def _table_notes(part: Any) -> list[str]:
-    name, scaling = part.name or type(part.model).__name__, part.config.scaling
+    name, scaling = part.name or type(part.model).__name__, part.config.scaling.name
     if part.frozen:
         return [f"Scales of {name} are frozen: runs start from one table, until handle.reset()."]
     if scaling in NEED_RUNS:
@@ -297,7 +297,7 @@ def _guest_rows(part: Any) -> list[dict[str, Any]]:
         own, name = processor._sage_config, type(processor).__name__
         counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
         counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
-        kind = {"recipe": own.recipe, "scaling": own.call_scaling, "rotation": "none", "keep_noise": ()}
+        kind = {"recipe": own.recipe, "scaling": own.scaling.of_call, "rotation": "none", "keep_noise": ()}
         rows.append(_row(part._label(name), name, ACTIVE, "put there by the pipeline", **kind, **counted))
     return rows
 

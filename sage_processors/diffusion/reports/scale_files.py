@@ -164,7 +164,7 @@ def _planned_parts(handle) -> list:
     parts = [part for part in handle._parts if part.state is not None]
     if not parts:
         raise ValueError(
-            f"handle: got scaling={handle.config.scaling!r} without planned scales, expected some layers with; "
+            f"handle: got scaling={handle.config.scaling.name!r} without planned scales, expected some layers with; "
             'use SageAttnProcessor(scaling="timestep")'
         )
     return parts
@@ -291,7 +291,9 @@ def _check_parts(got: list[dict], parts: list[dict]) -> None:
             for name in ("kv_heads", "head_dim"):
                 remedy = "load it into the same model (after a first run and handle.refresh() where it was saved so)"
                 _same(layer[name], known[name], f"{name} of layer {layer['name']!r}", remedy)
-            remedy = f"use SageAttnProcessor(layer_rotation={{{layer['name']!r}: {layer['rotation'][:20]!r}, …}})"
+            remedy = (
+                f"use SageAttnProcessor(layers={{{layer['name']!r}: {{'rotation': {layer['rotation'][:20]!r}}}, …}})"
+            )
             _same(layer["rotation"], known["rotation"], f"rotation of layer {layer['name']!r}", remedy)
         _same(part["bins"], wanted["bins"], f"bins of {label}", _SAVE_AGAIN)
         _same(

@@ -160,7 +160,7 @@ def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch
         rotations = {"none", "hadamard"}
     for rotation in sorted(rotations, reverse=True):
         yield CallKind(
-            dtype, head_dim, config.recipe, "planned" if planned else config.call_scaling, rotation,
+            dtype, head_dim, config.recipe, "planned" if planned else config.scaling.of_call, rotation,
             causal=causal, by_key=by_key, tokens=lengths,
         )  # fmt: skip
 

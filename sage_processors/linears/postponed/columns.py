@@ -26,8 +26,8 @@ class PostponedColumns(Postponed):
         if self._first.is_changed or self._second.is_changed:
             raise ChangedInputError(
                 "torch.cat: got a tensor that was written to in place between the call and the use of its result, "
-                "expected the one of the call; keep the linear layer behind it in 16 bit (layer_linears), or that in "
-                "front of it"
+                "expected the one of the call; keep the linear layer behind it in 16 bit (a rule in layers), or that "
+                "in front of it"
             )
         return self._first.tensor, self._second.tensor
 

@@ -46,7 +46,7 @@ class PostponedLinear(Postponed):
             raise ChangedInputError(
                 f"gate of {self._weights[0][1].label}: got a tensor that was written to in place after the "
                 "layer's output was multiplied by it, expected the one of the multiplication; keep this layer in "
-                f'16 bit: layer_linears={{"{self._weights[0][1].label}": "none"}}'
+                f'16 bit: layers={{"{self._weights[0][1].label}": {{"linears": "none"}}}}'
             )
         options = {"activation": self._activation, "residual": residual, "dtype": dtype or self._dtype}
         options["gate"] = None if self._gate is None else self._gate.tensor

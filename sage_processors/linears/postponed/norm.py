@@ -61,7 +61,7 @@ class PostponedNorm(Postponed):
                 f"input or parameter of {self._call.state.label}: got a tensor that was written to in place between "
                 f"the norm and the use of its result, expected the one that the norm was called with; the first calls "
                 f"of this norm were without such writes. Keep the linear layers behind it in 16 bit: "
-                f'layer_linears={{"{self._call.state.behind}": "none"}}'
+                f'layers={{"{self._call.state.behind}": {{"linears": "none"}}}}'
             )
 
     def _compute(self):

@@ -69,16 +69,13 @@ def _forward_of(cls: Any):
     return getattr(cls, "_sage_base", cls).forward
 
 
-def choose(
-    model: nn.Module, *, label, linears: str, keep=(), layers=(), min_features=None, drop_weights=False
-) -> list[Choice]:
+def choose(model: nn.Module, *, label, linears: str, layers=(), min_features=None, drop_weights=False) -> list[Choice]:
     """What is to happen to every linear layer of a model.
 
     Args:
         label: name in the model -> name in the report, which patterns are matched with.
         linears: "none", "int8" or "fp8" for the layers that nothing else is said of.
-        keep: patterns of layers that stay in 16 bit. layers: (pattern, format) pairs; the first match counts, and
-            they hold for protected and small layers too.
+        layers: (pattern, format) pairs; the first match counts, for protected and small layers, too.
         min_features: smaller layers stay in 16 bit; None: MIN_FEATURES.
         drop_weights: no layer of one row a sample that has min_features² weights or more stays in 16 bit, unless it
             is named: it is WEIGHT_ONLY.
@@ -91,9 +88,7 @@ def choose(
         own = label(name)
         format, why = linears, ""
         named = next((value for pattern, value in layers if fnmatchcase(own, pattern)), None)
-        if any(fnmatchcase(own, pattern) for pattern in keep):
-            format, why = "none", "kept"
-        elif named is not None:
+        if named is not None:
             format, why = named, "kept" if named == "none" else ""
         elif linears != "none":
             why = _protection(name, owners, inside)

@@ -149,8 +149,8 @@ CASES: dict = {
     "codes_fp8": {"exchange": "int8", "recipe": "qk_int8_pv_fp8"},
     "fp8": {"recipe": "qk_int8_pv_fp8"},
     "rotated": {"rotation": "hadamard"},
-    "windows": {"keep_first_steps": 1, "policy": "strict"},
-    "kept": {"keep_layers": ("*single*",), "policy": "strict"},
+    "windows": {"on_unsupported": "raise", "keep": {"first_steps": 1}},
+    "kept": {"on_unsupported": "raise", "layers": {"*single*": {"recipe": "16bit"}}},
     "backend": {"backend": "sage_int8"},
 }
 

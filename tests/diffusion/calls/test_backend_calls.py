@@ -105,7 +105,7 @@ def test_what_int8_cannot_do_runs_by_the_native_backend_and_is_counted(reason):
     else:
         assert torch.equal(dispatch_attention_fn(q, k, v, backend=NAME, **options), native)
     assert counts() == (0, {reason: 1})
-    sp.register_diffusers_backend(min_tokens=0, policy="strict")
+    sp.register_diffusers_backend(min_tokens=0, on_unsupported="raise")
     with pytest.raises(sp.UnsupportedAttentionError, match=f"reason '{reason}'.*register_diffusers_backend") as raised:
         dispatch_attention_fn(q, k, v, backend=NAME, **options)
     assert raised.value.reason == reason and counts() == (0, {})

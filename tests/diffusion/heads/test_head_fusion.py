@@ -53,7 +53,7 @@ MORE = pytest.mark.slow("compiles one more model")
 @pytest.mark.parametrize("name", ["flux", pytest.param("qwen_image_padded", marks=MORE)])
 def test_a_model_has_one_such_call_for_each_layer(name, linears):
     model, inputs = MODELS[name]()
-    options = sp.SageAttnProcessor(min_tokens=0, linears=linears, linears_min_features=0)
+    options = sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears(linears, min_features=0))
     with torch.no_grad(), sp.apply(model, options) as handle:
         for _ in range(2):
             eager = model(**inputs, return_dict=False)[0]

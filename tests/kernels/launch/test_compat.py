@@ -63,7 +63,8 @@ FUSED = "torch.ops.aten._scaled_dot_product_flash_attention" + ("" if {on_gpu} e
 
 def check(name):
     import sage_kernels
-    from sage_kernels import compat, replay
+    from sage_kernels import compat
+    from sage_kernels.ops import replay
     from sage_kernels.testing import make_qkv
     from sage_kernels.reference import ref_attention
     inputs = make_qkv("normal", 1, 30, 40, 2, 1, 64, dtype=torch.float16)

@@ -126,7 +126,7 @@ import torch
 from tests.support.recording_driver import install, named
 
 handed = install(device=None, stream=7)
-from sage_kernels import decode
+from sage_kernels.ops import decode
 from sage_kernels._triton import launch as launching
 from sage_kernels._triton.decode import append_kv, launch as attention_decode
 
