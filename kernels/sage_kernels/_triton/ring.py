@@ -40,7 +40,6 @@ class KeyValueRing:
     A slot holds a key tile and the value tile BEFORE it, because the two are multiplied at the same time.
 
     Attributes:
-        half_tiles: the buffers of key tiles again, typed as halves of the 16-bit key tiles of mixed attention.
         filled, freed: the barriers of each slot.
         slots: how many there are.
     """
@@ -48,17 +47,15 @@ class KeyValueRing:
     k_tiles: gl.shared_memory_descriptor
     v_tiles: gl.shared_memory_descriptor
     k_scales: gl.shared_memory_descriptor
-    half_tiles: gl.shared_memory_descriptor
     filled: gl.shared_memory_descriptor
     freed: gl.shared_memory_descriptor
     slots: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, k_tiles, v_tiles, k_scales, half_tiles, filled, freed, slots):
+    def __init__(self, k_tiles, v_tiles, k_scales, filled, freed, slots):
         self.k_tiles = k_tiles
         self.v_tiles = v_tiles
         self.k_scales = k_scales
-        self.half_tiles = half_tiles
         self.filled = filled
         self.freed = freed
         self.slots = gl.constexpr(slots)

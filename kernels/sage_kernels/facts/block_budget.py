@@ -13,7 +13,6 @@ import torch
 from .recipe import BLOCK, FP4_GROUPS, Mixed
 
 
-HOPPER_ROWS, HOPPER_HEAD_DIM = 192, 128
 MILLION = 1_000_000  # shares are handed to kernels in millionths, so that both sides round alike
 
 
@@ -22,18 +21,14 @@ def has_fp4(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 10
 
 
-def rows_of_block(device: torch.device, base: str, head_dim: int) -> int:
-    """Query rows of a block: 64, but 192 where the Hopper kernel runs (INT8, heads of up to 128 channels), whose tiles
-    have as many, and 128 where matrix units take no fewer with FP4 (compute capability 10)."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return BLOCK
-    capability = torch.cuda.get_device_capability(device)
-    if base in FP4_GROUPS:
-        return 2 * BLOCK if has_fp4(device) and capability[0] < 12 else BLOCK
-    from .._triton.compat import has_gluon
+def rows_of_block(device: torch.device, base: str) -> int:
+    """Return how many query rows a block has: 64, or 128 with FP4 on compute capability 10.
 
-    is_hoppers = base == "int8" and capability == (9, 0) and head_dim <= HOPPER_HEAD_DIM
-    return HOPPER_ROWS if is_hoppers and has_gluon() else BLOCK
+    There the matrix units take no fewer than 128 rows with FP4.
+    """
+    if base in FP4_GROUPS and has_fp4(device) and torch.cuda.get_device_capability(device)[0] < 12:
+        return 2 * BLOCK
+    return BLOCK
 
 
 def visible_blocks(row: int, seq_q: int, seq_kv: int, causal: bool, offset: int, block_q: int = BLOCK) -> int:

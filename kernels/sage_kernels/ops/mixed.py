@@ -100,7 +100,7 @@ def _attend(q: Any, k: Any, v: Any, scale: float, causal: bool, offset: int, opt
 
 
 def _new_blocks(q: torch.Tensor, k: torch.Tensor, base: str) -> torch.Tensor:
-    rows = rows_of_block(q.device, base, q.shape[3])
+    rows = rows_of_block(q.device, base)
     shape = (q.shape[0], q.shape[2], (q.shape[1] + rows - 1) // rows, (k.shape[1] + BLOCK - 1) // BLOCK)
     return q.new_empty(shape, dtype=torch.int8)
 

@@ -50,7 +50,7 @@ def mixed_facts(config: SageAttnProcessor, sites: Any, device: torch.device) -> 
     facts |= {"share": None, "block_map": None}
     site = next((site for site in sites if site.seen_kind is not None), None)
     if site is not None:
-        rows, causal = rows_of_block(device, options.base, int(site.seen_head_dim)), bool(site.seen_kind[1])
+        rows, causal = rows_of_block(device, options.base), bool(site.seen_kind[1])
         facts["share"] = chosen_share(int(site.seen_seq_q), int(site.seen_seq_kv), causal, 0, options, rows)
         if site.blocks is not None:
             facts["block_map"] = [[round(x, 4) for x in row] for row in site.blocks.float().mean((0, 1)).tolist()]
