@@ -22,8 +22,9 @@ Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds
     finished   a warpgroup that computes its rows again (redo.py) copies into the ring itself, once all warpgroups
                are through with it, and then waits for `landed`, barriers of its own.
 
-Reading order: types.py (the structures passed around), ../../ring.py, producer.py, consumer.py: queries.py → main_loop.py
-(softmax.py, operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py (redo.py).
+Reading order: types.py (the structures passed around), ../../ring.py, producer.py, consumer.py: queries.py →
+main_loop.py (softmax.py, operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py
+(redo.py).
 """
 
 from triton.experimental import gluon

@@ -1,8 +1,8 @@
 """Structures that the functions of the Hopper kernel pass to each other.
 
 They are NamedTuples, because a field may be a tensor in one variant of the kernel and a constant or a descriptor in
-another. The ring, which has methods, is in ../../ring.py. Shapes: a warpgroup has R = ROWS query rows; a key tile has N
-keys.
+another. The ring, which has methods, is in ../../ring.py. Shapes: a warpgroup has R = ROWS query rows; a key tile has
+N keys.
 """
 
 from typing import NamedTuple
