@@ -156,7 +156,7 @@ def current_stream(device: int) -> int:
     return _driver.active.get_current_stream(device)
 
 
-def someone_looks_on() -> bool:
+def profiler_listens() -> bool:
     """Return whether a profiler has a hook on Triton's launches; True if this is unknown."""
     return bool(getattr(getattr(_knobs, "launch_enter_hook", None), "calls", True))
 
@@ -200,67 +200,67 @@ def starter(compiled):
 # compiles
 
 _compilation = find("triton.knobs.compilation")
-_told = threading.local()  # .hits, .read: what this thread's compiles report to; None or missing: nothing
+_callbacks = threading.local()  # .hits, .parsed: what this thread's compiles report to; None or missing: nothing
 
 
-def _tell(*, cache_hit: bool, **_) -> None:
-    hits = getattr(_told, "hits", None)
+def _on_compile(*, cache_hit: bool, **_) -> None:
+    hits = getattr(_callbacks, "hits", None)
     if hits is not None:
         hits.append(cache_hit)
 
 
 @contextlib.contextmanager
-def told_of_cache_hits():
+def collect_cache_hits():
     """Collect, for each kernel compiled by this thread inside, whether Triton's disk cache had it.
 
     Yields a list of bools. It stays empty if Triton has no listener for compiles, or someone else's is set.
     """
-    if getattr(_compilation, "listener", _tell) is None:
-        _compilation.listener = _tell
-    _told.hits = []
+    if getattr(_compilation, "listener", _on_compile) is None:
+        _compilation.listener = _on_compile
+    _callbacks.hits = []
     try:
-        yield _told.hits
+        yield _callbacks.hits
     finally:
-        _told.hits = None
+        _callbacks.hits = None
 
 
 @functools.cache
-def _telling(source: type) -> type:
-    """Return a subclass of Triton's source class; its make_ir calls `_told.read` at the end."""
-    if hasattr(source, "_tells"):
+def _reporting(source: type) -> type:
+    """Return a subclass of Triton's source class; its make_ir calls `_callbacks.parsed` at the end."""
+    if hasattr(source, "_reports"):
         return source
 
     def make_ir(self, *arguments, **options):
         try:
             return source.make_ir(self, *arguments, **options)
         finally:
-            told = getattr(_told, "read", None)
-            if told is not None:
-                told()
+            callback = getattr(_callbacks, "parsed", None)
+            if callback is not None:
+                callback()
 
-    return type(source.__name__, (source,), {"make_ir": make_ir, "_tells": True})
+    return type(source.__name__, (source,), {"make_ir": make_ir, "_reports": True})
 
 
 @contextlib.contextmanager
-def told_when_read(kernel, told):
-    """Call told() when this thread's compile of the kernel inside has parsed the kernel's source.
+def call_when_parsed(kernel, callback):
+    """Call callback() when this thread, compiling the kernel inside, has parsed its source.
 
-    Parsing runs in Python and holds the GIL; the rest of a compile does not. If Triton has no such hook, told() is
-    called at once.
+    Parsing runs in Python and holds the GIL; the rest of a compile does not. If Triton has no such hook, the callback
+    is called at once.
     """
     try:
         attribute(kernel, "device_caches")[current_device()]  # sets kernel.ASTSource
-        kernel.ASTSource = _telling(attribute(kernel, "ASTSource"))
+        kernel.ASTSource = _reporting(attribute(kernel, "ASTSource"))
     except AttributeError:
-        told()
-    _told.read = told
+        callback()
+    _callbacks.parsed = callback
     try:
         yield
     finally:
-        _told.read = None
+        _callbacks.parsed = None
 
 
-class Wanted(NamedTuple):
+class CompileRequest(NamedTuple):
     """A kernel that Triton is about to compile, or to load from its disk cache.
 
     Attributes:
@@ -282,7 +282,7 @@ _cache_of = find("triton.runtime.cache.get_cache_manager")
 _environment = find("triton._C.libtriton.get_cache_invalidating_env_vars")
 
 
-def wanted(src, target, options) -> Wanted | None:
+def compile_request(src, target, options) -> CompileRequest | None:
     """Describe the kernel a compile with these arguments produces.
 
     Returns None if environment variables or hooks may change what Triton produces, or if that can't be known.
@@ -301,32 +301,34 @@ def wanted(src, target, options) -> Wanted | None:
         known = hashlib.sha256(_cache_key(src, backend, parsed, {}).encode()).hexdigest()
         return known, _cache_of(known)
 
-    return Wanted(src.name, hashlib.sha256("-".join(decides).encode()).hexdigest(), cached)
+    return CompileRequest(src.name, hashlib.sha256("-".join(decides).encode()).hexdigest(), cached)
 
 
-def told_before_compiles(kernel, told) -> None:
-    """Call told(Wanted) before each compile of the kernel from now on, also if Triton's cache has it.
+def call_before_compiles(kernel, callback) -> None:
+    """Call callback(CompileRequest) before each compile of the kernel from now on.
 
-    Calling this again for the same kernel changes nothing. told is not called if `wanted` returns None, or if this
-    Triton has no such hook.
+    Triton "compiles" also if its disk cache has the kernel.
+
+    Calling this again for the same kernel changes nothing. The callback is not called if `compile_request` returns
+    None, or if this Triton has no such hook.
     """
     try:
         attribute(kernel, "device_caches")[current_device()]  # sets kernel.compile
         compile = attribute(kernel, "compile")
     except AttributeError:
         return
-    if getattr(compile, "_tells", False):
+    if getattr(compile, "_reports", False):
         return
 
     @functools.wraps(compile)
-    def telling(src, target=None, options=None, **others):
-        found = wanted(src, target, options)
+    def reporting(src, target=None, options=None, **others):
+        found = compile_request(src, target, options)
         if found is not None:
-            told(found)
+            callback(found)
         return compile(src, target=target, options=options, **others)
 
-    telling._tells = True
-    kernel.compile = telling
+    reporting._reports = True
+    kernel.compile = reporting
 
 
 def build_launcher(compiled) -> None:

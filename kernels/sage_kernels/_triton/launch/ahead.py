@@ -9,7 +9,7 @@
 A compile takes seconds. Nearly all of that is spent in compiler passes and ptxas, without the GIL: so threads are
 enough. The result is then in this process and in Triton's disk cache. A compile begins by parsing the kernel's source
 in Python, with the GIL. If several threads parsed at a time, the first kernel, which a launch waits for, would take as
-long as all of them: so one thread parses at a time (`_Turn`).
+long as all of them: so one thread parses at a time (`_ParsingTurn`).
 
 A failed compile raises nothing here: the launch that needs the kernel compiles it again, and raises then.
 """
@@ -27,11 +27,11 @@ from .prebuilt import offer
 from .recording import Tape, recording
 
 
-class _Turn:
+class _ParsingTurn:
     """The right to parse a kernel's source, held by one thread at a time from creation until `give_back`."""
 
     def __init__(self):
-        self._lock, self._is_mine = _reading, True
+        self._lock, self._is_mine = _parsing, True
         self._lock.acquire()
 
     def give_back(self) -> None:
@@ -63,17 +63,17 @@ class Job:
         """Name of the kernel's function."""
         return self.kernel.__name__
 
-    def run(self, turn: _Turn | None = None) -> None:
+    def run(self, turn: _ParsingTurn | None = None) -> None:
         """Compile the kernel in this thread; errors go to `error`.
 
         turn: the right to parse, if the thread has it already; None: wait for it.
         """
-        turn = turn or _Turn()
+        turn = turn or _ParsingTurn()
         try:
             with (
-                _on(self.device),
-                compat.told_of_cache_hits() as hits,
-                compat.told_when_read(self.kernel, turn.give_back),
+                _on_device(self.device),
+                compat.collect_cache_hits() as hits,
+                compat.call_when_parsed(self.kernel, turn.give_back),
             ):
                 offer(self.kernel)
                 compat.build_launcher(self.kernel.warmup(*self.arguments, grid=(1,), **self.constants))
@@ -114,10 +114,10 @@ _KINDS_LIMIT = 4096
 _known: set[tuple] = set()  # kinds of launches whose kernels this process has compiled
 
 
-def _forget() -> None:
+def _reset_after_fork() -> None:
     """Start with new locks and no jobs: a forked process has no threads of its parent."""
-    global _lock, _reading
-    _lock, _reading = threading.Lock(), threading.Lock()  # _lock: of the collections here; _reading: of `_Turn`
+    global _lock, _parsing
+    _lock, _parsing = threading.Lock(), threading.Lock()  # _lock: of the collections here; _parsing: of `_ParsingTurn`
     _under_way.clear()
     _waiting.clear()
     _workers.clear()
@@ -126,9 +126,9 @@ def _forget() -> None:
 _under_way: dict[tuple, Job] = {}  # kind → job that waits or runs
 _waiting: deque[Job] = deque()  # jobs that no thread has begun
 _workers: set[threading.Thread] = set()
-_forget()
+_reset_after_fork()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class _Collector(Tape):
@@ -233,7 +233,7 @@ def _work() -> None:
     """Run waiting jobs until none is left: the body of a thread. Gives jobs up at exit of the program."""
     try:
         while True:
-            turn = _Turn()
+            turn = _ParsingTurn()
             with _lock:
                 job = _waiting.popleft() if _waiting else None
                 if job is None:
@@ -254,7 +254,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _on(device: int):
+def _on_device(device: int):
     """Make a device the current one, which is the one Triton compiles for."""
     return torch.cuda.device(device) if torch.cuda.is_available() else contextlib.nullcontext()
 

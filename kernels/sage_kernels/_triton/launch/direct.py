@@ -19,9 +19,9 @@ from ..compat import attribute, cuda_driver, descriptor_types
 
 
 _SUCCESS = 0
-_DESCRIPTION_BYTES = 128  # CUtensorMap
-_DESCRIPTION_ALIGNMENT = 64
-_DESCRIPTIONS_LIMIT = 256  # encoded descriptors kept for one argument
+_DESCRIPTOR_BYTES = 128  # CUtensorMap
+_DESCRIPTOR_ALIGNMENT = 64
+_DESCRIPTORS_LIMIT = 256  # encoded descriptors kept for one argument
 _L2_PROMOTION_128B = 2
 _PROGRAMMATIC_SERIALIZATION = 6  # a CUlaunchAttributeID: the kernel itself waits for the previous one
 _OOB_FILL_NONE, _OOB_FILL_NAN = 0, 1
@@ -70,7 +70,7 @@ class Parameter(NamedTuple):
     def nbytes(self) -> int:
         """Size of the parameter."""
         if self.type == "descriptor":
-            return _DESCRIPTION_BYTES
+            return _DESCRIPTOR_BYTES
         return 8 if self.type.startswith("*") else ctypes.sizeof(_NUMBERS[self.type])
 
 
@@ -142,20 +142,20 @@ class DirectLaunch:
             self.config.attributes, self.config.number = ctypes.pointer(self.attribute), 1
         self.config_address = ctypes.addressof(self.config)
         described = iter(getattr(metadata, "tensordesc_meta", None) or ())
-        slot_of, stored, descriptions = dict(slots), {}, {}  # slot_of: argument → index of its address
+        slot_of, stored, descriptors = dict(slots), {}, {}  # slot_of: argument → index of its address
         pointers, self.kept = [], [table]  # addresses of the parameters, and the memory that they point to
         for parameter in parameters:
             i = parameter.argument
             if parameter.type.startswith("*") and i in slot_of:
                 pointers.append(ctypes.addressof(table) + 8 * slot_of[i])
                 continue
-            kept = self._store(parameter, arguments, described, stored, descriptions)
+            kept = self._store(parameter, arguments, described, stored, descriptors)
             pointers.append(ctypes.addressof(kept))
             self.kept.append(kept)
         self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         self.pointers_address = ctypes.addressof(self.pointers)
         places = {x.argument: place for place, x in enumerate(parameters) if x.type == "descriptor"}
-        self.descriptions = [(places[i], descriptions[i], slot_of[i]) for i in descriptions if i in slot_of]
+        self.descriptors = [(places[i], descriptors[i], slot_of[i]) for i in descriptors if i in slot_of]
         self.named = [(stored[i], name) for i, name in named]
 
     def _is_what_was_loaded(self, function: int, parameters: list[Parameter]) -> bool:
@@ -169,13 +169,13 @@ class DirectLaunch:
 
         return [nbytes(i) for i in range(len(parameters) + 1)] == [*(x.nbytes for x in parameters), None]
 
-    def _store(self, parameter: Parameter, arguments, described, stored: dict, descriptions: dict):
+    def _store(self, parameter: Parameter, arguments, described, stored: dict, descriptors: dict):
         """Allocate the memory of one parameter, and write its value if that is known."""
         i = parameter.argument
         given = arguments[i] if 0 <= i < len(arguments) else None
         if parameter.type == "descriptor":
             kept = ctypes.c_uint64(0)  # until there is an address
-            descriptions[i] = _Descriptions(self.driver, given, next(described))
+            descriptors[i] = _EncodedDescriptors(self.driver, given, next(described))
         elif parameter.field:
             kept = _NUMBERS[parameter.type](getattr(given, parameter.field)[parameter.axis])
         else:
@@ -192,17 +192,17 @@ class DirectLaunch:
             if not -(2**31) <= numbers[name] < 2**31:  # ctypes would wrap it around
                 return False
             number.value = numbers[name]
-        for place, descriptions, slot in self.descriptions:
-            description = descriptions.at(addresses[slot])
-            if description is None:
+        for place, descriptors, slot in self.descriptors:
+            encoded = descriptors.at(addresses[slot])
+            if encoded is None:
                 return False
-            self.pointers[place] = description
+            self.pointers[place] = encoded
         if stream != self.stream:
             self.config.stream = self.stream = stream
         return self.launch(self.config_address, self.function, self.pointers_address, None) == _SUCCESS
 
 
-class _Descriptions:
+class _EncodedDescriptors:
     """Encoded tensor descriptors (CUtensorMap) of one argument, by address, as Triton would encode them.
 
     They are kept because addresses return: PyTorch's allocator hands out the same memory in each step of a model.
@@ -229,17 +229,17 @@ class _Descriptions:
         """Return the address of the encoded descriptor for a tensor at `address`; None if the driver refuses."""
         found = self.found.get(address)
         if found is None:
-            found = self._describe(address)
+            found = self._encode(address)
             if found is None:
                 return None
-            if len(self.found) >= _DESCRIPTIONS_LIMIT:
+            if len(self.found) >= _DESCRIPTORS_LIMIT:
                 self.found.clear()
             self.found[address] = found
         return found[0]
 
-    def _describe(self, address: int):
-        room = (ctypes.c_uint8 * (_DESCRIPTION_BYTES + _DESCRIPTION_ALIGNMENT))()
-        start = -(-ctypes.addressof(room) // _DESCRIPTION_ALIGNMENT) * _DESCRIPTION_ALIGNMENT
+    def _encode(self, address: int):
+        room = (ctypes.c_uint8 * (_DESCRIPTOR_BYTES + _DESCRIPTOR_ALIGNMENT))()
+        start = -(-ctypes.addressof(room) // _DESCRIPTOR_ALIGNMENT) * _DESCRIPTOR_ALIGNMENT
         dtype, rank, shape, strides, box, steps, swizzle, fill = self.encoding
         status = self.driver.cuTensorMapEncodeTiled(
             ctypes.c_void_p(start), dtype, rank, ctypes.c_void_p(address), shape, strides, box, steps, 0, swizzle,

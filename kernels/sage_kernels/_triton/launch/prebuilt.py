@@ -2,8 +2,8 @@
 
 A compile takes seconds a kernel, on every machine anew. `make prebuilt` compiles the kernels that most models need
 first. Just before Triton looks into its cache for a kernel, the prebuilt one is put there, and Triton loads it as on a
-second run. The key of a kernel covers everything that decides its machine code (compat.Wanted), so code of other
-sources, options, GPUs or versions is never used. If anything fails, the kernel is compiled.
+second run. The key of a kernel covers everything that decides its machine code (compat.CompileRequest), so code of
+other sources, options, GPUs or versions is never used. If anything fails, the kernel is compiled.
 TRITON_ALWAYS_COMPILE=1 has all kernels compiled.
 """
 
@@ -40,23 +40,23 @@ def _stored() -> tuple[Path, frozenset[str]]:
 def offer(kernel) -> None:
     """Let compiles of this kernel find its prebuilt code from now on."""
     if _stored()[1]:
-        compat.told_before_compiles(kernel, _place)
+        compat.call_before_compiles(kernel, _put_in_cache)
 
 
-def _place(wanted: compat.Wanted) -> None:
+def _put_in_cache(request: compat.CompileRequest) -> None:
     """Put a prebuilt kernel into Triton's cache, unless the cache has it."""
     path, names = _stored()
-    metadata = f"{wanted.name}.{METADATA}"
-    if f"{wanted.key}.{METADATA}" not in names:
+    metadata = f"{request.name}.{METADATA}"
+    if f"{request.key}.{METADATA}" not in names:
         return
     try:
-        known, cache = wanted.cached()
+        known, cache = request.cached()
         if cache.get_group(metadata):
             return
         with zipfile.ZipFile(path) as archive:
-            found = {kind: archive.read(f"{wanted.key}.{kind}") for kind in (CODE, METADATA)}
+            found = {kind: archive.read(f"{request.key}.{kind}") for kind in (CODE, METADATA)}
         found[METADATA] = json.dumps(json.loads(found[METADATA]) | {"hash": known}).encode()
-        group = {f"{wanted.name}.{kind}": cache.put(data, f"{wanted.name}.{kind}") for kind, data in found.items()}
+        group = {f"{request.name}.{kind}": cache.put(data, f"{request.name}.{kind}") for kind, data in found.items()}
         cache.put_group(metadata, group)
     except Exception as error:  # whatever is wrong with the archive or the cache
-        logger.warning("%s is compiled, although it is prebuilt: %s", wanted.name, error)
+        logger.warning("%s is compiled, although it is prebuilt: %s", request.name, error)

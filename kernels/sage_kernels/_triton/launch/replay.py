@@ -42,7 +42,7 @@ class _Described:
         return here
 
 
-class _Step:
+class _RecordedLaunch:
     """One launch of a recorded call.
 
     Args:
@@ -60,18 +60,18 @@ class _Step:
         self.places, self.described, self.named = places, described, named
         self.slots = [*places, *((i, slot) for i, _, slot in described)]
         try:
-            self.direct = DirectLaunch(compiled, programs, self.known(), self.slots, named, table)
+            self.direct = DirectLaunch(compiled, programs, self.without_tensors(), self.slots, named, table)
         except NotDirect:
             self.direct = None
 
-    def known(self) -> list:
+    def without_tensors(self) -> list:
         """Return the arguments: None for tensors, descriptors without their tensors."""
         values = self.values.copy()
         for i, descriptor, _ in self.described:
             values[i] = descriptor
         return values
 
-    def by_triton(self, stream: int, addresses: list[int], numbers) -> None:
+    def launch_by_triton(self, stream: int, addresses: list[int], numbers) -> None:
         """Launch through Triton's launcher, if there is no direct launch. addresses: one for each slot."""
         values = self.values.copy()
         for i, name in self.named:
@@ -141,7 +141,9 @@ class Replay:
                 else:
                     described.append((i, _Described({**vars(x), "base": None}), slot))
                 values[i] = None
-            self.launches.append(_Step(compiled, start, programs, values, rest, places, described, named, self.table))
+            self.launches.append(
+                _RecordedLaunch(compiled, start, programs, values, rest, places, described, named, self.table)
+            )
         self.aligned = [slot for slot in aligned if slot < len(given)]  # tensors allocated here always are
 
     def __call__(self, given, numbers=None):
@@ -151,7 +153,7 @@ class Replay:
         another device is current, or a profiler has a hook.
         """
         device = compat.current_device()
-        if device != self.device.index or compat.someone_looks_on():
+        if device != self.device.index or compat.profiler_listens():
             return None
         addresses = [x.data_ptr() for x in given]
         for slot in self.aligned:
@@ -171,9 +173,9 @@ class Replay:
             addresses.append(results[-1].data_ptr())
         with self.lock:
             self.table[:] = addresses
-            for step in self.launches:
-                if step.direct is None or not step.direct(stream, addresses, numbers):
-                    step.by_triton(stream, addresses, numbers)
+            for recorded in self.launches:
+                if recorded.direct is None or not recorded.direct(stream, addresses, numbers):
+                    recorded.launch_by_triton(stream, addresses, numbers)
         return results[0] if self.single else tuple(results)
 
 
