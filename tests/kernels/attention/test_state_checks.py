@@ -59,7 +59,10 @@ def test_Q27_row_maxima_may_be_of_the_call_or_empty():
 def test_row_maxima_to_read_and_none_yet_exclude_each_other(no_launch):
     both = new_head_state(2, 16, "cpu")._replace(row_max=rows(None), row_max_next=rows(None))
     check_raises(
-        qkv(), {"state": both}, ValueError, ["state.row_max_next", "beside state.row_max", "expected it empty"]
+        qkv(),
+        {"state": both},
+        ValueError,
+        ["state.row_max_next", "beside those of state.row_max", "expected an empty tensor"],
     )
 
 
