@@ -43,29 +43,29 @@ class AutoRotation:
         """Whether anything was decided in this run, or is kept from another."""
         return bool(self._decided)
 
-    def is_open(self, part, layer) -> bool:
+    def is_open(self, denoiser, layer) -> bool:
         """Whether a layer is to be decided yet."""
         is_auto = layer.sage._sage_config.rotation == "auto"
-        return is_auto and not part.frozen and part._label(layer.name) not in self._decided
+        return is_auto and not denoiser.frozen and denoiser._label(layer.name) not in self._decided
 
     def _open(self) -> list:
-        """(part, layer, label) of the layers that are not decided yet."""
+        """(denoiser, layer, label) of the layers that are not decided yet."""
         return [
-            (part, layer, part._label(layer.name))
-            for part in self._handle._parts
-            for layer in part.layers
-            if self.is_open(part, layer)
+            (denoiser, layer, denoiser._label(layer.name))
+            for denoiser in self._handle._denoisers
+            for layer in denoiser.layers
+            if self.is_open(denoiser, layer)
         ]
 
     def begin_run(self) -> None:
         """A run starts: what another one decided holds no longer, but where it is kept on purpose."""
         if self._handle.config.scaling.name == ADAPTIVE:
             return
-        for part in self._handle._parts:
-            for layer in part.layers if not part.frozen else ():
+        for denoiser in self._handle._denoisers:
+            for layer in denoiser.layers if not denoiser.frozen else ():
                 if layer.sage._sage_config.rotation == "auto":
-                    part.rotate(layer, False)
-                    self._decided.pop(part._label(layer.name), None)
+                    denoiser.rotate(layer, False)
+                    self._decided.pop(denoiser._label(layer.name), None)
         if self._open() and self._handle._probe is not None:
             self._handle._probe.reset_trials()  # of a run that was broken off, or in a probe of the user's
         self.watch()
@@ -99,7 +99,9 @@ class AutoRotation:
             return
         layers, probe = self._open(), self._handle._probe
         if probe is not None:
-            ran = [part for part in self._handle._parts if probe.has_tried(part)]  # known without waiting
+            ran = [
+                denoiser for denoiser in self._handle._denoisers if probe.has_tried(denoiser)
+            ]  # known without waiting
             # a layer whose own noise levels kept it in 16 bit in this step is decided after one that does not
             layers = [row for row in layers if row[0] in ran and not row[1].sage._sage_window.was_exact]
             if not layers:
@@ -110,21 +112,21 @@ class AutoRotation:
         self.watch()  # what is still open
 
     def _decide(self, layers, data: list[dict], trials: list[dict]) -> None:
-        for part, layer, label in layers:
+        for denoiser, layer, label in layers:
             (plain, step), (tried, _) = _worst(data, label), _worst(trials, label)
             # NaN and infinity are no outliers: no rotation helps them
             rotated = math.isfinite(plain) and plain < ROTATE_BELOW_DB and tried > plain + ROTATION_GAIN_DB
             self._decided[label] = (plain, tried, step, rotated)
             if rotated:
-                part.rotate(layer, True)
+                denoiser.rotate(layer, True)
                 logger.info("layer %s is rotated from the next step on: %s", label, self.note(label))
 
     def reset(self) -> None:
         """Decide anew."""
-        for part in self._handle._parts:
-            for layer in part.layers:
+        for denoiser in self._handle._denoisers:
+            for layer in denoiser.layers:
                 if layer.sage._sage_config.rotation == "auto":
-                    part.rotate(layer, False)
+                    denoiser.rotate(layer, False)
         self._decided = {}
         if self._open() and self._handle._probe is not None:
             # what was measured before is of no run that is to come, also in a probe of the user's

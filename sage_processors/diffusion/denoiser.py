@@ -42,7 +42,7 @@ class Layer:
     module: nn.Module
     original: Any
     sage: Any
-    site_indices: list = field(default_factory=list)  # into the part's ScaleState, one per call site
+    site_indices: list = field(default_factory=list)  # into the denoiser's ScaleState, one per call site
 
     def __post_init__(self):
         self._attributes = dict(self.original.__dict__)
@@ -55,7 +55,7 @@ class Layer:
         return self.original
 
 
-class Part:
+class Denoiser:
     """One denoiser of a handle: its layers, the scale state they share, and the hook on it.
 
     Attributes: name ("" for a raw model), model, layers, state (None without planned scales), follows_scheduler,

@@ -20,7 +20,7 @@ from ..option_groups import OF_ATTENTION, Keep
 from ..options import SageAttnProcessor
 from ..unsupported import REMEDIES
 from .auto_rotation import AutoRotation
-from .denoiser import Part
+from .denoiser import Denoiser
 from .graphs.whole_graphs import WholeGraphs, can_replay
 from .host.discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .host.pipeline_method import listen
@@ -51,7 +51,7 @@ class Handle:
 
     def __init__(self, target: Any, config: SageAttnProcessor) -> None:
         self.config = config
-        self._parts: list[Part] = []
+        self._denoisers: list[Denoiser] = []
         self._pipe = weakref.ref(target) if is_pipeline(target) else None
         self._model = None if self._pipe else target
         self._active = True
@@ -63,29 +63,33 @@ class Handle:
         self._kernels = KernelsAhead()
         try:
             self.refresh()
-            if not any(part.layers for part in self._parts):
-                found = ", ".join(f"{p.name or 'the model'} ({type(p.model).__name__})" for p in self._parts)
+            if not any(denoiser.layers for denoiser in self._denoisers):
+                found = ", ".join(f"{p.name or 'the model'} ({type(p.model).__name__})" for p in self._denoisers)
                 raise ValueError(
                     f"{'pipe' if self._pipe else 'model'}: got no attention processor that calls "
                     f"scaled_dot_product_attention in {found}, expected a diffusers model with at least one"
                 )
             self._check_options()
             self._warn_of_idle_layers()
-            for part in self._parts:
-                self._kernels.swapped(part)
-            for part in self._parts if config.linears.drop_weights else ():
-                if part.linears is not None:
-                    part.linears.drop()
+            for denoiser in self._denoisers:
+                self._kernels.swapped(denoiser)
+            for denoiser in self._denoisers if config.linears.drop_weights else ():
+                if denoiser.linears is not None:
+                    denoiser.linears.drop()
         except Exception:
             self.remove()  # leave nothing half swapped behind
             raise
 
     def _check_options(self) -> None:
-        names = [name for part in self._parts for name in part.layer_names()]
+        names = [name for denoiser in self._denoisers for name in denoiser.layer_names()]
         for option in OF_ATTENTION:
             check_patterns("layers", [pattern for pattern, _ in self.config.rules(option)], names)
         if self.config.rules("linears"):
-            names = [x.name for part in self._parts for x in choose(part.model, label=part._label, linears="none")]
+            names = [
+                x.name
+                for denoiser in self._denoisers
+                for x in choose(denoiser.model, label=denoiser._label, linears="none")
+            ]
             check_patterns_of(self.config, names)
         if self.following.followed:
             return
@@ -105,13 +109,13 @@ class Handle:
 
     def _warn_of_idle_layers(self) -> None:
         """Say at once what a report would say after a run: layers of which it is known that nothing runs in INT8."""
-        for part in self._parts:
-            name = part.name or type(part.model).__name__
-            against = part.reasons_against()
+        for denoiser in self._denoisers:
+            name = denoiser.name or type(denoiser.model).__name__
+            against = denoiser.reasons_against()
             if against and all(against.values()):
                 found = ", ".join(dict.fromkeys(against.values()))
                 logger.warning("%s: got a model in which no attention layer can run in INT8 (%s)", name, found)
-            elif self.config.training != "int8" and any(layer.module.training for layer in part.layers):
+            elif self.config.training != "int8" and any(layer.module.training for layer in denoiser.layers):
                 logger.warning("%s: got a model in which some layers run exact: %s", name, REMEDIES["training"])
 
     def report(self) -> Report:
@@ -139,21 +143,21 @@ class Handle:
             raise ValueError(
                 "pipe: got a pipeline without a unet, transformer or controlnet, expected at least one of them"
             )
-        for part in [p for p in self._parts if models.get(p.name) is not p.model]:
-            part.uninstall()
-            self._parts.remove(part)
+        for denoiser in [p for p in self._denoisers if models.get(p.name) is not p.model]:
+            denoiser.uninstall()
+            self._denoisers.remove(denoiser)
         for name, model in models.items():
             _refuse_bare_options(model)
-            known = next((p for p in self._parts if p.name == name), None)
+            known = next((p for p in self._denoisers if p.name == name), None)
             lone = swap_of(model) if known is None else None
             if lone is not None:  # of quantize_linears: these options replace it
                 lone.remove()
-            part = Part(name, model, self.config, self) if known is None else known
+            denoiser = Denoiser(name, model, self.config, self) if known is None else known
             if known is None:
-                self._parts.append(part)
-                part.use_graphs(self._graphs_of(part))
-            part.follow_home()
-            part.install()
+                self._denoisers.append(denoiser)
+                denoiser.use_graphs(self._graphs_of(denoiser))
+            denoiser.follow_home()
+            denoiser.install()
         self._follow_schedulers()
         self._attach()
 
@@ -170,7 +174,7 @@ class Handle:
     @property
     def has_learnt(self) -> bool:
         """Whether a run has left anything that `freeze_scales` could freeze. Syncs."""
-        states = [part.state for part in self._parts if part.state is not None]
+        states = [denoiser.state for denoiser in self._denoisers if denoiser.state is not None]
         return self._rotation.decided or any(state.has_learnt for state in states)
 
     def freeze_scales(self) -> None:
@@ -191,8 +195,8 @@ class Handle:
             )
         if not self.has_learnt:
             raise ValueError("handle: got no scales yet, expected a run before they are frozen; or call load_scales")
-        for part in self._parts:
-            part.freeze()
+        for denoiser in self._denoisers:
+            denoiser.freeze()
         self._rotation.watch()
 
     def new_run(self) -> None:
@@ -206,14 +210,14 @@ class Handle:
         """
         if self._scheduler is not None:
             raise ValueError("handle: got one of a pipeline, whose scheduler says where a run begins; leave it out")
-        for part in self._parts:
-            part.new_run()
+        for denoiser in self._denoisers:
+            denoiser.new_run()
 
     def reset(self) -> None:
         """Forget all scales and counts: the next run behaves as the first one after `apply`. Ends `freeze_scales`."""
         with self.lock:
-            for part in self._parts:
-                part.reset()
+            for denoiser in self._denoisers:
+                denoiser.reset()
             self.following.reset()
             self._rotation.reset()
 
@@ -231,15 +235,15 @@ class Handle:
             handle.
         """
         self._check_active()
-        return warm_up(self._parts, progress=progress, device=None if device is None else torch.device(device))
+        return warm_up(self._denoisers, progress=progress, device=None if device is None else torch.device(device))
 
     def _check_active(self) -> None:
         if not self._active:
             raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
 
-    def _graphs_of(self, part: Part) -> WholeGraphs | None:
+    def _graphs_of(self, denoiser: Denoiser) -> WholeGraphs | None:
         """Return new CUDA graphs for a denoiser; None if the options or a `compile()` of its model leave none."""
-        return WholeGraphs(self, part) if self.config.graphs == "auto" and can_replay(part.model) else None
+        return WholeGraphs(self, denoiser) if self.config.graphs == "auto" and can_replay(denoiser.model) else None
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""
@@ -271,52 +275,52 @@ class Handle:
 
         Raises: RuntimeError where 16-bit weights were dropped (drop_weights=True); nothing is changed then.
         """
-        for part in self._parts:
-            if part.linears is not None:
-                part.linears.refuse_dropped()
+        for denoiser in self._denoisers:
+            if denoiser.linears is not None:
+                denoiser.linears.refuse_dropped()
         self._active = False
         if self._probe is not None:
             self._probe.stop()
         self.following.stop()
-        for part in self._parts:
-            part.uninstall()
-        self._parts = []
+        for denoiser in self._denoisers:
+            denoiser.uninstall()
+        self._denoisers = []
 
     def begin_run(self, u: float | torch.Tensor) -> None:
         """Called by `following`: denoising starts at noise level u, or goes on there after something else ran."""
         with self.lock:
             self._rotation.begin_run()
             progress = None if self.following.is_lost else self.steps.progress
-            for part in self._parts:
-                if part.follows_scheduler:
-                    part.begin_run(u, progress)
+            for denoiser in self._denoisers:
+                if denoiser.follows_scheduler:
+                    denoiser.begin_run(u, progress)
 
     def advance(self, u_finished: torch.Tensor, u_next: torch.Tensor) -> None:
         """Called by `following`: a step is done."""
         with self.lock:
-            for part in self._parts:
-                if part.follows_scheduler:
-                    part.advance(u_finished, u_next, self.steps.progress)
+            for denoiser in self._denoisers:
+                if denoiser.follows_scheduler:
+                    denoiser.advance(u_finished, u_next, self.steps.progress)
             self._rotation.step_done()
 
-    def _before_forward(self, part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_forward(self, denoiser: Denoiser, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Eager only: notice that processors were replaced, the model moved, or another scheduler steps."""
-        if part.watch():
+        if denoiser.watch():
             self._attach()
         device = input_device((*args, *kwargs.values()))
-        if device is not None and device != part.device and device.type != "meta":
-            part.move(device)
+        if device is not None and device != denoiser.device and device.type != "meta":
+            denoiser.move(device)
             level = None if self.following.active is None else self.following.active.level
-            if part.state is not None:
-                part.state.begin_run(1.0 if level is None else level)
+            if denoiser.state is not None:
+                denoiser.state.begin_run(1.0 if level is None else level)
         self._follow_schedulers(thoroughly=False)
-        self._kernels.before_forward(part)
-        self.following.place(part, part.timestep_of(args, kwargs))
+        self._kernels.before_forward(denoiser)
+        self.following.place(denoiser, denoiser.timestep_of(args, kwargs))
 
     def _follow_schedulers(self, *, thoroughly: bool = True) -> None:
         self.following.look(thoroughly=thoroughly)
-        for part in self._parts:
-            part.follows_scheduler = bool(self.following.followed)
+        for denoiser in self._denoisers:
+            denoiser.follows_scheduler = bool(self.following.followed)
 
     @property
     def _scheduler(self) -> Any:
@@ -330,7 +334,7 @@ class Handle:
         self.remove()
 
     def __repr__(self) -> str:
-        state = f"{sum(len(p.layers) for p in self._parts)} layers" if self._active else "removed"
+        state = f"{sum(len(p.layers) for p in self._denoisers)} layers" if self._active else "removed"
         return f"<sage_processors.Handle: {self.config}, {state}>"
 
 

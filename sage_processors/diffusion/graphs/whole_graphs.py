@@ -50,15 +50,15 @@ class WholeGraphs:
     bit in the running step. Calls in several threads take turns. Recipes with 8-bit P keep no row maxima from step to
     step, and run with a running maximum.
 
-    Args: handle, part (denoiser.Part).
+    Args: handle, denoiser (denoiser.Denoiser).
     Attributes: replays: forwards from a graph so far. eager: {reason: forwards that ran eagerly}. is_calling: within a
         call that the handle has seen begin, in this thread.
     """
 
     device_type = "cuda"  # of what `record` captures
 
-    def __init__(self, handle: Any, part: Any):
-        self._handle, self._part = handle, part
+    def __init__(self, handle: Any, denoiser: Any):
+        self._handle, self._denoiser = handle, denoiser
         self._graphs: dict[tuple[Any, ...], Graph] = {}
         self._steps: dict[tuple[Any, ...], list[Any]] = {}
         self._thread = threading.local()
@@ -70,12 +70,12 @@ class WholeGraphs:
 
     def start(self) -> None:
         """Take the calls of the model, as `model.compile()` does: hooks and forward are one thing."""
-        self._part.model._compiled_call_impl = self
+        self._denoiser.model._compiled_call_impl = self
 
     def stop(self) -> None:
         """Calls are eager again."""
-        if self._part.model._compiled_call_impl is self:
-            self._part.model._compiled_call_impl = None
+        if self._denoiser.model._compiled_call_impl is self:
+            self._denoiser.model._compiled_call_impl = None
         self._run_short_calls(False)
         self.forget()
 
@@ -88,8 +88,8 @@ class WholeGraphs:
 
     def _run_short_calls(self, on: bool) -> None:
         """In a graph linear layers run in 8 bit whose calls are too short for an eager forward."""
-        if self._part.linears is not None:
-            self._part.linears.run_short_calls(on)
+        if self._denoiser.linears is not None:
+            self._denoiser.linears.run_short_calls(on)
 
     @property
     def is_calling(self) -> bool:
@@ -97,13 +97,13 @@ class WholeGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.is_calling:
-            return self._part.model._call_impl(*args, **kwargs)
+            return self._denoiser.model._call_impl(*args, **kwargs)
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return self._part.model._call_impl(*args, **kwargs)
-        self._handle._before_forward(self._part, args, kwargs)
+            return self._denoiser.model._call_impl(*args, **kwargs)
+        self._handle._before_forward(self._denoiser, args, kwargs)
         self._run_short_calls(True)  # eager ones, too: else a picture would hang on which of its steps were replayed
-        if self._part.state is not None:  # replays would not tell whose row maxima the next call meets
-            self._part.state.kept.row_maxima.stop()
+        if self._denoiser.state is not None:  # replays would not tell whose row maxima the next call meets
+            self._denoiser.state.kept.row_maxima.stop()
         self._thread.is_calling = True
         try:
             with self._handle.lock:
@@ -111,7 +111,7 @@ class WholeGraphs:
                 if not isinstance(found, str):
                     return found[0]
                 self.eager[found] += 1
-            return self._part.model._call_impl(*args, **kwargs)
+            return self._denoiser.model._call_impl(*args, **kwargs)
         finally:
             self._thread.is_calling = False
 
@@ -124,7 +124,7 @@ class WholeGraphs:
         reason = self._reason_against(tensors)
         if reason:
             return reason
-        plan = self._part.state, self._part.frozen
+        plan = self._denoiser.state, self._denoiser.frozen
         kind = (self._handle.steps.precision, torch.is_inference_mode_enabled(), plan, given)
         if not self._can_capture:
             return "not_capturable"
@@ -139,10 +139,10 @@ class WholeGraphs:
         if graph is None:
             if not self._is_warm(kind):
                 return "warm_up"
-            reason = obstacle(self._part.model, self._part.device)
+            reason = obstacle(self._denoiser.model, self._denoiser.device)
             if reason:
                 return reason
-            refresh_weights(self._part.model.modules())
+            refresh_weights(self._denoiser.model.modules())
             graph = self._captured(args, kwargs)
             if graph is None:
                 return "not_capturable"
@@ -161,7 +161,7 @@ class WholeGraphs:
         return (mapped(graph.results, torch.clone),)  # the next replay writes there
 
     def _reason_against(self, tensors: list[torch.Tensor]) -> str:
-        device = self._part.device
+        device = self._denoiser.device
         if device.type != self.device_type:
             return "device"
         if torch.is_grad_enabled():
@@ -170,7 +170,7 @@ class WholeGraphs:
             return "autocast"
         if self._handle._probe is not None:
             return "probe"
-        if self._part.state is not None and self._part.state.kept.skip_lists is not None:
+        if self._denoiser.state is not None and self._denoiser.state.kept.skip_lists is not None:
             return "skip"  # which tiles are measured, and when, is decided on the host
         if not nobody_looks_on():
             return "observed"
@@ -197,13 +197,15 @@ class WholeGraphs:
             self._pool = None
 
     def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
-        model = self._part.model
+        model = self._denoiser.model
         args, kwargs = mapped((args, kwargs), torch.clone)
         try:
             results, replay = self.record(lambda: model._call_impl(*args, **kwargs))
         except Exception as error:  # mostly of a forward that waits for the GPU
             logger.warning(
-                "graphs: forwards of %s run eagerly from now on, as capturing one failed: %s", type(model).__name__, error
+                "graphs: forwards of %s run eagerly from now on, as capturing one failed: %s",
+                type(model).__name__,
+                error,
             )
             self.forget()
             self._can_capture = False
@@ -212,10 +214,10 @@ class WholeGraphs:
 
     def record(self, run: Callable[[], Any]) -> Recorded:
         """Capture what a function launches."""
-        self._stream = self._stream or torch.cuda.current_stream(self._part.device)
+        self._stream = self._stream or torch.cuda.current_stream(self._denoiser.device)
         graph = torch.cuda.CUDAGraph()
         shared = {"pool": self._pool, "capture_error_mode": "thread_local"}
-        with torch.cuda.device(self._part.device), torch.cuda.graph(graph, **shared):
+        with torch.cuda.device(self._denoiser.device), torch.cuda.graph(graph, **shared):
             results = run()
         self._pool = graph.pool()
         return results, graph.replay

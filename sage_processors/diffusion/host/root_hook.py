@@ -16,8 +16,8 @@ class RootHook:
 
     is_of_attention = True
 
-    def __init__(self, handle=None, part=None):
-        self.handle, self.part = handle, part
+    def __init__(self, handle=None, denoiser=None):
+        self.handle, self.denoiser = handle, denoiser
 
     @property
     def is_leftover(self):
@@ -25,24 +25,24 @@ class RootHook:
         return self.handle is None
 
     def __call__(self, module, args, kwargs):
-        handle, part = self.handle, self.part
+        handle, denoiser = self.handle, self.denoiser
         if handle is None:
             return
         if not torch.compiler.is_compiling():
-            if part.graphs is None or not part.graphs.is_calling:
-                _before_forward(handle, part, args, kwargs)
-        elif part.follows_scheduler and part.hangs_on_steps:
-            part.forwards.count_compiled(part.timestep_of(args, kwargs))
-        if part.state is not None and not part.follows_scheduler:
-            part.follow_timestep(args, kwargs)
+            if denoiser.graphs is None or not denoiser.graphs.is_calling:
+                _before_forward(handle, denoiser, args, kwargs)
+        elif denoiser.follows_scheduler and denoiser.hangs_on_steps:
+            denoiser.forwards.count_compiled(denoiser.timestep_of(args, kwargs))
+        if denoiser.state is not None and not denoiser.follows_scheduler:
+            denoiser.follow_timestep(args, kwargs)
 
     def __reduce__(self):
         return RootHook, ()
 
 
 @torch.compiler.disable
-def _before_forward(handle, part, args, kwargs):
-    handle._before_forward(part, args, kwargs)
+def _before_forward(handle, denoiser, args, kwargs):
+    handle._before_forward(denoiser, args, kwargs)
 
 
 keep_out_of_dynamo(RootHook.__call__)

@@ -68,7 +68,7 @@ class _OfThread(threading.local):
 class Following:
     """The schedulers that a handle follows.
 
-    Args: handle: has _parts, steps, `begin_run(u)` and `advance(u_finished, u_next)`. windowed: whether precision
+    Args: handle: has _denoisers, steps, `begin_run(u)` and `advance(u_finished, u_next)`. windowed: whether precision
         hangs on where a run is.
     Attributes: followed: list of Followed, those of the handle's own pipeline first. overlaps: steps of runs between
         whose steps another thread's run came: their planned scales are of both.
@@ -103,7 +103,7 @@ class Following:
         own = self._handle._pipe() if self._handle._pipe else None
         wanted = [(scheduler, own) for scheduler in _schedulers(own)]
         if thoroughly and self._handle._pipe:
-            models = [part.model for part in self._handle._parts]
+            models = [denoiser.model for denoiser in self._handle._denoisers]
             for pipe in known_pipelines():
                 if pipe is not own and any(unwrap(x) is m for x in list(vars(pipe).values()) for m in models):
                     wanted += [(scheduler, pipe) for scheduler in _schedulers(pipe)]
@@ -119,7 +119,7 @@ class Following:
             if old in kept or old.scheduler is None:
                 continue
             if old.pipe is None or (not thoroughly and old.pipe is not own):
-                kept.append(old)  # its pipeline is gone, and somebody goes on with its parts
+                kept.append(old)  # its pipeline is gone, and somebody goes on with its denoisers
             else:
                 untrack(old.scheduler, old)
         self.followed = kept
@@ -138,8 +138,8 @@ class Following:
         """Forget where all runs are, in every thread: the schedulers are followed as if they were just found."""
         self._running, self._latest, self._has_warned, self.overlaps = _OfThread(), None, False, 0
         self._handle.steps.decide(None)
-        for part in self._handle._parts:
-            part.forwards.forget()
+        for denoiser in self._handle._denoisers:
+            denoiser.forwards.forget()
         for followed in self.followed:
             followed.progress = Progress(self.windowed)
         self._find(self.followed)
@@ -183,31 +183,31 @@ class Following:
         self._mark(followed.progress)
 
     def _mark(self, progress: Progress) -> None:
-        for part in self._handle._parts:
-            part.forwards.mark(progress.is_told and not progress.is_over, self._handle.steps.bits)
+        for denoiser in self._handle._denoisers:
+            denoiser.forwards.mark(progress.is_told and not progress.is_over, self._handle.steps.bits)
 
-    def place(self, part, timestep) -> None:
-        """Before an eager forward of a part: set this thread's windows for the step that it belongs to.
+    def place(self, denoiser, timestep) -> None:
+        """Before an eager forward of a denoiser: set this thread's windows for the step that it belongs to.
 
         A forward that is captured is of the step that was entered last, and its replays are counted on the device.
         """
-        if not (self.followed or self.windowed) or not part.hangs_on_steps:
+        if not (self.followed or self.windowed) or not denoiser.hangs_on_steps:
             return
         if _is_capturing():
-            part.forwards.count_captured(timestep, self._handle.steps.bits)
+            denoiser.forwards.count_captured(timestep, self._handle.steps.bits)
             return
         active = self.active
-        if active is not None and part.forwards.belongs(active.progress, timestep):
+        if active is not None and denoiser.forwards.belongs(active.progress, timestep):
             found: Followed | None = active
         else:
             others = [
                 x
                 for x in self.followed
-                if x is not active and part.forwards.belongs(x.progress, timestep, resumes=True)
+                if x is not active and denoiser.forwards.belongs(x.progress, timestep, resumes=True)
             ]
             found = others[0] if len(others) == 1 else None
         if found is None:
-            self._lose(part)
+            self._lose(denoiser)
         elif found is not self._latest or found is not active or self._running.is_lost:
             if found is active and not self._running.is_lost and found.progress.taken:
                 self._overlap(found)
@@ -217,8 +217,8 @@ class Following:
         else:
             self._handle.steps.decide(found.progress)
 
-    def _lose(self, part) -> None:
-        part.forwards.add_stray()
+    def _lose(self, denoiser) -> None:
+        denoiser.forwards.add_stray()
         self._handle.steps.decide(None)
         if not self._running.is_lost:
             self._running.is_lost = True
@@ -227,12 +227,12 @@ class Following:
             self._has_warned = True
             logger.warning(
                 "%s: got a forward that belongs to no step of %s; %s",
-                part.name or type(part.model).__name__, self.names(), REMEDIES["unfollowed"],
+                denoiser.name or type(denoiser.model).__name__, self.names(), REMEDIES["unfollowed"],
             )  # fmt: skip
 
     def _overlap(self, followed: Followed) -> None:
         """Count a step of a run that another thread's run was planned between: one model has one plan."""
-        if all(part.state is None for part in self._handle._parts):
+        if all(denoiser.state is None for denoiser in self._handle._denoisers):
             return
         with self._handle.lock:
             self.overlaps += 1
