@@ -174,7 +174,7 @@ for name in run:
     for share in wanted:
         rung = min(ladder, key=lambda config: abs(choices[name].share(config) - share))
         found = choices[name].share(rung)
-        results[name]["measured", f"{len(rung.rules("linears"))} layers by their error"] = found, psnr_of(name, rung)
+        results[name]["measured", f"{len(rung.rules('linears'))} layers by their error"] = found, psnr_of(name, rung)
     attention[name] = psnr_of(name, sp.SageAttnProcessor())
 
 # %%

@@ -41,7 +41,7 @@ from sage_processors.evaluation import hard_variants, quality  # noqa: E402
 from sage_processors.evaluation.feature_distance import features, load_classifier  # noqa: E402
 from sage_processors.evaluation.picture_report import Pictures, Row, report  # noqa: E402
 from sage_processors.files.whole_file import check_output, whole_file, write_whole  # noqa: E402
-from sage_processors.options import SCALINGS  # noqa: E402
+from sage_processors.option_groups import SCALINGS  # noqa: E402
 
 
 COLUMNS = ("pipeline", "recipe", "scaling", "device", "steps", "images", "metric", "unit", "value", "low", "high")

@@ -156,6 +156,8 @@ class Handle:
             if known is None:
                 self._denoisers.append(denoiser)
                 denoiser.use_graphs(self._graphs_of(denoiser))
+            elif denoiser.graphs is not None:
+                denoiser.graphs.forget()
             denoiser.follow_home()
             denoiser.install()
         self._follow_schedulers()

@@ -11,7 +11,7 @@ import sage_kernels
 from sage_kernels.results import read_rows
 from sage_processors.diffusion.calls import processors
 from sage_processors.language import report as language_report
-from sage_processors.options import ROTATIONS, SCALINGS
+from sage_processors.option_groups import ROTATIONS, SCALINGS
 from tests.docs.blocks import FENCE
 from tests.support.repository import ROOT
 from tests.support.weight_bytes import IN_16_BIT, computed, flux_on_meta

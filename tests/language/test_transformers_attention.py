@@ -138,7 +138,7 @@ def test_names_that_mean_something_to_transformers_are_refused(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"recipe": "int3"}, {"policy": "maybe"}, {"min_tokens": -1}, {"min_tokens": True}]
+    "options", [{"recipe": "int3"}, {"on_unsupported": "maybe"}, {"min_tokens": -1}, {"min_tokens": True}]
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -266,7 +266,7 @@ def test_casts_and_moves_leave_the_codes_alone():
     ("options", "error", "words"),
     [
         ({"linears": "int4"}, ValueError, "linears: got 'int4'"),
-        ({"policy": "loose"}, ValueError, "policy: got 'loose'"),
+        ({"on_unsupported": "loose"}, ValueError, "on_unsupported: got 'loose'"),
         ({"keep": "first"}, TypeError, "keep: got 'first'"),
         ({"keep": ("third",)}, ValueError, "keep: got 'third', which matches no linear layer"),
         ({"layers": {"third": "int8"}}, ValueError, "layers: got 'third', which matches no"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_processors.options import SCALINGS
+from sage_processors.option_groups import SCALINGS
 from tests.support.repository import ROOT
 
 

@@ -255,12 +255,12 @@ def _denoiser_rows(denoiser: Any, rotation: Any) -> list[dict[str, Any]]:
                 note = note or rotation.note(label)
                 rotated = "hadamard" if layer.sage._sage_rotated else "none"
                 counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
-                counted |= {"keep_noise": own.keep_noise}
+                counted |= {"keep_noise": own.keep.noise}
                 if is_mixed(own):
                     counted |= {"scaling": "per_token"}
                     counted["mixed"] = mixed_facts(own, layer.sage._sage_sites, denoiser.device)
                     note = "; ".join([note] * bool(note) + [mixed_note(counted["mixed"])])
-                note = "; ".join([note] * bool(note) + _range_notes(own.keep_noise) + _plan_notes(counted))
+                note = "; ".join([note] * bool(note) + _range_notes(own.keep.noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
             else:
                 note = _replaced_note(module.processor, will_follow)

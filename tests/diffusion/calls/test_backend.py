@@ -136,7 +136,7 @@ def test_registering_again_replaces_the_options_and_counts_anew():
         ({"scaling": "static"}, ValueError),
         ({"min_tokens": -1}, ValueError),
         ({"min_tokens": 1.5}, TypeError),
-        ({"policy": "quiet"}, ValueError),
+        ({"on_unsupported": "quiet"}, ValueError),
     ],
 )
 def test_wrong_options_change_nothing(options, error):

@@ -62,7 +62,7 @@ def test_options_are_read_back_from_a_policy(tmp_path):
     budget, result = {"target_psnr": 30.0}, {"psnr_db": 31.0}
     write_policy(path, NVFP4, [], budget=budget, result=result, curve=[])
     assert read_policy(path)[0] == NVFP4
-    assert NVFP4.mixed == Mixed("nvfp4", budget=0.3)
+    assert NVFP4.mixed == Mixed("nvfp4", budget=0.3, keep_blocks=True)
 
 
 def test_one_layer_in_two_precisions_the_others_as_they_are():

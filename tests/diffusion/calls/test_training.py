@@ -56,7 +56,7 @@ def test_T11_autocast_trains_in_its_dtype():
 
 @pytest.mark.parametrize("what", ["no_backward", "mask_gradient", "exact", "training"])
 def test_T11_what_cannot_train_in_int8_is_exact_and_counted(what, monkeypatch):
-    training = "exact" if what in ("exact", "training") else "int8"
+    training = "16bit" if what in ("exact", "training") else "int8"
     stock, attention, x = trained(sp.SageAttnProcessor(min_tokens=0, training=training, scaling="dynamic"))
     options, reason = {}, what
     if what == "no_backward":

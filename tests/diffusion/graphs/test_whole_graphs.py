@@ -420,6 +420,15 @@ def test_row_maxima_are_not_kept_and_lists_are_not_replayed(recipe, flux):
 # --- its life ---
 
 
+def test_refresh_captures_anew():
+    """What Python does outside of the model's attributes is not seen: refresh() is what a user calls after it."""
+    handle, graphs, model, inputs, old = replayed_model()
+    handle.refresh()
+    with torch.no_grad():
+        again = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP + 1)]
+    assert graphs.eager["warm_up"] == 2 * WARM_UP and graphs.replays == 3 and torch.equal(again[-1], old)
+
+
 def test_a_cpu_has_no_graphs_and_the_report_says_so(flux):
     pipe, draw = flux
     with sp.apply(pipe, options()) as handle:

@@ -198,7 +198,7 @@ def test_numbers_of_a_line_are_those_of_its_layers():
 
 
 def test_data_for_machines_has_no_number_that_json_can_not_say():
-    report = Report([row("a", keep={"noise": (0.0, 0.5)})], linears=LinearReport([linear("a", rel_l2=float("inf"))]))
+    report = Report([row("a", keep_noise=(0.0, 0.5))], linears=LinearReport([linear("a", rel_l2=float("inf"))]))
     data = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert data["rows"][0]["keep_noise"] == [0.0, 0.5] and data["linears"]["rows"][0]["rel_l2"] is None
 

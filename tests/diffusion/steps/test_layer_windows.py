@@ -91,9 +91,9 @@ def test_ranges_add_to_the_windows_of_all_layers_and_replace_their_range():
 def test_a_range_holds_its_low_end_and_one_but_not_its_high_end():
     assert [inside((0.2, 0.5), u) for u in (0.19, 0.2, 0.49, 0.5)] == [False, True, True, False]
     assert inside((0.2, 1.0), 1.0) and inside((0.0, 0.1), 0.0) and not inside((), 0.5)
-    config = options(keep={"first_steps": 1, "last_steps": 1, "noise": (0.0, 0.35)})
+    config = options(keep={"first_steps": 1, "last_steps": 2, "noise": (0.0, 0.35)})
     kept = [stays_exact(config, (0.5, 0.7), 1 - i / 10, i, 10 - i) for i in range(10)]
-    assert kept == [True, False, False, False, True, True, False, True, True, True]
+    assert kept == [True, False, False, False, True, True, False, False, True, True]
 
 
 @pytest.mark.slow("compiles four versions")
@@ -234,7 +234,7 @@ def test_policies_of_earlier_formats_are_refused(tmp_path, version):
         (
             {"layers": {"a": {"recipe": "qk_int4"}}},
             ValueError,
-            "recipe: got 'qk_int4', expected .*the closest is",
+            "recipe: got 'qk_int4', expected one of",
         ),
         ({"layers": {"a": {"recipe": 3}}}, TypeError, "layers..a..: recipe: got int"),
         ({"layers": [("a", "b", "c")]}, TypeError, "layers: got"),
