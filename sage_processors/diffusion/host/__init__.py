@@ -1,4 +1,4 @@
-"""The code that touches diffusers: find and rebind attention processors, register a back end.
+"""Code for diffusers' internals: find and rebind attention processors, add a back end.
 
 May import patching/ and postponed/; nothing else of diffusion/.
 """

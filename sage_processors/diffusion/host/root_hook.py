@@ -1,4 +1,4 @@
-"""What looks on before every forward of a denoiser: replaced processors, another device, the step that runs."""
+"""The hook before every forward of a denoiser: notices replaced processors, new devices and steps."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from sage_kernels.compat import keep_out_of_dynamo
 
 
 class RootHook:
-    """Forward pre-hook of a denoiser, and of this object only: in a copy of the model it does nothing.
+    """Forward pre-hook of a denoiser. In a copy of the model it does nothing.
 
-    The hooks of a compiled model are frames of their own, and this one is left as it is: it runs on the host at every
-    forward. Only where code around the model is compiled, the hook is compiled with it.
+    torch.compile treats the hooks of a compiled model as functions of their own. This hook is kept out of it and runs
+    on the host at every forward. Only if code around the model is compiled, the hook is compiled with it.
     """
 
     is_of_attention = True
