@@ -51,8 +51,8 @@ def numbers_of(values: Any) -> torch.Tensor:
 def noise_levels(scheduler) -> torch.Tensor:
     """Return the noise level of every entry of `scheduler.timesteps`, after its `set_timesteps`.
 
-    Returns: fp32 [len(timesteps)] in [0, 1], on the device of `timesteps`. A scheduler of unknown kind gets levels that
-        fall evenly from 1: one for each step, but not comparable with those of other schedulers.
+    Returns: fp32 [len(timesteps)] in [0, 1], on the device of `timesteps`. A scheduler of unknown kind gets levels
+        that fall evenly from 1: one for each step, but not comparable with those of other schedulers.
     """
     timesteps = numbers_of(scheduler.timesteps)
     count, device = timesteps.numel(), timesteps.device

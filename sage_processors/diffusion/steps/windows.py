@@ -99,7 +99,7 @@ class Progress:
         self.is_told, self.is_over, self.token = is_told, False, object()
 
     def move(self, place: int) -> None:
-        """Correct the place of the running step: image to image with DDIM starts late, untold."""
+        """Correct the running step's place, for a run that began late without telling the scheduler."""
         self.place, self.is_told = place, True
 
     def finish(self, u_finished: torch.Tensor) -> None:
