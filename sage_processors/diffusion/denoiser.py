@@ -260,7 +260,7 @@ class Denoiser:
             graphs.start()
 
     @property
-    def hangs_on_steps(self) -> bool:
+    def depends_on_steps(self) -> bool:
         """True if results depend on the denoising step: scales are planned or step windows are set."""
         return self.state is not None or self._steps.windowed
 
@@ -287,10 +287,11 @@ class Denoiser:
         return self._signs != signs_of(self.model, modules) or not (every - now).isdisjoint(there)
 
     def watch(self) -> bool:
-        """Notice processors that are not ours, at the start of a forward.
+        """Notice processors that are not the handle's, at the start of a forward.
 
-        If diffusers put them there, with an adapter or for fused projections, swap all of them. Otherwise count the
-        forward as "replaced" for each such layer: the processor may be put back, and nothing else would tell.
+        If diffusers put them there, with an adapter or for fused projections, all are swapped. Otherwise a PAG
+        processor of ours becomes a guest, and for any other one the forward is counted as "replaced". It has to be
+        counted now, because the processor may be put back before the report.
         Returns: True if processors were swapped.
         """
         for patches in self._patches.values():
@@ -347,7 +348,7 @@ class Denoiser:
             place_lists(self.state.kept.skip_lists, progress, u)
 
     def uninstall(self) -> None:
-        """Put the original processors back in the place of ours. Processors set by others stay."""
+        """Put the original processors and linear layers back. Processors set by others stay."""
         self.use_graphs(None)
         if self.linears is not None:
             self.linears.remove()

@@ -28,7 +28,7 @@ from ..host.root_hook import RootHook
 OURS = (RootHook, PrepareHook, EndHook, AsUnderNoGrad)  # hooks that may be captured with a forward
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-OPAQUE = ("torch", "builtins", "sage_kernels", "sage_processors")  # packages with objects whose attributes don't count
+OPAQUE = ("torch", "builtins", "sage_kernels", "sage_processors")  # attributes of their objects are not compared
 VERSION = operator.attrgetter("_version")
 DEPTH = 3  # levels of nested containers that are compared
 

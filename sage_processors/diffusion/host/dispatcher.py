@@ -92,7 +92,7 @@ def _new_member(names: Any) -> Any:
     setattr(names, _MEMBER, member)
     names._member_names_.append(_MEMBER)
     names._member_map_[_MEMBER] = names._value2member_map_[NAME] = member
-    if hasattr(names, "_hashable_values_"):  # Python 3.13: what `in` looks at
+    if hasattr(names, "_hashable_values_"):  # used by `in` since Python 3.13
         names._hashable_values_.append(NAME)
     return member
 

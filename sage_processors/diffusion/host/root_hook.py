@@ -31,7 +31,7 @@ class RootHook:
         if not torch.compiler.is_compiling():
             if denoiser.graphs is None or not denoiser.graphs.is_calling:
                 _before_forward(handle, denoiser, args, kwargs)
-        elif denoiser.follows_scheduler and denoiser.hangs_on_steps:
+        elif denoiser.follows_scheduler and denoiser.depends_on_steps:
             denoiser.forwards.count_compiled(denoiser.timestep_of(args, kwargs))
         if denoiser.state is not None and not denoiser.follows_scheduler:
             denoiser.follow_timestep(args, kwargs)

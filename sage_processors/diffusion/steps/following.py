@@ -197,7 +197,7 @@ class Following:
 
         A forward that is being captured belongs to the step entered last. Its replays are counted on the device.
         """
-        if not (self.followed or self.windowed) or not denoiser.hangs_on_steps:
+        if not (self.followed or self.windowed) or not denoiser.depends_on_steps:
             return
         if _is_capturing():
             denoiser.forwards.count_captured(timestep, self._handle.steps.bits)
