@@ -15,9 +15,10 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 from sage_kernels.planning.rules import rule_for
 from sage_kernels.planning.state import ScaleState, Site
 
-from ..inference_mode import AsUnderNoGrad
 from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap
+from ..torch_modes import AsUnderNoGrad
+from .calls.call_reasons import layer_reason
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
 from .graphs.whole_graphs import WholeGraphs
@@ -25,7 +26,6 @@ from .heads.head_norms import HeadNorms
 from .host.discovery import attention_modules, device_of, discover_sites, put_processor, signs_of
 from .host.patches import Patches
 from .host.root_hook import RootHook
-from .reports.layer_reasons import reason_against
 from .site_state import Parked, lists_of_layers, place_lists
 from .steps.forwards import Forwards
 from .steps.noise_level import TimestepReader
@@ -201,7 +201,7 @@ class Denoiser:
 
     def reasons_against(self) -> dict[str, str]:
         """Return {layer name: reason why none of its calls can run in INT8, or ""}."""
-        return {self._label(layer.name): reason_against(layer) for layer in self.layers}
+        return {self._label(layer.name): layer_reason(layer) for layer in self.layers}
 
     def move(self, device: torch.device) -> None:
         """Move all tensors to the model's new device. The counts of planned calls start from zero."""

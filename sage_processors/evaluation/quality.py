@@ -143,8 +143,8 @@ def study_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
         planned("delayed", "delayed", warm=False),
         planned("static", "static"),
         planned("sigma_power", "sigma_power"),
-        planned("sigma_ratio", "sigma_power", gamma=1.0),
-        planned("sigma_ratio_printed", "sigma_power", gamma=-1.0),
+        planned("sigma_ratio", {"name": "sigma_power", "gamma": 1.0}),
+        planned("sigma_ratio_printed", {"name": "sigma_power", "gamma": -1.0}),
     )
 
 
