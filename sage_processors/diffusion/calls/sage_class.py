@@ -187,7 +187,7 @@ def _sage_class(base: Any, fn: types.FunctionType) -> Any:
 
 
 def _list_beside(cls: type, base: type) -> None:
-    """Add a Sage class to all lists of diffusers that have its base, as diffusers looks for the exact class."""
+    """Add a Sage class to each list in diffusers that has its base: diffusers compares exact classes."""
     _for_layer_skip(cls, base)
     for module in [m for name, m in list(sys.modules.items()) if name.startswith("diffusers.")]:
         for name in _DEFAULTS_OF:
