@@ -70,7 +70,7 @@ def test_a_site_whose_state_is_on_another_device_computes_its_own_scales():
     """As while a model moves: counted as such a call, and nothing is written to the other device."""
     drawing = Drawing()
     with torch.no_grad(), sp.apply(drawing.model, options()) as handle:
-        for layer in handle._parts[0].layers:
+        for layer in handle._denoisers[0].layers:
             for site in layer.sage._sage_sites:
                 site.state = HeadState(*(x.to("meta") for x in site.state))
         own = drawing.model(**drawing.inputs).sample
@@ -128,7 +128,7 @@ def test_Q26_a_model_called_outside_of_steps_keeps_few_row_maxima():
     pipe = Pipe(model, drawing.pipe.scheduler)
     config = sp.SageAttnProcessor(min_tokens=0, recipe="qk_int8_pv_fp8")
     with torch.no_grad(), sp.apply(pipe, config) as handle:
-        kept = handle._parts[0].state.kept.row_maxima
+        kept = handle._denoisers[0].state.kept.row_maxima
         pipe.scheduler.set_timesteps(8)
         for t in pipe.scheduler.timesteps[:4]:
             inputs["timestep"] = t.expand(1) / 1000
