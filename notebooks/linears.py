@@ -46,7 +46,7 @@ LIVE = {
     },
     "small": {"tiny_sd": measure.Size(images=1, steps=2, batch=1)},
 }[SIZE]
-RUNGS = {"full": 8, "small": 2}[SIZE]
+CANDIDATES = {"full": 8, "small": 2}[SIZE]
 torch.set_num_threads(1)
 work = tempfile.TemporaryDirectory()
 run = {
@@ -130,7 +130,7 @@ for name, at in run.items():
 # %% [markdown]
 # ## What is left when layers stay in 16 bit
 #
-# Rules that name no model's layers, then the ladder of `calibrate`: whatever takes most error away for its operations
+# Rules that name no model's layers, then the candidates of `calibrate`: what takes most error away for its operations
 # goes first.
 
 # %%
@@ -172,12 +172,15 @@ for name in run:
     for label, patterns in rules.items():
         config = kept(name, patterns)
         results[name]["rule", label] = share_of(name, config), psnr_of(name, config)
-    ladder = choices[name].ladder(sp.SageAttnProcessor(**ALONE))
-    wanted = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.5, 0.3][:RUNGS]
+    candidates = choices[name].candidates(sp.SageAttnProcessor(**ALONE))
+    wanted = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.5, 0.3][:CANDIDATES]
     for share in wanted:
-        rung = min(ladder, key=lambda config: abs(choices[name].share(config) - share))
-        found = choices[name].share(rung)
-        results[name]["measured", f"{len(rung.layer_linears)} layers by their error"] = found, psnr_of(name, rung)
+        nearest = min(candidates, key=lambda config: abs(choices[name].share(config) - share))
+        found = choices[name].share(nearest)
+        results[name]["measured", f"{len(nearest.layer_linears)} layers by their error"] = (
+            found,
+            psnr_of(name, nearest),
+        )
     attention[name] = psnr_of(name, sp.SageAttnProcessor())
 
 # %%
@@ -207,7 +210,7 @@ Image(drawing.save(figure, FIGURES / "psnr_by_linear_share.png"))
 
 # %% [markdown]
 # On `tiny_sd` nothing that leaves 70 % of the operations in 8 bit comes within 6 dB of attention alone. The best that
-# does is a rule, the feed-forward layers' way down in 16 bit; the ladder passes it by further up alone. On `tiny_flux`
+# does is a rule, the feed-forward layers' way down in 16 bit; only later candidates surpass it. On `tiny_flux`
 # linear layers cost no more than attention to begin with, and that rule takes more of the operations for less. The
 # intervals of so few pictures are wide, so small differences say nothing. By default the package protects modulation
 # and embeddings only; more than that is `keep_linears`, or a budget that `calibrate` is given.

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import sage_processors as sp
-from sage_processors.calibration import candidates as ladders
+from sage_processors.calibration import candidates
 from sage_processors.calibration import cost as attention_cost
 from sage_processors.calibration.cost import (
     BYTES_PER_SECOND,
@@ -96,8 +96,8 @@ def test_a_budget_out_of_reach_says_so_with_the_best_and_the_curve():
     found = run(target_psnr=119.0, scalings=("per_block",))
     assert not found.met and found.result["psnr_db"] < 119
     best = max(found.curve, key=lambda row: row["psnr_db"])
-    assert ladders.label(found.config) == best["label"] and best["psnr_db"] > found.curve[0]["psnr_db"]
-    assert len(found.curve) >= 5  # the last rung of every ladder was tried
+    assert candidates.label(found.config) == best["label"] and best["psnr_db"] > found.curve[0]["psnr_db"]
+    assert len(found.curve) >= 5  # the last candidate of every sequence was tried
     lines = []
     found.print(type("Console", (), {"print": lambda self, *a, **k: lines.append(str(a[0]))})())
     assert "NOT met" in lines[-1]
