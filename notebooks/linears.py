@@ -57,7 +57,7 @@ ALONE = {"linears": "int8", "linears_min_features": 0, "keep_layers": ("*",)}  #
 
 
 def draw(name: str, config=None) -> torch.Tensor:
-    """Pictures drawn with the options; None: stock."""
+    """Draw pictures with the options; None: with stock."""
     at = run[name]
     if config is None:
         return torch.cat([at.draw(batch) for batch in at.batches])
@@ -69,7 +69,7 @@ stock = {name: draw(name) for name in run}
 
 
 def psnr_of(name: str, config) -> metrics.Interval:
-    """Mean PSNR to the stock pictures, dB, with its interval."""
+    """Return the mean PSNR to the stock pictures, dB, with its interval."""
     return metrics.mean_interval(metrics.psnr(draw(name, config), stock[name]).clamp(max=PSNR_CEILING))
 
 
@@ -142,7 +142,7 @@ DOWN, OUT, UP = ("*.net.2", "*single*.proj_out"), ("*.to_out.0", "*.to_add_out")
 
 
 def kept(name: str, patterns) -> sp.SageAttnProcessor:
-    """Linear layers in 8 bit but for those that match; some pipelines have none of them."""
+    """Return options with linear layers in 8 bit, except those that match one of the patterns."""
     names = choices[name].layers
     return sp.SageAttnProcessor(
         **ALONE, keep_linears=tuple(p for p in patterns if any(fnmatchcase(layer, p) for layer in names))
@@ -175,12 +175,9 @@ for name in run:
     candidates = choices[name].candidates(sp.SageAttnProcessor(**ALONE))
     wanted = [0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.5, 0.3][:CANDIDATES]
     for share in wanted:
-        nearest = min(candidates, key=lambda config: abs(choices[name].share(config) - share))
-        found = choices[name].share(nearest)
-        results[name]["measured", f"{len(nearest.layer_linears)} layers by their error"] = (
-            found,
-            psnr_of(name, nearest),
-        )
+        best = min(candidates, key=lambda config: abs(choices[name].share(config) - share))
+        found = choices[name].share(best)
+        results[name]["measured", f"{len(best.layer_linears)} layers by their error"] = found, psnr_of(name, best)
     attention[name] = psnr_of(name, sp.SageAttnProcessor())
 
 # %%
