@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from sage_kernels import RECIPES
 from sage_processors.cli.arguments import at_least
 from sage_processors.evaluation.side_by_side import amplification
-from sage_processors.options import LINEARS, SCALINGS
+from sage_processors.option_groups import LINEARS, SCALINGS
 
 
 OFFLINE = {"tiny_sd": small_pictures.sd15, "tiny_flux": small_pictures.flux, "random_sdxl": small_pictures.sdxl}

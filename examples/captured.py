@@ -17,8 +17,7 @@ def main() -> None:
     args = line.parse_args()
     with line.loading(small_pictures.flux) as model:
         pipe = FluxPipeline.from_pretrained(model, torch_dtype=line.dtype(torch.bfloat16)).to(args.device)
-    handle = pipe.set_attn_processor(line.attention())  # the one line, first
-    handle.capture_forwards()  # then the graphs
+    handle = pipe.set_attn_processor(line.attention(graphs="auto"))
     inputs = {"prompt": args.prompt, "guidance_scale": 3.5}
     first = line.draw(pipe, **inputs)
     second = line.draw(pipe, **inputs)

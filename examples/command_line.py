@@ -22,7 +22,7 @@ from sage_processors.cli.checks import save_picture
 from sage_processors.cli.loading import quiet_diffusers
 from sage_processors.evaluation.quality import MIN_TOKENS
 from sage_processors.evaluation.side_by_side import amplification, side_by_side
-from sage_processors.options import LINEARS, SCALINGS
+from sage_processors.option_groups import LINEARS, SCALINGS
 
 
 SMALL = "small"
@@ -110,7 +110,7 @@ class CommandLine(OneLineParser):
         """The options of the swap that the command line asks for; a small model is too small for the defaults."""
         chosen: dict[str, Any] = {name: getattr(self.args, name) for name in ("recipe", "linears", "scaling")}
         if self.is_small:
-            chosen |= {"min_tokens": MIN_TOKENS} | ({"linears_min_features": 0} if chosen["linears"] != "none" else {})
+            chosen |= {"min_tokens": MIN_TOKENS, "linears": sp.Linears(chosen["linears"], min_features=0)}
         return sp.SageAttnProcessor(**chosen | options)
 
     def implementation(self) -> str:

@@ -14,7 +14,7 @@
 # that holds for any model (all projections back from the feed-forward layers, the first block, the last one), and by
 # measurement, as `calibrate` does.
 #
-# Both pipelines are far smaller than the layers that the package swaps by itself (`linears_min_features`), so
+# Both pipelines are far smaller than the layers that the package swaps by itself (`Linears.min_features`), so
 # everything inside of the blocks is swapped here. Pictures are drawn on a CPU in fp32.
 
 # %%
@@ -53,7 +53,7 @@ run = {
     name: measure.Measurement(name, size, "cpu", Path(work.name), measure.prompts(4)[: size.images])
     for name, size in LIVE.items()
 }
-ALONE = {"linears": "int8", "linears_min_features": 0, "keep_layers": ("*",)}  # attention in 16 bit
+ALONE = {"linears": {"format": "int8", "min_features": 0}, "layers": {"*": {"recipe": "16bit"}}}  # attention in 16 bit
 
 
 def draw(name: str, config=None) -> torch.Tensor:
@@ -112,7 +112,7 @@ for name, at in run.items():
         generator = torch.Generator().manual_seed(0)
         at.pipe(at.texts[0], generator=generator, callback_on_step_end=lambda *a: (on_step(), a[3])[1], **arguments)
 
-    options = sp.SageAttnProcessor(linears_min_features=0)
+    options = sp.SageAttnProcessor(linears=sp.Linears("none", min_features=0))
     choices[name] = LinearChoices(
         at.pipe, options, ("int8",), one_picture, LIVE[name].steps, 1, "counted", lambda *_: None
     )
@@ -144,15 +144,12 @@ DOWN, OUT, UP = ("*.net.2", "*single*.proj_out"), ("*.to_out.0", "*.to_add_out")
 def kept(name: str, patterns) -> sp.SageAttnProcessor:
     """Return options with linear layers in 8 bit, except those that match one of the patterns."""
     names = choices[name].layers
-    return sp.SageAttnProcessor(
-        **ALONE, keep_linears=tuple(p for p in patterns if any(fnmatchcase(layer, p) for layer in names))
-    )
+    found = [p for p in patterns if any(fnmatchcase(layer, p) for layer in names)]
+    return sp.SageAttnProcessor(**ALONE).with_rules(*(sp.LayerRule(p, linears="none") for p in found))
 
 
 def share_of(name: str, config) -> float:
-    layers = choices[name].layers
-    own = sum(x.operations for n, x in layers.items() if any(fnmatchcase(n, p) for p in config.keep_linears))
-    return choices[name].share(config) - own / sum(x.operations for x in layers.values())
+    return choices[name].share(config)
 
 
 results, attention = {}, {}
@@ -177,7 +174,7 @@ for name in run:
     for share in wanted:
         best = min(candidates, key=lambda config: abs(choices[name].share(config) - share))
         found = choices[name].share(best)
-        results[name]["measured", f"{len(best.layer_linears)} layers by their error"] = found, psnr_of(name, best)
+        results[name]["measured", f"{len(best.rules('linears'))} layers by their error"] = found, psnr_of(name, best)
     attention[name] = psnr_of(name, sp.SageAttnProcessor())
 
 # %%
@@ -210,7 +207,7 @@ Image(drawing.save(figure, FIGURES / "psnr_by_linear_share.png"))
 # does is a rule, the feed-forward layers' way down in 16 bit; only later candidates surpass it. On `tiny_flux`
 # linear layers cost no more than attention to begin with, and that rule takes more of the operations for less. The
 # intervals of so few pictures are wide, so small differences say nothing. By default the package protects modulation
-# and embeddings only; more than that is `keep_linears`, or a budget that `calibrate` is given.
+# and embeddings only; more than that is a rule in `layers`, or a budget that `calibrate` is given.
 #
 # ## Outliers
 #

@@ -49,7 +49,7 @@ LIVE = {
     "small": SimpleNamespace(seeds=2, steps=2, batch=1, judged=2, every=1),
 }[SIZE]
 PIXELS, RATE = 64, 2e-3
-INT8 = sp.SageAttnProcessor(training="int8", scaling="dynamic", min_tokens=0, policy="strict")
+INT8 = sp.SageAttnProcessor(training="int8", min_tokens=0, on_unsupported="raise", scaling="dynamic")
 torch.set_num_threads(1)
 pipe = DiffusionPipeline.from_pretrained(pipelines.path("tiny_sd"), torch_dtype=torch.float32, use_safetensors=True)
 alphas, words = pipe.scheduler.alphas_cumprod, tiny_data.captions()

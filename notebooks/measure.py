@@ -41,7 +41,7 @@ from sage_processors.evaluation import hard_variants, quality  # noqa: E402
 from sage_processors.evaluation.feature_distance import features, load_classifier  # noqa: E402
 from sage_processors.evaluation.picture_report import Pictures, Row, report  # noqa: E402
 from sage_processors.files.whole_file import check_output, whole_file, write_whole  # noqa: E402
-from sage_processors.options import SCALINGS  # noqa: E402
+from sage_processors.option_groups import SCALINGS  # noqa: E402
 
 
 COLUMNS = ("pipeline", "recipe", "scaling", "device", "steps", "images", "metric", "unit", "value", "low", "high")
@@ -66,7 +66,7 @@ def variants(recipe: str) -> dict[str, quality.Variant]:
         return {"dynamic": quality.Variant("dynamic", config)}
     both = (*quality.default_variants(recipe), *quality.study_variants(recipe))
     known = {variant.name: variant for variant in both}
-    covered = {variant.config.scaling for variant in known.values()} | {"per_token"}  # another name of "dynamic"
+    covered = {variant.config.scaling.name for variant in known.values()} | {"per_token"}  # another name of "dynamic"
     for scaling in sorted(set(SCALINGS) - covered):
         known[scaling] = quality.Variant(
             scaling, sp.SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=quality.MIN_TOKENS)

@@ -1,4 +1,4 @@
-"""Measure skip="temporal" on tiny_wan's largest clips, with several limits and as calibrate chooses.
+"""Measure skipped key tiles on tiny_wan's largest clips, with several limits and as calibrate chooses.
 
     python notebooks/measure_skipping.py --device cuda --clips 64 --steps 25 --work measured_skipping
     … --part switched                 beside the one above, so that it finds this part done
@@ -123,7 +123,7 @@ def main() -> int:
     size = pipelines.call_arguments(measure_video.NAME) | measure_video.SIZES[arguments.size]
     real = measure_video.true_features(size, load_classifier())
     variants = {"dense": options()}
-    variants |= {f"within {limit:g}": options(skip="temporal", skip_limit=limit) for limit in LIMITS}
+    variants |= {f"within {limit:g}": options(skip={"limit": limit}) for limit in LIMITS}
     table = []
     for switched in (False, True) if arguments.part == "all" else (True,):
         measurement = SkipMeasurement(arguments.size, count, arguments.device, arguments.work, switched)

@@ -99,7 +99,12 @@ def psnr_of(name: str, config) -> tuple[metrics.Interval, float]:
 stock = {name: draw_with(name)[0] for name in PIPELINES}
 with sp.apply(run["tiny_flux"].pipe) as handle:
     layers = [row["layer"] for row in handle.report().rows]
-alone = {layer: psnr_of("tiny_flux", sp.SageAttnProcessor(only_layers=(layer,)))[0].value for layer in layers}
+alone = {
+    layer: psnr_of(
+        "tiny_flux", sp.SageAttnProcessor(layers={layer: {"recipe": "qk_int8_pv_bf16"}, "*": {"recipe": "16bit"}})
+    )[0].value
+    for layer in layers
+}
 by_need = sorted(layers, key=alone.get)
 Markdown(markdown_table(["layer, alone in INT8", "PSNR, dB"], [[name, f"{alone[name]:.2f}"] for name in by_need]))
 
@@ -112,10 +117,11 @@ def policies() -> dict[str, sp.SageAttnProcessor]:
     """Return {name: options}: measured scalings, then more and more steps and layers in 16 bit."""
     named = {scaling: sp.SageAttnProcessor(scaling=scaling) for scaling in ("timestep", "dynamic", "per_block")}
     for count in (1, 2)[: LIVE.steps - 1]:
-        named[f"first {count} in 16 bit"] = sp.SageAttnProcessor(keep_first_steps=count)
-        named[f"last {count} in 16 bit"] = sp.SageAttnProcessor(keep_last_steps=count)
+        named[f"first {count} in 16 bit"] = sp.SageAttnProcessor(keep=sp.Keep(first_steps=count))
+        named[f"last {count} in 16 bit"] = sp.SageAttnProcessor(keep=sp.Keep(last_steps=count))
     for count in range(1, len(layers)):
-        named[f"{count} layer{'s' * (count > 1)} in 16 bit"] = sp.SageAttnProcessor(keep_layers=tuple(by_need[:count]))
+        rules = {layer: {"recipe": "16bit"} for layer in by_need[:count]}
+        named[f"{count} layer{'s' * (count > 1)} in 16 bit"] = sp.SageAttnProcessor(layers=rules)
     return named
 
 
@@ -128,7 +134,7 @@ measured = {}
 for name in PIPELINES:
     for label, config in policies().items():
         interval, share = psnr_of(name, config)
-        measured[name, label] = (interval, share, 1 - share + share / speed[config.scaling])
+        measured[name, label] = (interval, share, 1 - share + share / speed[config.scaling.name])
 
 # %%
 for name in PIPELINES:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from sage_kernels import sage_attention
 from sage_kernels.facts.recipe import INT8_MAX
 from sage_kernels.facts.state import PLAN_CENTER, PLAN_K_WEIGHT
-from sage_kernels.planning.rules import RULES, rule_for
+from sage_kernels.planning.rules import rule_for
 from sage_kernels.planning.state import ScaleState, Site
 from sage_processors.diffusion.steps.noise_level import noise_levels
 from sage_processors.evaluation import quality
@@ -114,8 +114,8 @@ def replay(config, recording: Recording, first: Recording | None = None) -> tupl
     """
     sites = recording.sites()
     state = None
-    if config.scaling in RULES:
-        state = ScaleState(sites, device="cpu", margin=config.margin, rule=rule_for(config))
+    if config.scaling.is_planned:
+        state = ScaleState(sites, device="cpu", margin=config.scaling.margin, rule=rule_for(config.scaling))
     found = []
     for run in [first, recording] if first is not None and state is not None else [recording]:
         found = []
@@ -138,7 +138,7 @@ def _step(config, step, level, sites, state, *, measured: bool) -> Step:
         noise = signal = 0.0
         for q, k, v in step[site.name]:
             head_state = None if state is None else state.head_state(index)
-            out = sage_attention(q, k, v, recipe=config.recipe, scaling=config.call_scaling, state=head_state)
+            out = sage_attention(q, k, v, recipe=config.recipe, scaling=config.scaling.of_call, state=head_state)
             if not measured:
                 continue
             exact = exact_attention(q, k, v)

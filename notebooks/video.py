@@ -82,7 +82,7 @@ for run, own in clip_tables.by_run(measure.read_table(Path(OBEDIENCE))).items():
 # %% [markdown]
 # ## Key tiles left out
 #
-# `skip="temporal"` leaves out key tiles that earlier steps of a run found negligible. On the largest clips each
+# `skip` leaves out key tiles that earlier steps of a run found negligible. On the largest clips each
 # variant has one limit for all layers, and "calibrated" has what `sp.calibrate` found on other prompts. The same clips
 # are also drawn with prompts that change in the middle of a run, where what earlier steps showed is no longer true.
 # Nobody can say which prompt such a clip should show: obeyed prompts are counted for those that stay.
@@ -94,7 +94,7 @@ for run, own in clip_tables.by_run(measure.read_table(Path(OBEDIENCE))).items():
 # everything in that call.
 
 # %%
-options = sp.SageAttnProcessor()
+options = sp.Skip()
 measured = clip_tables.by_run(measure.read_table(Path(SKIPPING)))
 skips = {run: own[DEFAULT_RECIPE] for run, own in measured.items()}
 for run, numbers in skips.items():
@@ -108,7 +108,7 @@ Image(drawing.save(skip_tables.figure(skips, stocks, measure_skipping.LOSS_DB), 
 for run, numbers in skips.items():
     changed = skips.get(run._replace(pipeline=run.pipeline + skip_tables.SWITCHED))
     if changed:
-        listed = 1 - (options.skip_first_steps + options.skip_last_steps) / run.steps
+        listed = 1 - (options.first_steps + options.last_steps) / run.steps
         found = skip_tables.sentences(numbers, changed, stocks[run], measure_skipping.LOSS_DB, listed)
         display(Markdown(f"{run}:\n\n" + "\n".join(f"- {sentence}" for sentence in found)))
         promised, kept = (numbers["calibrated", name].value for name in ("promised_psnr_db", "psnr_db_mean"))

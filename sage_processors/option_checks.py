@@ -1,9 +1,10 @@
-"""What options are asked: their types and ranges, with messages that say what was got and what is expected."""
+"""Checks of single option values, with messages that say what was got and what is expected."""
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any
 
 
@@ -38,13 +39,13 @@ def one_of(name: str, value: object, allowed: Collection[str]) -> None:
     if not isinstance(value, str):
         raise TypeError(f"{name}: got {type(value).__name__}, expected one of {sorted(allowed)}")
     if value not in allowed:
-        raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}")
+        raise ValueError(f"{name}: got {value!r}, expected one of {sorted(allowed)}{close_to(value, allowed)}")
 
 
-def patterns(name: str, value: object) -> tuple[str, ...]:
-    if not isinstance(value, (tuple, list)) or not all(isinstance(x, str) for x in value):
-        raise TypeError(f"{name}: got {value!r}, expected a tuple of layer names or patterns")
-    return tuple(value)
+def close_to(name: object, known: Collection[str]) -> str:
+    """The end of a message that names the known name closest to a mistyped one, or ""."""
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; the closest is {close[0]!r}" if close else ""
 
 
 def span(name: str, value: Any) -> tuple[float, ...]:
@@ -60,39 +61,21 @@ def span(name: str, value: Any) -> tuple[float, ...]:
     return tuple(float(x) for x in value)
 
 
-def pairs(name: str, value: object) -> tuple[tuple[str, object], ...]:
-    """(layer pattern, value of the option `name` without its "layer_") pairs."""
-    found = tuple(tuple(x) if isinstance(x, (tuple, list)) else x for x in _items(value))
-    if not all(isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], str) for x in found):
-        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
-    if name == "layer_keep_noise":
-        return tuple((pattern, span(name, given)) for pattern, given in found)
-    if not all(isinstance(x, str) for _, x in found):
-        raise TypeError(f"{name}: got {value!r}, expected a dict or pairs of (layer pattern, {name[6:]})")
-    return found
-
-
-def limits(name: str, value: Any, ranges: int) -> tuple[tuple[str, float | tuple[float, ...]], ...]:
-    """(layer pattern, limit) pairs; a limit is a share of probability, 0 <= limit < 1, or one for each range."""
-    found: list[tuple[str, float | tuple[float, ...]]] = []
-    expected = f"a dict or pairs of (layer pattern, limit or tuple of {ranges} limits), 0 <= limit < 1"
-    for pair in _items(value):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise TypeError(f"{name}: got {str(value)[:200]}, expected {expected}")
-        pattern, given = pair
-        many = isinstance(given, (tuple, list))
-        for limit in given if many else (given,):
-            if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-                raise TypeError(f"{name}: got {str(limit)[:200]!r}, expected {expected}")
-            if not 0 <= limit < 1:  # not so for NaN either
-                raise ValueError(f"{name}: got {short(limit)}, expected {expected}")
-        if many and len(given) != ranges:
-            raise ValueError(
-                f"{name}: got {len(given)} limits of {pattern[:200]!r}, expected one, or one for each of the {ranges} "
-                "ranges between the borders of skip_noise"
-            )
-        found.append((pattern, tuple(float(limit) for limit in given) if many else float(given)))
-    return tuple(found)
+def limits(name: str, value: Any, ranges: int) -> float | tuple[float, ...]:
+    """A share of probability, 0 <= limit < 1, or a tuple with one for each range of noise levels."""
+    expected = f"a share of probability, 0 <= limit < 1, or a tuple of {ranges}"
+    many = isinstance(value, (tuple, list))
+    for limit in value if many else (value,):
+        if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+            raise TypeError(f"{name}: got {str(limit)[:200]!r}, expected {expected}")
+        if not 0 <= limit < 1:  # NaN fails this, too
+            raise ValueError(f"{name}: got {short(limit)}, expected {expected}")
+    if many and len(value) != ranges:
+        raise ValueError(
+            f"{name}: got {len(value)} limits, expected one, or one for each of the {ranges} ranges between the "
+            "borders of Skip.noise"
+        )
+    return tuple(float(limit) for limit in value) if many else float(value)
 
 
 def borders(name: str, value: Any, most: int) -> tuple[float, ...]:
@@ -105,9 +88,3 @@ def borders(name: str, value: Any, most: int) -> tuple[float, ...]:
     if len(found) > most or not ascends:  # not so for NaN either
         raise ValueError(f"{name}: got ({', '.join(short(x) for x in found[:5])}), expected {expected}")
     return tuple(float(x) for x in found)
-
-
-def _items(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.items()
-    return value if isinstance(value, (tuple, list)) else (value,)

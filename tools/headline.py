@@ -76,7 +76,7 @@ FIGURES = (
         f"{DEFAULT_RECIPE}+linears_int8", True,
     ),
     Figure(
-        "the same, `capture_forwards()`, INT8 linear layers", "end_to_end", "flux_1024/captured/together4", "time",
+        "the same, `graphs=\"auto\"`, INT8 linear layers", "end_to_end", "flux_1024/captured/together4", "time",
         "cuDNN from a CUDA graph, {}", _milliseconds, ("flux_1024/captured/together4", CUDNN),
         f"{DEFAULT_RECIPE}+linears_int8", True,
     ),

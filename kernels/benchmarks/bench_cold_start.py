@@ -32,7 +32,7 @@ from model_cases import CASES, ModelCase, make_inputs, make_model
 import sage_processors as sp
 from sage_kernels.facts.recipe import DEFAULT_RECIPE, FP8_RECIPE, RECIPES
 from sage_kernels.results import append_row, check_appendable
-from sage_processors.options import LINEARS
+from sage_processors.option_groups import LINEARS
 
 
 RESULTS = Path(__file__).resolve().parent / "results.csv"

@@ -18,15 +18,15 @@ bit run on the back end it is compared with. `attention_removed` returns the que
 
 `--called` times denoisers in other ways: under torch.inference_mode(); with repeated blocks compiled, as diffusers
 advises; with a CUDA graph of each compiled block (`compiled_graphs`); with the whole forward from a CUDA graph, whose
-inputs are copied into place for every replay (`captured`: ours by `handle.capture_forwards()`). With `--together 4`
-the host waits for the GPU after every fourth forward only, as a pipeline waits at the end: Python's work for a forward
-then overlaps the GPU's work on the forward before. Times are per forward.
+inputs are copied into place for every replay (`captured`: ours with graphs="auto"). With `--together 4` the host waits
+for the GPU after every fourth forward only, as a pipeline waits at the end: Python's work for a forward then overlaps
+the GPU's work on the forward before. Times are per forward.
 
 `--rival torchao_int8` measures stock attention with linear layers that another package quantised, the same layers as
 ours (rival_linears.py), checked against stock as ours is.
 
 `--skip 50` leaves out that percentage of the key tiles of the largest attention, at random. It shows the speed of
-skip="temporal" at that share, since models with random weights have no tiles worth skipping. The lists stay the same
+`skip` at that share, since models with random weights have no tiles worth skipping. The lists stay the same
 and nothing is measured for them, which bench_skip.py times. Ours is then checked against the same model with 16-bit
 attention to the same tiles (metric rel_l1_same_tiles; rel_l2_error likewise). Times are compared with stock attention,
 which leaves out nothing.
@@ -171,15 +171,15 @@ class Bench:
 
     def ours_denoiser(self) -> Measured:
         options = sp.SageAttnProcessor(
-            recipe=self.recipe, scaling="timestep", min_tokens=self.min_tokens, linears=self.linears,
-            linears_min_features=self.min_features,
-        )  # fmt: skip
+            recipe=self.recipe,
+            min_tokens=self.min_tokens,
+            linears=sp.Linears(self.linears, min_features=self.min_features),
+            graphs="auto" if self.called == "captured" else "off",  # captures in the sixth forward
+        )
         with sp.apply(self.model, options) as handle, held_to("torch_sdpa_cudnn", self.device):
             before = self.forwards
             if self.lists is not None:
                 give_lists(handle, self.shape, self.lists)
-            if self.called == "captured":  # in the sixth forward
-                handle.capture_forwards()
             result = self.measure(WARM_UP + (self.called == "captured"), handle.new_run)
             self.check_report(handle.report(), self.forwards - before)
         return result

@@ -49,7 +49,7 @@ def measure(case, linears: str, device, min_features: int | None) -> list[dict]:
         stock, peak = forwards(case, model, device)
         rows += measurements(CUDNN, "", weights_gib(model), peak)
         print(rows, flush=True)
-        options = sp.SageAttnProcessor(linears=linears, drop_weights=True, linears_min_features=min_features)
+        options = sp.SageAttnProcessor(linears=sp.Linears(linears, drop_weights=True, min_features=min_features))
         sp.apply(model, options)
         forwards(case, model, device)  # compiles kernels and allocates lasting buffers
         output, peak = forwards(case, model, device)

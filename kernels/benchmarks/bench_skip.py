@@ -1,4 +1,4 @@
-"""Time attention with random key tiles skipped, and the measuring of skip="temporal".
+"""Time attention with random key tiles skipped, and the measuring that skipping needs.
 
     python kernels/benchmarks/bench_skip.py
     python kernels/benchmarks/bench_skip.py --no-save

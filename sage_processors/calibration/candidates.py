@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import glob
 
-from ..options import LINEARS, SageAttnProcessor
+from ..option_groups import IN_16_BIT, LINEARS, LayerRule
+from ..options import SageAttnProcessor
 
 
 def candidate_sequences(base: SageAttnProcessor, worst_first: list[str], steps: int):
@@ -19,37 +20,41 @@ def candidate_sequences(base: SageAttnProcessor, worst_first: list[str], steps: 
     names = [glob.escape(name) for name in worst_first]
     count = len(names)
 
-    def with_(**options):
-        return dataclasses.replace(base, **options)
+    def keeping(config, **steps):
+        return dataclasses.replace(config, keep=dataclasses.replace(config.keep, **steps))
 
-    yield [with_(keep_layers=tuple(names[:n])) for n in range(1, count)]
-    yield [with_(keep_first_steps=n) for n in range(1, steps // 2 + 1)]
-    yield [with_(keep_last_steps=n) for n in range(1, steps // 2 + 1)]
+    def kept(n):
+        return tuple(LayerRule(name, recipe=IN_16_BIT) for name in names[:n])
+
+    yield [base.with_rules(*kept(n)) for n in range(1, count)]
+    yield [keeping(base, first_steps=n) for n in range(1, steps // 2 + 1)]
+    yield [keeping(base, last_steps=n) for n in range(1, steps // 2 + 1)]
     yield [
-        with_(keep_layers=tuple(names[:n]), keep_first_steps=steps * n // (3 * count), keep_last_steps=steps // 3)
+        keeping(base.with_rules(*kept(n)), first_steps=steps * n // (3 * count), last_steps=steps // 3)
         for n in range(1, count)
     ]
 
 
 def label(config: SageAttnProcessor) -> str:
     """Describe options in a few words, for tables and progress bars."""
-    parts = [config.recipe, config.scaling]
-    parts += [f"{len(config.keep_layers)} layers in 16 bit"] if config.keep_layers else []
+    recipes = [recipe for _, recipe in config.rules("recipe")]
+    parts = [config.recipe, config.scaling.name]
+    parts += [f"{recipes.count(IN_16_BIT)} layers in 16 bit"] if IN_16_BIT in recipes else []
     parts += [config.rotation] if config.rotation != "none" else []
-    parts += [f"{len(config.layer_recipe)} layers {config.layer_recipe[0][1]}"] if config.layer_recipe else []
-    parts += [f"{len(config.layer_scaling)} layers {config.layer_scaling[0][1]}"] if config.layer_scaling else []
-    parts += [f"{len(config.layer_rotation)} layers {config.layer_rotation[0][1]}"] if config.layer_rotation else []
-    parts += [f"first {config.keep_first_steps} steps in 16 bit"] if config.keep_first_steps else []
-    parts += [f"last {config.keep_last_steps} steps in 16 bit"] if config.keep_last_steps else []
-    spans = sorted({span for _, span in config.layer_keep_noise if span})
-    for span in spans:
-        number = sum(own == span for _, own in config.layer_keep_noise)
-        parts.append(f"{number} layers in 16 bit at noise {span[0]:.4g} to {span[1]:.4g}")
-    if config.skip != "none":
-        parts.append(f"skips within {config.skip_limit:.4g}")
-        parts += [f"{len(config.layer_skip_limit)} layers within others"] if config.layer_skip_limit else []
-    if config.linears != "none":
-        parts.append(f"linear layers {config.linears}")
-        formats = [format for _, format in config.layer_linears]
-        parts += [f"{formats.count(f)} of them {f}" for f in LINEARS if f != config.linears and f in formats]
+    for found in (recipes, *([value for _, value in config.rules(name)] for name in ("scaling", "rotation"))):
+        others = [value for value in found if value != IN_16_BIT]
+        parts += [f"{len(others)} layers {others[0]}"] if others else []
+    parts += [f"first {config.keep.first_steps} steps in 16 bit"] if config.keep.first_steps else []
+    parts += [f"last {config.keep.last_steps} steps in 16 bit"] if config.keep.last_steps else []
+    spans = [span for _, span in config.rules("keep_noise") if span]
+    for span in sorted(set(spans)):
+        parts.append(f"{spans.count(span)} layers in 16 bit at noise {span[0]:.4g} to {span[1]:.4g}")
+    if config.skip is not None:
+        parts.append(f"skips within {config.skip.limit:.4g}")
+        limits = config.rules("skip_limit")
+        parts += [f"{len(limits)} layers within others"] if limits else []
+    if config.linears.format != "none":
+        parts.append(f"linear layers {config.linears.format}")
+        formats = [format for _, format in config.rules("linears")]
+        parts += [f"{formats.count(f)} of them {f}" for f in LINEARS if f != config.linears.format and f in formats]
     return ", ".join(parts).replace("of them none", "of them 16 bit")

@@ -11,7 +11,7 @@ import sage_kernels
 from sage_kernels.facts.crossover import NEVER, find_crossover, gpu_class
 from sage_kernels.planning.rules import RULES
 
-from ..options import SCALINGS
+from ..option_groups import SCALINGS
 
 
 # One H100 SXM by its data sheet, dense. Only ratios matter: INT8 twice as fast as 16 bit, 295 16-bit operations/byte.
@@ -174,7 +174,9 @@ class CostTable:
 
         skipped: as for `run_seconds`.
         """
-        times = {layer: self.seconds(layer, config.scaling, config.recipe, config.rotation) for layer in self.shapes}
+        times = {
+            layer: self.seconds(layer, config.scaling.name, config.recipe, config.rotation) for layer in self.shapes
+        }
         left_out = sum(time * skipped.get(layer, (0.0, 0.0))[0] for layer, time in times.items())
         return left_out / sum(times.values()) if left_out else 0.0
 
@@ -189,9 +191,9 @@ class CostTable:
             skipped: {layer: (share of its tile pairs that were left out, share of its calls with lists of tiles)}.
         Raises: ValueError if the options need levels and their number is not that of the steps.
         """
-        from ..diffusion.steps.windows import is_kept, option_of, stays_exact
+        from ..diffusion.steps.windows import is_kept, stays_exact
 
-        by_level = bool(config.keep_below_noise or config.keep_noise or config.layer_keep_noise)
+        by_level = bool(config.keep.noise or any(span for _, span in config.rules("keep_noise")))
         if by_level and len(levels) != steps:
             raise ValueError(f"levels: got {len(levels)} noise levels for {steps} steps, expected one each")
         levels = levels if by_level else [1.0] * steps
@@ -200,10 +202,11 @@ class CostTable:
             own, kept = self.seconds(layer, EXACT), steps
             if not is_kept(config, layer):
                 recipe, scaling, rotation, span = (
-                    option_of(config, option, layer) for option in ("recipe", "scaling", "rotation", "keep_noise")
+                    config.of_layer(option, layer) for option in ("recipe", "scaling", "rotation", "keep_noise")
                 )
                 kept = sum(stays_exact(config, span, level, i, steps - i) for i, level in enumerate(levels))
-                lists = time_factor(recipe, config.skip_every, *(skipped or {}).get(layer, (0.0, 0.0)))
+                left_out = (skipped or {}).get(layer, (0.0, 0.0))
+                lists = 1.0 if config.skip is None else time_factor(recipe, config.skip.every, *left_out)
                 total += (steps - kept) * self.seconds(layer, scaling, recipe, rotation) * lists
             total += kept * own
             exact += steps * own

@@ -15,12 +15,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
 
 import sage_kernels
 
 from ..diffusion.steps.windows import inside
+from ..option_groups import IN_16_BIT, LayerRule
 from ..options import MAX_RANGES, SageAttnProcessor
 from .cost import EXACT
 
@@ -40,7 +42,7 @@ class Choice:
     @classmethod
     def of(cls, config: SageAttnProcessor) -> Choice:
         """Return the choice that these options make for layers without options of their own."""
-        return cls(config.recipe, config.scaling, config.rotation)
+        return cls(config.recipe, config.scaling.name, config.rotation)
 
 
 @dataclass(frozen=True)
@@ -108,10 +110,11 @@ def options_to_probe(base: SageAttnProcessor) -> list[SageAttnProcessor]:
     """
     found = [base]
     mild = dataclasses.replace(base, recipe=milder_recipe(base.recipe))
-    scalings = [base.scaling, *(["per_token"] if base.scaling not in ("dynamic", "per_token") else [])]
+    scaling = base.scaling.name
+    scalings = [scaling, *(["per_token"] if scaling not in ("dynamic", "per_token") else [])]
     rotations = [base.rotation, *(["hadamard"] if base.rotation == "none" else [])]
     for rotation in rotations:
-        found += [dataclasses.replace(mild, scaling=scaling, rotation=rotation) for scaling in scalings]
+        found += [dataclasses.replace(mild.with_scaling(name), rotation=rotation) for name in scalings]
     return list(dict.fromkeys(found))
 
 
@@ -129,7 +132,7 @@ class LayerChoices:
     def __init__(self, base: SageAttnProcessor, noise: dict, seconds: Callable, levels):
         self._base, self._noise, self._seconds, self._levels = base, noise, seconds, levels
         self.layers = list(dict.fromkeys(layer for found in noise.values() for layer in found))
-        owned = base.keep_noise or base.layer_keep_noise  # ranges that the user gave stay, and no others are tried
+        owned = base.keep.noise or base.rules("keep_noise")  # ranges that the user gave stay, and no others are tried
         steps = sorted({int(step) for found in noise.values() for sums in found.values() for step in sums})
         self._spans = [] if owned or not levels else _spans({_level_at(levels, s) for s in steps})
         # every way of every layer: (cost of a run, its rank among equals, way, error), cheapest first
@@ -204,21 +207,16 @@ class LayerChoices:
 
     def options(self, chosen: dict[str, Way]) -> SageAttnProcessor:
         """Return the base options with the ways that were chosen for layers."""
-        base, base_choice = self._base, Choice.of(self._base)
-        exact = tuple(glob.escape(layer) for layer, way in chosen.items() if way.choice is None)
-        some = [(glob.escape(layer), way) for layer, way in chosen.items() if way.choice is not None]
-
-        def pairs(option):
-            own = [(layer, getattr(way.choice, option)) for layer, way in some]
-            return (*(x for x in own if x[1] != getattr(base_choice, option)), *getattr(base, f"layer_{option}"))
-
-        spans = tuple((layer, way.span) for layer, way in some if way.span)
-        return dataclasses.replace(
-            base,
-            keep_layers=(*exact, *base.keep_layers),
-            layer_keep_noise=(*spans, *base.layer_keep_noise),
-            **{f"layer_{option}": pairs(option) for option in ("recipe", "scaling", "rotation")},
-        )
+        base, usual = self._base, dataclasses.asdict(Choice.of(self._base))
+        rules = []
+        for layer, way in chosen.items():
+            if way.choice is None:
+                own: dict[str, Any] = {"recipe": IN_16_BIT}
+            else:
+                own = {name: value for name, value in dataclasses.asdict(way.choice).items() if value != usual[name]}
+                own |= {"keep_noise": way.span} if way.span else {}
+            rules += [LayerRule(glob.escape(layer), **own)] if own else []
+        return base.with_rules(*rules)
 
     def candidates(self) -> list[SageAttnProcessor]:
         """Return options by falling error of the worst layer, each dearer than the one before."""

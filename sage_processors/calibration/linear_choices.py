@@ -8,7 +8,6 @@ for its time, until all layers are in 16 bit.
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import re
 import time
@@ -26,6 +25,7 @@ from sage_kernels.compat import map_only
 from ..diffusion.host.discovery import denoisers
 from ..linears.swap import LinearSwap
 from ..linears.weights.layers import choose
+from ..option_groups import LayerRule
 from ..options import SageAttnProcessor
 from .cost import FLOPS_16BIT, OPS_INT8
 
@@ -62,7 +62,7 @@ class LinearChoices:
 
     Args:
         pipe: a stock pipeline.
-        config: its keep_linears, layer_linears and linears_min_features say which layers are searched.
+        config: its linears.min_features and the linears of its layers say which layers are searched.
         formats: to try, "int8" and "fp8".
         draw: draws a picture with the pipeline and calls its argument, on_step, after each step.
         steps: denoising steps of a run. batch: pictures per call for which costs are computed.
@@ -84,10 +84,8 @@ class LinearChoices:
     ) -> None:
         self._formats, self.layers = tuple(formats), {}
         models = denoisers(pipe)
-        options = {
-            "keep": config.keep_linears, "layers": config.layer_linears, "min_features": config.linears_min_features,
-        }  # fmt: skip
-        own = [pattern for pattern, _ in config.layer_linears]
+        options = {"layers": config.rules("linears"), "min_features": config.linears.min_features}
+        own = [pattern for pattern, _ in config.rules("linears")]
         found = {
             name: [
                 choice
@@ -108,7 +106,7 @@ class LinearChoices:
                     self.layers[choice.name] = Layer(module, rows, seconds, errors[choice.name] | {EXACT: 0.0})
         if not self.layers:
             raise ValueError(
-                "linears: got no linear layer that runs in 8 bit, expected some; see linears_min_features and "
+                "linears: got no linear layer that runs in 8 bit, expected some; see Linears.min_features and "
                 "handle.report()"
             )
         total = {f: sum(layer.seconds[f] for layer in self.layers.values()) for f in self._formats}
@@ -117,20 +115,20 @@ class LinearChoices:
     def seconds(self, config: SageAttnProcessor) -> tuple[float, float]:
         """Return the seconds of one call of every layer, under these options and in 16 bit."""
         layers = self.layers.items()
-        own = sum(layer.seconds[_format_of(config, name)] for name, layer in layers)
+        own = sum(layer.seconds[config.of_layer("linears", name)] for name, layer in layers)
         return own, sum(layer.seconds[EXACT] for _, layer in layers)
 
     def share(self, config: SageAttnProcessor) -> float:
         """Return the share of the searched layers' operations that runs in 8 bit under these options."""
         layers = self.layers.items()
-        own = sum(layer.operations for name, layer in layers if _format_of(config, name) != EXACT)
+        own = sum(layer.operations for name, layer in layers if config.of_layer("linears", name) != EXACT)
         return own / sum(layer.operations for _, layer in layers)
 
     def candidates(self, base: SageAttnProcessor) -> list[SageAttnProcessor]:
         """Return options by falling error of linear layers, each dearer than the one before."""
         moves = []
         for name, layer in self.layers.items():
-            moves += [(gain, name, format) for gain, format in _moves(layer, base.linears)]
+            moves += [(gain, name, format) for gain, format in _moves(layer, base.linears.format)]
         chosen: dict[str, str] = {}
         found = []
         for _, name, format in sorted(moves, key=lambda move: (-move[0], move[1])):
@@ -152,8 +150,8 @@ class LinearChoices:
 
         def gain(names: list[str]) -> float:
             own = [self.layers[name] for name in names]
-            saved = sum(layer.seconds[EXACT] - layer.seconds[base.linears] for layer in own)
-            return sum(layer.errors[base.linears] for layer in own) / max(saved, 1e-30)
+            saved = sum(layer.seconds[EXACT] - layer.seconds[base.linears.format] for layer in own)
+            return sum(layer.errors[base.linears.format] for layer in own) / max(saved, 1e-30)
 
         chosen: dict[str, str] = {}
         found = []
@@ -163,16 +161,13 @@ class LinearChoices:
         return found
 
     def _options(self, base: SageAttnProcessor, chosen: dict[str, str]) -> SageAttnProcessor:
-        pairs = [(glob.escape(name), chosen[name]) for name in self.layers if name in chosen]
-        return dataclasses.replace(base, layer_linears=(*pairs, *base.layer_linears))
+        return base.with_rules(
+            *(LayerRule(glob.escape(name), linears=chosen[name]) for name in self.layers if name in chosen)
+        )
 
 
 def _labels(part: str) -> Callable[[str], str]:
     return lambda name: f"{part}.{name}" if part else name
-
-
-def _format_of(config: SageAttnProcessor, name: str) -> str:
-    return next((format for pattern, format in config.layer_linears if fnmatchcase(name, pattern)), config.linears)
 
 
 def _moves(layer: Layer, start: str) -> list[tuple[float, str]]:

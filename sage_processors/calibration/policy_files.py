@@ -12,26 +12,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..files.config_hash import config_hash
-from ..files.strict_json import strict_json, strict_object
+from ..files.strict_json import config_hash, strict_json, strict_object
 from ..files.whole_file import write_whole
+from ..option_groups import Keep, LayerRule, Linears, Scaling, Skip
 from ..options import SageAttnProcessor
 from ..version import __version__
 
 
-# New in 2: recipes by layer, ranges of noise levels; 3: 8-bit linear layers; 4: training, exchange; 5: mixed
-# precision, skipped tiles; 6: limits of skipping by layer and noise level.
-FORMAT_VERSION = 6
-# Options that are not in files of an earlier version. Their defaults now are what ran then.
-_NEW_IN_3 = {"linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"}
-_NEW_IN_4 = {"training", "exchange"}
-_NEW_IN_5 = {"mixed", "keep_blocks", "skip", "skip_limit", "skip_every", "skip_first_steps", "skip_last_steps"}
-_NEW_IN_6 = {"layer_skip_limit", "skip_noise"}
-_NEW_SINCE_4 = _NEW_IN_5 | _NEW_IN_6
-_NEW_SINCE_3 = _NEW_IN_4 | _NEW_SINCE_4
-_NEW_SINCE_2 = _NEW_IN_3 | _NEW_SINCE_3
-_NEW_SINCE_1 = {"keep_noise", "layer_recipe", "layer_keep_noise"} | _NEW_SINCE_2
-_SINCE = {1: _NEW_SINCE_1, 2: _NEW_SINCE_2, 3: _NEW_SINCE_3, 4: _NEW_SINCE_4, 5: _NEW_IN_6}
+FORMAT_VERSION = 7  # of the grouped options; earlier files are refused
 MAX_FILE_BYTES = 2**20
 _REMEDY = "write it again with sage_processors.calibrate"
 _FIELDS: dict[str, type] = {
@@ -43,6 +31,7 @@ _FIELDS: dict[str, type] = {
     "result": dict,
     "curve": list,
 }
+_GROUPS: dict[str, Any] = {"scaling": Scaling, "linears": Linears, "keep": Keep, "skip": Skip, "layers": LayerRule}
 _MODEL_FIELDS = {"name": str, "model_class": str, "config_hash": str, "layers": list}
 
 
@@ -100,19 +89,32 @@ def read_policy(path: str | Path, target: Any = None) -> tuple[object, dict[str,
     path = _checked_path(path)
     content = strict_json(read_small(path, MAX_FILE_BYTES), "the policy", _REMEDY)
     version: Any = content.get("format_version")  # checked before the keys, as another version has other keys
-    if type(version) is int and version != FORMAT_VERSION and version not in _SINCE:
+    if type(version) is int and version != FORMAT_VERSION:
         raise ValueError(f"path: got format_version {version}, expected {FORMAT_VERSION}; {_REMEDY} of this version")
     strict_object(content, _FIELDS, "the policy", _REMEDY)
     for model in content["models"]:
         strict_object(model, _MODEL_FIELDS, "an entry of models", _REMEDY)
-    known = {field.name for field in dataclasses.fields(SageAttnProcessor)} - _SINCE.get(version, set())
+    known = {field.name for field in dataclasses.fields(SageAttnProcessor)}
     if set(content["options"]) != known:
         odd = sorted(set(content["options"]) ^ known)
         raise ValueError(f"path: got options that differ in {odd[:5]}, expected exactly {sorted(known)}; {_REMEDY}")
+    for name, given in content["options"].items():
+        _check_group(name, given)
     config = SageAttnProcessor(**content["options"])
     if target is not None:
         _check_target(content["models"], target)
     return config, content
+
+
+def _check_group(name: str, given: Any) -> None:
+    """Raise ValueError if an option group of a policy lacks options or has unknown ones."""
+    if name not in _GROUPS:
+        return
+    known = {field.name for field in dataclasses.fields(_GROUPS[name])}
+    for entry in given if name == "layers" and isinstance(given, list) else [given]:
+        if isinstance(entry, dict) and set(entry) != known:
+            odd = sorted(set(entry) ^ known)[:5]
+            raise ValueError(f"path: got options of {name} that differ in {odd}, expected {sorted(known)}; {_REMEDY}")
 
 
 def read_small(path: Path, limit: int) -> bytes:

@@ -7,7 +7,7 @@ more in 16 bit: layers in the order of their error, first steps, last steps. In 
 first candidate that meets the budget.
 
 If linear layers are searched, two sequences are theirs (linear_choices.py), layer by layer and role by role, and one
-pairs the first of these with the sequence of attention layers. They replace the others. If limits of skip="temporal"
+pairs the first of these with the sequence of attention layers. They replace the others. If limits of skipped tiles
 are searched, one more sequence (skip_choices.py) starts from the cheapest options that meet the budget without.
 
 What meets the budget on the search's seeds is drawn again with fresh seeds, the cheapest first and among equally dear
@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 from sage_kernels.facts.recipe import MIXED_RECIPE
 
 from ..files.whole_file import check_output
-from ..options import BY_CALL, LINEARS, SageAttnProcessor
+from ..option_groups import LINEARS, LayerRule
+from ..options import SageAttnProcessor
 from ..reporting.layer_report import NOTHING_RAN
 from . import layer_choices, policy_files, skip_choices
 from .candidates import candidate_sequences
@@ -128,8 +129,8 @@ def calibrate(
             recipe with the first scaling and with those of the others that are computed per call. If a layer fails
             with all of these, they are tried with P·V in 16 bit, and then with the Hadamard rotation too.
         linears: formats to try for linear layers, "int8" and "fp8". Each layer gets one of them or 16 bit. Needs
-            target_psnr. config's keep_linears, layer_linears and linears_min_features say which layers are searched.
-        skip_limits: limits to try for skip="temporal", for all layers alike and by layer and noise level, on top of
+            target_psnr. config's linears.min_features and the linears of its layers say which layers are searched.
+        skip_limits: limits to try for `Skip.limit`, for all layers alike and by layer and noise level, on top of
             the cheapest options that meet target_psnr without. Needs target_psnr and a planned scaling.
         config: options that are not searched.
         steps: denoising steps. batch: pictures per pipeline call.
@@ -147,24 +148,23 @@ def calibrate(
     seeds = list(range(len(inputs))) if seeds is None else list(seeds)
     kind = ("measured" if pipe.device.type == "cuda" else "counted") if cost == "auto" else cost
     _check(inputs, seeds, target_psnr, max_attention_error, kind, path, state_path)
-    if config.drop_weights:
+    if config.linears.drop_weights:
         raise ValueError(
             "config: got drop_weights=True, expected False: the search compares with the 16-bit weights; set it in "
-            "the options that are found, dataclasses.replace(found.config, drop_weights=True)"
+            "the options that are found"
         )
     linears = _checked_formats(linears, target_psnr)
     skip_limits = skip_choices.checked_limits(skip_limits, scalings, target_psnr)
     if isinstance(held_out, str) or not all(isinstance(x, str) for x in held_out):
         raise TypeError("held_out: got something else than a list of prompts, expected a list of str")
     recipes = (config.recipe,) if recipes is None else tuple(recipes)
-    if MIXED_RECIPE in (*recipes, *(recipe for _, recipe in config.layer_recipe)):
+    if MIXED_RECIPE in (*recipes, *(recipe for _, recipe in config.rules("recipe"))):
         raise NotImplementedError(
             f"recipes: got {MIXED_RECIPE!r}, expected recipes of sage_kernels.RECIPES: the cost of mixed precision is "
             "not known; compare it by hand, with handle.probe()"
         )
-    if skip_limits:
-        config = dataclasses.replace(config, skip="none")
-    bases = [dataclasses.replace(config, recipe=r, scaling=s) for r in recipes for s in scalings]
+    start = skip_choices.without_lists(config) if skip_limits else config
+    bases = [dataclasses.replace(start.with_scaling(s), recipe=r) for r in recipes for s in scalings]
     if not bases:
         raise ValueError("scalings: got no recipe or no scaling, expected at least one of each")
     with progress_bar(progress) as show:
@@ -173,7 +173,7 @@ def calibrate(
             linears=linears, held_out=held_out, arguments=arguments, skips=bool(skip_limits),
         )  # fmt: skip
         if trials.linears is not None:
-            bases = [dataclasses.replace(base, linears=trials.linears.base) for base in bases]
+            bases = [base.with_linears(trials.linears.base) for base in bases]
         if target_psnr is not None:
             found = _for_psnr(trials, bases, float(target_psnr), skip_limits)
         elif max_attention_error is not None:  # exactly one of the two is given
@@ -263,7 +263,7 @@ def _for_psnr(
     planned = sorted(filter(skip_choices.can_skip, passing), key=trials.preference)
     if skip_limits and planned:
         skips = trials.skip_choices(planned[0], skip_limits).candidates()
-        alike = [skip_choices.skipping(planned[0], limit) for limit in skip_limits]
+        alike = [skip_choices.skipping(planned[0], trials.config, limit) for limit in skip_limits]
         alike = [config for config in alike if trials.measure(config)["psnr_db"] >= target]
         found = good_enough(sorted([*alike, *_first_that_meets(trials, skips, target)], key=trials.preference)[:2])
         if found is None and looked:  # keep the last look for options without skipping
@@ -327,7 +327,12 @@ def _pair_up(attention: Sequence[SageAttnProcessor], linear: Sequence[SageAttnPr
         return []
     count = max(len(attention), len(linear), 2)
     places = [[i * (len(sequence) - 1) // (count - 1) for sequence in (attention, linear)] for i in range(count)]
-    return [dataclasses.replace(attention[a], layer_linears=linear[b].layer_linears) for a, b in places]
+    return [
+        attention[a].with_rules(
+            *(LayerRule(pattern, linears=format) for pattern, format in linear[b].rules("linears"))
+        )
+        for a, b in places
+    ]
 
 
 def _first_that_meets(trials: Trials, candidates: Sequence[SageAttnProcessor], target: float) -> list[Any]:
@@ -349,7 +354,7 @@ def _first_that_meets(trials: Trials, candidates: Sequence[SageAttnProcessor], t
 
 def _for_error(trials: Trials, bases: list[SageAttnProcessor], limit: float) -> Calibration:
     base = bases[0]
-    same = [b for b in bases if b.recipe == base.recipe and (b is base or b.scaling in BY_CALL)]
+    same = [b for b in bases if b.recipe == base.recipe and (b is base or not b.scaling.is_planned)]
     mild = [dataclasses.replace(b, recipe=layer_choices.milder_recipe(base.recipe)) for b in same]
     # P·V in 16 bit and the rotation cost more than another scaling: measured only if a layer fails without them
     stages = [same, [b for b in mild if b not in same]]

@@ -1,4 +1,4 @@
-"""Limits for skip="temporal" by layer and noise level, as candidates for a calibration.
+"""Limits for skipping tiles by layer and noise level, as candidates for a calibration.
 
 A limit is the share of a row's probability that may be left out. The whole model runs once without skipping and once
 under each limit, with a probe on. This measures the error that a limit adds to a layer's attention, over the steps in
@@ -16,7 +16,8 @@ from typing import Any
 
 from sage_kernels.facts.recipe import MIXED_RECIPE
 
-from ..options import BY_CALL, SageAttnProcessor
+from ..option_groups import BY_CALL, LayerRule, Skip
+from ..options import SageAttnProcessor
 from .layer_choices import MAX_CANDIDATES
 
 
@@ -45,12 +46,22 @@ def checked_limits(limits: Any, scalings: Sequence[str], target_psnr: float | No
 
 def can_skip(config: SageAttnProcessor) -> bool:
     """Return True if these options may skip tiles."""
-    return config.scaling not in BY_CALL and config.recipe != MIXED_RECIPE
+    return config.scaling.is_planned and config.recipe != MIXED_RECIPE
 
 
-def skipping(base: SageAttnProcessor, limit: float) -> SageAttnProcessor:
-    """Return the options with one limit for all layers, except those with a limit from the user."""
-    return dataclasses.replace(base, skip="temporal", skip_limit=limit)
+def without_lists(config: SageAttnProcessor) -> SageAttnProcessor:
+    """Return the options with skip=None and without limits of single layers."""
+    rules = [dataclasses.replace(rule, skip_limit=None) for rule in config.layers]
+    return dataclasses.replace(
+        config, skip=None, layers=tuple(rule for rule in rules if rule != LayerRule(rule.pattern))
+    )
+
+
+def skipping(base: SageAttnProcessor, user: SageAttnProcessor, limit: float) -> SageAttnProcessor:
+    """Return `base` with one limit for all layers, except those with a limit of their own in `user`."""
+    skip = dataclasses.replace(user.skip or Skip(), limit=limit)
+    rules = (LayerRule(pattern, skip_limit=own) for pattern, own in user.rules("skip_limit"))
+    return dataclasses.replace(base, skip=skip, layers=(*base.layers, *rules))
 
 
 def shares_of(rows: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
@@ -81,15 +92,18 @@ class SkipChoices:
     """Limits for every layer, chosen by measured errors.
 
     Args:
-        base: options that skip nothing.
+        base: options that skip nothing. user: the options that the search began with.
         noise: {limit: {layer: {step as str: (signal, noise)}}}, `layer_choices.sums_by_step` of the run under each
             limit; limit 0 is the run without skipping.
         levels: noise level of every step of a run. () if they are unknown: then there is one range.
     """
 
-    def __init__(self, base: SageAttnProcessor, noise: dict[float, Any], levels: Sequence[float]) -> None:
-        self._base, self._noise, self._levels = base, noise, levels
-        self.borders = base.skip_noise or self._border()
+    def __init__(
+        self, base: SageAttnProcessor, user: SageAttnProcessor, noise: dict[float, Any], levels: Sequence[float]
+    ) -> None:
+        self._base, self._user, self._noise, self._levels = base, user, noise, levels
+        self._skip = user.skip or Skip()
+        self.borders = self._skip.noise or self._border()
         self.limits = sorted((limit for limit in noise if limit), reverse=True)
         self.layers = sorted(noise[0.0])  # measured or read from a file, the order is the same
         self._errors = {
@@ -104,7 +118,7 @@ class SkipChoices:
 
         () if there is no step between or if a probe did not see both sides.
         """
-        listed = sorted(self._levels[self._base.skip_first_steps : len(self._levels) - self._base.skip_last_steps])
+        listed = sorted(self._levels[self._skip.first_steps : len(self._levels) - self._skip.last_steps])
         middle = len(listed) // 2
         if middle == 0:
             return ()
@@ -141,18 +155,16 @@ class SkipChoices:
     def options(self, chosen: LayerLimits) -> SageAttnProcessor:
         """Return the base options with chosen limits.
 
-        The most frequent limit becomes skip_limit, all others go to layer_skip_limit.
+        The most frequent limit becomes `skip.limit`, the others become rules in `layers`.
         """
         whole = {layer: limits[0] if len(set(limits)) == 1 else limits for layer, limits in chosen.items()}
         single = [limit for limit in whole.values() if isinstance(limit, float) and limit]
         usual = max(sorted(set(single)), key=single.count) if single else max(max(x) for x in chosen.values())
-        own = tuple((glob.escape(layer), limit) for layer, limit in whole.items() if limit != usual)
-        needs_borders = self._base.skip_noise or any(isinstance(limit, tuple) for _, limit in own)
-        return dataclasses.replace(
-            skipping(self._base, usual),
-            layer_skip_limit=(*self._base.layer_skip_limit, *own),
-            skip_noise=self.borders if needs_borders else (),
-        )
+        own = [LayerRule(glob.escape(layer), skip_limit=x) for layer, x in whole.items() if x != usual]
+        needs_borders = self._skip.noise or any(isinstance(rule.skip_limit, tuple) for rule in own)
+        found = skipping(self._base, self._user, usual)
+        skip = dataclasses.replace(self._skip, limit=usual, noise=self.borders if needs_borders else ())
+        return dataclasses.replace(found, skip=skip, layers=(*found.layers, *own))
 
     def candidates(self) -> list[SageAttnProcessor]:
         """Return options by falling error added to the worst layer. The last ones skip almost nothing."""

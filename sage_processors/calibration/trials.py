@@ -62,7 +62,7 @@ class Trials:
 
     Args: as for `calibrate`, and
         kind: "counted" or "measured" costs. path: of the state file; None: none. show: of a progress bar.
-        skips: True if options with skip="temporal" will be tried.
+        skips: True if options that skip tiles will be tried.
     Raises: ValueError if no attention call runs in INT8, or the state file is damaged or of another calibration.
     """
 
@@ -74,7 +74,7 @@ class Trials:
 
         self._pipe, self._prompts, self._seeds = pipe, prompts, seeds
         self._held_out, self._arguments, self._skips = list(held_out), arguments or {}, skips
-        self.steps, self._batch, self._show = steps, batch, show
+        self.steps, self._batch, self._show, self.config = steps, batch, show, config
         earlier = handle_of(pipe)
         if earlier is not None:
             earlier.remove()
@@ -190,7 +190,7 @@ class Trials:
             on_step = self._show("stock attention", self.steps * batches)
             parts = [slice(i, i + self._batch) for i in range(0, len(seeds), self._batch)]
             self._stock[look] = torch.cat([self._generate(prompts[p], seeds[p], on_step) for p in parts])
-        warm = config.scaling in NEED_RUNS
+        warm = config.scaling.name in NEED_RUNS
         probes, rows = [], []
 
         def on_handle(handle):
@@ -235,9 +235,9 @@ class Trials:
 
     def skip_choices(self, base, limits) -> skip_choices.SkipChoices:
         """Return SkipChoices from probes under `base`, which skips nothing, and with each of the limits."""
-        configs = {0.0: base} | {limit: skip_choices.skipping(base, limit) for limit in limits}
+        configs = {0.0: base} | {limit: skip_choices.skipping(base, self.config, limit) for limit in limits}
         noise = {limit: self.measure(config, probe=True)["noise"] for limit, config in configs.items()}
-        return skip_choices.SkipChoices(base, noise, self.levels)
+        return skip_choices.SkipChoices(base, self.config, noise, self.levels)
 
 
 def options_key(config: SageAttnProcessor) -> str:

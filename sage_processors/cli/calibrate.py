@@ -14,6 +14,7 @@ from .. import pipelines
 from ..calibration.search import calibrate
 from ..calibration.trials import HELD_OUT
 from ..evaluation import hard_variants, metrics, quality
+from ..option_groups import Linears
 from ..options import SageAttnProcessor
 from . import loading
 from .as_json import JsonOption, answer, quality_data
@@ -62,7 +63,8 @@ def _options(pipeline: str, linears: list[str] | None = None) -> SageAttnProcess
     """The defaults; at the few tokens and channels of an embedded pipeline they would leave all of it exact."""
     is_small = pipeline in pipelines.names()
     return SageAttnProcessor(
-        min_tokens=quality.MIN_TOKENS if is_small else None, linears_min_features=0 if is_small and linears else None
+        min_tokens=quality.MIN_TOKENS if is_small else None,
+        linears=Linears("none", min_features=0 if is_small and linears else None),
     )
 
 

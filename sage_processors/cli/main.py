@@ -20,7 +20,8 @@ except ImportError as missing:
 import sage_kernels
 
 from .. import pipelines
-from ..options import SCALINGS, SageAttnProcessor
+from ..option_groups import SCALINGS
+from ..options import SageAttnProcessor
 from ..version import __version__
 from . import loading
 from .as_json import JsonOption, answer, quality_data
@@ -272,7 +273,7 @@ def bench_attention(context: typer.Context) -> None:
     sys.exit(subprocess.run([sys.executable, str(script), *context.args], check=False).returncode)
 
 
-def _config(recipe: str, scaling: str) -> SageAttnProcessor:
+def _config(recipe: Any, scaling: Any) -> SageAttnProcessor:
     from ..evaluation.quality import MIN_TOKENS
 
     try:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 
-from ..options import SCALINGS, SageAttnProcessor
+from ..option_groups import SCALINGS
+from ..options import SageAttnProcessor
 from . import loading
 from .as_json import JsonOption, answer
 from .loading import DTYPES, DeviceOption, console, torch_device
@@ -31,7 +32,8 @@ def warm_up(
     if dtype not in DTYPES:
         raise typer.BadParameter(f"{dtype}: expected one of {', '.join(DTYPES)}", param_hint="--dtype")
     try:
-        config = SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=min_tokens)
+        given: dict[str, Any] = {"recipe": recipe, "scaling": scaling, "min_tokens": min_tokens}
+        config = SageAttnProcessor(**given)
     except ValueError as error:
         option = str(error).partition(":")[0].replace("_", "-")
         raise typer.BadParameter(str(error), param_hint=f"--{option}") from error

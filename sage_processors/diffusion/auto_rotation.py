@@ -59,7 +59,7 @@ class AutoRotation:
 
     def begin_run(self) -> None:
         """A run starts: what another one decided holds no longer, but where it is kept on purpose."""
-        if self._handle.config.scaling == ADAPTIVE:
+        if self._handle.config.scaling.name == ADAPTIVE:
             return
         for part in self._handle._parts:
             for layer in part.layers if not part.frozen else ():

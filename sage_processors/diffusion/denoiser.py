@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +12,13 @@ from torch import nn
 from sage_kernels import RECIPES
 from sage_kernels.compat import mark_static_address
 from sage_kernels.facts.recipe import MIXED_RECIPE
-from sage_kernels.planning.rules import RULES, rule_for
+from sage_kernels.planning.rules import rule_for
 from sage_kernels.planning.state import ScaleState, Site
 
-from ..inference_mode import AsUnderNoGrad
 from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap
-from ..options import LAYER_OPTIONS
+from ..torch_modes import AsUnderNoGrad
+from .calls.call_reasons import layer_reason
 from .calls.row_maxima_op import keep_rows_of
 from .calls.sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
 from .graphs.whole_graphs import WholeGraphs
@@ -30,10 +29,9 @@ from .host.patches import Patches
 from .host.root_hook import RootHook
 from .layer_lists import lists_of_layers, place_lists
 from .parked_state import Parked
-from .reports.layer_reasons import reason_against
 from .steps.forwards import Forwards
 from .steps.noise_level import TimestepReader
-from .steps.windows import is_kept, option_of
+from .steps.windows import is_kept
 
 
 @dataclass
@@ -113,20 +111,17 @@ class Part:
         config = self.config
         if self.linears is not None:
             self.linears.refresh()
-        elif any(format != "none" for format in (config.linears, *(format for _, format in config.layer_linears))):
+        elif any(format != "none" for format in (config.linears.format, *dict(config.rules("linears")).values())):
             self.linears = LinearSwap(
-                self.model, linears=config.linears, keep=config.keep_linears, layers=config.layer_linears,
-                min_features=config.linears_min_features, policy=config.policy, name=self.name,
-                drop_weights=config.drop_weights,
+                self.model, linears=config.linears.format, layers=config.rules("linears"),
+                min_features=config.linears.min_features, drop_weights=config.linears.drop_weights,
+                on_unsupported=config.on_unsupported, name=self.name,
             )  # fmt: skip
 
     def _swapped(self, original, label: str):
         """The Sage twin of a processor, with the options that hold for its layer."""
-        own = {option: option_of(self.config, option, label) for option in LAYER_OPTIONS}
-        if own["scaling"] not in RULES or own["recipe"] == MIXED_RECIPE:
-            own["skip"] = "none"  # it has no lists, which are kept with what is planned
-        config = dataclasses.replace(self.config, **own, **{f"layer_{option}": () for option in LAYER_OPTIONS})
-        window = self._steps.window_of(config.keep_noise)
+        config = self.config.for_layer(label)
+        window = self._steps.window_of(config.keep.noise)
         kind: Any = sage_class(type(original))
         if kind not in self._patches:
             self._patches[kind] = Patches(kind._sage_binding)
@@ -150,7 +145,7 @@ class Part:
         for layer in self.layers:
             layer.site_indices = []
             own = layer.sage._sage_config
-            if own.scaling in RULES and own.recipe != MIXED_RECIPE:
+            if own.scaling.is_planned and own.recipe != MIXED_RECIPE:
                 for i, shape in enumerate(discover_sites(layer.module, layer.sage)):
                     layer.site_indices.append(len(sites) if shape else None)
                     if shape:
@@ -161,8 +156,8 @@ class Part:
             self.state = None
         if sites and self.state is None:
             with torch.inference_mode(False):  # else updates outside of inference_mode would be refused
-                rule = rule_for(self.config)
-                self.state = ScaleState(sites, device=self.device, margin=self.config.margin, rule=rule)
+                rule = rule_for(self.config.scaling)
+                self.state = ScaleState(sites, device=self.device, margin=self.config.scaling.margin, rule=rule)
                 if self._parked.move_into(self.state):
                     rule.refit(self.state)
                 else:
@@ -201,7 +196,7 @@ class Part:
 
     def reasons_against(self) -> dict[str, str]:
         """{layer: why none of its calls can run in INT8}, "" where nothing is known against it."""
-        return {self._label(layer.name): reason_against(layer) for layer in self.layers}
+        return {self._label(layer.name): layer_reason(layer) for layer in self.layers}
 
     def move(self, device: torch.device) -> None:
         """Follow the model to another device. The counts of planned calls start anew."""
@@ -251,8 +246,8 @@ class Part:
             processor._sage_events.zero()
             processor._sage_sent[0] = 0
 
-    def capture_forwards(self, graphs: WholeGraphs | None) -> None:
-        """Have forwards replayed from now on, or (None) no longer."""
+    def use_graphs(self, graphs: WholeGraphs | None) -> None:
+        """Replay forwards from these CUDA graphs from now on; None: run them eagerly again."""
         if self.graphs is not None:
             self.graphs.stop()
         self.graphs = graphs
@@ -342,7 +337,7 @@ class Part:
 
     def uninstall(self) -> None:
         """The original processor objects, where one of ours is in place. Processors that others put there stay."""
-        self.capture_forwards(None)
+        self.use_graphs(None)
         if self.linears is not None:
             self.linears.remove()
             self.linears = None

@@ -16,10 +16,12 @@ from sage_kernels.planning.rules import FROM_TABLE, NEED_RUNS
 from ..linears.swap import swap_of
 from ..linears.swap_checks import check_patterns_of
 from ..linears.weights.layers import choose
-from ..options import LAYER_OPTIONS, REMEDIES, SageAttnProcessor
+from ..option_groups import OF_ATTENTION, Keep
+from ..options import SageAttnProcessor
+from ..unsupported import REMEDIES
 from .auto_rotation import AutoRotation
 from .denoiser import Part
-from .graphs.whole_graphs import WholeGraphs
+from .graphs.whole_graphs import WholeGraphs, can_replay
 from .host.discovery import attention_modules, denoisers, input_device, is_pipeline, unwrap
 from .host.pipeline_method import listen
 from .host.root_hook import RootHook
@@ -52,7 +54,7 @@ class Handle:
         self._parts: list[Part] = []
         self._pipe = weakref.ref(target) if is_pipeline(target) else None
         self._model = None if self._pipe else target
-        self._active, self._captures = True, False
+        self._active = True
         self.lock = threading.RLock()
         self.steps = Steps(config)
         self.following = Following(self, self.steps.windowed)
@@ -71,7 +73,7 @@ class Handle:
             self._warn_of_idle_layers()
             for part in self._parts:
                 self._kernels.swapped(part)
-            for part in self._parts if config.drop_weights else ():
+            for part in self._parts if config.linears.drop_weights else ():
                 if part.linears is not None:
                     part.linears.drop()
         except Exception:
@@ -80,26 +82,26 @@ class Handle:
 
     def _check_options(self) -> None:
         names = [name for part in self._parts for name in part.layer_names()]
-        check_patterns("keep_layers", self.config.keep_layers, names)
-        check_patterns("only_layers", self.config.only_layers, names)
-        for option in (*LAYER_OPTIONS, "skip_limit"):
-            check_patterns(f"layer_{option}", [p for p, _ in getattr(self.config, f"layer_{option}")], names)
-        if self.config.keep_linears or self.config.layer_linears:
+        for option in OF_ATTENTION:
+            check_patterns("layers", [pattern for pattern, _ in self.config.rules(option)], names)
+        if self.config.rules("linears"):
             names = [x.name for part in self._parts for x in choose(part.model, label=part._label, linears="none")]
             check_patterns_of(self.config, names)
         if self.following.followed:
             return
         without = "a model without a pipeline" if self._pipe is None else "a pipeline without a scheduler"
         expected = "expected a pipeline, whose scheduler says where a run is"
-        if self.config.scaling in NEED_RUNS:
-            raise ValueError(f'scaling: got "{self.config.scaling}" for {without}, {expected}')
-        if "auto" in (self.config.rotation, *(rotation for _, rotation in self.config.layer_rotation)):
+        if self.config.scaling.name in NEED_RUNS:
+            raise ValueError(f'scaling: got "{self.config.scaling.name}" for {without}, {expected}')
+        if "auto" in (self.config.rotation, *(rotation for _, rotation in self.config.rules("rotation"))):
             raise ValueError(f'rotation: got "auto" for {without}, {expected}')
-        if self.config.skip != "none":
-            raise ValueError(f'skip: got "{self.config.skip}" for {without}, {expected}')
-        for option in ("keep_first_steps", "keep_last_steps", "keep_below_noise", "keep_noise", "layer_keep_noise"):
-            if getattr(self.config, option):
-                raise ValueError(f"{option}: got {getattr(self.config, option)} for {without}, {expected}")
+        if self.config.skip is not None:
+            raise ValueError(f"skip: got {self.config.skip} for {without}, {expected}")
+        if self.config.keep != Keep():
+            raise ValueError(f"keep: got {self.config.keep} for {without}, {expected}")
+        for pattern, noise in self.config.rules("keep_noise"):
+            if noise:
+                raise ValueError(f"layers[{pattern!r}]: got keep_noise {noise} for {without}, {expected}")
 
     def _warn_of_idle_layers(self) -> None:
         """Say at once what a report would say after a run: layers of which it is known that nothing runs in INT8."""
@@ -149,7 +151,9 @@ class Handle:
             part = Part(name, model, self.config, self) if known is None else known
             if known is None:
                 self._parts.append(part)
-                part.capture_forwards(WholeGraphs(self, part) if self._captures else None)
+                part.use_graphs(self._graphs_of(part))
+            elif part.graphs is not None:
+                part.graphs.forget()
             part.follow_home()
             part.install()
         self._follow_schedulers()
@@ -182,10 +186,10 @@ class Handle:
             a removed handle.
         """
         self._check_active()
-        if not self._rotation.decided and self.config.scaling not in FROM_TABLE:
+        if not self._rotation.decided and self.config.scaling.name not in FROM_TABLE:
             raise ValueError(
-                f"handle: got scaling={self.config.scaling!r}, which plans nothing from other runs, expected one of "
-                f"{list(FROM_TABLE)}; there is nothing to freeze"
+                f"handle: got scaling={self.config.scaling.name!r}, which plans nothing from other runs, expected "
+                f"one of {list(FROM_TABLE)}; there is nothing to freeze"
             )
         if not self.has_learnt:
             raise ValueError("handle: got no scales yet, expected a run before they are frozen; or call load_scales")
@@ -235,18 +239,9 @@ class Handle:
         if not self._active:
             raise RuntimeError("handle: got a handle that was removed, expected a live one; call apply again")
 
-    def capture_forwards(self, on: bool = True) -> None:
-        """Replay forwards from CUDA graphs of whole forwards, without a compiler; False: eager ones again.
-
-        From the sixth step of some shape on, in later runs too. The model is compared with what was captured before
-        each replay, and captured anew where it changed. What can't be replayed is eager, and the report says why.
-        Raises: ValueError for a model after `compile()`; RuntimeError where a forward waits for the GPU.
-        """
-        self._check_active()
-        graphs = [WholeGraphs(self, part) if on else None for part in self._parts]
-        self._captures = on
-        for part, own in zip(self._parts, graphs, strict=True):
-            part.capture_forwards(own)
+    def _graphs_of(self, part: Part) -> WholeGraphs | None:
+        """Return new CUDA graphs for a denoiser; None if the options or a `compile()` of its model leave none."""
+        return WholeGraphs(self, part) if self.config.graphs == "auto" and can_replay(part.model) else None
 
     def probe(self, *, every: int = 4, heads: int = 4, rows: int = 32) -> Probe:
         """Compare with exact attention from now on, in one step of `every`: see probe.Probe, which this returns."""

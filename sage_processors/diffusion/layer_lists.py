@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from typing import Any
 
 import torch
@@ -11,23 +10,18 @@ from sage_kernels.planning.skip_lists import SkipLists
 from sage_kernels.planning.state import Site
 
 
-def limit_of(config, layer: str) -> float | tuple[float, ...]:
-    """The limit of a layer under these options, or one for each range of noise levels."""
-    matches = (limit for pattern, limit in config.layer_skip_limit if fnmatch.fnmatchcase(layer, pattern))
-    return next(matches, config.skip_limit)
-
-
 def lists_of_layers(config, sites: list[Site], device: torch.device) -> SkipLists | None:
     """Lists for the call sites of a ScaleState, as the options want them: None is without.
 
     Sites are named as their layers are in handle.report(), the second one of a layer with "#1" behind it.
     """
-    if config.skip != "temporal":
+    skip = config.skip
+    if skip is None:
         return None
-    limits = [limit_of(config, site.name.partition("#")[0]) for site in sites]
+    limits = [config.of_layer("skip_limit", site.name.partition("#")[0]) for site in sites]
     return SkipLists(
-        len(sites), device, limit=limits, borders=config.skip_noise, every=config.skip_every,
-        first_steps=config.skip_first_steps, last_steps=config.skip_last_steps,
+        len(sites), device, limit=limits, borders=skip.noise, every=skip.every, first_steps=skip.first_steps,
+        last_steps=skip.last_steps,
     )  # fmt: skip
 
 

@@ -281,7 +281,7 @@ def evaluate(
     from ..language.choice import refuse_without_attention
     from ..language.kv_cache import Int8KVCache
 
-    register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, policy="strict")
+    register_transformers(MEASURED, recipe=recipe, min_tokens=ONE_TOKEN, on_unsupported="raise")
     refuse_without_attention(model, MEASURED)
     _check_tokens(model, "prompts", prompts, new_tokens)
     reading: dict[str, Any] = {"chunk": chunk, "prefill": prefill, "batch": batch, "on_call": on_call}

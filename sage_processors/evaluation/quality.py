@@ -114,7 +114,7 @@ class Quality:
             yield {**common, "metric": "int8_share", "unit": "1", "median": round(self.int8_share, 4)}
 
 
-def _options(recipe: str, scaling: str, **options) -> SageAttnProcessor:
+def _options(recipe: Any, scaling: Any, **options: Any) -> SageAttnProcessor:
     return SageAttnProcessor(recipe=recipe, scaling=scaling, min_tokens=MIN_TOKENS, **options)
 
 
@@ -145,8 +145,8 @@ def study_variants(recipe: str = "qk_int8_pv_bf16") -> tuple[Variant, ...]:
         planned("delayed", "delayed", warm=False),
         planned("static", "static"),
         planned("sigma_power", "sigma_power"),
-        planned("sigma_ratio", "sigma_power", gamma=1.0),
-        planned("sigma_ratio_printed", "sigma_power", gamma=-1.0),
+        planned("sigma_ratio", {"name": "sigma_power", "gamma": 1.0}),
+        planned("sigma_ratio_printed", {"name": "sigma_power", "gamma": -1.0}),
     )
 
 
@@ -271,7 +271,11 @@ def evaluate(
                 others = [WARM_UP_SEED + i for i in range(len(prompts[:batch]))]
                 generate(pipe, prompts[:batch], others, steps=steps, on_step=on_step, **more)
                 # if nothing ran in INT8 there is no table to freeze, and the results will say so
-                if variant.config.scaling in FROM_TABLE and variant.config.scaling != ADAPTIVE and handle.has_learnt:
+                if (
+                    variant.config.scaling.name in FROM_TABLE
+                    and variant.config.scaling.name != ADAPTIVE
+                    and handle.has_learnt
+                ):
                     handle.freeze_scales()
             # every step: with every k-th step only, the first one, which has no plan, would weigh k times as much
             watching = handle.probe(every=1) if probe else None

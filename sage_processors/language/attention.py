@@ -21,8 +21,8 @@ import sage_kernels
 from sage_kernels.compat import is_exporting
 from sage_kernels.facts import crossover
 
-from ..autocast import autocast
-from ..options import UnsupportedAttentionError
+from ..torch_modes import autocast
+from ..unsupported import UnsupportedAttentionError
 from .call import Call, Sequences, exact, masking, needs_gradient, only_of
 from .choice import watch_choices
 from .masks import asked_of, plain_mask, sage_mask
@@ -49,8 +49,8 @@ def register_transformers(
     *,
     recipe: str = sage_kernels.DEFAULT_RECIPE,
     min_tokens: int | None = None,
-    policy: str = "fallback",
-    training: str = "exact",
+    on_unsupported: str = "fallback",
+    training: str = "16bit",
     smooth_k: bool | None = None,
     rotation: str = "none",
 ) -> list[str]:
@@ -67,21 +67,21 @@ def register_transformers(
             nothing. None: as measured for the running GPU, head_dim and recipe (facts/crossover.py), on a CPU
             never. 0: never. Decoding on a cache that is not INT8 is short on every GPU: quantising every key again
             at every step costs more than it saves. Calls on an INT8 cache always read the cache as it is.
-        policy: "fallback": a call that INT8 attention can't do runs the model's own exact attention, is counted per
-            layer with its reason and logged once. "strict": it raises UnsupportedAttentionError; short calls don't.
+        on_unsupported: "fallback": a call that INT8 attention can't do runs the model's own attention, is counted
+            per layer with its reason and logged once. "raise": UnsupportedAttentionError; short calls don't raise.
         training: "int8": calls that need a gradient, and those of modules in training mode, run in INT8, too; the
             backward is PyTorch's, in 16 bit (sage_kernels.differentiable_attention). Exact all the same, and counted:
             dropout; gradients of masks, biases, sinks or scales; windows, soft caps and sinks, and calls without a
-            fused backward, as reason "no_backward". "exact": all of them, as "training" or "gradient".
+            fused backward, as reason "no_backward". "16bit": all of them, as "training" or "gradient".
         smooth_k, rotation: as of sage_kernels.sage_attention. smooth_k=False takes no center from K and balances no
             channels, so that codes of a token depend on no other one. What that costs the rotation gives back in
             part; see "Prefix caching" in docs/language.md. "sage_int8_causal" has both.
     Returns: the names registered.
     Raises: ValueError for a name or an option that can't be.
     """
-    options = (recipe, min_tokens, policy, training, smooth_k, rotation)
+    options = (recipe, min_tokens, on_unsupported, training, smooth_k, rotation)
     if name is None:
-        if options != (sage_kernels.DEFAULT_RECIPE, None, "fallback", "exact", None, "none"):
+        if options != (sage_kernels.DEFAULT_RECIPE, None, "fallback", "16bit", None, "none"):
             raise ValueError("name: got None with options, expected a name for an implementation of your own")
         wanted = standard()
     else:
@@ -303,8 +303,8 @@ def _attend_cache(
 
 
 def _stay_exact(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
-    """Count a call that runs exact attention; raise under policy="strict" unless it is merely short."""
-    if implementation.policy == "strict" and reason != "short":
+    """Count a call that runs exact attention; or raise with on_unsupported="raise" unless it is merely short."""
+    if implementation.on_unsupported == "raise" and reason != "short":
         (_refuse_export if is_exporting() else _refuse)(call.label, reason)
     count(call.module, implementation, reason, device)
     if is_exporting():

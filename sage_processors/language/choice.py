@@ -13,7 +13,7 @@ import functools
 import logging
 from typing import Any
 
-from ..options import UnsupportedAttentionError
+from ..unsupported import UnsupportedAttentionError
 from .masks import adds_masks
 from .report import REMEDIES, follow_choice, takes_implementations
 
@@ -95,12 +95,12 @@ def refuse_unused(model, wanted: set[str], implementations: dict) -> None:
     Raises: UnsupportedAttentionError, reason "no_attention", if such a name is strict.
     """
     unused = wanted - {module.config._attn_implementation for module in _layers(model)} if wanted else wanted
-    _say(model, sorted(unused, key=lambda name: implementations[name].policy != "strict"), implementations)
+    _say(model, sorted(unused, key=lambda name: implementations[name].on_unsupported != "raise"), implementations)
 
 
 def _say(model, names: list[str], implementations: dict) -> None:
     for name in names:
-        if implementations[name].policy == "strict":
+        if implementations[name].on_unsupported == "raise":
             raise _error(model, name)
         logger.warning("%s", _error(model, name))
 

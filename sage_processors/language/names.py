@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import sage_kernels
 from sage_kernels.facts.recipe import ROTATIONS
 
-from ..options import POLICIES, TRAININGS
+from ..options import ON_UNSUPPORTED, TRAININGS
 
 
 # Parts of a name that mean something to transformers: a name with "flash" in it is looked for among its own kernels.
@@ -25,8 +25,8 @@ class Implementation:
     name: str
     recipe: str = sage_kernels.DEFAULT_RECIPE
     min_tokens: int | None = None
-    policy: str = "fallback"
-    training: str = "exact"
+    on_unsupported: str = "fallback"
+    training: str = "16bit"
     smooth_k: bool | None = None
     rotation: str = "none"
     numbers: str = field(init=False)
@@ -34,7 +34,12 @@ class Implementation:
     scaling = "per_token"  # a scale that tokens share would follow the longest of a batch, padding and all
 
     def __post_init__(self) -> None:
-        allowed = {"recipe": sage_kernels.RECIPES, "policy": POLICIES, "training": TRAININGS, "rotation": ROTATIONS}
+        allowed = {
+            "recipe": sage_kernels.RECIPES,
+            "on_unsupported": ON_UNSUPPORTED,
+            "training": TRAININGS,
+            "rotation": ROTATIONS,
+        }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, expected one of {sorted(values)}")
@@ -67,7 +72,7 @@ def standard() -> dict[str, Implementation]:
     plain.append(Implementation("sage_int8_causal", min_tokens=2, smooth_k=False, rotation="hadamard"))
     plain += [Implementation(name_of(recipe), recipe) for recipe in sage_kernels.RECIPES]
     strict = [
-        Implementation(f"{x.name}_strict", x.recipe, x.min_tokens, "strict", smooth_k=x.smooth_k, rotation=x.rotation)
+        Implementation(f"{x.name}_strict", x.recipe, x.min_tokens, "raise", smooth_k=x.smooth_k, rotation=x.rotation)
         for x in plain
     ]
     return {implementation.name: implementation for implementation in (*plain, *strict)}

@@ -1,4 +1,4 @@
-"""What options of linear layers are asked, before a model is touched."""
+"""Checks of the options of linear layers, made before a model is changed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..option_checks import flag, one_of, whole
-from ..options import LINEARS, POLICIES, SageAttnProcessor
+from ..option_groups import LINEARS
+from ..options import ON_UNSUPPORTED, SageAttnProcessor
 
 
 def check_patterns_of(config: SageAttnProcessor, names: Collection[str]) -> None:
-    """Raise ValueError for a pattern of `keep_linears` or `layer_linears` that matches none of the layers' names."""
-    _check_patterns("keep_linears", config.keep_linears, names)
-    _check_patterns("layer_linears", [pattern for pattern, _ in config.layer_linears], names)
+    """Raise ValueError for a rule of linear layers with a pattern that matches none of their names."""
+    _check_patterns("layers", [pattern for pattern, _ in config.rules("linears")], names)
 
 
 def _check_patterns(option: str, patterns: Iterable[str], names: Collection[str]) -> None:
@@ -26,13 +26,13 @@ def _check_patterns(option: str, patterns: Iterable[str], names: Collection[str]
 
 
 def checked_options(
-    names: Collection[str], linears: Any, keep: Any, layers: Any, min_features: Any, policy: Any, drop_weights: Any
-) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """`keep` as a tuple, and `layers` as one of pairs. names: of the model's linear layers.
+    names: Collection[str], linears: Any, layers: Any, min_features: Any, on_unsupported: Any, drop_weights: Any
+) -> tuple[tuple[str, str], ...]:
+    """Check the arguments of `quantize_linears` and return `layers` as (pattern, format) pairs.
 
-    Raises: TypeError, ValueError: see `quantize_linears`.
+    names: of the model's linear layers. Raises: TypeError, ValueError.
     """
-    for name, value, allowed in (("linears", linears, LINEARS), ("policy", policy, POLICIES)):
+    for name, value, allowed in (("linears", linears, LINEARS), ("on_unsupported", on_unsupported, ON_UNSUPPORTED)):
         one_of(name, value, allowed)
     if isinstance(layers, str) or not isinstance(layers, Iterable):
         raise TypeError(f"layers: got {layers!r}, expected (layer pattern, format) pairs or a dict")
@@ -42,14 +42,8 @@ def checked_options(
             raise TypeError(f"layers: got {pair!r}, expected (layer pattern, format) pairs or a dict")
         if not isinstance(pair[1], str) or pair[1] not in LINEARS:
             raise ValueError(f"layers: got {pair[1]!r}, expected one of {sorted(LINEARS)}")
-    if isinstance(keep, str) or not isinstance(keep, Iterable):
-        raise TypeError(f"keep: got {keep!r}, expected a tuple of patterns")
-    keep = tuple(keep)
-    if not all(isinstance(pattern, str) for pattern in keep):
-        raise TypeError(f"keep: got {keep!r}, expected a tuple of patterns")
     if min_features is not None:
         whole("min_features", min_features, 0)
     flag("drop_weights", drop_weights)
-    _check_patterns("keep", keep, names)
     _check_patterns("layers", [pattern for pattern, _ in pairs], names)
-    return keep, pairs
+    return pairs

@@ -31,20 +31,20 @@ def test_plain_int8_is_more_exact_than_fp4_with_some_blocks_in_16_bit():
         assert ERRORS[family, "int8", "block_mean", "0"] < ERRORS[family, "nvfp4", "block_mean", "0.05"], family
 
 
-def test_hoppers_blocks_of_192_rows_take_less_of_the_error_away():
+def test_blocks_of_192_rows_take_less_of_the_error_away():
     coarse = {row["case"]: float(row["median"]) for row in OF_4096 if row["case"].endswith("/192_rows")}
     case = "mixed/clustered/int8/block_mean/{}/192_rows"
     assert 0.5 <= 1 - coarse[case.format("0.05")] / coarse[case.format("0")] < recovered("clustered", "int8")
 
 
-def test_five_percent_of_the_blocks_cost_an_eighth_of_the_plain_recipes_time_on_hopper():
+def test_five_percent_of_the_blocks_take_twice_the_plain_recipes_time():
+    """Rows of the general kernel, the only one there is; those of be7c85d are of a Hopper kernel that was removed."""
     case = "D128_N8192_full_BH16"
-    newest = [row for row in EVERY if row["case"] == f"{case}/int8/0.05"][-1]
-    run = [row for row in EVERY if row["commit"] == newest["commit"] and row["case"].startswith(case)]
+    run = [row for row in EVERY if row["commit"] == "c0260d6"]
     rates = {
         kind: [float(row["median"]) for row in run if row["case"] == case + kind]
         for kind in ("", "/per_token", "/int8/0.05")
     }
-    assert len(set(map(len, rates.values()))) == 1 and "NVIDIA H" in newest["gpu"]
+    assert all(rates.values()) and len(set(map(len, rates.values()))) == 1
     for cudnn, plain, mixed in zip(*rates.values(), strict=True):
-        assert 1.1 <= plain / mixed <= 1.15 and 0.97 <= mixed / cudnn
+        assert 1.95 <= plain / mixed <= 2.1 and mixed < cudnn

@@ -23,6 +23,7 @@ from sage_processors.calibration.cost import (
 from sage_processors.calibration.trials import HELD_OUT
 from sage_processors.diffusion.calls import processors
 from sage_processors.evaluation import hard_variants, quality
+from tests.calibration.test_layer_choices import kept
 from tests.diffusion.steps.test_windows import flux_pipe, options
 from tests.diffusion.test_compile import denoise
 from tests.evaluation.test_quality import PROMPTS, pipeline
@@ -63,7 +64,7 @@ def test_of_equally_dear_options_the_better_ones_are_taken():
         found = sp.calibrate(pipe, PROMPTS[:1], target_psnr=10.0, scalings=("per_block", "timestep"), **SMALL)
     (worse, better) = sorted(found.curve, key=lambda row: row["psnr_db"])
     assert worse["cost"] == better["cost"] and worse["psnr_db"] < better["psnr_db"]
-    assert better["label"] == f"qk_int8_pv_bf16, {found.config.scaling}"
+    assert better["label"] == f"qk_int8_pv_bf16, {found.config.scaling.name}"
     assert found.result["psnr_db_low"] == found.result["psnr_db"]  # one picture has no spread
 
 
@@ -113,8 +114,8 @@ def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
         found = run(target_psnr=target, scalings=("per_block",), steps=2)
         assert found.met and found.result["psnr_db"] >= target
         config = found.config
-        finer = config.scaling != "per_block" or config.layer_scaling or config.layer_rotation
-        exact = config.keep_layers or config.layer_keep_noise or config.keep_first_steps or config.keep_last_steps
+        finer = config.scaling.name != "per_block" or config.rules("scaling") or config.rules("rotation")
+        exact = kept(config) or config.rules("keep_noise") or config.keep != sp.Keep()
         assert finer or exact
         assert plain.result["cost"] < found.result["cost"] < 1
         assert (found.result["int8_share"] < 1) == bool(exact) and found.result["int8_share"] > 0
@@ -127,7 +128,7 @@ def test_a_budget_between_int8_and_16_bit_demotes_just_enough():
 @pytest.mark.slow("a whole calibration")
 def test_frozen_rules_are_tried_after_a_first_run():
     found = run(target_psnr=30.0, scalings=("static",))
-    assert found.met and found.config.scaling == "static" and found.result["int8_share"] == 1.0
+    assert found.met and found.config.scaling.name == "static" and found.result["int8_share"] == 1.0
 
 
 # --- attention error ---
@@ -142,10 +143,10 @@ def test_attention_error_demotes_the_layers_over_it():
     limit = (errors[1] + errors[2]) / 2  # between the second and the third of five layers
     found = run(max_attention_error=limit, scalings=("timestep",))
     assert found.met and 0 < found.result["attention_error"] <= limit
-    assert 1 <= len(found.config.keep_layers) <= 4 and found.result["int8_share"] < 1
+    assert 1 <= len(kept(found.config)) <= 4 and found.result["int8_share"] < 1
     assert run(max_attention_error=0.5, scalings=("timestep",)).config == sp.SageAttnProcessor()
     finer = run(max_attention_error=limit, scalings=("timestep", "per_token"))
-    assert finer.met and len(finer.config.keep_layers) <= len(found.config.keep_layers)
+    assert finer.met and len(kept(finer.config)) <= len(kept(found.config))
 
 
 @pytest.mark.slow("a whole calibration")
@@ -168,8 +169,8 @@ def test_attention_error_rotates_before_it_gives_a_layer_16_bit(monkeypatch):
     limit = (errors["none"][layer] * errors["hadamard"][layer]) ** 0.5
     assert errors["hadamard"][layer] < 0.6 * limit  # else the test could not fail
     found = run(max_attention_error=limit, scalings=("per_block",))
-    chosen = dict(found.config.layer_rotation)
-    assert found.met and chosen[layer] == "hadamard" and layer not in found.config.keep_layers
+    chosen = dict(found.config.rules("rotation"))
+    assert found.met and chosen[layer] == "hadamard" and layer not in kept(found.config)
     assert found.result["cost"] < 1 and 0 < found.result["attention_error"] <= limit
     assert any("per_block, hadamard" in row["label"] for row in found.curve)
     for name in chosen:  # only where it was needed
@@ -177,7 +178,7 @@ def test_attention_error_rotates_before_it_gives_a_layer_16_bit(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(processors, "_attend", harder)
     found = run(max_attention_error=limit, scalings=("per_block",))  # in truth these are short: 16 bit costs less
-    assert found.met and not found.config.layer_rotation and layer in found.config.keep_layers
+    assert found.met and not found.config.rules("rotation") and layer in kept(found.config)
 
 
 # --- cost ---
@@ -208,13 +209,17 @@ def test_relative_cost_counts_windows_and_layers():
     assert shape.heads == shape.kv_heads == model.config.num_attention_heads
     assert shape.head_dim == model.config.attention_head_dim and shape.seq_q == shape.seq_kv
     int8 = table.relative(options(), 10)
-    assert table.relative(options(keep_layers=("*",)), 10) == 1.0 == table.relative(options(keep_first_steps=10), 10)
+    assert (
+        table.relative(options(layers={"*": {"recipe": "16bit"}}), 10)
+        == 1.0
+        == table.relative(options(keep={"first_steps": 10}), 10)
+    )
     rotated = [
         table.relative(options(**o), 10)
-        for o in ({"rotation": "hadamard"}, {"layer_rotation": {names[0]: "hadamard"}})
+        for o in ({"rotation": "hadamard"}, {"layers": {names[0]: {"rotation": "hadamard"}}})
     ]
     assert rotated[0] > rotated[1] > int8 == table.relative(options(rotation="auto"), 10)
-    mixed = table.relative(options(keep_first_steps=2, keep_last_steps=3), 10)
+    mixed = table.relative(options(keep={"first_steps": 2, "last_steps": 3}), 10)
     assert mixed == pytest.approx(0.5 + 0.5 * int8)
 
 

@@ -54,6 +54,11 @@ def falling(first: float, second: float, third: float, fourth: float, fifth: flo
 # --- the choice ---
 
 
+def kept(config):
+    """Patterns of the layers that stay in 16 bit."""
+    return [pattern for pattern, recipe in config.rules("recipe") if recipe == "16bit"]
+
+
 def test_what_is_measured_is_every_int8_choice():
     assert [dataclasses.astuple(Choice.of(c)) for c in options_to_probe(BASE)] == [
         (FP8, "timestep", "none"),
@@ -79,13 +84,15 @@ def test_every_layer_gets_the_cheapest_way_that_is_enough():
     ways = {"fine": Choice.of(BASE), "values": PV16, "tokens": TOKEN, "outliers": ROTATED, "hard": BOTH}
     assert chosen == {name: Way(choice) for name, choice in (ways | {"hopeless": None}).items()}
     config = choices.options(chosen)
-    demoted = ("values", "tokens", "outliers", "hard")
     assert config == dataclasses.replace(
         BASE,
-        keep_layers=("hopeless",),
-        layer_recipe=tuple((name, BF16) for name in demoted),
-        layer_scaling=(("tokens", "per_token"), ("hard", "per_token")),
-        layer_rotation=(("outliers", "hadamard"), ("hard", "hadamard")),
+        layers={
+            "values": {"recipe": BF16},
+            "tokens": {"recipe": BF16, "scaling": "per_token"},
+            "outliers": {"recipe": BF16, "rotation": "hadamard"},
+            "hard": {"recipe": BF16, "scaling": "per_token", "rotation": "hadamard"},
+            "hopeless": {"recipe": "16bit"},
+        },
     )
 
 
@@ -104,8 +111,8 @@ def test_16_bit_only_at_the_noise_levels_of_the_error():
         "late": Way(base, (0.0, 0.25)), "early": Way(base, (0.95, 1.0)), "fine": Way(base), "always": Way(None)
     }  # fmt: skip
     config = choices.options(chosen)
-    assert config.layer_keep_noise == (("late", (0.0, 0.25)), ("early", (0.95, 1.0)))
-    assert config.keep_layers == ("always",)
+    assert config.rules("keep_noise") == (("late", (0.0, 0.25)), ("early", (0.95, 1.0)))
+    assert kept(config) == ["always"]
     unknown = made({"late": falling(late, late, late, late, late)}, levels=[])  # a scheduler that nobody can follow
     assert unknown.choose({"late": 0.02}) == {"late": Way(None)}
 
@@ -128,7 +135,7 @@ def test_no_more_ranges_than_a_handle_may_have():
     assert len({way.span for way in chosen.values()} - {()}) == MAX_RANGES
     for name, way in chosen.items():
         assert way.choice is None or choices.error(name, way.choice, way.span) <= 0.02
-    assert choices.options(chosen).layer_keep_noise  # and the options accept it
+    assert choices.options(chosen).rules("keep_noise")  # and the options accept it
 
 
 def test_candidates_get_better_and_dearer_and_are_the_same_again():
@@ -151,29 +158,27 @@ def test_candidates_get_better_and_dearer_and_are_the_same_again():
 
     found = [worst(config) for config in found_options]
     assert found == sorted(found, reverse=True) and found[-1] < found[0] < 0.1
-    assert all(len(config.keep_layers) < 3 for config in found_options)  # something stays in INT8
+    assert all(len(kept(config)) < 3 for config in found_options)  # something stays in INT8
 
 
 def _error_of(choices, config, layer):
-    from sage_processors.diffusion.steps.windows import is_kept, option_of
-
-    if is_kept(config, layer):
-        return 0.0
     recipe, scaling, rotation, span = (
-        option_of(config, o, layer) for o in ("recipe", "scaling", "rotation", "keep_noise")
+        config.of_layer(option, layer) for option in ("recipe", "scaling", "rotation", "keep_noise")
     )
+    if recipe == "16bit":
+        return 0.0
     return choices.error(layer, Choice(recipe, scaling, rotation), span)
 
 
 def test_options_of_the_user_stay():
     base = dataclasses.replace(
-        BASE, keep_layers=("kept",), layer_recipe={"other": BF16}, layer_keep_noise={"other": (0, 0.1)}
+        BASE, layers={"kept": {"recipe": "16bit"}, "other": {"recipe": BF16, "keep_noise": (0, 0.1)}}
     )
     late = [0.01] * 6 + [0.5] * 2
     choices = made({"late": falling(late, late, late, late, late)}, base)
     config = choices.options(choices.choose({"late": 0.02}))
-    assert config.keep_layers == ("late", "kept") and config.layer_recipe == (("other", BF16),)
-    assert config.layer_keep_noise == (("other", (0.0, 0.1)),)
+    assert kept(config) == ["late", "kept"] and config.of_layer("recipe", "other") == BF16
+    assert config.rules("keep_noise") == (("other", (0.0, 0.1)),)
 
 
 def test_relative_error_and_what_a_file_may_say_of_it():
@@ -200,18 +205,18 @@ def test_cost_counts_recipes_and_ranges_by_layer():
     half = {"steps": 8, "levels": LEVELS}
     own = {name: table.seconds(name, "exact") for name in (JOINT, SINGLE)}
     saved = own[JOINT] - table.seconds(JOINT, "timestep")
-    one = table.relative(options(layer_keep_noise={JOINT: (0, 0.5)}), **half)
+    one = table.relative(options(layers={JOINT: {"keep_noise": (0, 0.5)}}), **half)
     assert one == pytest.approx(int8 + 0.5 * saved / sum(own.values()))
-    assert table.relative(options(keep_noise=(0, 0.5)), **half) == pytest.approx(0.5 + 0.5 * int8)
-    assert table.relative(options(keep_below_noise=0.5), **half) == pytest.approx(0.5 + 0.5 * int8)
-    assert table.relative(options(keep_noise=(0, 1)), **half) == 1.0
+    assert table.relative(options(keep={"noise": (0, 0.5)}), **half) == pytest.approx(0.5 + 0.5 * int8)
+    assert table.relative(options(keep={"noise": (0.0, 0.5)}), **half) == pytest.approx(0.5 + 0.5 * int8)
+    assert table.relative(options(keep={"noise": (0, 1)}), **half) == 1.0
     assert (
-        table.relative(options(recipe=FP8, layer_recipe={"*": BF16}), 8)
+        table.relative(options(recipe=FP8, layers={"*": {"recipe": BF16}}), 8)
         == int8
         != table.relative(options(recipe=FP8), 8)
     )
     with pytest.raises(ValueError, match="levels: got 0 noise levels for 8 steps"):
-        table.relative(options(keep_below_noise=0.5), 8)
+        table.relative(options(keep={"noise": (0.0, 0.5)}), 8)
 
 
 # --- calibrations ---
@@ -245,9 +250,9 @@ def test_a_layer_with_outliers_at_the_end_of_a_run_is_exact_there_and_no_other_l
         )
 
     found = calibrate(path=tmp_path / "a.json", state_path=tmp_path / "state.json")
-    ((layer, (low, high)),) = found.config.layer_keep_noise
+    ((layer, (low, high)),) = found.config.rules("keep_noise")
     assert layer == X and low == 0.0 and 0 < high < 0.9
-    assert found.config == sp.SageAttnProcessor(scaling="per_block", layer_keep_noise=found.config.layer_keep_noise)
+    assert found.config == sp.SageAttnProcessor(scaling="per_block", layers={X: {"keep_noise": (low, high)}})
     assert found.met and found.result["attention_error"] <= limit and found.result["looks"] == 1
     assert found.result["int8_share"] == pytest.approx(19 / 20)  # one call of five layers and four steps
     # the policy does what it says, in another handle
@@ -285,6 +290,6 @@ def test_layers_that_fp8_fails_get_their_values_in_16_bit_first(monkeypatch):
         pipe, PROMPTS[:1], max_attention_error=limit, scalings=("per_block",), steps=2, recipes=(FP8,), **SMALL
     )
     assert found.met and found.config.recipe == FP8 and found.result["int8_share"] == 1.0
-    assert sorted(found.config.layer_recipe) == sorted((layer, BF16) for layer in others)
-    assert not (found.config.keep_layers or found.config.layer_keep_noise or found.config.layer_rotation)
+    assert sorted(found.config.rules("recipe")) == sorted((layer, BF16) for layer in others)
+    assert not (found.config.rules("keep_noise") or found.config.rules("rotation"))
     assert not any("hadamard" in row["label"] for row in found.curve)  # not needed, not tried

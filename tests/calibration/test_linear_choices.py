@@ -16,7 +16,11 @@ from tests.calibration.test_calibration import SMALL
 from tests.evaluation.test_quality import PROMPTS, pipeline
 
 
-SEARCH = {"linears": ("int8",), "scalings": ("timestep",), "config": sp.SageAttnProcessor(linears_min_features=0)}
+SEARCH = {
+    "linears": ("int8",),
+    "scalings": ("timestep",),
+    "config": sp.SageAttnProcessor(linears=sp.Linears("none", min_features=0)),
+}
 
 
 def choices(**layers):
@@ -39,7 +43,7 @@ def test_candidates_take_most_error_away_for_its_time_first():
         blind=((1.0, 1.0, 2.0), {"int8": 0.0, "fp8": 0.0}),
     )
     configs = found.candidates(sp.SageAttnProcessor(linears="int8"))
-    assert [dict(config.layer_linears) for config in configs] == [
+    assert [dict(config.rules("linears")) for config in configs] == [
         {"small": "none"},
         {"small": "none", "large": "none"},
     ]
@@ -59,20 +63,20 @@ def test_candidates_by_role_take_the_same_layer_of_all_blocks():
         },
     )
     configs = found.roles(sp.SageAttnProcessor(linears="int8"))
-    assert [sorted(dict(config.layer_linears)) for config in configs] == [
+    assert [sorted(dict(config.rules("linears"))) for config in configs] == [
         ["b.0.net.0.proj", "b.1.net.0.proj"],
         ["a.0.up", "a.1.up", "b.0.net.0.proj", "b.1.net.0.proj"],
         sorted(found.layers),
     ]
-    assert {format for _, format in configs[-1].layer_linears} == {"none"}
+    assert {format for _, format in configs[-1].rules("linears")} == {"none"}
 
 
 def test_a_dearer_8_bit_format_comes_before_16_bit_where_it_pays():
     found = choices(
         layer=((1.0, 1.5, 4.0), {"int8": 1.0, "fp8": 9.0}), odd=((1.0, 3.9, 4.0), {"int8": 8.0, "fp8": 9.0})
     )
-    configs = found.candidates(sp.SageAttnProcessor(linears="fp8", layer_linears={"other": "none"}))
-    assert [dict(config.layer_linears) for config in configs] == [
+    configs = found.candidates(sp.SageAttnProcessor(linears="fp8", layers={"other": {"linears": "none"}}))
+    assert [dict(config.rules("linears")) for config in configs] == [
         {"layer": "int8", "other": "none"},
         {"layer": "int8", "odd": "none", "other": "none"},
         {"layer": "none", "odd": "none", "other": "none"},
@@ -87,7 +91,7 @@ def test_40_db_are_met_on_fresh_seeds_with_most_operations_in_8_bit(name, tmp_pa
     found = sp.calibrate(pipe, PROMPTS[:1], target_psnr=40, path=path, **SMALL, **SEARCH)
     assert found.met and found.result["psnr_db"] >= 40 and found.result["linear_share"] >= 0.7
     config = sp.SageAttnProcessor.from_policy(path, pipe)
-    assert config == found.config and config.linears == "int8"
+    assert config == found.config and config.linears.format == "int8"
     # it is what it says: drawn here, on seeds that chose nothing
     seeds, reports = [(found.result["looks"] + 1) * HELD_OUT], []
     variant = quality.Variant("x", config)
@@ -102,11 +106,13 @@ def test_40_db_are_met_on_fresh_seeds_with_most_operations_in_8_bit(name, tmp_pa
 @pytest.mark.slow("a whole calibration")
 def test_a_budget_between_8_and_16_bit_gives_up_the_layers_that_count():
     pipe = pipeline("tiny_sd")
-    half = sp.SageAttnProcessor(linears_min_features=0, keep_linears=("*up_blocks*",))  # each layer takes a while
+    half = sp.SageAttnProcessor(
+        linears=sp.Linears("none", min_features=0), layers={"*up_blocks*": {"linears": "none"}}
+    )  # each layer takes a while
     easy = sp.calibrate(pipe, PROMPTS[:1], target_psnr=10, **SMALL, **SEARCH | {"config": half})
     target = easy.curve[0]["psnr_db"] + 3
     found = sp.calibrate(pipe, PROMPTS[:1], target_psnr=target, **SMALL, **SEARCH | {"config": half})
-    formats = [format for _, format in found.config.layer_linears]
+    formats = [format for _, format in found.config.rules("linears")]
     assert formats and set(formats) == {"none"} and 0.3 < found.result["linear_share"] < 1
     assert easy.result["cost"] < found.result["cost"] < 1
     best = max(found.curve, key=lambda row: row["psnr_db"])
@@ -116,7 +122,8 @@ def test_a_budget_between_8_and_16_bit_gives_up_the_layers_that_count():
 def test_errors_and_costs_are_measured_layer_by_layer():
     pipe = pipeline("tiny_sd")
     config = sp.SageAttnProcessor(
-        linears_min_features=0, keep_linears=("*attn2*", "*up_blocks*"), layer_linears={"*mid*": "none"}
+        linears=sp.Linears("none", min_features=0),
+        layers={"*attn2*": {"linears": "none"}, "*up_blocks*": {"linears": "none"}, "*mid*": {"linears": "none"}},
     )
 
     def draw(on_step):
@@ -148,7 +155,7 @@ def test_measured_seconds_are_a_time(format):
         ({"max_attention_error": 0.1, "linears": ("int8",)}, ValueError, "linears: got formats to try without"),
         ({"target_psnr": 40, "linears": ("int8",)}, ValueError, "linears: got no linear layer"),  # all are small
         (
-            {"target_psnr": 40, "config": sp.SageAttnProcessor(drop_weights=True)},
+            {"target_psnr": 40, "config": sp.SageAttnProcessor(linears=sp.Linears("none", drop_weights=True))},
             ValueError,
             "config: got drop_weights",
         ),
@@ -168,7 +175,7 @@ def test_while_one_layer_is_measured_all_others_are_exact():
     model[1].weight[:, :5] *= 50  # the others' errors are not its own
     inputs = [((torch.randn(4, 32),), {})]
     found = choose(model, label=str, linears="int8", min_features=0)
-    options = {"keep": (), "layers": (), "min_features": 0}
+    options = {"layers": (), "min_features": 0}
     errors = _errors(model, "", found, ("int8",), options, inputs, lambda *_: None)
     stock = model(*inputs[0][0])
     for name in ("0", "1", "2"):

@@ -14,15 +14,21 @@ from sage_kernels.planning import skip_lists
 from sage_processors.calibration.candidates import label
 from sage_processors.calibration.cost import FLOPS_16BIT, OPS_INT8, CostTable, time_factor
 from sage_processors.calibration.search import _for_psnr
-from sage_processors.calibration.skip_choices import SkipChoices, check_shares, checked_limits, shares_of
-from sage_processors.diffusion.layer_lists import limit_of
+from sage_processors.calibration.skip_choices import (
+    SkipChoices,
+    check_shares,
+    checked_limits,
+    shares_of,
+    without_lists,
+)
 from sage_processors.evaluation import quality
 from tests.diffusion.steps.test_windows import flux_pipe
 from tests.diffusion.test_compile import denoise
 from tests.evaluation.test_quality import PROMPTS, pipeline
 
 
-BASE = sp.SageAttnProcessor(skip_first_steps=1, skip_last_steps=1)
+USER = sp.SageAttnProcessor(skip=sp.Skip(first_steps=1, last_steps=1))
+BASE = without_lists(USER)
 LEVELS = [1.0, 0.8, 0.6, 0.4, 0.2, 0.1]
 LARGE, SMALL = 0.5, 0.1
 # {limit: {layer: (noise of steps at high noise levels, of those at low ones)}}, of a signal of 1
@@ -41,7 +47,7 @@ def measured(steps=range(6)):
 
 
 def test_each_layer_and_range_has_the_largest_limit_that_adds_no_more_than_the_bar():
-    choices = SkipChoices(BASE, measured(), LEVELS)
+    choices = SkipChoices(BASE, USER, measured(), LEVELS)
     assert choices.borders == (0.5,)  # half-way between the middle ones of the four steps that have lists
     # low noise levels first; a limit adds √(0.05 - 0.01) = 0.2 to "even[0]", and 0.4 to "late" at low noise levels
     assert choices.choose(0.2 + 1e-9) == {
@@ -55,29 +61,34 @@ def test_each_layer_and_range_has_the_largest_limit_that_adds_no_more_than_the_b
 
 
 def test_plans_become_options_that_say_no_more_than_they_must():
-    choices = SkipChoices(BASE, measured(), LEVELS)
+    choices = SkipChoices(BASE, USER, measured(), LEVELS)
     config = choices.options(choices.choose(0.2 + 1e-9))
-    assert (config.skip, config.skip_limit, config.skip_noise) == ("temporal", LARGE, (0.5,))
-    assert dict(config.layer_skip_limit) == {"late": (SMALL, LARGE), "never": 0.0}
-    assert limit_of(config, "even[0]") == LARGE and limit_of(config, "late") == (SMALL, LARGE)
+    assert config.skip == dataclasses.replace(USER.skip, limit=LARGE, noise=(0.5,))
+    assert dict(config.rules("skip_limit")) == {"late": (SMALL, LARGE), "never": 0.0}
+    assert config.of_layer("skip_limit", "even[0]") == LARGE and config.of_layer("skip_limit", "late") == (
+        SMALL,
+        LARGE,
+    )
     alike = choices.options(choices.choose(math.inf))
-    assert alike == dataclasses.replace(BASE, skip="temporal", skip_limit=LARGE)
+    assert alike == dataclasses.replace(BASE, skip=dataclasses.replace(USER.skip, limit=LARGE))
     named = choices.options(choices.choose(0.15))
-    assert limit_of(named, "even[0]") == SMALL  # brackets in a name are no pattern
-    owned = dataclasses.replace(BASE, layer_skip_limit={"never": 0.3, "*": 0.2})  # the user's own come first
-    config = SkipChoices(owned, measured(), LEVELS).options(choices.choose(0.2 + 1e-9))
-    assert limit_of(config, "never") == 0.3 and limit_of(config, "late") == 0.2
+    assert named.of_layer("skip_limit", "even[0]") == SMALL  # brackets in a name are no pattern
+    owned = dataclasses.replace(
+        USER, layers={"never": {"skip_limit": 0.3}, "*": {"skip_limit": 0.2}}
+    )  # the user's own come first
+    config = SkipChoices(without_lists(owned), owned, measured(), LEVELS).options(choices.choose(0.2 + 1e-9))
+    assert config.of_layer("skip_limit", "never") == 0.3 and config.of_layer("skip_limit", "late") == 0.2
 
 
 def test_candidates_add_less_and_less_and_each_leaves_something_out():
-    choices = SkipChoices(BASE, measured(), LEVELS)
+    choices = SkipChoices(BASE, USER, measured(), LEVELS)
     found = choices.candidates()
-    assert found[0] == dataclasses.replace(BASE, skip="temporal", skip_limit=LARGE)
-    assert len(found) == len(set(found)) > 3 and all(config.skip == "temporal" for config in found)
+    assert found[0] == dataclasses.replace(BASE, skip=dataclasses.replace(USER.skip, limit=LARGE))
+    assert len(found) == len(set(found)) > 3 and all(config.skip for config in found)
 
     def worst(config):
         def of(layer):
-            limit = limit_of(config, layer)
+            limit = config.of_layer("skip_limit", layer)
             return limit if isinstance(limit, tuple) else (limit,) * 2
 
         return max(choices._errors.get((x, i, of(x)[i]), 0.0) for x in choices.layers for i in range(2))
@@ -89,16 +100,16 @@ def test_candidates_add_less_and_less_and_each_leaves_something_out():
 @pytest.mark.parametrize("levels", [[], LEVELS[:3], [0.5] * 6])
 def test_without_steps_on_both_sides_of_a_border_there_is_one_range(levels):
     steps = range(6) if len(levels) == 6 else range(3)
-    choices = SkipChoices(BASE, measured(steps), levels)
+    choices = SkipChoices(BASE, USER, measured(steps), levels)
     assert choices.borders == () and all(len(limits) == 1 for limits in choices.choose(0.3).values())
-    assert all(config.skip_noise == () for config in choices.candidates())
+    assert all(config.skip.noise == () for config in choices.candidates())
 
 
 def test_a_users_borders_are_kept():
-    base = dataclasses.replace(BASE, skip_noise=(0.15, 0.7))
-    choices = SkipChoices(base, measured(), LEVELS)
+    base = dataclasses.replace(USER, skip=dataclasses.replace(USER.skip, noise=(0.15, 0.7)))
+    choices = SkipChoices(BASE, base, measured(), LEVELS)
     assert choices.borders == (0.15, 0.7) and len(choices.choose(0.3)["late"]) == 3
-    assert choices.options(choices.choose(math.inf)).skip_noise == (0.15, 0.7)
+    assert choices.options(choices.choose(math.inf)).skip.noise == (0.15, 0.7)
 
 
 # --- time ---
@@ -113,7 +124,7 @@ def test_time_falls_with_what_is_left_out_and_rises_with_what_is_measured():
     with sp.apply(pipe, BASE) as handle:
         denoise(pipe, model, inputs, steps=2)
         table = CostTable(handle, "counted")
-    config = dataclasses.replace(BASE, skip="temporal", skip_every=8)
+    config = USER
     dense = table.relative(config, 4)
     all_layers = dict.fromkeys(table.shapes, [0.5, 1.0])
     factor = time_factor("qk_int8_pv_bf16", 8, 0.5, 1.0)
@@ -161,15 +172,16 @@ def test_limits_found_on_some_prompts_hold_on_others(monkeypatch, tmp_path):
     """At a loss of 3 dB against dense INT8: it stays within the budget on prompts that nobody searched with."""
     monkeypatch.setattr(skip_state, "REFERENCE_BLOCK", (16, 16))
     monkeypatch.setattr(skip_lists, "LEAST_TILES", 4)
-    pipe, base = pipeline("tiny_flux"), dataclasses.replace(BASE, min_tokens=0, skip_every=3)
-    options = {"scalings": ("timestep",), "steps": 5, "batch": 1, "progress": False, "config": base}
+    pipe, base = pipeline("tiny_flux"), dataclasses.replace(BASE, min_tokens=0)
+    user = dataclasses.replace(USER, min_tokens=0, skip=dataclasses.replace(USER.skip, every=3))
+    options = {"scalings": ("timestep",), "steps": 5, "batch": 1, "progress": False, "config": user}
     others = ["a green square on a white background", "a white ring on a red background"]
     dense = quality.evaluate(pipe, PROMPTS[:1], [0], [quality.Variant("dense", base)], steps=5)["dense"]
     target = dense.psnr_db[0] - 3
     state, policy = tmp_path / "state.json", tmp_path / "policy.json"
     options |= {"skip_limits": (0.3, 0.1), "held_out": others, "path": policy, "state_path": state}
     found = sp.calibrate(pipe, PROMPTS[:1], target_psnr=target, **options)
-    assert found.met and found.config.skip == "temporal" and found.result["psnr_db"] >= target
+    assert found.met and found.config.skip and found.result["psnr_db"] >= target
     assert found.result["skipped_fraction"] > 0.05 and 0 < found.result["lost_max"]
     [plain] = [row for row in found.curve if "skips" not in row["label"]]
     assert found.result["cost"] < plain["cost"] and plain["skipped_fraction"] == 0 == plain["lost_max"]
@@ -193,13 +205,13 @@ def test_limits_found_on_some_prompts_hold_on_others(monkeypatch, tmp_path):
 class Canned:
     """Trials whose pictures are as good as `psnr` says of the sum of their layers' limits and the look."""
 
-    steps, levels, linears, models = 6, LEVELS, None, ()
+    steps, levels, linears, models, config = 6, LEVELS, None, (), USER
 
     def __init__(self, psnr):
         self._psnr, self.curve, self.drawn = psnr, {}, []
 
     def measure(self, config, *, look=0, probe=False):
-        limits = [limit_of(config, layer) for layer in MEASURED[0.0]] if config.skip != "none" else [0.0]
+        limits = [config.of_layer("skip_limit", layer) for layer in MEASURED[0.0]] if config.skip else [0.0]
         total = sum(sum(x) / len(x) if isinstance(x, tuple) else x for x in limits)
         psnr = self._psnr(total, look)
         outcome = {"psnr_db": psnr, "psnr_db_low": psnr, "noise": {}, "errors": {}, "cost": 1 - total / 4}
@@ -210,7 +222,7 @@ class Canned:
 
     def skip_choices(self, base, limits):
         assert base == BASE and limits == (LARGE, SMALL)
-        return SkipChoices(base, measured(), LEVELS)
+        return SkipChoices(BASE, USER, measured(), LEVELS)
 
     def cost(self, config):
         return self.curve[config]["cost"]

@@ -132,7 +132,7 @@ def test_calibrate_searches_linear_layers(tmp_path):
     done = invoke("calibrate", *small, *more)
     assert done.exit_code == 0, done.output
     config = sp.SageAttnProcessor.from_policy(output)
-    assert config.linears == "int8" and config.linears_min_features == 0 and "linear_share" in done.output
+    assert config.linears == sp.Linears("int8", min_features=0) and "linear_share" in done.output
     assert "linears: got ['int4']" in " ".join(
         invoke("calibrate", *small, *more[:-4], "--linears", "int4").output.split()
     )

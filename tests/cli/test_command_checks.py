@@ -287,38 +287,44 @@ FAR |= {str(2**63): "an int64's range", str(-(2**63) - 1): "an int64's range"}
 
 @pytest.mark.parametrize("number", FAR, ids=lambda number: number[:6])
 @pytest.mark.parametrize(
-    "option", ["margin", "gamma", "keep_below_noise", "keep_first_steps", "history", "min_tokens"]
+    "option", ["scaling.margin", "scaling.gamma", "keep.first_steps", "scaling.history", "min_tokens"]
 )
 def test_Q40_numbers_beyond_all_ranges_are_value_errors(option, number, tmp_path):
     path = tmp_path / "policy.json"
     policy.write_policy(path, sp.SageAttnProcessor(), [], budget={}, result={}, curve=[])
     content = json.loads(path.read_text())
-    content["options"][option] = "NUMBER"
+    group, _, name = option.rpartition(".")
+    (content["options"][group] if group else content["options"])[name] = "NUMBER"
     path.write_text(json.dumps(content).replace('"NUMBER"', number))
     with pytest.raises(ValueError, match=f"path: got the number .*beyond {FAR[number]}.*write it again"):
         sp.SageAttnProcessor.from_policy(path)
     if "e" not in number and number.lstrip("-") == HUGE:
         with pytest.raises(ValueError, match=f"{option}: got an int of 1329 bits, expected"):
-            sp.SageAttnProcessor(**{option: int(number)})
+            sp.SageAttnProcessor(**({group: {name: int(number)}} if group else {name: int(number)}))
 
 
 def test_Q40_numbers_in_range_are_read_as_they_are():
     text = json.dumps({"most": 2**63 - 1, "least": -(2**63), "large": sys.float_info.max, "small": 5e-324})
     assert json.dumps(strict_json(text, "x", "y")) == text
     for number in (sys.float_info.max, -sys.float_info.max):
-        assert sp.SageAttnProcessor(gamma=number).gamma == number
+        assert sp.SageAttnProcessor(scaling=sp.Scaling("timestep", gamma=number)).scaling.gamma == number
     assert sp.SageAttnProcessor(min_tokens=2**63 - 1).min_tokens == 2**63 - 1
     with pytest.raises(ValueError, match="min_tokens: got 9223372036854775808, expected at least 0, and an int64"):
         sp.SageAttnProcessor(min_tokens=2**63)
     with pytest.raises(ValueError, match="margin: got inf, expected a number > 0, finite"):
-        sp.SageAttnProcessor(margin=float("inf"))
+        sp.SageAttnProcessor(scaling=sp.Scaling("timestep", margin=float("inf")))
     with pytest.raises(ValueError, match="margin: got nan, expected a number > 0, finite"):
-        sp.SageAttnProcessor(margin=float("nan"))
+        sp.SageAttnProcessor(scaling=sp.Scaling("timestep", margin=float("nan")))
 
 
 def test_Q43_options_name_numbers_without_all_their_digits():
-    for options in ({"margin": 10**400}, {"keep_noise": (0, 10**400)}, {"min_tokens": 10**400}, {"history": 10**400}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))}: got .*int of 1329 bits"):
+    for options in (
+        {"scaling": {"margin": 10**400}},
+        {"keep": {"noise": (0, 10**400)}},
+        {"min_tokens": 10**400},
+        {"scaling": {"history": 10**400}},
+    ):
+        with pytest.raises(ValueError, match=f"{next(iter(options))}.*: got .*int of 1329 bits"):
             sp.SageAttnProcessor(**options)
     pytest.importorskip("transformers")
     with pytest.raises(ValueError, match="min_tokens: got an int of 1329 bits"):

@@ -323,7 +323,7 @@ import torch
 from tests.support.usual_kernels import CPU, as_on_hopper
 
 as_on_hopper()
-from sage_kernels import warm_up
+from sage_kernels.ops import warm_up
 from sage_kernels._triton.attention.launch import launch_attention_fwd
 from sage_kernels._triton.launch import ahead
 from sage_kernels.facts.masking import make_masking

@@ -205,18 +205,21 @@ def test_apply_bad_options():
         ("recipe", "int4", ValueError),
         ("recipe", None, TypeError),
         ("scaling", "sometimes", ValueError),
-        ("margin", 0, ValueError),
-        ("margin", "1", TypeError),
-        ("margin", float("nan"), ValueError),
+        ("scaling", {"margin": 0}, ValueError),
+        ("scaling", {"margin": "1"}, TypeError),
+        ("scaling", {"margin": float("nan")}, ValueError),
+        ("graphs", "on", ValueError),
         ("min_tokens", -1, ValueError),
         ("min_tokens", 1.5, TypeError),
-        ("policy", "maybe", ValueError),
+        ("on_unsupported", "maybe", ValueError),
     ):
-        with pytest.raises(error, match=f"{name}: got .*expected"):
+        with pytest.raises(error, match=f"{name}.*: got .*expected"):
             sp.SageAttnProcessor(**{name: value})
-    with pytest.raises(TypeError):
-        sp.SageAttnProcessor(bits=4)
-    sp.apply(pipe.unet, sp.SageAttnProcessor(margin=10**30)).remove()  # an int that no tensor of ints holds
+    with pytest.raises(TypeError, match="unknown option 'linear', .*; the closest is 'linears'"):
+        sp.SageAttnProcessor(linear="int8")
+    sp.apply(
+        pipe.unet, sp.SageAttnProcessor(scaling=sp.Scaling("timestep", margin=10**30))
+    ).remove()  # an int that no tensor of ints holds
     with pytest.raises(AttributeError):
         sp.SageAttnProcessor().recipe = "other"
 

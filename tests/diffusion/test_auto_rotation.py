@@ -57,7 +57,7 @@ def worst(probe, step):
 def test_rotation_by_layer_is_run_counted_and_reported(scaling):
     pipe, model, inputs = flux_pipe()
     stock = denoise(pipe, model, inputs, steps=4)
-    with sp.apply(pipe, options(scaling=scaling, layer_rotation={"*single*": "hadamard"})) as handle:
+    with sp.apply(pipe, options(scaling=scaling, layers={"*single*": {"rotation": "hadamard"}})) as handle:
         result = denoise(pipe, model, inputs, steps=4)
         assert rotations(handle) == {JOINT: ("none", 0, 4), SINGLE: ("hadamard", 4, 4)}
         assert "rotated" in str(handle.report())
@@ -65,14 +65,16 @@ def test_rotation_by_layer_is_run_counted_and_reported(scaling):
             assert [row["dynamic_calls"] for row in handle.report().rows] == [1, 1]
             assert [site.rotation for part in handle._parts for site in part.state.sites] == ["none", "hadamard"]
     assert (result - stock).norm() < 0.05 * stock.norm()
-    with sp.apply(pipe, options(scaling=scaling, rotation="hadamard", layer_rotation={SINGLE: "none"})) as handle:
+    with sp.apply(
+        pipe, options(rotation="hadamard", scaling=scaling, layers={SINGLE: {"rotation": "none"}})
+    ) as handle:
         assert not torch.equal(denoise(pipe, model, inputs, steps=4), result)
         assert rotations(handle) == {JOINT: ("hadamard", 4, 4), SINGLE: ("none", 0, 4)}
 
 
 def test_a_refresh_and_a_copy_keep_the_rotation():
     pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options(layer_rotation={SINGLE: "hadamard"})) as handle:
+    with sp.apply(pipe, options(layers={SINGLE: {"rotation": "hadamard"}})) as handle:
         denoise(pipe, model, inputs, steps=2)
         handle.freeze_scales()
         model.set_attn_processor({name: type(p)._sage_base() for name, p in model.attn_processors.items()})
@@ -116,7 +118,7 @@ def test_auto_rotates_the_layers_that_need_it_from_the_next_step_on(outliers, sc
 
 def test_auto_decides_anew_in_every_run_and_waits_for_the_first_int8_step(outliers):
     pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options(rotation="auto", keep_first_steps=2)) as handle:
+    with sp.apply(pipe, options(rotation="auto", keep={"first_steps": 2})) as handle:
         denoise(pipe, model, inputs, steps=4)
         assert {name: row[0] for name, row in rotations(handle).items()} == {JOINT: "none", SINGLE: "none"}
         assert all("in step 2" in row["note"] for row in handle.report().rows)
@@ -154,7 +156,7 @@ def test_auto_keeps_what_was_decided_where_the_scales_are_kept(outliers, scaling
 def test_auto_only_where_it_was_asked_for_and_beside_a_probe_of_the_user(outliers):
     outliers |= {JOINT, SINGLE}
     pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options(layer_rotation={JOINT: "auto"})) as handle:
+    with sp.apply(pipe, options(layers={JOINT: {"rotation": "auto"}})) as handle:
         with handle.probe(every=2) as probe:
             denoise(pipe, model, inputs, steps=4)
             assert {row["step"] for row in probe.data()} == {0, 2}  # it goes on
@@ -178,9 +180,9 @@ def test_scales_of_other_channels_are_refused(outliers, tmp_path):
         denoise(pipe, model, inputs, steps=3)
         handle.save_scales(tmp_path / "a.safetensors")
     with sp.apply(pipe, options()) as handle:
-        with pytest.raises(ValueError, match=f"got hadamard for rotation of layer '{JOINT}'.*layer_rotation="):
+        with pytest.raises(ValueError, match=f"got hadamard for rotation of layer '{JOINT}'.*layers="):
             handle.load_scales(tmp_path / "a.safetensors")
-    with sp.apply(pipe, options(layer_rotation={JOINT: "hadamard"})) as handle:
+    with sp.apply(pipe, options(layers={JOINT: {"rotation": "hadamard"}})) as handle:
         assert handle.load_scales(tmp_path / "a.safetensors")
         denoise(pipe, model, inputs, steps=3)
         assert rotations(handle)[JOINT][0] == "hadamard"

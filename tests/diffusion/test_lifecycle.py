@@ -219,7 +219,7 @@ def test_P09_strict_leaves_a_state_that_goes_on():
     pipe, run = flux_pipe()
     with sp.apply(pipe, EVERYTHING):
         fresh = run()
-    with sp.apply(pipe, sp.SageAttnProcessor(min_tokens=1, policy="strict")) as handle:
+    with sp.apply(pipe, sp.SageAttnProcessor(min_tokens=1, on_unsupported="raise")) as handle:
         pipe.transformer.train()
         with pytest.raises(sp.UnsupportedAttentionError, match="training.*eval"):
             run()
@@ -257,7 +257,7 @@ def test_T02_dropout_is_exact_and_counted():
     sage = sage_class.swap(DropoutProcessor(), DYNAMIC, "layer")
     torch.manual_seed(3)
     assert torch.equal(sage(attention, x), stock) and counted(sage) == {"dropout": 1}
-    strict = sage_class.swap(DropoutProcessor(), sp.SageAttnProcessor(policy="strict"), "layer")
+    strict = sage_class.swap(DropoutProcessor(), sp.SageAttnProcessor(on_unsupported="raise"), "layer")
     with pytest.raises(sp.UnsupportedAttentionError, match="dropout"):
         strict(attention, x)
 
@@ -305,7 +305,7 @@ def test_D02_mixed_dtypes_without_autocast_are_left_to_sdpa(kind):
     with pytest.raises(RuntimeError, match="dtype") as ours:
         sage(attention, x)
     assert str(ours.value) == str(stock.value) and counted(sage) == {"mixed_dtype": 1}
-    strict = sage_class.swap(kind(), sp.SageAttnProcessor(policy="strict"), "layer")
+    strict = sage_class.swap(kind(), sp.SageAttnProcessor(on_unsupported="raise"), "layer")
     with pytest.raises(sp.UnsupportedAttentionError, match="mixed_dtype"):
         strict(attention, x)
 

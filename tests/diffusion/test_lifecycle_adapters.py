@@ -23,7 +23,7 @@ from tests.support.tiny_models import MODELS
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)
 # What it has learnt shows in the runs after: that it was kept is seen there.
 LEARNING = sp.SageAttnProcessor(min_tokens=1, scaling="timestep_adaptive")
-STRICT = sp.SageAttnProcessor(min_tokens=1, policy="strict")
+STRICT = sp.SageAttnProcessor(min_tokens=1, on_unsupported="raise")
 
 
 def calls_of(handle):

@@ -12,7 +12,7 @@ from tests.diffusion.calls.test_processors import forward, sqnr_db
 from tests.support.tiny_models import MODELS
 
 
-CONFIG = sp.SageAttnProcessor(min_tokens=0, linears="int8", linears_min_features=0)
+CONFIG = sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0))
 NAMES = ["flux", "unet_sd15"]
 
 
@@ -126,7 +126,7 @@ def test_a_swapped_model_may_be_traced(name, scaling):
     x = next(iter(inputs.values()))
     others = [torch.randn_like(x), 2 * x]
     expected = [one(other) for other in others]
-    config = sp.SageAttnProcessor(min_tokens=0, linears="int8", linears_min_features=0, scaling=scaling)
+    config = sp.SageAttnProcessor(min_tokens=0, scaling=scaling, linears=sp.Linears("int8", min_features=0))
     with sp.apply(model, config):
         traced = torch.jit.trace(one, x)
         assert "sage_kernels::" in str(traced.inlined_graph)

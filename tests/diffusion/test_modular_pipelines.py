@@ -36,7 +36,7 @@ def draw(pipe, steps: int = 3) -> torch.Tensor:
 
 def test_a_modular_pipeline_runs_in_int8_follows_its_scheduler_and_is_stock_again(pipe):
     stock = draw(pipe)
-    with pipe.set_attn_processor(sp.SageAttnProcessor(min_tokens=0, keep_first_steps=1)) as handle:
+    with pipe.set_attn_processor(sp.SageAttnProcessor(min_tokens=0, keep=sp.Keep(first_steps=1))) as handle:
         ours = draw(pipe)
         report = handle.report()
     assert isinstance(handle, sp.Handle) and isinstance(pipe, diffusers.ModularPipeline)
@@ -48,7 +48,7 @@ def test_a_modular_pipeline_runs_in_int8_follows_its_scheduler_and_is_stock_agai
 
 
 def test_a_scheduler_that_a_modular_pipeline_is_given_later_is_followed(pipe):
-    with pipe.set_attn_processor(sp.SageAttnProcessor(min_tokens=0, keep_last_steps=1)) as handle:
+    with pipe.set_attn_processor(sp.SageAttnProcessor(min_tokens=0, keep=sp.Keep(last_steps=1))) as handle:
         pipe.update_components(scheduler=diffusers.FlowMatchHeunDiscreteScheduler())
         assert [type(each.scheduler) for each in handle.following.followed] == [type(pipe.scheduler)]
         pipe.update_components(scheduler=diffusers.FlowMatchEulerDiscreteScheduler.from_config(pipe.scheduler.config))

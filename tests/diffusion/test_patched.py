@@ -89,7 +89,7 @@ def test_what_is_put_there_is_handed_ordinary_tensors(patched, linears, monkeypa
         given.extend(type(x) for x in args if isinstance(x, torch.Tensor))
         return own(*args, **kwargs)
 
-    config = sp.SageAttnProcessor(min_tokens=0, scaling="dynamic", linears=linears, linears_min_features=0)
+    config = sp.SageAttnProcessor(min_tokens=0, scaling="dynamic", linears=sp.Linears(linears, min_features=0))
     with sp.apply(model, config):
         before = forward(model, inputs)
         patched_forward(monkeypatch, model, inputs, *patched, seen)
@@ -149,7 +149,7 @@ def test_attention_replaced_after_the_swap_runs_in_16_bit_and_is_counted(patch, 
 @pytest.mark.parametrize("patch", ATTENTION.values(), ids=ATTENTION)
 def test_strict_raises_for_attention_replaced_after_the_swap(patch, monkeypatch):
     model, inputs = MODELS["flux"]()
-    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, scaling="dynamic", policy="strict")):
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, on_unsupported="raise", scaling="dynamic")):
         with pytest.raises(sp.UnsupportedAttentionError, match="'patched'"):
             patched_forward(monkeypatch, model, inputs, *patch)
         forward(model, inputs)

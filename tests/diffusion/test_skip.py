@@ -1,4 +1,4 @@
-"""skip="temporal" in a pipeline: the same picture for the same seed, whatever runs, breaks off, or is left out."""
+"""`skip` in a pipeline: the same picture for the same seed, whatever runs, breaks off, or is left out."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.tiny_models import MODELS
 
 
 # small random models attend to everything alike: what is to be skipped at all takes a large limit
-SKIP = sp.SageAttnProcessor(min_tokens=0, skip="temporal", skip_limit=0.9, skip_every=3, skip_first_steps=1)
-DENSE = dataclasses.replace(SKIP, skip="none")
+SKIP = sp.SageAttnProcessor(min_tokens=0, skip=sp.Skip(limit=0.9, every=3, first_steps=1))
+DENSE = dataclasses.replace(SKIP, skip=None)
 STEPS = 6
 
 
@@ -95,7 +95,9 @@ def test_Q52_an_exception_amid_a_step_leaves_nothing():
 def test_windows_come_before_lists():
     """Steps in 16 bit ask for no list, and the first one behind them measures everything."""
     drawing = Drawing()
-    config = dataclasses.replace(SKIP, keep_first_steps=3, skip_first_steps=0, skip_last_steps=0, skip_every=2)
+    config = dataclasses.replace(
+        SKIP, keep=sp.Keep(first_steps=3), skip=dataclasses.replace(SKIP.skip, first_steps=0, last_steps=0, every=2)
+    )
     with sp.apply(drawing.pipe, config) as handle:
         drawing.draw(0)
         for row in handle.report().rows:
@@ -107,7 +109,7 @@ def test_Q52_layers_that_whole_steps_leave_out_go_on_with_their_lists(skips):
     """As FirstBlockCache and TaylorSeer do; what was due meanwhile is measured in the next call."""
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
-    config = dataclasses.replace(SKIP, skip_first_steps=0, skip_last_steps=0, skip_every=4)
+    config = dataclasses.replace(SKIP, skip=dataclasses.replace(SKIP.skip, first_steps=0, last_steps=0, every=4))
     with sp.apply(pipe, config) as handle, torch.no_grad():
         pipe.scheduler.set_timesteps(9)
         latents = inputs["hidden_states"]
@@ -131,7 +133,7 @@ def test_Q52_first_block_cache_beside_lists():
     pipe.transformer.enable_cache(cache)
     stock = run(steps=8)
     pipe.transformer.disable_cache()
-    with sp.apply(pipe, dataclasses.replace(SKIP, skip_limit=0.3)) as handle:
+    with sp.apply(pipe, dataclasses.replace(SKIP, skip=dataclasses.replace(SKIP.skip, limit=0.3))) as handle:
         pipe.transformer.enable_cache(cache)
         first = run(steps=8)
         assert sqnr_db(first, stock) > 15
@@ -182,7 +184,7 @@ def test_Q50_forwards_that_belong_to_no_step_stay_dense():
 
 def test_Q50_steps_that_go_back_begin_anew():
     drawing = Drawing()
-    config = dataclasses.replace(SKIP, skip_first_steps=0, skip_last_steps=0, skip_every=20)
+    config = dataclasses.replace(SKIP, skip=dataclasses.replace(SKIP.skip, first_steps=0, last_steps=0, every=20))
     with sp.apply(drawing.pipe, config) as handle:
         drawing.draw(0, steps=4)
         state, lists = handle._parts[0].state, lists_of(handle)
@@ -193,16 +195,18 @@ def test_Q50_steps_that_go_back_begin_anew():
 
 def test_options_that_make_no_sense_are_refused():
     for wrong, words in (
-        ({"skip": "spatial"}, "expected one of"), ({"skip_limit": 0.0}, "0 < skip_limit < 1"),
-        ({"skip_limit": 1.0}, "0 < skip_limit < 1"), ({"skip_every": 0}, "at least 1"),
-        ({"skip_every": 2**30}, "at most"), ({"skip_first_steps": -1}, "at least 0"),
-        ({"skip": "temporal", "scaling": "per_token"}, "planned scaling"),
-        ({"layer_skip_limit": {"*": 1.0}}, "0 <= limit < 1"), ({"skip_noise": (0.5, 0.5)}, "ascending"),
-        ({"layer_skip_limit": {"*": (0.1, 0.2)}}, "got 2 limits"),
+        ({"skip": {"limits": 0.1}}, "the closest is 'limit'"), ({"skip": {"limit": 0.0}}, "0 < limit < 1"),
+        ({"skip": {"limit": 1.0}}, "0 < limit < 1"), ({"skip": {"every": 0}}, "at least 1"),
+        ({"skip": {"every": 2**30}}, "at most"), ({"skip": {"first_steps": -1}}, "at least 0"),
+        ({"scaling": "per_token", "skip": {}}, "planned scaling"),
+        ({"layers": {"*": {"skip_limit": 1.0}}}, "0 <= limit < 1"),
+        ({"skip": {"noise": (0.5, 0.5)}}, "ascending"),
+        ({"layers": {"*": {"skip_limit": (0.1, 0.2)}}}, "got 2 limits"), ({"skip": "temporal"}, "skip: got str"),
+        ({"layers": {"*": {"skip_limit": 0.1}}}, "without skip"),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((TypeError, ValueError), match=words):
             sp.SageAttnProcessor(**wrong)
-    with pytest.raises(ValueError, match='skip: got "temporal" for a model without a pipeline'):
+    with pytest.raises(ValueError, match="skip: got Skip.* for a model without a pipeline"):
         sp.apply(MODELS["flux"]()[0], SKIP)
 
 
@@ -210,9 +214,9 @@ LIMITED = "transformer_blocks.0.attn"
 
 
 def test_layers_have_limits_of_their_own():
-    """A limit of 0 leaves a layer as it is without lists, bit for bit; a large one is that of skip_limit."""
+    """A limit of 0 leaves a layer as it is without lists, bit for bit; a large one is as that of all."""
     drawing = Drawing()
-    with sp.apply(drawing.pipe, dataclasses.replace(SKIP, layer_skip_limit={"*": 0.0})) as handle:
+    with sp.apply(drawing.pipe, dataclasses.replace(SKIP, layers={"*": {"skip_limit": 0.0}})) as handle:
         ours = drawing.draw(0)
         assert all(row["dense"] == {"no_limit": STEPS - 2, "first_last": 2} for row in handle.report().rows) or all(
             row["dense"] == {"no_limit": STEPS} for row in handle.report().rows
@@ -221,22 +225,27 @@ def test_layers_have_limits_of_their_own():
         assert torch.equal(ours, drawing.draw(0))
     with sp.apply(drawing.pipe, SKIP):
         wanted = drawing.draw(0)
-    with sp.apply(drawing.pipe, dataclasses.replace(SKIP, skip_limit=0.1, layer_skip_limit={"*": 0.9})):
+    with sp.apply(
+        drawing.pipe,
+        dataclasses.replace(SKIP, skip=dataclasses.replace(SKIP.skip, limit=0.1), layers={"*": {"skip_limit": 0.9}}),
+    ):
         assert torch.equal(drawing.draw(0), wanted)
-    config = dataclasses.replace(SKIP, layer_skip_limit={f"*{LIMITED}": 0.0})
+    config = dataclasses.replace(SKIP, layers={f"*{LIMITED}": {"skip_limit": 0.0}})
     with sp.apply(drawing.pipe, config) as handle:
         drawing.draw(0)
         shares = {row["layer"]: row["skipped_fraction"] for row in handle.report().rows}
     assert all((share == 0) == name.endswith(LIMITED) for name, share in shares.items()) and len(shares) > 1
-    with pytest.raises(ValueError, match="layer_skip_limit: got 'nowhere', which matches no layer"):
-        sp.apply(drawing.pipe, dataclasses.replace(SKIP, layer_skip_limit={"nowhere": 0.1}))
+    with pytest.raises(ValueError, match="layers: got 'nowhere', which matches no layer"):
+        sp.apply(drawing.pipe, dataclasses.replace(SKIP, layers={"nowhere": {"skip_limit": 0.1}}))
 
 
 def test_limits_hang_on_the_noise_level():
     """Below a border of 0 or above it: tiles are left out in these steps alone, and a seed draws the same again."""
     drawing, shares = Drawing(), []
     for limits in ((0.9, 0.0), (0.0, 0.9), (0.9, 0.9)):
-        config = dataclasses.replace(SKIP, skip_last_steps=0, skip_noise=(0.4,), layer_skip_limit={"*": limits})
+        config = dataclasses.replace(
+            SKIP, skip=dataclasses.replace(SKIP.skip, last_steps=0, noise=(0.4,)), layers={"*": {"skip_limit": limits}}
+        )
         with sp.apply(drawing.pipe, config) as handle:
             first, left_out = drawing.draw(0), []
             hook = drawing.model.register_forward_hook(lambda *_, h=handle, x=left_out: x.append(visited(h)))
@@ -260,14 +269,14 @@ def visited(handle) -> int:
 
 
 @pytest.mark.parametrize(
-    "options", [{"layer_scaling": {"*": "per_token"}}, {"layer_recipe": {f"*{LIMITED}": "mixed"}}]
+    "options", [{"layers": {"*": {"scaling": "per_token"}}}, {"layers": {f"*{LIMITED}": {"recipe": "mixed"}}}]
 )
 def test_layers_that_plan_nothing_have_no_lists(options):
     drawing = Drawing()
     with sp.apply(drawing.pipe, dataclasses.replace(SKIP, **options)) as handle:
         drawing.draw(0)
         rows = handle.report().rows
-    unplanned = [row for row in rows if "layer_scaling" in options or row["layer"].endswith(LIMITED)]
+    unplanned = [row for row in rows if "*" in options["layers"] or row["layer"].endswith(LIMITED)]
     assert unplanned and all(row["skipped_fraction"] == 0 and not row["dense"] for row in unplanned)
     assert all(row["skipped_fraction"] > 0 for row in rows if row not in unplanned)
 

@@ -132,7 +132,7 @@ def test_X99_compiled_blocks_whose_layers_have_hooks(hooks, linears, flux, shows
     stock = forward(model, inputs)
     model.compile_repeated_blocks(backend="eager")
     assert torch.equal(forward(model, inputs), stock)
-    eight_bit = {"linears": linears, "linears_min_features": 0} if linears != "none" else {}
+    eight_bit = {"linears": {"format": linears, "min_features": 0}} if linears != "none" else {}
     with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, **eight_bit)) as handle:
         out = forward(model, inputs)
         for _ in range(2):

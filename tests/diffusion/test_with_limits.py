@@ -15,7 +15,7 @@ from tests.support.tiny_models import MODELS
 
 
 EVERYTHING = sp.SageAttnProcessor(min_tokens=1)
-STRICT = sp.SageAttnProcessor(min_tokens=1, policy="strict")
+STRICT = sp.SageAttnProcessor(min_tokens=1, on_unsupported="raise")
 
 
 class Dispatching:
@@ -89,14 +89,17 @@ def test_X67_calls_too_short_to_gain(shows):  # noqa: F811
 
 def test_X68_layers_and_steps_that_are_kept(shows):  # noqa: F811
     asked(
-        Block(AttnProcessor2_0()), shows, config=sp.SageAttnProcessor(min_tokens=1, keep_layers=("*",)), exact={"kept"}
+        Block(AttnProcessor2_0()),
+        shows,
+        config=sp.SageAttnProcessor(min_tokens=1, layers={"*": {"recipe": "16bit"}}),
+        exact={"kept"},
     )
 
 
 def test_X69_linear_attention(shows):  # noqa: F811
     model, inputs = MODELS["sana"]()
     stock = forward(model, inputs)
-    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, keep_layers=("*.attn2",))) as handle:
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, layers={"*.attn2": {"recipe": "16bit"}})) as handle:
         out = forward(model, inputs)
         report = handle.report()
         assert all((row["status"] == "not swappable") == ("attn1" in row["layer"]) for row in report.rows)
@@ -151,13 +154,13 @@ def test_X81_a_model_without_an_attention_processor(shows):  # noqa: F811
 
 def test_X82_windows_of_steps_without_a_scheduler(shows):  # noqa: F811
     model, _ = MODELS["flux"]()
-    with shows.error(ValueError, "keep_first_steps: got 1 for a model without a pipeline"):
-        sp.apply(model, sp.SageAttnProcessor(keep_first_steps=1))
+    with shows.error(ValueError, "keep: got Keep.first_steps=1.* for a model without a pipeline"):
+        sp.apply(model, sp.SageAttnProcessor(keep=sp.Keep(first_steps=1)))
 
 
 def test_X83_remove_where_16_bit_weights_were_dropped(shows):  # noqa: F811
     model, _ = MODELS["flux"]()
-    options = {"linears": "int8", "linears_min_features": 1, "drop_weights": True}
+    options = {"linears": {"format": "int8", "min_features": 1, "drop_weights": True}}
     handle = sp.apply(model, sp.SageAttnProcessor(min_tokens=1, **options))
     with shows.error(RuntimeError, "16-bit weights"):
         handle.remove()

@@ -200,7 +200,7 @@ def quantized(quantize):
     quantize(model)
     stock = forward(model, inputs)
     assert not torch.equal(stock, plain)
-    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, linears="int8", linears_min_features=1)) as handle:
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, linears=sp.Linears("int8", min_features=1))) as handle:
         out = forward(model, inputs)
         report = handle.report()
         assert not any("blocks" in row["layer"] and row["calls"] for row in report.linears.rows), "codes of codes"
@@ -228,7 +228,7 @@ def test_linear_layers_of_the_libraries_themselves(quantize):
 def test_X51_linear_layers_in_8_bit_of_our_own(format, shows):  # noqa: F811
     model, inputs = MODELS["flux"]()
     stock = forward(model, inputs)
-    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, linears=format, linears_min_features=1)) as handle:
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=1, linears=sp.Linears(format, min_features=1))) as handle:
         out = forward(model, inputs)
         report = handle.report()
         assert report.linears.calls

@@ -11,7 +11,7 @@ import sage_kernels
 from sage_kernels.results import read_rows
 from sage_processors.diffusion.calls import processors
 from sage_processors.language import report as language_report
-from sage_processors.options import ROTATIONS, SCALINGS
+from sage_processors.option_groups import ROTATIONS, SCALINGS
 from tests.docs.blocks import FENCE
 from tests.support.repository import ROOT
 from tests.support.weight_bytes import IN_16_BIT, computed, flux_on_meta
@@ -122,15 +122,15 @@ def test_no_measured_number_is_typed(page):
 
 def test_memory_of_flux_is_as_computed():
     before, after, elements = computed(*flux_on_meta(drop_weights=True))
-    _, without, _ = computed(*flux_on_meta(drop_weights=True, keep=IN_16_BIT))
+    _, without, _ = computed(*flux_on_meta(drop_weights=True, layers={**dict.fromkeys(IN_16_BIT, "none")}))
     text = " ".join(read("docs/linears.md").split())
     eight, few = (elements[name] / 1e9 for name in ("int8", "int8_weights"))
     assert f"11.90 billion parameters, {eight:.2f} billion of them in layers in 8 bit, {few:.2f} billion in" in text
-    patterns = ", ".join(f'"{pattern}"' for pattern in IN_16_BIT)
+    patterns = ", ".join(f'`"{pattern}"`' for pattern in IN_16_BIT)
     for row, size in {
         "bf16": before,
         "`drop_weights=True`": after,
-        f"modulation in 16 bit: `keep_linears=({patterns})`": without,
+        f"modulation in 16 bit: `layers` with {patterns}": without,
     }.items():
         assert f"| {row} | {size / 1e9:.2f} GB | {size / before:.2f} |" in text, row
 
@@ -192,4 +192,4 @@ def test_the_site_builds_in_strict_mode(tmp_path, monkeypatch):
     pages = {str(path.relative_to(tmp_path / "site")) for path in (tmp_path / "site").rglob("index.html")}
     assert {"index.html", "guide/index.html", "api/index.html", "kernels/NOTES/index.html"} <= pages
     api = (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
-    assert "SageAttnProcessor" in api and "keep_first_steps" in api and "sage_attention" in api
+    assert "SageAttnProcessor" in api and "on_unsupported" in api and "sage_attention" in api

@@ -208,7 +208,10 @@ def counting(handle, into):
 
 
 def test_evaluate_takes_pictures_drawn_earlier_and_counts_what_options_keep():
-    pipe, config = pipeline("tiny_flux"), sp.SageAttnProcessor(keep_first_steps=1, keep_layers=("*single*",))
+    pipe, config = (
+        pipeline("tiny_flux"),
+        sp.SageAttnProcessor(keep=sp.Keep(first_steps=1), layers={"*single*": {"recipe": "16bit"}}),
+    )
     stock = quality.generate(pipe, PROMPTS[:1], [0], steps=2)
     variants = (quality.Variant("x", config),)
     given = quality.evaluate(pipe, PROMPTS[:1], [0], variants, steps=2, stock=stock)["x"]
@@ -224,7 +227,7 @@ def test_study_variants_are_every_planned_rule():
 
     variants = {variant.name: variant for variant in quality.study_variants()}
     # but for the one whose pictures depend on those before
-    assert {v.config.scaling for v in variants.values()} == {*RULES, "dynamic"} - {ADAPTIVE}
+    assert {v.config.scaling.name for v in variants.values()} == {*RULES, "dynamic"} - {ADAPTIVE}
     assert {variants[n].config.gamma for n in ("sigma_power", "sigma_ratio", "sigma_ratio_printed")} == {
         "fit",
         1.0,

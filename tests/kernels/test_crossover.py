@@ -151,7 +151,7 @@ def test_short_calls_of_a_denoiser_are_exact_counted_and_named(on_gpu):
 def test_strict_says_how_to_run_short_calls_in_int8(on_gpu):
     model, inputs = MODELS["flux"]()
     on_gpu(row(10_000))
-    with sp.apply(model, sp.SageAttnProcessor(policy="strict")), pytest.raises(
+    with sp.apply(model, sp.SageAttnProcessor(on_unsupported="raise")), pytest.raises(
         sp.UnsupportedAttentionError, match=re.escape("min_tokens=0")
     ):  # fmt: skip
         run(model, inputs)

@@ -29,7 +29,7 @@ from tests.language.test_transformers_models import ANY_LENGTH, exact_op, forwar
 from tests.support.tiny_language_models import MODELS, padded, tokens  # noqa: E402
 
 
-STRICT = sp.register_transformers("sage_strict_any_length", min_tokens=1, policy="strict")[0]
+STRICT = sp.register_transformers("sage_strict_any_length", min_tokens=1, on_unsupported="raise")[0]
 STANDARD = {"sage_int8", "sage_int8_causal", "sage_qk_int8_pv_bf16", "sage_qk_int8_pv_fp8", "sage_qk_int8_pv_int8"}
 STANDARD |= {"sage_qk_fp8_pv_fp8", "sage_int_fa_half", "sage_int_fa_full", "sage_int_fa_full_fp32_sum"}
 STANDARD |= {f"{name}_strict" for name in STANDARD}
@@ -138,7 +138,7 @@ def test_names_that_mean_something_to_transformers_are_refused(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"recipe": "int3"}, {"policy": "maybe"}, {"min_tokens": -1}, {"min_tokens": True}]
+    "options", [{"recipe": "int3"}, {"on_unsupported": "maybe"}, {"min_tokens": -1}, {"min_tokens": True}]
 )
 def test_bad_options_are_refused(options):
     with pytest.raises(ValueError, match=next(iter(options))):
@@ -275,7 +275,7 @@ def test_short_calls_are_the_models_own_exact_attention(name):
     if "decoder_input_ids" not in inputs and "input_ids" in inputs:
         inputs = padded(inputs, "left")
     stock = forward(model, inputs)
-    name = sp.register_transformers("sage_strict_from_513", min_tokens=513, policy="strict")[0]
+    name = sp.register_transformers("sage_strict_from_513", min_tokens=513, on_unsupported="raise")[0]
     model.set_attn_implementation(name)  # short is no failure
     real = slice(None)
     if "attention_mask" in inputs and stock.shape[1] == inputs["attention_mask"].shape[1]:

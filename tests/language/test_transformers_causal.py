@@ -18,7 +18,7 @@ from tests.support.tiny_language_models import DECODERS, MODELS, VOCABULARY, tok
 
 
 CAUSAL = "sage_int8_causal_strict"
-PLAIN = sp.register_transformers("sage_plain_strict", policy="strict", min_tokens=2)[0]
+PLAIN = sp.register_transformers("sage_plain_strict", on_unsupported="raise", min_tokens=2)[0]
 PREFIX = 23
 
 

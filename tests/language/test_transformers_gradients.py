@@ -22,7 +22,7 @@ from tests.language.test_transformers_models import ANY_LENGTH, forward  # noqa:
 from tests.support.tiny_language_models import MODELS, padded, result  # noqa: E402
 
 
-STRICT = sp.register_transformers("sage_strict_any_length", min_tokens=1, policy="strict")[0]
+STRICT = sp.register_transformers("sage_strict_any_length", min_tokens=1, on_unsupported="raise")[0]
 SAME = 1e-5  # fp32 sums in another order, through two layers
 
 

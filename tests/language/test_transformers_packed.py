@@ -112,7 +112,7 @@ def test_P63_exact_calls_keep_them_apart_too_and_are_counted(how, asked):
     assert set(sp.attention_report(model).fallbacks) == {how}
 
 
-@pytest.mark.parametrize(("training", "reason"), [("exact", "training"), ("int8", "no_backward")])
+@pytest.mark.parametrize(("training", "reason"), [("16bit", "training"), ("int8", "no_backward")])
 def test_P63_gradients_of_a_padding_free_training_step_are_those_of_stock(training, reason):
     name = sp.register_transformers(f"sage_packed_{training}", min_tokens=0, training=training)[0]
     model, inputs = MODELS["llama"]()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
-from sage_processors.inference_mode import AsUnderNoGrad, counts_writes
+from sage_processors.torch_modes import AsUnderNoGrad, counts_writes
 from tests.linears.counting import OpCounter, relative_error
 from tests.linears.test_same_bits import NAMES, cast
 from tests.support.combinations import shows  # noqa: F401
@@ -57,7 +57,7 @@ def test_models_run_the_same_ops_and_give_the_same_bits(name, linears):
     model = model.to(torch.bfloat16)
     outputs, counts = [], []
     for mode in MODES:
-        options = sp.SageAttnProcessor(min_tokens=0, scaling="timestep", linears=linears, linears_min_features=0)
+        options = sp.SageAttnProcessor(min_tokens=0, scaling="timestep", linears=sp.Linears(linears, min_features=0))
         with sp.apply(model, options), mode():
             given = [cast(inputs) for _ in range(3)]
             for x in given[:-1]:
@@ -220,7 +220,7 @@ def test_threads_have_modes_of_their_own():
 def test_copies_have_hooks_of_their_own_and_removal_leaves_none():
     model, inputs = MODELS["flux"]()
     hooks = [len(d) for d in (model._forward_pre_hooks, model._forward_hooks, model._forward_hooks_always_called)]
-    options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears="int8", linears_min_features=0)
+    options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears=sp.Linears("int8", min_features=0))
     with sp.apply(model, options), torch.inference_mode():
         twin = copy.deepcopy(model)
         x = cast(inputs, torch.float32)
@@ -245,7 +245,7 @@ def test_compiled_models_run_and_are_not_compiled_again(how):
     model, inputs = MODELS["flux"]()
     with torch.no_grad():
         expected = model(**inputs, return_dict=False)[0]
-    options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears="int8", linears_min_features=0)
+    options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears=sp.Linears("int8", min_features=0))
     with sp.apply(model, options), torch.inference_mode():
         called = model
         if how == "whole":
@@ -353,7 +353,7 @@ def test_X98_a_model_made_or_called_in_inference_mode_gives_the_bits_of_others(n
         with made():
             model, inputs = MODELS[name]()
             model = model.to(device, torch.bfloat16)
-        options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears="int8", linears_min_features=0)
+        options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears=sp.Linears("int8", min_features=0))
         given = {key: placed(x, device) for key, x in cast(inputs).items()}
         with torch.no_grad():
             stock = model(**given, return_dict=False)[0]

@@ -70,7 +70,7 @@ def test_generation_runs(name):
 def test_the_attention_report_lists_linear_layers():
     model, inputs = MODELS["llama"]()
     assert sp.attention_report(model).linears is None
-    with sp.quantize_linears(model, min_features=0, policy="strict"), torch.no_grad():
+    with sp.quantize_linears(model, min_features=0, on_unsupported="raise"), torch.no_grad():
         model(**inputs)
         report = sp.attention_report(model)
         assert report.linears.calls == sum(row["format"] is not None for row in report.linears.rows)

@@ -14,7 +14,7 @@ from tests.support.tiny_models import MODELS
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-CONFIG = sp.SageAttnProcessor(min_tokens=0, linears="int8", linears_min_features=0)
+CONFIG = sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0))
 
 
 def is_ours(x) -> bool:

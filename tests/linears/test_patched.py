@@ -86,7 +86,7 @@ def test_a_forward_that_was_replaced_before_the_swap_is_not_left_out(monkeypatch
 
 def test_strict_raises(monkeypatch):
     _, twin = layer()
-    with swapped(twin, policy="strict"):
+    with swapped(twin, on_unsupported="raise"):
         monkeypatch.setattr(*PATCHES["Linear.forward"])
         with pytest.raises(sp.UnsupportedLinearError, match="'patched'"):
             twin(torch.randn(5, 48))

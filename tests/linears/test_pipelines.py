@@ -14,7 +14,7 @@ from tests.linears.counting import OpCounter, relative_error
 from tests.support.tiny_models import MODELS
 
 
-ALL = {"linears_min_features": 0}
+ALL = {"linears": {"format": "int8", "min_features": 0}}
 
 
 @functools.cache
@@ -77,14 +77,14 @@ def test_batch_and_resolution_change(name):
         ).images
 
     stock = [run(**options) for options in calls]
-    with sp.apply(pipe, sp.SageAttnProcessor(linears="int8", **ALL)):
+    with sp.apply(pipe, sp.SageAttnProcessor(**ALL)):
         for options, expected in zip(calls, stock, strict=True):
             assert relative_error(run(**options), expected) < 0.1
 
 
 def test_flux_blocks_quantise_every_activation_once():
     model, inputs = MODELS["flux"]()
-    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL)) as handle, torch.no_grad():
+    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", **ALL)) as handle, torch.no_grad():
         model(**inputs, return_dict=False)
         with OpCounter() as ops:
             model(**inputs, return_dict=False)
@@ -98,32 +98,29 @@ def test_flux_blocks_quantise_every_activation_once():
 
 def test_defaults_protect_modulation_embeddings_and_small_layers():
     model, _ = MODELS["flux"]()
-    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL)) as handle:
+    with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", **ALL)) as handle:
         status = {row["layer"]: row["status"] for row in handle.report().linears.rows}
         assert status["transformer_blocks.0.norm1.linear"] == "protected"
         assert status["x_embedder"] == status["proj_out"] == "outside of the blocks"
         assert status["single_transformer_blocks.0.proj_out"] == "active"
     with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8")) as handle:
         assert {row["status"] for row in handle.report().linears.rows if "attn" in row["layer"]} == {"small"}
-    options = {"linears": "none", "layer_linears": {"*.attn.to_?": "fp8", "*norm1.linear": "int8"}}
+    options = {"linears": "none", "layers": {"*.attn.to_?": {"linears": "fp8"}, "*norm1.linear": {"linears": "int8"}}}
     with sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", **options)) as handle:
         formats = {row["layer"]: row["format"] for row in handle.report().linears.rows}
         assert formats["transformer_blocks.0.attn.to_q"] == "fp8"
         assert formats["transformer_blocks.0.norm1.linear"] == "int8"
         assert formats["transformer_blocks.0.ff.net.2"] is None
-    with sp.apply(
-        model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", keep_linears=("*.net.2",), **ALL)
-    ) as h:
+    with sp.apply(model, sp.SageAttnProcessor(**ALL, scaling="dynamic", layers={"*.net.2": {"linears": "none"}})) as h:
         status = {row["layer"]: row["status"] for row in h.report().linears.rows}
         assert status["transformer_blocks.0.ff.net.2"] == "kept"
 
 
-@pytest.mark.parametrize("option", ["keep_linears", "layer_linears"])
-def test_patterns_that_match_nothing_leave_the_model_alone(option):
+@pytest.mark.parametrize("format", ["none", "int8"])
+def test_patterns_that_match_nothing_leave_the_model_alone(format):
     model, inputs = MODELS["flux"]()
-    value = ("*.no_such",) if option == "keep_linears" else {"*.no_such": "int8"}
-    with pytest.raises(ValueError, match=f"{option}: got '..no_such', which matches no linear layer"):
-        sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", **ALL, **{option: value}))
+    with pytest.raises(ValueError, match="layers: got '..no_such', which matches no linear layer"):
+        sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", **ALL, layers={"*.no_such": {"linears": format}}))
     assert sp.handle_of(model) is None
     assert all(type(module) is nn.Linear for module in model.modules() if isinstance(module, nn.Linear))
 
@@ -132,7 +129,9 @@ def test_a_handle_without_16_bit_weights_can_not_be_removed():
     model, inputs = MODELS["flux"]()
     with torch.no_grad():
         expected = model(**inputs, return_dict=False)[0]
-        handle = sp.apply(model, sp.SageAttnProcessor(scaling="dynamic", linears="int8", drop_weights=True, **ALL))
+        handle = sp.apply(
+            model, sp.SageAttnProcessor(**ALL, scaling="dynamic", linears=sp.Linears("int8", drop_weights=True))
+        )
         for call in (handle.remove, lambda: sp.apply(model)):
             with pytest.raises(RuntimeError, match="16-bit weights were dropped"):
                 call()

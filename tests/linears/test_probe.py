@@ -13,7 +13,7 @@ from tests.linears.counting import relative_error
 from tests.linears.test_modules import layer, swapped
 
 
-ALL = {"linears": "int8", "linears_min_features": 0}
+ALL = {"linears": {"format": "int8", "min_features": 0}}
 
 
 class Rows:
@@ -82,7 +82,7 @@ def test_every_layer_and_probed_step_is_compared_and_nothing_changes():
 def test_a_layer_that_got_worse_is_seen(capsys):
     pipe, model, inputs = flux_pipe()
     bad, good = ("transformer.transformer_blocks.0.ff.net.2", "transformer.transformer_blocks.0.attn.to_q")
-    with sp.apply(pipe, options(**ALL, layer_linears={bad: "fp8"})) as handle, handle.probe(every=1) as probe:
+    with sp.apply(pipe, options(**ALL, layers={bad: {"linears": "fp8"}})) as handle, handle.probe(every=1) as probe:
         denoise(pipe, model, inputs, steps=2)
         found = {row["layer"]: row["rel_l2"] for row in probe.linears()}
         assert found[bad] > 2 * found[good]

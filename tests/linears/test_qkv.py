@@ -168,7 +168,7 @@ def test_options_of_one_of_the_three():
         x = torch.randn(2, 6, 48)
         for a, b in zip(twin(x), stock(x), strict=True):
             assert relative_error(a + 0, b) < 0.04
-    with sp.quantize_linears(twin, min_features=0, keep=("to_q",)):
+    with sp.quantize_linears(twin, min_features=0, layers={"to_q": "none"}):
         x = torch.randn(2, 6, 48)
         with OpCounter() as ops:
             got = twin(x)
@@ -220,7 +220,10 @@ def test_what_a_model_puts_side_by_side_is_in_one_piece():
                 joined.append([x.is_contiguous() for x in args[0]])
             return func(*args, **(kwargs or {}))
 
-    with sp.apply(model, sp.SageAttnProcessor(linears="int8", linears_min_features=0, min_tokens=0)), torch.no_grad():
+    with (
+        sp.apply(model, sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0))),
+        torch.no_grad(),
+    ):
         for _ in range(3):
             joined.clear()
             with Seen():

@@ -179,7 +179,7 @@ def test_what_is_no_such_file_or_model(saved, tmp_path):
     with pytest.raises(TypeError, match="model: got int"):
         sp.load_quantized(3, path)
     with pytest.raises(ValueError, match="policy: got 'Strict', expected one of .'fallback', 'strict'"):
-        sp.load_quantized(model, path, policy="Strict")
+        sp.load_quantized(model, path, on_unsupported="Strict")
     with pytest.raises(ValueError, match="without 8-bit linear layers"):
         sp.save_quantized(model, tmp_path / "y.safetensors")
     with sp.quantize_linears(model, min_features=0):
@@ -274,7 +274,7 @@ def test_parameters_that_layerwise_casting_keeps_in_fp8_are_not_written(tmp_path
 
     model = nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 8)).eval()
     apply_layerwise_casting(model[1], torch.float8_e4m3fn, torch.float32, skip_modules_pattern=())
-    with sp.quantize_linears(model, min_features=0, keep=("1",)):
+    with sp.quantize_linears(model, min_features=0, layers={"1": "none"}):
         model(torch.randn(2, 16))
         with pytest.raises(ValueError, match="float8_e4m3fn for parameter 1.weight, expected 16 bit or more"):
             sp.save_quantized(model, tmp_path / "x.safetensors")

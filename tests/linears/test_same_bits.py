@@ -29,7 +29,7 @@ def cast(x, dtype=torch.bfloat16):
 def forwards(model, inputs, least_work=0):
     """(outputs of a model that was swapped just now, called again and again with the same inputs; how many calls of
     its linear layers ran in 8 bit)."""
-    options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears="int8", linears_min_features=0)
+    options = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", linears=sp.Linears("int8", min_features=0))
     with sp.apply(model, options) as handle, torch.no_grad():
         set_least_work(model, least_work)
         outputs = [model(**cast(inputs), return_dict=False)[0] for _ in range(REPEATS)]

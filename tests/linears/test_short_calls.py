@@ -83,7 +83,7 @@ def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypa
     net = model(1024)
     stock = model(1024)
     short, long = draw(1, 8, 1024), draw(1, 40, 1024)
-    with torch.no_grad(), sp.quantize_linears(net, "int8", policy="strict") as swap:
+    with torch.no_grad(), sp.quantize_linears(net, "int8", on_unsupported="raise") as swap:
         set_least_work(net, 2**26)
         state = net.blocks[0].norm._sage_norm
         for _ in range(3):

@@ -98,7 +98,7 @@ def test_calls_of_known_forwards_are_in_the_report_of_attention_and_linear_layer
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ).eval()
     inputs = (torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, 32))
-    with torch.no_grad(), sp.apply(unet, sp.SageAttnProcessor(linears="int8", linears_min_features=16)) as handle:
+    with torch.no_grad(), sp.apply(unet, sp.SageAttnProcessor(linears=sp.Linears("int8", min_features=16))) as handle:
         for module in unet.modules():
             if state := module.__dict__.get("_sage_linear"):
                 state.shared.least_work = 2**50

@@ -155,7 +155,10 @@ def test_what_a_users_forward_does_is_followed(run):
 
 def test_a_layer_called_by_hand_gives_an_ordinary_tensor():
     model, inputs = MODELS["flux"]()
-    with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(linears="int8", linears_min_features=0, min_tokens=0)):
+    with (
+        torch.no_grad(),
+        sp.apply(model, sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0))),
+    ):
         model(**inputs)
         block = model.transformer_blocks[0]
         x = torch.randn(1, 4, block.ff.net[0].proj.in_features)
@@ -294,11 +297,11 @@ def test_what_stands_against_waiting_is_seen_and_said(kind):
         model(**inputs)
         blocks = list(swap._blocks.values())
         assert [block._sage_enclosure.obstacle for block in blocks] == [""] * len(blocks)
-        assert not any("wait" in note for note in swap.report().notes)
+        assert not any("postponed" in note for note in swap.report().notes)
         OBSTACLES[kind](blocks[0])
         assert not blocks[0]._sage_enclosure.is_closed(blocks[0])
         assert all(block._sage_enclosure.is_closed(block) for block in blocks[1:])
-        said = [note for note in swap.report().notes if "wait" in note]
+        said = [note for note in swap.report().notes if "postponed" in note]
         assert len(said) == 1 and f"1 of {len(blocks)} blocks" in said[0]
 
 

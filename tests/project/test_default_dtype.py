@@ -139,8 +139,8 @@ SCALINGS = {
     "int_flash_full": {"recipe": "int_flash_full", "scaling": "per_token"},
     **{f"mixed {base}": {"recipe": "mixed", "mixed": {"base": base}} for base in ("int4", "mxfp4", "nvfp4")},
     "rotated": {"rotation": "hadamard"},
-    "linears": {"linears": "int8", "linears_min_features": 0},
-    "fp8 linears": {"linears": "fp8", "linears_min_features": 0},
+    "linears": {"linears": {"format": "int8", "min_features": 0}},
+    "fp8 linears": {"linears": {"format": "fp8", "min_features": 0}},
 }
 
 
@@ -158,8 +158,8 @@ PIPELINES = {
     "static": {"scaling": "static"},
     "sigma_power": {"scaling": "sigma_power"},
     "auto": {"rotation": "auto"},
-    "skip": {"skip": "temporal"},
-    "windows": {"keep_below_noise": 0.4, "keep_first_steps": 1},
+    "skip": {"skip": {}},
+    "windows": {"keep": {"noise": (0.0, 0.4), "first_steps": 1}},
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sage_processors.options import SCALINGS
+from sage_processors.option_groups import SCALINGS
 from tests.support.repository import ROOT
 
 
@@ -212,7 +212,7 @@ def test_skipping_is_measured_with_prompts_that_stay_and_that_change(tmp_path, m
     monkeypatch.setitem(measure_video.SIZES, "wide", {"height": 80, "width": 80, "num_frames": 21})
     size, real = measure.Size(images=2, steps=4, batch=2), torch.rand(64, 32, dtype=torch.float64)
     variants = {"dense": measure_skipping.options()}
-    variants["skips"] = measure_skipping.options(skip="temporal", skip_limit=0.9, skip_first_steps=1)
+    variants["skips"] = measure_skipping.options(skip={"limit": 0.9, "first_steps": 1})
     stock, found = {}, {}
     for switched in (False, True):
         clips = measure_skipping.SkipMeasurement("wide", size, "cpu", tmp_path, switched)
@@ -239,7 +239,7 @@ def test_what_calibrate_promised_is_in_the_table(tmp_path, monkeypatch):
     def calibrate(pipe, prompts, *, path, **options):
         """What it would write after drawing many clips."""
         asked.update(options, prompts=prompts)
-        config = measure_skipping.options(skip="temporal", skip_limit=0.05)
+        config = measure_skipping.options(skip={"limit": 0.05})
         result = {"psnr_db": 41.25, "skipped_fraction": 0.125}
         found = sp.Calibration(config, True, {"target_psnr": options["target_psnr"]}, result, [], [])
         found.save(path)
@@ -283,12 +283,17 @@ def recording(steps: int = 3, growth: float = 1.0) -> replay.Recording:
 
 
 def test_replay_of_known_plans():
-    found, state = replay.replay(sp.SageAttnProcessor(margin=4.0), recording())
+    found, state = replay.replay(sp.SageAttnProcessor(scaling=sp.Scaling("timestep", margin=4.0)), recording())
     assert [step.planned for step in found] == [0, 1, 1] and found[1].beyond == 0
     # uniform values reach the largest seen in every tile of 128 x 32: a quarter of the range is used
     assert found[2].utilisation == pytest.approx(0.25, abs=0.01) and len(state.sites) == 2
-    assert replay.replay(sp.SageAttnProcessor(margin=0.5), recording())[0][2].beyond == 1
-    half, whole = (replay.replay(sp.SageAttnProcessor(margin=m), recording())[0][2].sqnr_db for m in (2.0, 1.0))
+    assert (
+        replay.replay(sp.SageAttnProcessor(scaling=sp.Scaling("timestep", margin=0.5)), recording())[0][2].beyond == 1
+    )
+    half, whole = (
+        replay.replay(sp.SageAttnProcessor(scaling=sp.Scaling("timestep", margin=m)), recording())[0][2].sqnr_db
+        for m in (2.0, 1.0)
+    )
     assert abs(whole - half) < 0.1  # a tile that uses less than 7/8 of its plan takes a scale of its own
     dynamic, state = replay.replay(sp.SageAttnProcessor(scaling="dynamic"), recording())
     assert state is None and dynamic[0].planned == 0 and dynamic[0].beyond != dynamic[0].beyond

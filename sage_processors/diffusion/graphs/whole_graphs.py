@@ -6,6 +6,7 @@ what was captured (model_state.py). What can't be replayed runs eagerly, counted
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -19,10 +20,18 @@ from ...patching.nested import UnknownValueError, kind_of, mapped, tensors_of
 from .model_state import ModelState, obstacle, refresh_weights
 
 
+logger = logging.getLogger("sage_processors")
+
 WARM_UP = 5  # steps before a capture: kernels are compiled, scales planned, weights laid out
 MOST_GRAPHS = 8  # of one model; the one that was not used for longest goes
 MOST_KINDS = 64  # whose steps are counted before they are captured
 Recorded = tuple[Any, Callable[[], None]]  # where each replay leaves its results, and what replays
+
+
+def can_replay(model: Any) -> bool:
+    """Whether a model's calls can come from CUDA graphs: not after `model.compile()`, which has its own."""
+    taken = model._compiled_call_impl
+    return taken is None or isinstance(taken, WholeGraphs)
 
 
 class Graph(NamedTuple):
@@ -44,7 +53,6 @@ class WholeGraphs:
     Args: handle, part (denoiser.Part).
     Attributes: replays: forwards from a graph so far. eager: {reason: forwards that ran eagerly}. is_calling: within a
         call that the handle has seen begin, in this thread.
-    Raises: ValueError for a model that `compile()` was called for.
     """
 
     device_type = "cuda"  # of what `record` captures
@@ -57,13 +65,8 @@ class WholeGraphs:
         self._refused: set[tuple[Any, ...]] = set()
         self._stream: Any = None
         self._pool: Any = None
+        self._can_capture = True
         self.replays, self.eager = 0, Counter[str]()
-        taken = part.model._compiled_call_impl
-        if taken is not None and not isinstance(taken, WholeGraphs):
-            raise ValueError(
-                f"model: got {type(part.model).__name__} after compile(), expected an eager one: CUDA graphs of a "
-                'compiled model are mode="reduce-overhead"'
-            )
 
     def start(self) -> None:
         """Take the calls of the model, as `model.compile()` does: hooks and forward are one thing."""
@@ -123,6 +126,8 @@ class WholeGraphs:
             return reason
         plan = self._part.state, self._part.frozen
         kind = (self._handle.steps.precision, torch.is_inference_mode_enabled(), plan, given)
+        if not self._can_capture:
+            return "not_capturable"
         if kind in self._refused:
             return "results"
         graph = self._graphs.pop(kind, None)
@@ -139,6 +144,8 @@ class WholeGraphs:
                 return reason
             refresh_weights(self._part.model.modules())
             graph = self._captured(args, kwargs)
+            if graph is None:
+                return "not_capturable"
             try:
                 kind_of(graph.results)
             except UnknownValueError:  # the next replay would write to what the caller holds
@@ -189,17 +196,20 @@ class WholeGraphs:
         if not self._graphs:
             self._pool = None
 
-    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph:
+    def _captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Graph | None:
         model = self._part.model
         args, kwargs = mapped((args, kwargs), torch.clone)
         try:
             results, replay = self.record(lambda: model._call_impl(*args, **kwargs))
-        except Exception as error:
-            self._handle.capture_forwards(False)
-            raise RuntimeError(
-                f"capture_forwards: got {type(error).__name__} while a CUDA graph of {type(model).__name__} was "
-                "captured, expected a forward that never waits for the GPU; its forwards are eager from now on"
-            ) from error
+        except Exception as error:  # mostly of a forward that waits for the GPU
+            logger.warning(
+                "graphs: forwards of %s run eagerly from now on, as capturing one failed: %s",
+                type(model).__name__,
+                error,
+            )
+            self.forget()
+            self._can_capture = False
+            return None
         return Graph(list(tensors_of((args, kwargs))), results, replay, ModelState(model))
 
     def record(self, run: Callable[[], Any]) -> Recorded:

@@ -14,7 +14,7 @@ import weakref
 
 import torch
 
-from ...options import OVERLAP_REMEDY, REMEDIES
+from ...unsupported import OVERLAP_REMEDY, REMEDIES
 from ..host.discovery import unwrap
 from ..host.pipeline_method import known_pipelines
 from .noise_level import can_track, noise_levels, run_of, track, untrack

@@ -16,8 +16,10 @@ import threading
 
 import torch
 
+from ...option_groups import IN_16_BIT
 
-# Reasons for exact attention that a user asked for: no warning, and policy="strict" does not mind.
+
+# Reasons for 16-bit attention that a user asked for: no warning, and no error with on_unsupported="raise".
 CHOSEN = ("window", "kept")
 
 
@@ -27,7 +29,7 @@ def stays_exact(config, span, level: float, taken: int, left: int) -> bool:
     Args: span: () or (low, high). level: the step's noise level. taken: steps of the run before it. left: steps of
         the run that are not done yet, this one included.
     """
-    if taken < config.keep_first_steps or left <= config.keep_last_steps or level < config.keep_below_noise:
+    if taken < config.keep.first_steps or left <= config.keep.last_steps:
         return True
     return inside(span, level)
 
@@ -110,9 +112,8 @@ class Steps:
 
     def __init__(self, config):
         self._config = config
-        spans = (config.keep_noise, *(span for _, span in config.layer_keep_noise))
-        self.windowed = bool(config.keep_first_steps or config.keep_last_steps or config.keep_below_noise)
-        self.windowed = self.windowed or any(spans)
+        spans = (config.keep.noise, *(span for _, span in config.rules("keep_noise")))
+        self.windowed = bool(config.keep.first_steps or config.keep.last_steps or any(spans))
         self._windows = {span: Window(span, self.windowed) for span in spans}
         self.listeners = []
         self.progress = Progress(self.windowed)
@@ -134,7 +135,7 @@ class Steps:
     @property
     def exact(self) -> bool:
         """Whether the running step stays in 16 bit for layers without a range of their own."""
-        return self._windows[self._config.keep_noise].exact
+        return self._windows[self._config.keep.noise].exact
 
     @property
     def precision(self) -> tuple[bool, ...]:
@@ -185,13 +186,4 @@ def check_patterns(option: str, patterns, names: list[str]) -> None:
 
 def is_kept(config, name: str) -> bool:
     """Whether the options leave this layer in 16 bit at all steps."""
-    if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.keep_layers):
-        return True
-    return bool(config.only_layers) and not any(fnmatch.fnmatchcase(name, p) for p in config.only_layers)
-
-
-def option_of(config, option: str, name: str):
-    """One of config.LAYER_OPTIONS of one layer: of the first pattern that matches it, else the handle's."""
-    pairs = getattr(config, f"layer_{option}")
-    matches = (value for pattern, value in pairs if fnmatch.fnmatchcase(name, pattern))
-    return next(matches, getattr(config, option))
+    return config.of_layer("recipe", name) == IN_16_BIT

@@ -136,7 +136,7 @@ def test_registering_again_replaces_the_options_and_counts_anew():
         ({"scaling": "static"}, ValueError),
         ({"min_tokens": -1}, ValueError),
         ({"min_tokens": 1.5}, TypeError),
-        ({"policy": "quiet"}, ValueError),
+        ({"on_unsupported": "quiet"}, ValueError),
     ],
 )
 def test_wrong_options_change_nothing(options, error):
@@ -229,10 +229,12 @@ def test_a_compiled_model_is_one_graph_and_counts_its_calls():
 def test_where_both_are_on_a_model_the_rules_of_the_swap_win(first, by):
     model, inputs = MODELS["flux"]()
     stock = forward(model, inputs)
-    with sp.apply(model, sp.SageAttnProcessor(scaling="per_block", min_tokens=0, keep_layers=("*",))) as handle:
+    with sp.apply(
+        model, sp.SageAttnProcessor(min_tokens=0, scaling="per_block", layers={"*": {"recipe": "16bit"}})
+    ) as handle:
         forward(model, inputs)
         kept_layers = [row["layer"] for row in handle.report().rows]
-    config = sp.SageAttnProcessor(scaling="per_block", min_tokens=0, keep_layers=(kept_layers[0],))
+    config = sp.SageAttnProcessor(min_tokens=0, scaling="per_block", layers={kept_layers[0]: {"recipe": "16bit"}})
     with sp.apply(model, config):
         swapped = forward(model, inputs)
 
@@ -267,7 +269,7 @@ def test_a_layer_kept_exact_by_the_swap_is_exact_although_the_backend_is_active(
     model, inputs = MODELS["wan_i2v"]()
     stock = forward(model, inputs)
     model.set_attention_backend(NAME)
-    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, keep_layers=("*",))) as handle:
+    with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, layers={"*": {"recipe": "16bit"}})) as handle:
         assert torch.equal(forward(model, inputs), stock)
         assert set(handle.report().fallbacks) == {"kept"} and counts() == (0, {})
 

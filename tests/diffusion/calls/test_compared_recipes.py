@@ -34,12 +34,12 @@ def test_a_plain_recipe_has_no_plans_and_is_refused_with_them(recipe):
     for scaling in ("timestep", "static", "per_block", "per_head"):
         with pytest.raises(ValueError, match=f"scaling: got '{scaling}' with recipe '{recipe}', expected 'per_token'"):
             sp.SageAttnProcessor(recipe=recipe, scaling=scaling)
-    assert sp.SageAttnProcessor(recipe=recipe, scaling="dynamic").call_scaling == "per_token"
+    assert sp.SageAttnProcessor(recipe=recipe, scaling="dynamic").scaling.of_call == "per_token"
     pipe, run = ddpm_pipe()
-    with pytest.raises(ValueError, match="scaling: got 'timestep'.*layer_recipe and layer_scaling go together"):
-        sp.apply(pipe, sp.SageAttnProcessor(layer_recipe={"*mid_block*": recipe}, min_tokens=1))
-    own = {"*mid_block*": "per_token"}
-    config = sp.SageAttnProcessor(layer_recipe={"*mid_block*": recipe}, layer_scaling=own, min_tokens=1)
+    with pytest.raises(ValueError, match="scaling: got 'timestep'.*set recipe and scaling together"):
+        sp.apply(pipe, sp.SageAttnProcessor(min_tokens=1, layers={"*mid_block*": {"recipe": recipe}}))
+    own = {"recipe": recipe, "scaling": "per_token"}
+    config = sp.SageAttnProcessor(layers={"*mid_block*": own}, min_tokens=1)
     with sp.apply(pipe, config) as handle:
         run()
         rows = [row for row in handle.report().rows if row["status"] == "active"]
@@ -48,8 +48,8 @@ def test_a_plain_recipe_has_no_plans_and_is_refused_with_them(recipe):
 
 
 def test_lists_of_tiles_are_of_int8_codes():
-    with pytest.raises(ValueError, match="skip: got 'temporal' with recipe 'qk_fp8_pv_fp8', expected 'none'"):
-        sp.SageAttnProcessor(recipe="qk_fp8_pv_fp8", skip="temporal")
+    with pytest.raises(ValueError, match="skip: got a Skip with recipe 'qk_fp8_pv_fp8', expected None"):
+        sp.SageAttnProcessor(recipe="qk_fp8_pv_fp8", skip=sp.Skip())
 
 
 def test_calibration_knows_a_milder_recipe_of_each():

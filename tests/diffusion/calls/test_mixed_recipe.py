@@ -15,7 +15,7 @@ from tests.diffusion.calls.test_processors import sqnr_db
 from tests.diffusion.test_apply_pipelines import ddpm_pipe
 
 
-NVFP4 = sp.SageAttnProcessor(recipe="mixed", mixed={"base": "nvfp4", "budget": 0.3}, min_tokens=1, keep_blocks=True)
+NVFP4 = sp.SageAttnProcessor(recipe="mixed", mixed={"base": "nvfp4", "budget": 0.3, "keep_blocks": True}, min_tokens=1)
 
 
 def test_a_pipeline_runs_in_two_precisions_and_says_so():
@@ -41,7 +41,9 @@ def test_a_pipeline_runs_in_two_precisions_and_says_so():
 
 def test_calls_with_masks_stay_exact_and_are_counted():
     pipe, _ = ddpm_pipe()
-    with sp.apply(pipe, dataclasses.replace(NVFP4, keep_blocks=False)) as handle:
+    with sp.apply(
+        pipe, dataclasses.replace(NVFP4, mixed=dataclasses.replace(NVFP4.mixed, keep_blocks=False))
+    ) as handle:
         layer = handle._parts[0].layers[0]
         x, mask = torch.randn(1, 12, layer.module.to_q.in_features), torch.zeros(1, 1, 12)
         with torch.no_grad():
@@ -49,7 +51,7 @@ def test_calls_with_masks_stay_exact_and_are_counted():
         row = next(row for row in handle.report().rows if row["layer"].endswith(layer.name))
         assert row["fallbacks"] == {"mixed_mask": 1} and row["calls"] == 0
         assert row["mixed"]["block_map"] is None
-    with sp.apply(pipe, dataclasses.replace(NVFP4, policy="strict")) as handle, torch.no_grad():
+    with sp.apply(pipe, dataclasses.replace(NVFP4, on_unsupported="raise")) as handle, torch.no_grad():
         layer = handle._parts[0].layers[0]
         with pytest.raises(sp.UnsupportedAttentionError, match="mixed_mask"):
             layer.module(x, attention_mask=mask)
@@ -60,12 +62,12 @@ def test_options_are_read_back_from_a_policy(tmp_path):
     budget, result = {"target_psnr": 30.0}, {"psnr_db": 31.0}
     write_policy(path, NVFP4, [], budget=budget, result=result, curve=[])
     assert read_policy(path)[0] == NVFP4
-    assert NVFP4.mixed == Mixed("nvfp4", budget=0.3)
+    assert NVFP4.mixed == Mixed("nvfp4", budget=0.3, keep_blocks=True)
 
 
 def test_one_layer_in_two_precisions_the_others_as_they_are():
     pipe, run = ddpm_pipe()
-    handle = sp.apply(pipe, sp.SageAttnProcessor(layer_recipe={"*mid_block*": "mixed"}, min_tokens=1))
+    handle = sp.apply(pipe, sp.SageAttnProcessor(min_tokens=1, layers={"*mid_block*": {"recipe": "mixed"}}))
     run()
     recipes = {row["layer"]: row["recipe"] for row in handle.report().rows if row["status"] == "active"}
     handle.remove()
@@ -79,10 +81,10 @@ def test_what_does_not_go_together_is_refused_at_once():
         (TypeError, "mixed: got str", {"mixed": "nvfp4"}),
         (TypeError, "unknown options \\['format'\\]", {"mixed": {"format": "nvfp4"}}),
         (ValueError, "budget: got 2", {"mixed": {"budget": 2}}),
-        (ValueError, "rotation: got 'hadamard' with recipe 'mixed'", {"recipe": "mixed", "rotation": "hadamard"}),
-        (ValueError, "training: got 'int8' with recipe 'mixed'", {"recipe": "mixed", "training": "int8"}),
-        (ValueError, "skip: got 'temporal' with recipe 'mixed'", {"recipe": "mixed", "skip": "temporal"}),
-        (TypeError, "keep_blocks: got int", {"keep_blocks": 1}),
+        (ValueError, "rotation: got 'hadamard' with recipe .mixed.", {"recipe": "mixed", "rotation": "hadamard"}),
+        (ValueError, "training: got 'int8' with recipe .mixed.", {"recipe": "mixed", "training": "int8"}),
+        (ValueError, "skip: got Skip.* with recipe .mixed.", {"recipe": "mixed", "skip": {}}),
+        (TypeError, "keep_blocks: got int", {"mixed": {"keep_blocks": 1}}),
     ):
         with pytest.raises(error, match=match):
             sp.SageAttnProcessor(**options)

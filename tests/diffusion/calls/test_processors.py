@@ -228,7 +228,7 @@ def test_a_mask_reaches_the_op(kind):
 
 
 def test_fallback_strict_raises_with_layer_and_reason():
-    attention, x, _, _ = sage_attention_module(policy="strict", min_tokens=128)
+    attention, x, _, _ = sage_attention_module(on_unsupported="raise", min_tokens=128)
     attention(x)
     with pytest.raises(sp.UnsupportedAttentionError, match="short") as caught:
         attention(x[:, :100])

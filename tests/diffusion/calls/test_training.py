@@ -17,7 +17,7 @@ from tests.diffusion.calls.test_processors import attention_inputs, counted
 from tests.support.tiny_models import MODELS
 
 
-TRAIN = sp.SageAttnProcessor(min_tokens=0, training="int8", policy="strict")
+TRAIN = sp.SageAttnProcessor(min_tokens=0, training="int8", on_unsupported="raise")
 NEAR = 0.05  # through a few layers of random weights; one call's bar is 2 % (test_T07)
 
 
@@ -56,7 +56,7 @@ def test_T11_autocast_trains_in_its_dtype():
 
 @pytest.mark.parametrize("what", ["no_backward", "mask_gradient", "exact", "training"])
 def test_T11_what_cannot_train_in_int8_is_exact_and_counted(what, monkeypatch):
-    training = "exact" if what in ("exact", "training") else "int8"
+    training = "16bit" if what in ("exact", "training") else "int8"
     stock, attention, x = trained(sp.SageAttnProcessor(min_tokens=0, training=training, scaling="dynamic"))
     options, reason = {}, what
     if what == "no_backward":
@@ -70,7 +70,7 @@ def test_T11_what_cannot_train_in_int8_is_exact_and_counted(what, monkeypatch):
     wanted, found = gradient(stock, x, **options), gradient(attention, x, **options)
     assert torch.equal(wanted[0], found[0]) and relative_l2(found[1], wanted[1]) < 1e-5
     assert counted(attention.processor) == {reason: 1}
-    strict = sp.SageAttnProcessor(min_tokens=0, training=training, policy="strict")
+    strict = sp.SageAttnProcessor(min_tokens=0, training=training, on_unsupported="raise")
     attention.processor = sage_class.swap(stock.processor, strict, "layer")
     with pytest.raises(sp.UnsupportedAttentionError) as caught:
         attention(x, **options)

@@ -57,7 +57,7 @@ def test_E03_a_model_whose_blocks_are_on_two_gpus():
         stock = model.to("cuda:0")(**inputs, return_dict=False)[0]
         places = {name: 0 for name, _ in model.named_children()} | {"single_transformer_blocks": 1}
         model = dispatch_model(model, places)
-        with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, policy="strict")) as handle:
+        with sp.apply(model, sp.SageAttnProcessor(min_tokens=0, on_unsupported="raise")) as handle:
             for _ in range(2):
                 out = model(**inputs, return_dict=False)[0]
             report = handle.report()

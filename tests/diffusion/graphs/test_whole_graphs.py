@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 
 import diffusers
 import pytest
@@ -58,10 +59,10 @@ def options(**kwargs):
 
 
 def captures(handle, part=0) -> tuple[WholeGraphs, Recorder]:
-    """As `handle.capture_forwards()`, with a recorder."""
+    """As graphs="auto", with a recorder."""
     recorder = Recorder()
     graphs = OnCpu(handle, handle._parts[part], recorder)
-    handle._parts[part].capture_forwards(graphs)
+    handle._parts[part].use_graphs(graphs)
     return graphs, recorder
 
 
@@ -71,7 +72,9 @@ def flux():
     return pipe, draw
 
 
-@pytest.mark.parametrize("kept", [{}, {"keep_first_steps": 2}, {"linears": "int8", "linears_min_features": 0}])
+@pytest.mark.parametrize(
+    "kept", [{}, {"keep": {"first_steps": 2}}, {"linears": {"format": "int8", "min_features": 0}}]
+)
 def test_P66_pictures_are_those_of_eager_forwards(flux, kept):
     pipe, draw = flux
     with sp.apply(pipe, options(**kept)) as handle:
@@ -82,7 +85,7 @@ def test_P66_pictures_are_those_of_eager_forwards(flux, kept):
         found = [draw(steps=8, seed=seed) for seed in (0, 1, 2)]
         report = handle.report()
     assert all(map(torch.equal, wanted, found)) and not torch.equal(*found[:2])
-    kinds = 1 + ("keep_first_steps" in kept)
+    kinds = 1 + ("keep" in kept)
     assert recorder.captures == kinds
     assert graphs.replays == 24 - kinds * WARM_UP and graphs.eager == {"warm_up": kinds * WARM_UP}
     assert f"{graphs.replays} forwards of transformer came from CUDA graphs, eager ones: warm_up" in str(report)
@@ -116,7 +119,7 @@ def test_short_linear_calls_are_in_8_bit_in_eager_forwards_too(monkeypatch):
         graphs, recorder = captures(handle)
         outs = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP + 2)]
         assert graphs.replays == 2 and all(torch.equal(x, outs[0]) for x in outs)
-        handle.capture_forwards(False)
+        handle._parts[0].use_graphs(None)
         again = model(**inputs, return_dict=False)[0]
         assert torch.equal(again, short) and not torch.equal(again, outs[0])
         rows = [row for row in handle.report().linears.rows if row["format"]]
@@ -147,7 +150,7 @@ def replayed_model(name="flux", record=frozen, before=lambda model: None, **kwar
     before(model)
     handle = sp.apply(model, options(scaling="dynamic", **kwargs))
     graphs = OnCpu(handle, handle._parts[0], record)
-    handle._parts[0].capture_forwards(graphs)
+    handle._parts[0].use_graphs(graphs)
     with torch.no_grad():
         for _ in range(WARM_UP + 2):
             out = model(**inputs, return_dict=False)[0]
@@ -156,7 +159,7 @@ def replayed_model(name="flux", record=frozen, before=lambda model: None, **kwar
 
 
 def eager(handle, model, inputs):
-    handle.capture_forwards(False)
+    handle._parts[0].use_graphs(None)
     with torch.no_grad():
         return model(**inputs, return_dict=False)[0]
 
@@ -221,7 +224,7 @@ CHANGES = {
 @pytest.mark.parametrize("linears", ["none", "int8"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_P66_no_replay_after_a_change_of_the_model(name, linears):
-    kwargs = {} if linears == "none" else {"linears": "int8", "linears_min_features": 0}
+    kwargs = {} if linears == "none" else {"linears": {"format": "int8", "min_features": 0}}
     before = add_lora if "lora" in name else lambda model: None
     handle, graphs, model, inputs, old = replayed_model(before=before, **kwargs)
     CHANGES[name](model)
@@ -266,7 +269,7 @@ def test_a_weight_that_nobody_counted_is_compared_first():
     """Written through `.data`, and told by what a run's beginning looks at: quantised anew where the graph reads."""
     captured = []
     record = lambda run: captured.append(run) or frozen(run)  # noqa: E731
-    kwargs = {"linears": "int8", "linears_min_features": 0}
+    kwargs = {"linears": {"format": "int8", "min_features": 0}}
     handle, graphs, model, inputs, old = replayed_model(record=record, **kwargs)
     for module in model.modules():
         if "_sage_linear" in module.__dict__:
@@ -279,7 +282,7 @@ def test_a_weight_that_nobody_counted_is_compared_first():
 
 
 def test_a_weight_that_was_only_looked_at_is_compared_and_stays():
-    handle, graphs, model, inputs, old = replayed_model(linears="int8", linears_min_features=0)
+    handle, graphs, model, inputs, old = replayed_model(linears={"format": "int8", "min_features": 0})
     assert model.transformer_blocks[0].attn.to_q.weight is not None  # whoever has it may write to it
     with torch.no_grad():
         for _ in range(3):
@@ -408,7 +411,7 @@ def test_row_maxima_are_not_kept_and_lists_are_not_replayed(recipe, flux):
         graphs, _ = captures(handle)
         draw(steps=8)
         assert not handle._parts[0].state.kept.row_maxima._kept and graphs.replays == 8 - WARM_UP
-    with sp.apply(pipe, options(recipe=recipe, skip="temporal")) as handle:
+    with sp.apply(pipe, options(recipe=recipe, skip={})) as handle:
         graphs, recorder = captures(handle)
         draw(steps=8)
         assert graphs.eager == {"skip": 8} and not recorder.captures
@@ -417,56 +420,60 @@ def test_row_maxima_are_not_kept_and_lists_are_not_replayed(recipe, flux):
 # --- its life ---
 
 
+def test_refresh_captures_anew():
+    """What Python does outside of the model's attributes is not seen: refresh() is what a user calls after it."""
+    handle, graphs, model, inputs, old = replayed_model()
+    handle.refresh()
+    with torch.no_grad():
+        again = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP + 1)]
+    assert graphs.eager["warm_up"] == 2 * WARM_UP and graphs.replays == 3 and torch.equal(again[-1], old)
+
+
 def test_a_cpu_has_no_graphs_and_the_report_says_so(flux):
     pipe, draw = flux
     with sp.apply(pipe, options()) as handle:
         wanted = draw(steps=3)
-        handle.capture_forwards()
+        assert "CUDA graphs" not in str(handle.report()) and pipe.transformer._compiled_call_impl is None
+    with sp.apply(pipe, options(graphs="auto")) as handle:
         assert torch.equal(draw(steps=3), wanted)
         assert "0 forwards of transformer came from CUDA graphs, eager ones: device: 3." in str(handle.report())
-        handle.capture_forwards(False)
-        assert "CUDA graphs" not in str(handle.report()) and pipe.transformer._compiled_call_impl is None
 
 
-def test_a_capture_that_fails_is_told_and_leaves_eager_forwards():
+def test_a_capture_that_fails_is_told_and_leaves_eager_forwards(caplog):
     def fails(run):
         run()
         raise ValueError("operation not permitted when stream is capturing")
 
     model, inputs = MODELS["flux"]()
     with torch.no_grad(), sp.apply(model, options(scaling="dynamic")) as handle:
-        handle._parts[0].capture_forwards(OnCpu(handle, handle._parts[0], fails))
-        wanted = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP)]
-        with pytest.raises(RuntimeError, match="FluxTransformer2DModel was captured, expected a forward that never"):
-            model(**inputs, return_dict=False)
-        assert torch.equal(model(**inputs, return_dict=False)[0], wanted[0])
-        assert "CUDA graphs" not in str(handle.report())
+        handle._parts[0].use_graphs(OnCpu(handle, handle._parts[0], fails))
+        outs = [model(**inputs, return_dict=False)[0] for _ in range(WARM_UP + 3)]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        assert handle._parts[0].graphs.eager == {"warm_up": WARM_UP, "not_capturable": 3}
+        assert "0 forwards" in str(handle.report()) and "not_capturable: 3" in str(handle.report())
+    told = [record.getMessage() for record in caplog.records if "graphs:" in record.getMessage()]
+    assert len(told) == 1 and "FluxTransformer2DModel run eagerly" in told[0] and "not permitted" in told[0]
 
 
 def test_handles_come_and_go(flux):
     pipe, draw = flux
-    first = sp.apply(pipe, options())
-    first.capture_forwards()
-    first.capture_forwards()
-    second = sp.apply(pipe, options())  # which removes the first
+    sp.apply(pipe, options(graphs="auto"))
+    assert isinstance(pipe.transformer._compiled_call_impl, WholeGraphs)
+    sp.apply(pipe, options())  # which removes the first
     assert pipe.transformer._compiled_call_impl is None
-    second.capture_forwards()
+    second = sp.apply(pipe, options(graphs="auto"))
     pipe.transformer = copy.deepcopy(pipe.transformer)
     assert pipe.transformer._compiled_call_impl is None
     second.refresh()
     assert isinstance(pipe.transformer._compiled_call_impl, WholeGraphs)
     second.remove()
     assert pipe.transformer._compiled_call_impl is None
-    with pytest.raises(RuntimeError, match="removed"):
-        second.capture_forwards()
 
 
-def test_compiled_models_are_refused(flux):
+def test_compiled_models_have_no_graphs(flux):
     pipe, draw = flux
-    handle = sp.apply(pipe, options())
     pipe.transformer.compile(backend="eager")
-    with pytest.raises(ValueError, match="FluxTransformer2DModel after compile"):
-        handle.capture_forwards()
+    handle = sp.apply(pipe, options(graphs="auto"))
     assert pipe.transformer._compiled_call_impl is not None
     assert "CUDA graphs" not in str(handle.report())
     handle.remove()
@@ -496,7 +503,12 @@ def on_gpu(recipe="qk_int8_pv_bf16", **kwargs):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "kwargs",
-    [{}, {"recipe": "qk_int8_pv_fp8"}, {"keep_first_steps": 2}, {"linears": "int8", "linears_min_features": 0}],
+    [
+        {},
+        {"recipe": "qk_int8_pv_fp8"},
+        {"keep": {"first_steps": 2}},
+        {"linears": {"format": "int8", "min_features": 0}},
+    ],
     ids=lambda kwargs: next(iter(kwargs), "default"),
 )
 def test_P66_pictures_from_graphs_on_a_gpu(kwargs):
@@ -505,10 +517,9 @@ def test_P66_pictures_from_graphs_on_a_gpu(kwargs):
     stock = [draw(seed) for seed in (0, 1, 2)]
     with sp.apply(pipe, config) as handle:
         wanted, report = [draw(seed) for seed in (0, 1, 2)], handle.report()
-    with sp.apply(pipe, config) as handle:
-        handle.capture_forwards()
+    with sp.apply(pipe, dataclasses.replace(config, graphs="auto")) as handle:
         found, graphs = [draw(seed) for seed in (0, 1, 2)], handle._parts[0].graphs
-        kinds = 1 + ("keep_first_steps" in kwargs)
+        kinds = 1 + ("keep" in kwargs)
         assert graphs.eager == {"warm_up": kinds * WARM_UP * CALLS}
         assert graphs.replays == (3 * STEPS - kinds * WARM_UP) * CALLS
         own = handle.report()
@@ -523,23 +534,22 @@ def test_P66_pictures_from_graphs_on_a_gpu(kwargs):
 
 @pytest.mark.gpu
 def test_P66_a_change_between_pictures_on_a_gpu():
-    pipe, draw, config = on_gpu(linears="int8", linears_min_features=0)
-    with sp.apply(pipe, config) as handle:
-        handle.capture_forwards()
+    pipe, draw, config = on_gpu(linears={"format": "int8", "min_features": 0})
+    with sp.apply(pipe, dataclasses.replace(config, graphs="auto")) as handle:
         before = draw()
         with torch.no_grad():
             for block in pipe.transformer.transformer_blocks:
                 block.ff.net[2].weight.mul_(0.5)
         found, graphs = draw(), handle._parts[0].graphs
         assert graphs.eager["changed"] == 1 and graphs.replays > (STEPS - WARM_UP) * CALLS
-        handle.capture_forwards(False)
+        handle._parts[0].use_graphs(None)
         assert sp.metrics.psnr(found, draw()).min() > 45 and sp.metrics.psnr(found, before).max() < 45
 
 
 @pytest.mark.gpu
 def test_replays_of_the_wrong_precision_are_counted():
     """Of a graph that somebody captures who knows nothing of steps that stay in 16 bit."""
-    pipe, draw, config = on_gpu(keep_first_steps=2)
+    pipe, draw, config = on_gpu(keep={"first_steps": 2})
     model = pipe.transformer
     with sp.apply(pipe, config) as handle:
         draw()

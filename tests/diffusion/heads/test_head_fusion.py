@@ -16,7 +16,7 @@ from sage_kernels.compat import add_graph_pass
 from sage_kernels.testing import sqnr_db
 from sage_processors.diffusion.heads import rotary  # noqa: F401 - defines the op
 from sage_processors.diffusion.heads.head_fusion import OPS, fuse_heads
-from sage_processors.linears.compiled.graph_pass import fuse_in_compiled_code
+from sage_processors.linears.compiled.graph_fusion import fuse_in_compiled_code
 from tests.support.inductor import passes_alone
 from tests.support.tiny_models import MODELS
 
@@ -53,7 +53,7 @@ MORE = pytest.mark.slow("compiles one more model")
 @pytest.mark.parametrize("name", ["flux", pytest.param("qwen_image_padded", marks=MORE)])
 def test_a_model_has_one_such_call_for_each_layer(name, linears):
     model, inputs = MODELS[name]()
-    options = sp.SageAttnProcessor(min_tokens=0, linears=linears, linears_min_features=0)
+    options = sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears(linears, min_features=0))
     with torch.no_grad(), sp.apply(model, options) as handle:
         for _ in range(2):
             eager = model(**inputs, return_dict=False)[0]

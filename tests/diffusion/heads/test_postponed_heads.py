@@ -98,14 +98,14 @@ def test_queries_and_keys_are_the_models_own_to_the_last_rounding(monkeypatch):
 
     model, inputs = built("flux")
     seen = []
-    made_ready = processors.made_ready
+    compute_heads = processors.compute_heads
 
     def compare(query, key):
-        made = made_ready(query, key)
+        made = compute_heads(query, key)
         seen.extend(zip(made, (query.value(), key.value()), strict=True))
         return made
 
-    monkeypatch.setattr(processors, "made_ready", compare)
+    monkeypatch.setattr(processors, "compute_heads", compare)
     with sp.apply(model, config()):
         model(**inputs)
         model(**inputs)
@@ -119,7 +119,7 @@ def test_layers_that_stay_exact_keep_the_models_bits(name, device):
     model, inputs = built(name, device, torch.bfloat16)
     inputs = {k: v.bfloat16() if k.endswith("states") or "pooled" in k else v for k, v in inputs.items()}
     expected = model(**inputs)[0]
-    with sp.apply(model, config(keep_layers=("*",))) as handle, Passes() as passes:
+    with sp.apply(model, config(layers={"*": {"recipe": "16bit"}})) as handle, Passes() as passes:
         for _ in range(3):
             assert torch.equal(model(**inputs)[0], expected)
         assert not passes.calls and not handle.report().calls
@@ -148,7 +148,7 @@ def test_remove_and_copies_put_the_norms_back():
 @pytest.mark.parametrize("linears", ["none", "int8"])
 def test_with_8_bit_linear_layers_beside_it(linears):
     model, inputs = built("flux")
-    with sp.apply(model, config(linears=linears, linears_min_features=0)), Passes() as passes:
+    with sp.apply(model, config(linears={"format": linears, "min_features": 0})), Passes() as passes:
         model(**inputs)
     assert [call["parts"] for call in passes.calls] == [2, 1]
     assert not norms_of(model)
@@ -319,7 +319,7 @@ def test_what_is_overwritten_later_is_an_error(what):
         processor = model.attn.processor
         written = {"input": lambda given: given.zero_(), "angles": lambda given: table[1].zero_()}[what]
         object.__setattr__(processor, "use", lambda q, k, given: (q, k, written(given))[:2])
-        with pytest.raises(sp.ChangedInputError, match=r"queries or keys of attn.*in place.*keep_layers"):
+        with pytest.raises(sp.ChangedInputError, match=r"queries or keys of attn.*in place.*layers="):
             model(X, table)
 
 

@@ -51,11 +51,11 @@ def test_P28_a_model_in_which_no_layer_can_run_is_a_warning_at_once(why, caplog)
     pipe, model, _ = flux_pipe()
     config, words = options(), "cast the model to float16, bfloat16 or float32"
     if why == "kept":
-        config, words = options(keep_layers=("*",)), "kept in 16 bit by the options"
+        config, words = options(layers={"*": {"recipe": "16bit"}}), "kept in 16 bit by the options"
     elif why == "float64":
         model.double()
     else:
-        words = "heads of 512 channels, at most 256 are possible"
+        words = "head_dim 512, at most 256 is possible"
         for name, module in model.named_modules():
             if name.endswith(".attn"):
                 module.head_dim = 512
@@ -96,7 +96,7 @@ def test_P29_a_calibration_that_keeps_everything_says_so():
 def test_P29_a_probe_without_an_int8_call_says_so():
     pipe, model, inputs = flux_pipe()
     console = Console(width=200, record=True)
-    with sp.apply(pipe, options(keep_layers=("*",))) as handle, handle.probe(every=1) as probe:
+    with sp.apply(pipe, options(layers={"*": {"recipe": "16bit"}})) as handle, handle.probe(every=1) as probe:
         denoise(pipe, model, inputs, steps=2)
         probe.print(console)
     assert console.export_text().strip() == "no call ran in INT8: nothing was compared"

@@ -137,7 +137,7 @@ def test_probe_sees_a_layer_that_got_worse():
 
 def test_probe_skips_steps_in_a_window_and_follows_refresh():
     pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options(keep_first_steps=2)) as handle:
+    with sp.apply(pipe, options(keep={"first_steps": 2})) as handle:
         probe = handle.probe(every=1)
         model.set_attn_processor({name: type(p)._sage_base() for name, p in model.attn_processors.items()})
         handle.refresh()
@@ -152,7 +152,7 @@ def test_probe_skips_steps_in_a_window_and_follows_refresh():
 def test_compiled_model_with_probe_and_window_makes_three_versions():
     pipe, model, inputs = flux_pipe()
     torch._dynamo.reset()
-    with sp.apply(pipe, options(keep_last_steps=1)) as handle, handle.probe(every=2) as probe:
+    with sp.apply(pipe, options(keep={"last_steps": 1})) as handle, handle.probe(every=2) as probe:
         eager = denoise(pipe, model, inputs, steps=6)
         expected = probe.data()
         probe.reset()

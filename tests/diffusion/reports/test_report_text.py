@@ -209,7 +209,7 @@ def test_data_for_machines_has_no_number_that_json_can_not_say():
 def test_a_report_says_the_same_to_a_terminal_and_to_a_pipe_and_keeps_every_layer_for_machines():
     pipe, run = flux_pipe()
     handle = pipe.set_attn_processor(
-        sp.SageAttnProcessor(min_tokens=0, keep_first_steps=1, linears="int8", linears_min_features=0)
+        sp.SageAttnProcessor(min_tokens=0, linears=sp.Linears("int8", min_features=0), keep=sp.Keep(first_steps=1))
     )
     run(steps=2)
     report = handle.report()

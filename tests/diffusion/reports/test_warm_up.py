@@ -88,11 +88,11 @@ def test_masks_and_types_are_those_that_a_layer_met():
 
 def test_options_by_layer_decide_and_short_calls_need_nothing(monkeypatch):
     model, _ = MODELS["flux"]()
-    config = sp.SageAttnProcessor(rotation="hadamard", min_tokens=0, layer_scaling={"single*": "per_token"})
+    config = sp.SageAttnProcessor(rotation="hadamard", min_tokens=0, layers={"single*": {"scaling": "per_token"}})
     with sp.apply(model, config) as handle:
         found = call_kinds(handle._parts[0], CUDA)
     assert {(kind.scaling, kind.rotation) for kind in found} == {("planned", "hadamard"), ("per_token", "hadamard")}
-    with sp.apply(model, dataclasses.replace(config, keep_layers=("*",), layer_scaling=())) as handle:
+    with sp.apply(model, dataclasses.replace(config, layers={"*": {"recipe": "16bit"}})) as handle:
         assert call_kinds(handle._parts[0], CUDA) == []
     for least, lengths in ((SHORT, (LONG, SHORT)), (LONG, (LONG,)), (2**30, ())):
         with sp.apply(model, sp.SageAttnProcessor(min_tokens=least)) as handle:

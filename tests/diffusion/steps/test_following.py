@@ -11,6 +11,7 @@ import torch
 
 import sage_processors as sp
 from sage_processors.diffusion.steps.noise_level import noise_levels
+from sage_processors.diffusion.steps.windows import inside
 from tests.diffusion.test_compile import Pipe, compiled, denoise
 from tests.diffusion.test_lifecycle_adapters import sd_pipe
 from tests.support.plans import calls_without_a_plan
@@ -18,7 +19,7 @@ from tests.support.tiny_models import MODELS
 
 
 SD, IMG2IMG = diffusers.StableDiffusionPipeline, diffusers.StableDiffusionImg2ImgPipeline
-WINDOWS = [{"keep_first_steps": 4}, {"keep_last_steps": 1}, {"keep_below_noise": 0.5}]
+WINDOWS = [{"keep": {"first_steps": 4}}, {"keep": {"last_steps": 1}}, {"keep": {"noise": (0.0, 0.5)}}]
 
 
 def options(**kwargs):
@@ -66,14 +67,12 @@ class Precisions:
 
 def expected(window, scheduler, start=0):
     """What the steps of a run from timesteps[start] should run."""
-    levels = noise_levels(scheduler).tolist()[start:]
+    levels, keep = noise_levels(scheduler).tolist()[start:], options(**window).keep
     kept = [
-        i < window.get("keep_first_steps", 0)
-        or len(levels) - i <= window.get("keep_last_steps", 0)
-        or level < window.get("keep_below_noise", 0.0)
+        i < keep.first_steps or len(levels) - i <= keep.last_steps or inside(keep.noise, level)
         for i, level in enumerate(levels)
     ]
-    return ["window" if keep else "int8" for keep in kept]
+    return ["window" if is_kept else "int8" for is_kept in kept]
 
 
 # --- several pipelines ---
@@ -121,7 +120,7 @@ def test_P20_the_report_names_all_schedulers_that_are_followed():
 
 def test_P20_schedulers_of_pipelines_that_are_gone_are_not_kept():
     pipe, _ = sd_pipe()
-    handle = pipe.set_attn_processor(options(keep_first_steps=2))
+    handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
     for _ in range(3):  # as a server does: a pipeline with a scheduler of its own for each request
         other = SD.from_pipe(pipe, scheduler=ddim())
         draw(other, 4)
@@ -134,7 +133,7 @@ def test_P20_schedulers_of_pipelines_that_are_gone_are_not_kept():
 
 def test_P20_the_pipeline_of_the_swap_may_go_while_another_one_is_used():
     pipe, _ = sd_pipe()
-    handle = pipe.set_attn_processor(options(keep_first_steps=2))
+    handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
     pipe = SD.from_pipe(pipe, scheduler=ddim())
     gc.collect()
     draw(pipe, 5)
@@ -144,7 +143,7 @@ def test_P20_the_pipeline_of_the_swap_may_go_while_another_one_is_used():
 
 def test_P20_a_run_inside_of_another_run_changes_nothing_there():
     pipe, _ = sd_pipe()
-    window = {"keep_first_steps": 2, "keep_last_steps": 2}
+    window = {"keep": {"first_steps": 2, "last_steps": 2}}
     handle = pipe.set_attn_processor(options(**window))
     other = SD.from_pipe(pipe, scheduler=ddim())
     seen = Precisions(handle, pipe.unet)
@@ -164,7 +163,7 @@ def test_P20_several_schedulers_of_one_pipeline():
     model, inputs = MODELS["unet_sd15"]()
     pipe = Pipe(model, ddim())
     pipe.inverse_scheduler = diffusers.DDIMInverseScheduler()
-    with torch.no_grad(), sp.apply(pipe, options(keep_first_steps=2)) as handle:
+    with torch.no_grad(), sp.apply(pipe, options(keep={"first_steps": 2})) as handle:
         seen = Precisions(handle, model)
         for scheduler in (pipe.inverse_scheduler, pipe.scheduler, pipe.inverse_scheduler):
             scheduler.set_timesteps(5)
@@ -231,7 +230,7 @@ def stop_at_three(pipe, step, timestep, tensors):
 def test_P21_strict_refuses_forwards_that_nobody_steps():
     pipe, _ = sd_pipe()
     inputs = MODELS["unet_sd15"]()[1]
-    with sp.apply(pipe, options(keep_first_steps=1, policy="strict")):
+    with sp.apply(pipe, options(on_unsupported="raise", keep={"first_steps": 1})):
         with pytest.raises(sp.UnsupportedAttentionError, match=r"'unfollowed'.*pipe.scheduler = scheduler"):
             own_loop(pipe.unet, inputs, ddim())
         draw(pipe, 3)
@@ -240,7 +239,7 @@ def test_P21_strict_refuses_forwards_that_nobody_steps():
 def test_P21_the_remedy_helps():
     pipe, _ = sd_pipe()
     inputs = MODELS["unet_sd15"]()[1]
-    with sp.apply(pipe, options(keep_first_steps=2)) as handle:
+    with sp.apply(pipe, options(keep={"first_steps": 2})) as handle:
         pipe.scheduler = ddim()
         own_loop(pipe.unet, inputs, pipe.scheduler, calls=2)
         assert {(row["calls"], row["fallbacks"]["window"]) for row in handle.report().rows} == {(8, 4)}
@@ -266,7 +265,7 @@ def test_P22_a_solver_that_never_steps_the_scheduler_is_noticed():
     """The scheduler only gives its timesteps; the first one is where it says that a run begins."""
     pipe, _ = sd_pipe()
     inputs = MODELS["unet_sd15"]()[1]
-    with torch.no_grad(), sp.apply(pipe, options(keep_first_steps=1)) as handle:
+    with torch.no_grad(), sp.apply(pipe, options(keep={"first_steps": 1})) as handle:
         seen = Precisions(handle, pipe.unet)
         pipe.scheduler.set_timesteps(5)
         for t in pipe.scheduler.timesteps:
@@ -277,7 +276,7 @@ def test_P22_a_solver_that_never_steps_the_scheduler_is_noticed():
 def test_P21_a_scheduler_that_is_gone_steps_nothing():
     model, inputs = MODELS["unet_sd15"]()
     pipe = Pipe(model, ddim())
-    with torch.no_grad(), sp.apply(pipe, options(keep_first_steps=2)) as handle:
+    with torch.no_grad(), sp.apply(pipe, options(keep={"first_steps": 2})) as handle:
         own_loop(model, inputs, pipe.scheduler, steps=4)
         pipe.scheduler.set_timesteps(4)
         for t in pipe.scheduler.timesteps[:3]:
@@ -294,7 +293,9 @@ def test_P21_a_scheduler_that_is_gone_steps_nothing():
 # --- second passes ---
 
 
-@pytest.mark.parametrize("window", [{"keep_last_steps": 3}, {"keep_below_noise": 0.8}, {"keep_first_steps": 1}])
+@pytest.mark.parametrize(
+    "window", [{"keep": {"last_steps": 3}}, {"keep": {"noise": (0.0, 0.8)}}, {"keep": {"first_steps": 1}}]
+)
 @pytest.mark.parametrize("scheduler", ["ddim", "euler", "own ddim"])
 def test_P23_a_second_pass_at_another_size_counts_from_where_it_starts(scheduler, window):
     """DDIM is not told that it starts late: the first timestep of the model tells."""
@@ -321,7 +322,7 @@ def test_P23_a_second_pass_at_another_size_counts_from_where_it_starts(scheduler
 def test_P24_a_scheduler_that_is_replaced_is_followed_at_once(how):
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0))
-    with sp.apply(pipe, options(keep_first_steps=2, keep_last_steps=1)) as handle:
+    with sp.apply(pipe, options(keep={"first_steps": 2, "last_steps": 1})) as handle:
         fast = compiled(model, "aot_eager")[0] if how == "compiled" else model
         denoise(pipe, fast, inputs, steps=6)
         pipe.scheduler = diffusers.FlowMatchHeunDiscreteScheduler()
@@ -331,7 +332,7 @@ def test_P24_a_scheduler_that_is_replaced_is_followed_at_once(how):
 
 
 @pytest.mark.parametrize(
-    "window", [{}, pytest.param({"keep_first_steps": 3}, marks=pytest.mark.slow("compiles two versions"))]
+    "window", [{}, pytest.param({"keep": {"first_steps": 3}}, marks=pytest.mark.slow("compiles two versions"))]
 )
 def test_P25_compiled_forwards_that_nobody_steps_are_counted(window):
     model, inputs = MODELS["flux"]()
@@ -369,10 +370,10 @@ def twice_reset(prepare, forward):
     found = []
     for is_new in (False, True):
         pipe, _ = sd_pipe()
-        handle = None if is_new else pipe.set_attn_processor(options(keep_first_steps=2))
+        handle = None if is_new else pipe.set_attn_processor(options(keep={"first_steps": 2}))
         prepare(pipe)
         if is_new:
-            handle = pipe.set_attn_processor(options(keep_first_steps=2))
+            handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
         else:
             handle.reset()
         out = forward(pipe)

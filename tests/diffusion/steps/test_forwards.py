@@ -77,7 +77,7 @@ def test_P26_a_timestep_written_in_place_is_another_one():
 
 def test_P27_threads_with_pipelines_of_their_own_keep_their_windows():
     pipe, _ = sd_pipe()
-    handle = pipe.set_attn_processor(options(keep_first_steps=3))
+    handle = pipe.set_attn_processor(options(keep={"first_steps": 3}))
     pipes = [SD.from_pipe(pipe, scheduler=ddim()) for _ in range(2)]
     for other in pipes:
         other.set_progress_bar_config(disable=True)
@@ -247,7 +247,7 @@ def test_replays_are_counted_where_options_want_another_precision():
 def test_a_capture_holds_the_step_that_was_entered_last_and_the_report_tells(monkeypatch):
     pipe, _ = sd_pipe()
     inputs = MODELS["unet_sd15"]()[1]
-    handle = pipe.set_attn_processor(options(keep_first_steps=2))
+    handle = pipe.set_attn_processor(options(keep={"first_steps": 2}))
     on = []
     monkeypatch.setattr(following, "_is_capturing", lambda: bool(on))
     part, captured = handle._parts[0], {}

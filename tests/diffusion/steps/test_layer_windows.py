@@ -49,7 +49,7 @@ def test_a_layer_is_exact_in_its_range_bit_for_bit_and_int8_elsewhere(scaling):
         return hook
 
     modules = {name: model.get_submodule(name.partition(".")[2]) for name in seen}
-    with sp.apply(pipe, options(scaling=scaling, layer_keep_noise={JOINT: (0.2, 0.85)})) as handle:
+    with sp.apply(pipe, options(scaling=scaling, layers={JOINT: {"keep_noise": (0.2, 0.85)}})) as handle:
         hooks = [m.register_forward_hook(keep(name), with_kwargs=True) for name, m in modules.items()]
         denoise(pipe, model, inputs, steps=8)
         rows = rows_of(handle)
@@ -78,10 +78,12 @@ def test_ranges_add_to_the_windows_of_all_layers_and_replace_their_range():
     levels = noise_levels(pipe.scheduler).tolist()
     low, high = sum(u < 0.5 for u in levels), sum(u >= 0.9 for u in levels)
     assert 1 < low < 9 and 1 < high < 9 and low + high < 10
-    with sp.apply(pipe, options(keep_noise=(0, 0.5), layer_keep_noise={SINGLE: (0.9, 1)})) as handle:
+    with sp.apply(pipe, options(keep={"noise": (0, 0.5)}, layers={SINGLE: {"keep_noise": (0.9, 1)}})) as handle:
         denoise(pipe, model, inputs, steps=10)
         assert counts(handle) == {JOINT: (10 - low, low), SINGLE: (10 - high, high)}
-    with sp.apply(pipe, options(keep_noise=(0, 0.5), layer_keep_noise={SINGLE: ()}, keep_first_steps=1)) as handle:
+    with sp.apply(
+        pipe, options(keep={"noise": (0, 0.5), "first_steps": 1}, layers={SINGLE: {"keep_noise": ()}})
+    ) as handle:
         denoise(pipe, model, inputs, steps=10)
         assert counts(handle) == {JOINT: (9 - low, low + 1), SINGLE: (9, 1)}
 
@@ -89,15 +91,17 @@ def test_ranges_add_to_the_windows_of_all_layers_and_replace_their_range():
 def test_a_range_holds_its_low_end_and_one_but_not_its_high_end():
     assert [inside((0.2, 0.5), u) for u in (0.19, 0.2, 0.49, 0.5)] == [False, True, True, False]
     assert inside((0.2, 1.0), 1.0) and inside((0.0, 0.1), 0.0) and not inside((), 0.5)
-    config = options(keep_first_steps=1, keep_last_steps=1, keep_below_noise=0.35)
+    config = options(keep={"first_steps": 1, "last_steps": 2, "noise": (0.0, 0.35)})
     kept = [stays_exact(config, (0.5, 0.7), 1 - i / 10, i, 10 - i) for i in range(10)]
-    assert kept == [True, False, False, False, True, True, False, True, True, True]
+    assert kept == [True, False, False, False, True, True, False, False, True, True]
 
 
 @pytest.mark.slow("compiles four versions")
 def test_compiled_ranges_make_a_version_for_each_combination_and_no_more():
     pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
-    config = options(layer_keep_noise={JOINT: (0, 0.4), SINGLE: (0.2, 0.7)}, keep_first_steps=1)
+    config = options(
+        keep={"first_steps": 1}, layers={JOINT: {"keep_noise": (0, 0.4)}, SINGLE: {"keep_noise": (0.2, 0.7)}}
+    )
     pipe.scheduler.set_timesteps(12)
     met = {(i == 0 or u < 0.4, i == 0 or 0.2 <= u < 0.7) for i, u in enumerate(noise_levels(pipe.scheduler).tolist())}
     assert len(met) == 4
@@ -127,7 +131,9 @@ def test_auto_rotation_waits_until_a_layer_leaves_its_range(monkeypatch):
     monkeypatch.setattr(processors, "_attend", harder)
     monkeypatch.setattr("sage_processors.diffusion.auto_rotation.ROTATE_BELOW_DB", 99.0)
     pipe, model, inputs = flux_pipe(FlowMatchEulerDiscreteScheduler(shift=1.0))
-    with sp.apply(pipe, options(scaling="per_block", rotation="auto", layer_keep_noise={JOINT: (0.9, 1)})) as handle:
+    with sp.apply(
+        pipe, options(rotation="auto", scaling="per_block", layers={JOINT: {"keep_noise": (0.9, 1)}})
+    ) as handle:
         pipe.scheduler.set_timesteps(8)
         first = sum(u >= 0.9 for u in noise_levels(pipe.scheduler).tolist())
         assert first >= 1
@@ -165,13 +171,15 @@ def test_a_layer_runs_its_own_recipe(scaling, monkeypatch):
 
     fp8, _, _ = first_outputs(options(scaling=scaling, recipe=FP8))
     bf16, _, _ = first_outputs(options(scaling=scaling))
-    mixed, rows, lagged = first_outputs(options(scaling=scaling, recipe=FP8, layer_recipe={JOINT: BF16}), steps=3)
+    mixed, rows, lagged = first_outputs(
+        options(recipe=FP8, scaling=scaling, layers={JOINT: {"recipe": BF16}}), steps=3
+    )
     assert torch.equal(mixed, bf16) and not torch.equal(mixed, fp8)
     assert {name: (row["recipe"], row["calls"]) for name, row in rows.items()} == {JOINT: (BF16, 3), SINGLE: (FP8, 3)}
     # only FP8 has a softmax reference from the step before
     assert [name for name, tiles in lagged.items() if tiles] == ([SINGLE] if scaling == "timestep" else [])
     mixed, rows, lagged = first_outputs(
-        options(scaling=scaling, layer_recipe={"*.transformer_blocks.*": FP8}), steps=3
+        options(scaling=scaling, layers={"*.transformer_blocks.*": {"recipe": FP8}}), steps=3
     )
     assert torch.equal(mixed, fp8) and {row["recipe"] for row in rows.values()} == {BF16, FP8}
     assert [name for name, tiles in lagged.items() if tiles] == ([JOINT] if scaling == "timestep" else [])
@@ -181,12 +189,14 @@ def test_a_layer_runs_its_own_recipe(scaling, monkeypatch):
 
 
 CONFIG = sp.SageAttnProcessor(
-    recipe=FP8, layer_recipe={JOINT: BF16}, keep_noise=[0.5, 1], layer_keep_noise={"*single*": [0, 0.25], "*": ()}
+    recipe=FP8,
+    keep=sp.Keep(noise=[0.5, 1]),
+    layers={JOINT: {"recipe": BF16}, "*single*": {"keep_noise": [0, 0.25]}, "*": {"keep_noise": ()}},
 )
 
 
 def test_copies_and_files_keep_the_options_of_the_layers(tmp_path):
-    assert CONFIG.layer_keep_noise == (("*single*", (0.0, 0.25)), ("*", ())) and CONFIG.keep_noise == (0.5, 1.0)
+    assert CONFIG.rules("keep_noise") == (("*single*", (0.0, 0.25)), ("*", ())) and CONFIG.keep.noise == (0.5, 1.0)
     assert pickle.loads(pickle.dumps(CONFIG)) == CONFIG == copy.deepcopy(CONFIG) and hash(CONFIG)
     policy.write_policy(tmp_path / "p.json", CONFIG, [], budget={}, result={}, curve=[])
     read = sp.SageAttnProcessor.from_policy(tmp_path / "p.json")
@@ -204,51 +214,56 @@ def test_copies_and_files_keep_the_options_of_the_layers(tmp_path):
         assert all(p._sage_window is None for p in twin.attn_processors.values())
 
 
-def test_policies_of_earlier_formats_are_read(tmp_path):
+@pytest.mark.parametrize("version", [1, 3, 6])
+def test_policies_of_earlier_formats_are_refused(tmp_path, version):
     path = tmp_path / "p.json"
-    config = sp.SageAttnProcessor(scaling="per_block", layer_scaling={JOINT: "per_token"})
-    policy.write_policy(path, config, [], budget={}, result={}, curve=[])
+    policy.write_policy(path, CONFIG, [], budget={}, result={}, curve=[])
     content = json.loads(path.read_text())
-    skipping = ("skip", "skip_limit", "skip_every", "skip_first_steps", "skip_last_steps")
-    skipping += ("layer_skip_limit", "skip_noise")
-    for name in ("mixed", "keep_blocks", *skipping, "training", "exchange"):
-        del content["options"][name]
-    path.write_text(json.dumps(content | {"format_version": 3}))
-    assert sp.SageAttnProcessor.from_policy(path) == config
-    for name in ("linears", "keep_linears", "layer_linears", "linears_min_features", "drop_weights"):
-        del content["options"][name]
-    path.write_text(json.dumps(content | {"format_version": 2}))
-    assert sp.SageAttnProcessor.from_policy(path) == config
-    for name in ("keep_noise", "layer_recipe", "layer_keep_noise"):
-        del content["options"][name]
-    path.write_text(json.dumps(content | {"format_version": 1}))
-    assert sp.SageAttnProcessor.from_policy(path) == config
+    path.write_text(json.dumps(content | {"format_version": version, "options": {"keep_layers": []}}))
+    with pytest.raises(ValueError, match=f"format_version {version}, expected 7; write it again with .*calibrate"):
+        sp.SageAttnProcessor.from_policy(path)
+    del content["options"]["linears"]
     path.write_text(json.dumps(content))  # the present format must have them
-    with pytest.raises(ValueError, match="options that differ in .'drop_weights'"):
+    with pytest.raises(ValueError, match="options that differ in .'linears'"):
         sp.SageAttnProcessor.from_policy(path)
 
 
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        ({"layer_recipe": {"a": "qk_int4"}}, ValueError, "layer_recipe: got 'qk_int4', expected one of"),
-        ({"layer_recipe": {"a": 3}}, TypeError, "layer_recipe: got .*pairs of .layer pattern, recipe"),
-        ({"layer_recipe": "a"}, TypeError, "layer_recipe: got"),
-        ({"keep_noise": 0.2}, TypeError, "keep_noise: got 0.2, expected .. or .low, high."),
-        ({"keep_noise": (0.2,)}, TypeError, "keep_noise: got"),
-        ({"keep_noise": (0.2, "1")}, TypeError, "keep_noise: got"),
-        ({"keep_noise": (False, True)}, TypeError, "keep_noise: got"),
-        ({"keep_noise": (0.5, 0.5)}, ValueError, "keep_noise: got .0.5, 0.5., .*low < high"),
-        ({"keep_noise": (-0.1, 0.5)}, ValueError, "keep_noise: got"),
-        ({"keep_noise": (0.5, 1.1)}, ValueError, "keep_noise: got"),
-        ({"keep_noise": (0, math.nan)}, ValueError, "keep_noise: got"),
-        ({"layer_keep_noise": {"a": 0.2}}, TypeError, "layer_keep_noise: got 0.2"),
-        ({"layer_keep_noise": {"a": (0.5, 0.2)}}, ValueError, "layer_keep_noise: got"),
-        ({"layer_keep_noise": {1: (0.2, 0.5)}}, TypeError, "layer_keep_noise: got .*layer pattern, keep_noise"),
         (
-            {"keep_noise": (0, 0.1), "layer_keep_noise": {"a": (0, 0.2), "b": (0, 0.3), "c": (0, 0.2)}},
+            {"layers": {"a": {"recipe": "qk_int4"}}},
             ValueError,
-            "layer_keep_noise: got 3 different ranges, keep_noise included, expected at most 2",
+            "recipe: got 'qk_int4', expected one of",
+        ),
+        ({"layers": {"a": {"recipe": 3}}}, TypeError, "layers..a..: recipe: got int"),
+        ({"layers": [("a", "b", "c")]}, TypeError, "layers: got"),
+        ({"keep": {"noise": 0.2}}, TypeError, "keep.noise: got 0.2, expected .. or .low, high."),
+        ({"keep": {"noise": (0.2,)}}, TypeError, "keep.noise: got"),
+        ({"keep": {"noise": (0.2, "1")}}, TypeError, "keep.noise: got"),
+        ({"keep": {"noise": (False, True)}}, TypeError, "keep.noise: got"),
+        ({"keep": {"noise": (0.5, 0.5)}}, ValueError, "keep.noise: got .0.5, 0.5., .*low < high"),
+        ({"keep": {"noise": (-0.1, 0.5)}}, ValueError, "keep.noise: got"),
+        ({"keep": {"noise": (0.5, 1.1)}}, ValueError, "keep.noise: got"),
+        ({"keep": {"noise": (0, math.nan)}}, ValueError, "keep.noise: got"),
+        ({"layers": {"a": {"keep_noise": 0.2}}}, TypeError, "layers..a..: keep_noise: got 0.2"),
+        ({"layers": {"a": {"keep_noise": (0.5, 0.2)}}}, ValueError, "layers..a..: keep_noise: got"),
+        (
+            {"layers": {1: {"keep_noise": (0.2, 0.5)}}},
+            TypeError,
+            "layers: got .*layer pattern",
+        ),
+        (
+            {
+                "keep": {"noise": (0, 0.1)},
+                "layers": {
+                    "a": {"keep_noise": (0, 0.2)},
+                    "b": {"keep_noise": (0, 0.3)},
+                    "c": {"keep_noise": (0, 0.2)},
+                },
+            },
+            ValueError,
+            "layers: got 3 different ranges of keep_noise, that of keep included, expected at most 2",
         ),
     ],
 )
@@ -257,16 +272,15 @@ def test_bad_options(wrong, error, words):
         options(**wrong)
 
 
-@pytest.mark.parametrize("option", ["layer_recipe", "layer_keep_noise"])
-def test_a_pattern_without_a_layer_is_refused(option):
-    value = BF16 if option == "layer_recipe" else (0, 0.5)
-    with pytest.raises(ValueError, match=f"{option}: got 'transformer.x', which matches no layer"):
-        sp.apply(flux_pipe()[0], options(**{option: {"transformer.x": value}}))
+@pytest.mark.parametrize("own", [{"recipe": BF16}, {"keep_noise": (0, 0.5)}])
+def test_a_pattern_without_a_layer_is_refused(own):
+    with pytest.raises(ValueError, match="layers: got 'transformer.x', which matches no layer"):
+        sp.apply(flux_pipe()[0], options(layers={"transformer.x": own}))
 
 
-@pytest.mark.parametrize("wrong", [{"keep_noise": (0, 0.5)}, {"layer_keep_noise": {"*": (0, 0.5)}}])
+@pytest.mark.parametrize("wrong", [{"keep": {"noise": (0, 0.5)}}, {"layers": {"*": {"keep_noise": (0, 0.5)}}}])
 def test_ranges_need_a_scheduler(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}: got .* for a model without a pipeline"):
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*: got .* for a model without a pipeline"):
         sp.apply(flux_pipe()[1], options(**wrong))
 
 

@@ -34,7 +34,8 @@ def counts(handle):
 
 @pytest.mark.parametrize("scaling", ["timestep", "dynamic"])
 @pytest.mark.parametrize(
-    ("window", "kept"), [({"keep_first_steps": 3}, 3), ({"keep_last_steps": 2}, 2), ({"keep_first_steps": 99}, 10)]
+    ("window", "kept"),
+    [({"keep": {"first_steps": 3}}, 3), ({"keep": {"last_steps": 2}}, 2), ({"keep": {"first_steps": 99}}, 10)],
 )
 def test_windows_keep_so_many_steps_of_every_run(window, kept, scaling):
     pipe, model, inputs = flux_pipe()
@@ -48,11 +49,11 @@ def test_windows_leave_the_first_and_last_steps_to_the_models_own_attention():
     """Where every step is kept the result is stock; with some kept, those steps are stock bit for bit."""
     pipe, model, inputs = flux_pipe()
     stock = denoise(pipe, model, inputs, steps=6)
-    with sp.apply(pipe, options(keep_first_steps=3, keep_last_steps=3)):
+    with sp.apply(pipe, options(keep={"first_steps": 3, "last_steps": 3})):
         assert torch.equal(denoise(pipe, model, inputs, steps=6), stock)
     seen = []
     pipe.scheduler.set_timesteps(6)
-    with torch.no_grad(), sp.apply(pipe, options(scaling="dynamic", keep_first_steps=2, keep_last_steps=1)):
+    with torch.no_grad(), sp.apply(pipe, options(scaling="dynamic", keep={"first_steps": 2, "last_steps": 1})):
         pipe.scheduler.set_timesteps(6)
         for t in pipe.scheduler.timesteps:
             seen.append(model(**inputs | {"timestep": t.reshape(1) / 1000}).sample)
@@ -68,7 +69,7 @@ def test_windows_leave_the_first_and_last_steps_to_the_models_own_attention():
 def test_keep_below_noise_follows_the_noise_level_not_the_step():
     for scheduler in (FlowMatchEulerDiscreteScheduler(shift=1.0), FlowMatchEulerDiscreteScheduler(shift=6.0)):
         pipe, model, inputs = flux_pipe(scheduler)
-        with sp.apply(pipe, options(keep_below_noise=0.5)) as handle:
+        with sp.apply(pipe, options(keep={"noise": (0.0, 0.5)})) as handle:
             denoise(pipe, model, inputs, steps=12)
             kept = int((noise_levels(pipe.scheduler) < 0.5).sum())
             assert 0 < kept < 12 and counts(handle) == {(12 - kept, kept)}
@@ -77,13 +78,13 @@ def test_keep_below_noise_follows_the_noise_level_not_the_step():
 def test_windows_count_from_where_an_image_to_image_run_starts():
     """FlowMatch schedulers are told the place; DDIM is only stepped from the middle of its timesteps."""
     pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options(keep_first_steps=1, keep_last_steps=2)) as handle:
+    with sp.apply(pipe, options(keep={"first_steps": 1, "last_steps": 2})) as handle:
         pipe.scheduler.set_timesteps(10)
         pipe.scheduler.set_begin_index(4)
         run_from(pipe, model, inputs, 4)
         assert counts(handle) == {(3, 3)}
     pipe, model, inputs = flux_pipe(DDIMScheduler())
-    with sp.apply(pipe, options(keep_last_steps=2, keep_first_steps=1)) as handle:
+    with sp.apply(pipe, options(keep={"last_steps": 2, "first_steps": 1})) as handle:
         pipe.scheduler.set_timesteps(10)
         run_from(pipe, model, inputs, 4)
         assert counts(handle) == {(3, 3)}
@@ -114,7 +115,9 @@ def test_steps_without_windows_never_read_a_level():
 
 def test_strict_policy_accepts_what_was_asked_for(caplog):
     pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options(policy="strict", keep_first_steps=1, keep_layers=["*single*"])) as handle:
+    with sp.apply(
+        pipe, options(on_unsupported="raise", keep={"first_steps": 1}, layers={"*single*": {"recipe": "16bit"}})
+    ) as handle:
         denoise(pipe, model, inputs, steps=3)
         rows = {row["layer"]: (row["calls"], row["fallbacks"]) for row in handle.report().rows}
     assert rows == {
@@ -130,7 +133,7 @@ def test_strict_policy_accepts_what_was_asked_for(caplog):
 @pytest.mark.parametrize("scaling", ["timestep", pytest.param("dynamic", marks=pytest.mark.slow("as timestep"))])
 def test_compiled_windows_make_two_versions_however_often_they_switch(scaling):
     pipe, model, inputs = flux_pipe()
-    config = options(scaling=scaling, keep_first_steps=2, keep_last_steps=3)
+    config = options(scaling=scaling, keep={"first_steps": 2, "last_steps": 3})
     torch._dynamo.reset()
     with sp.apply(pipe, config) as handle:
         eager = [denoise(pipe, model, inputs, steps=8) for _ in range(3)]
@@ -152,14 +155,16 @@ def test_compiled_windows_make_two_versions_however_often_they_switch(scaling):
 def test_layer_patterns_choose_layers_and_their_scaling():
     pipe, model, inputs = flux_pipe()
     double, single = "transformer.transformer_blocks.0.attn", "transformer.single_transformer_blocks.0.attn"
-    with sp.apply(pipe, options(only_layers=("*.transformer_blocks.*",))) as handle:
+    with sp.apply(
+        pipe, options(layers={"*.transformer_blocks.*": {"recipe": "qk_int8_pv_bf16"}, "*": {"recipe": "16bit"}})
+    ) as handle:
         denoise(pipe, model, inputs, steps=2)
         assert {row["layer"]: row["fallbacks"] for row in handle.report().rows} == {double: {}, single: {"kept": 2}}
-    with sp.apply(pipe, options(layer_scaling={single: "per_token", "*": "per_block"})) as handle:
+    with sp.apply(pipe, options(layers={single: {"scaling": "per_token"}, "*": {"scaling": "per_block"}})) as handle:
         denoise(pipe, model, inputs, steps=2)
         rows = {row["layer"]: (row["scaling"], row["calls"]) for row in handle.report().rows}
         assert rows == {double: ("per_block", 2), single: ("per_token", 2)}
-    with sp.apply(pipe, options(layer_scaling={single: "per_token"})) as handle:
+    with sp.apply(pipe, options(layers={single: {"scaling": "per_token"}})) as handle:
         denoise(pipe, model, inputs, steps=4)
         rows = {row["layer"]: (row["scaling"], row["dynamic_calls"]) for row in handle.report().rows}
         assert rows == {double: ("timestep", 1.0), single: ("per_token", 4)}
@@ -168,14 +173,14 @@ def test_layer_patterns_choose_layers_and_their_scaling():
 def test_a_kept_layer_is_stock_bit_for_bit():
     pipe, model, inputs = flux_pipe()
     stock = denoise(pipe, model, inputs, steps=2)
-    with sp.apply(pipe, options(keep_layers=("*",))) as handle:
+    with sp.apply(pipe, options(layers={"*": {"recipe": "16bit"}})) as handle:
         assert torch.equal(denoise(pipe, model, inputs, steps=2), stock)
         assert handle.report().fallbacks == {"kept": 4}
 
 
 def test_copies_keep_their_layers_but_not_the_windows():
     pipe, model, inputs = flux_pipe()
-    with sp.apply(pipe, options(keep_layers=("*single*",), keep_first_steps=5)):
+    with sp.apply(pipe, options(keep={"first_steps": 5}, layers={"*single*": {"recipe": "16bit"}})):
         twin = copy.deepcopy(model)
     with torch.no_grad():
         twin(**inputs)
@@ -184,27 +189,28 @@ def test_copies_keep_their_layers_but_not_the_windows():
     assert kept == [False, True] and events[0][0] == 1 and events[1][0] == 0
 
 
-@pytest.mark.parametrize("option", ["keep_layers", "only_layers", "layer_scaling"])
-def test_a_pattern_without_a_layer_names_the_closest(option):
+@pytest.mark.parametrize("own", [{"recipe": "16bit"}, {"recipe": "qk_int8_pv_fp8"}, {"scaling": "per_token"}])
+def test_a_pattern_without_a_layer_names_the_closest(own):
     pipe, model, _ = flux_pipe()
     before = list(model.attn_processors.values())
     wrong = "transformer.transformer_block.0.attn"
-    value = {wrong: "per_token"} if option == "layer_scaling" else (wrong,)
     with pytest.raises(ValueError) as caught:
-        sp.apply(pipe, options(**{option: value}))
-    assert f"{option}: got {wrong!r}, which matches no layer" in str(caught.value)
+        sp.apply(pipe, options(layers={"*": {"recipe": "16bit"}, wrong: own}))
+    assert f"layers: got {wrong!r}, which matches no layer" in str(caught.value)
     assert "the closest is 'transformer.transformer_blocks.0.attn'" in str(caught.value)
     assert all(a is b for a, b in zip(model.attn_processors.values(), before, strict=True))
 
 
 def test_patterns_are_case_sensitive_and_match_whole_names():
-    check_patterns("keep_layers", ("unet.a", "unet.[bc]", "*.a"), ["unet.a", "unet.b"])
+    check_patterns("layers", ("unet.a", "unet.[bc]", "*.a"), ["unet.a", "unet.b"])
     for pattern in ("UNET.a", "unet", "a"):
         with pytest.raises(ValueError, match="matches no layer"):
-            check_patterns("keep_layers", (pattern,), ["unet.a", "unet.b"])
+            check_patterns("layers", (pattern,), ["unet.a", "unet.b"])
 
 
-@pytest.mark.parametrize("window", [{"keep_first_steps": 1}, {"keep_last_steps": 1}, {"keep_below_noise": 0.1}])
+@pytest.mark.parametrize(
+    "window", [{"keep": {"first_steps": 1}}, {"keep": {"last_steps": 1}}, {"keep": {"noise": (0.0, 0.1)}}]
+)
 def test_windows_need_a_scheduler(window):
     model, _ = MODELS["flux"]()
     with pytest.raises(ValueError, match=f"{next(iter(window))}: got .* for a model without a pipeline"):
@@ -216,16 +222,22 @@ def test_windows_need_a_scheduler(window):
 @pytest.mark.parametrize(
     ("window", "error", "words"),
     [
-        ({"keep_first_steps": -1}, ValueError, "keep_first_steps: got -1, expected at least 0"),
-        ({"keep_last_steps": 1.0}, TypeError, "keep_last_steps: got float"),
-        ({"keep_first_steps": True}, TypeError, "keep_first_steps: got bool"),
-        ({"keep_below_noise": 1.5}, ValueError, "keep_below_noise: got 1.5"),
-        ({"keep_below_noise": "0.1"}, TypeError, "keep_below_noise: got str"),
-        ({"keep_layers": "unet"}, TypeError, "keep_layers: got 'unet', expected a tuple"),
-        ({"only_layers": (1,)}, TypeError, "only_layers: got"),
-        ({"layer_scaling": ("a", "per_token")}, TypeError, "layer_scaling: got"),
-        ({"layer_scaling": {"a": "exact"}}, ValueError, "layer_scaling: got 'exact', expected one of"),
-        ({"layer_scaling": {"a": "delayed"}}, ValueError, "one rule plans all layers"),
+        ({"keep": {"first_steps": -1}}, ValueError, "keep.first_steps: got -1, expected at least 0"),
+        ({"keep": {"last_steps": 1.0}}, TypeError, "keep.last_steps: got float"),
+        ({"keep": {"first_steps": True}}, TypeError, "keep.first_steps: got bool"),
+        ({"keep": {"noise": (0.0, 1.5)}}, ValueError, "keep.noise: got .0.0, 1.5."),
+        ({"keep": {"noise": (0.0, "0.1")}}, TypeError, "keep.noise: got"),
+        ({"layers": "unet"}, TypeError, "layers: got str, expected a dict"),
+        ({"layers": {1: {"recipe": "16bit"}}}, TypeError, "layers: got"),
+        ({"layers": ("a", "per_token")}, TypeError, "layers: got a, expected a dict"),
+        ({"layers": {"a": "per_token"}}, TypeError, "layers..a..: got .*expected a dict with some of"),
+        ({"layers": {"a": {"scalin": "per_token"}}}, TypeError, "unknown option 'scalin'.*the closest is 'scaling'"),
+        ({"layers": {"a": {}}}, TypeError, "layers..a..: got"),
+        ({"kep": {}}, TypeError, "unknown option 'kep'.*the closest is 'keep'"),
+        ({"keep": {"first": 1}}, TypeError, "keep: got the unknown option 'first'.*the closest is 'first_steps'"),
+        ({"keep": 3}, TypeError, "keep: got int, expected a Keep or a dict"),
+        ({"layers": {"a": {"scaling": "exact"}}}, ValueError, "layers..a..: scaling: got 'exact', expected one of"),
+        ({"layers": {"a": {"scaling": "delayed"}}}, ValueError, "one rule plans all layers"),
     ],
 )
 def test_bad_windows(window, error, words):

@@ -76,8 +76,8 @@ def test_a_site_whose_state_is_on_another_device_computes_its_own_scales():
         assert torch.equal(drawing.model(**drawing.inputs).sample, own)
 
 
-@pytest.mark.parametrize("policy", ["fallback", "strict"])
-def test_a_negative_softmax_scale_stays_exact(policy, monkeypatch):
+@pytest.mark.parametrize("on_unsupported", ["fallback", "raise"])
+def test_a_negative_softmax_scale_stays_exact(on_unsupported, monkeypatch):
     """The op refuses it; here it is a reason, which is counted or raised."""
     from sage_processors.diffusion.calls import processors
 
@@ -89,8 +89,8 @@ def test_a_negative_softmax_scale_stays_exact(policy, monkeypatch):
     monkeypatch.setattr(processors, "_reason_against", negative)
     with torch.no_grad():
         stock = drawing.model(**drawing.inputs).sample
-        with sp.apply(drawing.model, options(policy=policy)) as handle:
-            if policy == "strict":
+        with sp.apply(drawing.model, options(on_unsupported=on_unsupported)) as handle:
+            if on_unsupported == "raise":
                 with pytest.raises(UnsupportedAttentionError, match="softmax_scale"):
                     drawing.model(**drawing.inputs)
                 return

@@ -37,7 +37,7 @@ from sage_kernels._triton.linear.quantize_rows import _quantize_rows_kernel
 from sage_kernels._triton.linear.tiles import POINTERS, choose_linear_tile, choose_weight_only_tile
 from sage_kernels._triton.linear.weight_only import _weight_only_kernel
 from sage_kernels._triton.mixed.kernel import _mixed_attention_kernel
-from sage_kernels._triton.mixed.launch import CHUNK, HOPPER_BUFFERS, SPAN, preparing_warps, stages_of
+from sage_kernels._triton.mixed.launch import CHUNK, SPAN, preparing_warps, stages_of
 from sage_kernels._triton.mixed.launch import warps_of as mixed_warps
 from sage_kernels._triton.mixed.prepare import _prepare_mixed_kernel
 from sage_kernels._triton.mixed.select import _select_blocks_kernel
@@ -152,7 +152,7 @@ def attention(
     name: str, width: int, scaling: str, mask: str = "none", reference: str = "", pv: str = "16bit", tile=None,
     keys: int = 16384, packed: bool = False, qk: str = "int8",
 ) -> dict:  # fmt: skip
-    """mask: "none", "keys", "rows", "tiles", "blocks", "causal" or "causal_blocks"; reference: of the softmax, "" for
+    """mask: "none", "keys", "rows", "tiles" or "causal"; reference: of the softmax, "" for
     the tile table's choice; tile: None for the tile table's. keys: how many there are. packed: of sequences, as
     `device_tile` has it."""
     target, capability = TARGETS[name], _capability(name)
@@ -163,8 +163,8 @@ def attention(
         reference = "tile"
     reference = reference or ("first" if tile.keep_first_max else "running")
     constants = {"HEAD_DIM": width, "WIDTH": width, "BLOCK_N": tile.block_n, "SCALING": scaling, "RETURN_LSE": False}
-    kind = {"causal": "none", "causal_blocks": "blocks"}.get(mask, mask)
-    causal = mask.startswith("causal")
+    kind = "none" if mask == "causal" else mask
+    causal = mask == "causal"
     constants |= {"MASK": kind, "HAS_BIAS": mask == "rows"}
     constants |= {"HAS_LEFT": False, "HAS_RIGHT": causal, "REFERENCE": reference, "PV": pv}
     constants["KEEPS_MAX"] = (qk, pv) == ("int8", "fp8_e4m3") and scaling == "planned" and mask != "rows"
@@ -185,19 +185,16 @@ def attention(
         else:
             value_type = gl.int8 if pv == "int8" else gl.float8e4nv
             blocks += [("values", VALUES[pv], [width, tile.block_n], value_type)]
-        types |= {"key_scales": "*fp32", "half_keys": "*fp32"}
+        types |= {"key_scales": "*fp32"}
         if scaling == "per_token":
             blocks += [("key_scales", "fp32", [1, tile.block_n], gl.float32)]
-        if kind == "blocks":
-            types["tiles_ptr"] = "*i32"
-            blocks += [("half_keys", "bf16", [1, tile.block_n, 1, width // 2], gl.bfloat16)]
         for argument, kind, block, dtype in blocks:
             types[argument] = f"tensordesc<{kind}{block},{gl.NVMMASharedLayout.get_default_for(block, dtype)}>"
         constants |= {
             "NUM_BUFFERS": tile.num_stages,
             "GROUPS": tile.block_m // 64,
             "SLICE": query_slice(keys, causal, mask == "keys", reference == "lagged"),
-            "SPLIT": mask in ("none", "tiles", "blocks"),
+            "SPLIT": mask in ("none", "tiles"),
         }
         options = {"num_warps": 4}
     else:
@@ -533,7 +530,6 @@ def mixed_types(base: str, packed_fp4: bool) -> dict:
         "numbers_ptr": "*i32",
         "scores_ptr": "*i32",
         "chosen_ptr": "*i8",
-        "zeroed_ptr": "*i32",
     }
 
 
@@ -561,12 +557,6 @@ def selective(name: str):
             yield f"{name}/mixed/{width}/{base}", mixed(name, width, base)
         yield f"{name}/mixed_prepare/128/{base}", mixed_prepare(name, 128, base)
     yield f"{name}/mixed/128/int8/causal", mixed(name, 128, "int8", causal=True)
-    if name == "sm_90":
-        for width in WIDTHS[:2]:
-            tile = choose_tile(90, width, "per_token")._replace(num_stages=HOPPER_BUFFERS[width])
-            for mask in ("blocks", "causal_blocks"):
-                facts = attention(name, width, "per_token", mask, "first", tile=tile)
-                yield f"{name}/mixed_hopper/{width}/int8/{mask}", facts
     yield f"{name}/mixed_select/128/block_mean", mixed_select(name, 128)
     if name in FULL_TARGETS:
         yield f"{name}/mixed_prepare/128/int8/quest", mixed_prepare(name, 128, "int8", "quest")

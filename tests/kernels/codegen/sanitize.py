@@ -125,8 +125,8 @@ def selection() -> list[Launch | LinearLaunch]:
         launches.append(Launch(128, "planned", "full", recipe=recipe, seq_kv=2100, skips=True))
     for scaling in ("per_token", "planned"):
         launches.append(Launch(128, scaling, "full", recipe="qk_fp8_pv_fp8"))
-    for head_dim, masking, seq_kv in ((128, "full", 2100), (64, "causal", SEQ_KV), (128, "causal", SEQ_KV)):
-        launches.append(Launch(head_dim, "per_token", masking, recipe=MIXED, seq_kv=seq_kv))
+    for head_dim, masking in ((128, "full"), (64, "causal"), (128, "causal")):
+        launches.append(Launch(head_dim, "per_token", masking, recipe=MIXED))
     return launches
 
 
@@ -170,7 +170,6 @@ def run_kernels(launches: list[Launch | LinearLaunch], folder: Path | None = Non
     from sage_kernels._triton.attention.tiles import Tile
     from sage_kernels._triton.linear import launch as launch_linear
     from sage_kernels._triton.linear.hopper.kernel import linear_hopper_kernel
-    from sage_kernels._triton.mixed import launch as launch_mixed
     from sage_kernels._triton.primitives import head_width
     from sage_kernels._triton.prologue.rotate import launch_rotate
     from sage_kernels.facts.numerics import padded_head_dim
@@ -190,7 +189,7 @@ def run_kernels(launches: list[Launch | LinearLaunch], folder: Path | None = Non
             launched[compiled.hash] = compiled
         return compiled
 
-    launch_attention.launch = launch_mixed.launch = launch_linear.launch = recorded
+    launch_attention.launch = launch_linear.launch = recorded
     start = time.monotonic()
     for each in launches:
         launched.clear()
@@ -290,7 +289,7 @@ def run_mixed(q, k, v, causal: bool):
     from tests.kernels.mixed.mixed_cases import assert_as_reference, launch
 
     given = {"options": Mixed("int8", budget=0.5), "causal": causal, "offset": (k.shape[1] - q.shape[1]) * causal}
-    given["block_q"] = rows_of_block(q.device, "int8", q.shape[3])
+    given["block_q"] = rows_of_block(q.device, "int8")
     results = launch(q, k, v, q.device, **given)
     assert_as_reference(*results, *(x.cpu() for x in (q, k, v)), **given)
 

@@ -29,7 +29,8 @@ def compile(self, key, signature, device, *rest):
     return found
 
 JITFunction._do_compile = compile
-from sage_kernels import new_skip_state, skip_state, warm_up
+from sage_kernels import new_skip_state
+from sage_kernels.ops import skip_state, warm_up
 from sage_kernels._triton.attention import launch as launch_attention
 from sage_kernels._triton.attention.tiles import choose_tile
 from sage_kernels._triton.launch import ahead, launcher

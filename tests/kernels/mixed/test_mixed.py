@@ -20,8 +20,7 @@ from sage_kernels.facts.block_budget import (
 from sage_kernels.facts.recipe import BASES, BLOCK, FP4_GROUPS, SELECTORS
 from sage_kernels.reference import ref_mixed_attention
 from sage_kernels.reference.mixed import ref_block_scores
-from sage_kernels.testing import exact_attention, make_qkv, relative_l1, relative_l2
-from sage_kernels.testing_blocks import make_blocks
+from sage_kernels.testing import exact_attention, make_blocks, make_qkv, relative_l1, relative_l2
 from tests.kernels.mixed.mixed_cases import assert_as_reference, launch
 
 
@@ -174,6 +173,15 @@ def test_nan_stays_in_its_head(kernel_device):
         assert out[:, :, 1].isnan().all() and lse[..., 1].isnan().all()
 
 
+def test_nan_in_a_query_stays_in_its_row(kernel_device):
+    q, k, v = make_blocks("clustered", 1, 130, 2, 2, 64, dtype=torch.float16)
+    q[0, 70, 0, 5] = torch.nan
+    out, lse, _ = launch(q, k, v, kernel_device, options=Mixed("int8", "local", 0.3))
+    rest = torch.arange(130) != 70
+    assert out[:, rest, 0].isfinite().all() and lse[:, rest, 0].isfinite().all() and out[:, :, 1].isfinite().all()
+    assert out[:, 70, 0].isnan().all()
+
+
 def test_strided_inputs_of_any_offset_are_read_where_they_lie(kernel_device):
     fused = torch.randn(1, 130, 3, 4, 64, generator=torch.Generator().manual_seed(0)).half()
     q, k, v = (x[:, :, ::3] for x in fused.unbind(2))
@@ -195,13 +203,42 @@ def test_kernels_are_the_reference_in_other_types(kernel_device, base, dtype):
 
 
 @pytest.mark.gpu
+def test_the_op_in_poisoned_memory_gives_the_same_bits_again(kernel_device):
+    fused = torch.randn(1, 3000, 3, 4, 128, generator=torch.Generator().manual_seed(0)).to(kernel_device).bfloat16()
+    q, k, v = fused.unbind(2)
+    options = Mixed("int8", budget=0.05)
+    first = mixed_attention(q, k, v, options=options, return_lse=True, return_blocks=True)
+    assert first[2].shape == (1, 4, -(-3000 // rows_of_block(kernel_device, "int8")), -(-3000 // BLOCK))
+    for _ in range(3):
+        poison = [torch.full((2**22,), torch.nan, device=kernel_device) for _ in range(8)]
+        del poison
+        again = mixed_attention(q, k, v, options=options, return_lse=True, return_blocks=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert_as_reference(*(x.cpu() for x in first), *(x.cpu() for x in (q, k, v)), options=options)
+
+
+@pytest.mark.gpu
+def test_a_graph_of_the_op_repeats_its_bits(kernel_device):
+    q, k, v = (x.to(kernel_device) for x in make_blocks("clustered", 1, 4000, 2, 1, 128, dtype=torch.bfloat16))
+    options = Mixed("int8", budget=0.1)
+    expected = mixed_attention(q, k, v, options=options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mixed_attention(q, k, v, options=options)
+    for _ in range(3):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("base", list(FP4_GROUPS))
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_native_fp4_is_the_reference(kernel_device, base, head_dim):
     if not has_fp4(kernel_device):
         pytest.skip("FP4 matrix units are those of NVIDIA Blackwell")
     q, k, v = make_blocks("clustered", 1, 1000, 4, 2, head_dim, dtype=torch.bfloat16)
-    options, rows = Mixed(base, budget=0.1), rows_of_block(kernel_device, base, head_dim)
+    options, rows = Mixed(base, budget=0.1), rows_of_block(kernel_device, base)
     given = {"options": options, "causal": True, "block_q": rows}
     out, lse, chosen = launch(q, k, v, kernel_device, packed_fp4=True, **given)
     assert_as_reference(out, lse, chosen, q, k, v, **given)

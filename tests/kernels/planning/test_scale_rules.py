@@ -247,7 +247,7 @@ ONE_RULE = [x if x == "timestep" else pytest.param(x, marks=pytest.mark.slow("as
 def test_compiled_pipeline_is_one_graph_and_reports_its_scaling(scaling):
     model, inputs = MODELS["flux"]()
     pipe = Pipe(model, FlowMatchEulerDiscreteScheduler())
-    config = sp.SageAttnProcessor(min_tokens=1, scaling=scaling, history=2)
+    config = sp.SageAttnProcessor(min_tokens=1, scaling=sp.Scaling(scaling, history=2))
     torch._dynamo.reset()
     with sp.apply(pipe, config) as handle, torch._dynamo.config.patch(error_on_recompile=True):
         eager = [denoise(pipe, model, inputs, steps=5) for _ in range(2)]
@@ -266,7 +266,7 @@ def test_compiled_pipeline_is_one_graph_and_reports_its_scaling(scaling):
 def test_compiled_raw_model_with_a_history_does_not_recompile():
     model, inputs = MODELS["flux"]()
     torch._dynamo.reset()
-    config = sp.SageAttnProcessor(min_tokens=1, scaling="delayed", history=3)
+    config = sp.SageAttnProcessor(min_tokens=1, scaling=sp.Scaling("delayed", history=3))
     with torch.no_grad(), sp.apply(model, config) as handle, torch._dynamo.config.patch(error_on_recompile=True):
         fast, _ = compiled(model, "aot_eager")
         for i in range(8):

@@ -85,7 +85,7 @@ def test_E25_blocks_that_the_compiler_replays_make_what_eager_ones_make(format, 
     compiled_stock = walk(compiled(model, whole), inputs, kind)
     uncompile(model)
     gap = farthest(compiled_stock, stock)  # the compiler rounds less often: in bf16 that is 0.02 of a tiny FLUX
-    options = sp.SageAttnProcessor(linears=format, linears_min_features=0, min_tokens=1)
+    options = sp.SageAttnProcessor(min_tokens=1, linears=sp.Linears(format, min_features=0))
     with sp.apply(model, options) as handle:
         bound = farthest(walk(model, inputs, kind, handle), stock) + gap
         counters.clear()

@@ -19,7 +19,7 @@ def test_weights_of_flux_take_half_the_memory():
     assert after / before < 0.505
     # what is left: two embedders of 256 columns, the latents' and the text's first layer, the last one
     assert elements["none"] == 2 * 256 * 3072 + 64 * 3072 + 4096 * 3072 + 3072 * 64
-    stays = flux_on_meta(drop_weights=True, keep=IN_16_BIT)
+    stays = flux_on_meta(drop_weights=True, layers={**dict.fromkeys(IN_16_BIT, "none")})
     _, without, others = computed(*stays)
     assert others.get("int8_weights") is None and 0.63 < without / before < 0.65
 
@@ -75,7 +75,7 @@ def test_16_bit_weights_are_freed_one_by_one(monkeypatch):
     sp.quantize_linears(model, min_features=0, drop_weights=True)
     assert len(there) > 10 and set(there) == {0}
     model, _ = MODELS["flux"]()
-    options = {"scaling": "dynamic", "linears": "int8", "linears_min_features": 0, "drop_weights": True}
+    options = {"scaling": "dynamic", "linears": {"format": "int8", "min_features": 0, "drop_weights": True}}
     there.clear()
     sp.apply(model, sp.SageAttnProcessor(**options))
     assert len(there) > 10 and set(there) == {0}

@@ -33,7 +33,7 @@ def walk(model, inputs) -> list[torch.Tensor]:
 @pytest.mark.parametrize("name, has_eager_layers", [("unet_sdxl", True), ("krea2", True), ("flux", False)])
 def test_E25_replayed_blocks_leave_nothing_stale(name, has_eager_layers, is_copy):
     model, inputs = MODELS[name]()
-    options = sp.SageAttnProcessor(linears="int8", linears_min_features=0, min_tokens=1)
+    options = sp.SageAttnProcessor(min_tokens=1, linears=sp.Linears("int8", min_features=0))
     replaying, results = Replaying(), []
     for backend in ("eager", replaying):
         torch._dynamo.reset()

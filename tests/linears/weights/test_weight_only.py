@@ -108,7 +108,7 @@ def test_without_drop_weights_they_stay_as_they_are():
 
 def test_options_say_otherwise():
     model, _ = made()
-    found = formats(dropped(model, keep=("*norm1*",), layers={"norm_out.*": "int8", "time_embedder": "none"}))
+    found = formats(dropped(model, layers={"*norm1*": "none", "norm_out.*": "int8", "time_embedder": "none"}))
     assert found["blocks.0.norm1.linear"] is None and found["time_embedder"] is None
     assert found["norm_out.linear"] == "int8"
     assert "int8_weights" not in formats(dropped(made()[0], "none", layers={"*.ff": "int8"})).values()
@@ -216,7 +216,8 @@ def test_weights_that_are_not_finite_keep_their_16_bits():
 def test_weights_that_are_made_at_a_call_are_dropped_before_the_next(monkeypatch):
     from sage_processors.linears.swap import LinearSwap
 
-    monkeypatch.setattr(LinearSwap, "_waits", lambda self, module: True)  # as on a CPU that has a GPU beside it
+    # as on a CPU that has a GPU beside it
+    monkeypatch.setattr(LinearSwap, "_is_quantised_later", lambda self, module: True)
     model, inputs = made()
     expected = model(*inputs)
     dropped(model)
@@ -229,7 +230,7 @@ def test_weights_that_are_made_at_a_call_are_dropped_before_the_next(monkeypatch
 
 def test_they_can_neither_be_saved_nor_put_back_and_copies_compute_the_same():
     model, inputs = made()
-    swap = dropped(model, keep=("*.ff",))  # the only swapped layers are these
+    swap = dropped(model, layers={"*.ff": "none"})  # the only swapped layers are these
     for call in (swap.remove, model.state_dict, lambda: sp.quantize_linears(model)):
         with pytest.raises(
             RuntimeError, match="16-bit weights were dropped .*drop_weights=True.*load the model again"
@@ -353,8 +354,8 @@ def test_through_the_handle():
     model, inputs = MODELS["flux"]()
     with torch.no_grad():
         expected = model(**inputs, return_dict=False)[0]
-        options = {"scaling": "dynamic", "linears": "int8", "linears_min_features": 0}
-        handle = sp.apply(model, sp.SageAttnProcessor(**options, drop_weights=True))
+        options = {"scaling": "dynamic", "linears": {"format": "int8", "min_features": 0}}
+        handle = sp.apply(model, sp.SageAttnProcessor(**options, linears=sp.Linears("none", drop_weights=True)))
         assert relative_error(model(**inputs, return_dict=False)[0], expected) < 0.05
     found = {row["layer"]: row["format"] for row in handle.report().linears.rows}
     assert found["transformer_blocks.0.norm1.linear"] == found["norm_out.linear"] == "int8_weights"

@@ -1,4 +1,4 @@
-"""The attention kernel, its tile table and how a call is launched; for Hopper a kernel of its own (hopper/).
+"""The attention kernels, their tile table and their launch; hopper/ has the kernel for sm_90.
 
-May import `prologue`, `launch`, `_triton`'s own files and the ground floor; not decode.
+May import `prologue`, `launch`, the files of `_triton` itself and `facts`; not `decode`.
 """

@@ -1,13 +1,19 @@
-"""INT8-QK attention forward: Q quantised in the kernel, one key loop, P·V in 16 bit or FP8, sums in fp32.
+"""Attention forward in Triton: scores in INT8 or FP8, P·V in 16 bit, FP8 or INT8, sums in fp32.
 
-The loop is rotated: P(j - 1)·V(j - 1) is issued right after Q·K(j), so the tensor cores work while the softmax of
-tile j runs. It runs twice, over the key tiles that all rows of the program see wholly and then over those that need a
-mask (band, mask tensor, ragged end), so the former pay nothing for the latter; hidden tiles are not visited.
+One program computes one tile of query rows of one head: it quantises its rows of Q, then loops over the key tiles.
 
-REFERENCE says what the exponents of the softmax are taken against: "running", the largest score so far; "first", that
-of the first key tile (16-bit P); "lagged", that of the row in the previous call (FP8 P, from the state); "tile", that
-of each key tile, so that P has all of its levels there (INT8 P). "first" and "lagged" have neither a max to wait for
-nor anything to rescale, and a third loop does everything again where that went wrong.
+The loop is rotated: P(j - 1)·V(j - 1) is issued right after Q·K(j), so the tensor cores work during the softmax of
+tile j. There are two such loops. The first is over key tiles that all rows of the program see completely, the second
+over those that need a mask (causal or sliding window, mask tensor, ragged end). So complete tiles pay nothing for
+masking. Hidden tiles are not visited.
+
+REFERENCE names the softmax reference, the value (log2) subtracted from a row's scores before the exponential:
+    "running"   the largest score so far (online softmax)
+    "first"     the largest score of the first key tile (16-bit P)
+    "lagged"    the row's largest score in the previous call, from the state (FP8 P)
+    "tile"      the largest score of each key tile, so that P uses all of its levels in every tile (INT8 P)
+"first" and "lagged" wait for no max and rescale nothing. A third loop computes everything again, with a running max,
+if such a reference did not fit.
 """
 
 import triton
@@ -26,9 +32,16 @@ from ..primitives import (
 from ..prologue.prepare_value_codes import sums_of, value_numbers
 from ..prologue.prepare_values import KEYS as _STEP_KEYS
 from ..sequences import keys_of, rows_of, sequence_of, slot_of
-from .key_tiles import band_tiles, tile_at
-from .operands import add_product, load_keys, load_values, score_product
-from .queries import record_queries, to_midrange
+from .operands import (
+    add_product,
+    band_tiles,
+    load_keys,
+    load_values,
+    record_queries,
+    score_product,
+    tile_at,
+    to_midrange,
+)
 from .softmax import (
     ADDED_BITS_LIMIT,
     CODES_ADDED_BITS_LIMIT,
@@ -57,7 +70,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 def _store_nothing(out_ptr, lse_ptr, sinks_ptr, first_out, first_row, seq_q, h, heads, BLOCK_M: tl.constexpr,
                    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, RETURN_LSE: tl.constexpr,
                    HAS_SINKS: tl.constexpr):  # fmt: skip
-    """The result of rows without keys: zeros, and a log-sum-exp of nothing but the sink."""
+    """Write the result of rows without keys: zeros, and an LSE of the sink alone or -inf."""
     offs_m = first_row + tl.arange(0, BLOCK_M)
     channels = tl.arange(0, WIDTH)
     is_row = offs_m < seq_q
@@ -90,7 +103,16 @@ def _attention_fwd_kernel(
     TILE_ADDS_BITS: tl.constexpr, PACKED: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr,
     QK: tl.constexpr, SUMS_CODES: tl.constexpr,
 ):  # fmt: skip
-    if PACKED:  # seq_q and seq_kv are those of all sequences together
+    """Attention of BLOCK_M query rows of one head; a program for each such tile of all heads.
+
+    q_ptr: [B, S_q, H, D]. keys: codes of K, [rows, WIDTH], padded to whole tiles. values: V [B, S_kv, H_kv, D] in 16
+    bit, or 8-bit codes of V as the prologue lays them out. keys and values are pointers, or descriptors with USE_TMA.
+    k_scale_ptr: quantisation scales of K, one a key tile, or one a key with SCALING "per_token". center_ptr,
+    q_weight_ptr: fp32 [B·H_kv, WIDTH], K's centre and the factor of Q's channels (1 / balance). stats_ptr, row_ptr,
+    counts_ptr, row_max_ptr: of HeadState. reach_ptr, tiles_ptr, numbers_ptr: of MaskTiles. out_ptr: [B, S_q, H, D],
+    lse_ptr: fp32 [B, S_q, H], both contiguous. Pointers that a variant has no use for are not read.
+    """
+    if PACKED:  # seq_q and seq_kv are totals of all sequences, until one sequence's replace them
         slots = seq_q // BLOCK_M + sequences + 1
         slot = tl.program_id(0) % slots
         if HAS_RIGHT:
@@ -100,7 +122,7 @@ def _attention_fwd_kernel(
         head_of_batch = h
         b = sequence_of(slot, cu_q_ptr, sequences, seq_q, BLOCK_M)
         kv_head_of_batch = b * (heads // group) + h_kv
-        # from here on they are those of sequence b, as are the rows and the band
+        # from here on lengths, rows and window are those of sequence b
         k_tile = h_kv * (seq_kv // BLOCK_N + sequences + 1)
         first_step = h_kv * (seq_kv // _STEP_KEYS + sequences + 1)
         first_out, seq_q = rows_of(b, cu_q_ptr, sequences, seq_q)
@@ -110,7 +132,7 @@ def _attention_fwd_kernel(
         first_key, seq_kv, start, offset = keys_of(b, cu_k_ptr, sequences, seq_kv, seq_q, left, HAS_LEFT)
         k_tile += slot_of(b, start, BLOCK_N)
         first_step += slot_of(b, start, _STEP_KEYS)
-        if seq_kv <= 0:  # nothing was prepared for it
+        if seq_kv <= 0:  # the prologue prepared nothing for a sequence without keys
             _store_nothing(
                 out_ptr, lse_ptr, sinks_ptr, first_out, first_row, seq_q, h, heads,
                 BLOCK_M, HEAD_DIM, WIDTH, RETURN_LSE, HAS_SINKS,
@@ -118,14 +140,14 @@ def _attention_fwd_kernel(
             return
         b_of_rows = b * 0
         q_first = first_out.to(tl.int64) * stride_qs
-        if PV == "16bit" and not USE_TMA:  # not added once more in each turn
+        if PV == "16bit" and not USE_TMA:  # added here once, not in every turn of the loop
             values += first_key.to(tl.int64) * stride_vs
             first_key = 0
     else:
         m_tiles = tl.cdiv(seq_q, BLOCK_M)
         m_tile = tl.program_id(0) % m_tiles
         if HAS_RIGHT:
-            m_tile = m_tiles - 1 - m_tile  # the long ones of a head first: the last to run are then short
+            m_tile = m_tiles - 1 - m_tile  # a head's longest tiles first: the last to run are then short
         first_row = m_tile * BLOCK_M
         head_of_batch = tl.program_id(0) // m_tiles  # b * H + h
         b = head_of_batch // heads
@@ -151,7 +173,7 @@ def _attention_fwd_kernel(
     LAGGED: tl.constexpr = REFERENCE == "lagged"
     FIXED: tl.constexpr = REFERENCE == "first" or LAGGED
     TILE: tl.constexpr = REFERENCE == "tile"
-    # P·V of a tile right after its softmax: where tiles are as large as the registers, nothing else of it stays there
+    # P·V right after the softmax of the same tile: beside tiles this large, registers have no room for an earlier P
     AT_ONCE: tl.constexpr = INT8_PV and TILE_ADDS_BITS
     ADDS_BITS: tl.constexpr = TILE_ADDS_BITS and not FIXED and not SCALE_PER_KEY and QK == "int8"
 
@@ -171,7 +193,7 @@ def _attention_fwd_kernel(
     row_scale = (q_scale + nan_unless_finite(q, 1)) * (softmax_scale * LOG2_E)
     if QK == "fp8_e4m3":
         row_scale = row_scale * (1.0 / (E4M3_OF_INT8 * E4M3_OF_INT8))
-    # smoothing lowered every score of a row by q·c: whatever is not invariant to that gets it back. Base 2.
+    # Centring K lowered every score of a row by q·c. LSE, soft cap, sinks and kept maxima get it back. Base 2.
     shift = tl.zeros([BLOCK_M], tl.float32)
     if RETURN_LSE or SOFTCAP or HAS_SINKS or KEEPS_MAX:
         center = tl.load(center_ptr + kv_head_of_batch * WIDTH + channels)
@@ -182,7 +204,7 @@ def _attention_fwd_kernel(
         midrange = to_midrange(center, stats_ptr, row_ptr, h_kv, state_width, channels, HEAD_DIM)
         kept_shift = tl.sum(q * midrange[None, :], 1) * (softmax_scale * LOG2_E)
 
-    # the key tiles to visit: from the mask's list, or from the band
+    # the key tiles to visit: from the mask's list, or computed from the causal or sliding window
     first = 0
     first_full = 0
     reach = reach_ptr
@@ -201,9 +223,9 @@ def _attention_fwd_kernel(
         mask_rows += b.to(tl.int64) * stride_mb + h.to(tl.int64) * stride_mh
     plain = full
     if SOFTCAP:
-        plain = 0  # no tile takes the plain path
+        plain = 0  # all tiles take the loop with a mask
 
-    # scales of the key tiles: one number a tile, or a vector of BLOCK_N
+    # quantisation scales of K: one a key tile, or one a key
     offs_n = tl.arange(0, BLOCK_N)
     if SCALE_PER_KEY:
         k_scales = k_scale_ptr + k_row + offs_n
@@ -230,7 +252,7 @@ def _attention_fwd_kernel(
     row_max = row_max_ptr + head_of_batch.to(tl.int64) * seq_q + offs_m
     if LAGGED:
         earlier = tl.load(row_max, mask=is_row, other=0.0) - kept_shift
-        # of a NaN or -inf nothing is known, and 0 is as good a guess as any
+        # a kept NaN or -inf says nothing about this call: 0 is as good a guess as any
         reference = tl.where(tl.abs(earlier) < P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
     tile = tile_at(0, tiles_ptr, n_tiles, first, first_full, full, MASK, HAS_LEFT)
     scores = score_product(q_codes, load_keys(keys, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, USE_TMA), QK)
@@ -239,12 +261,12 @@ def _attention_fwd_kernel(
         tile * BLOCK_N + offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv, reference, running_sum, top,
         MASK, HAS_BIAS, HAS_LEFT, HAS_RIGHT, SCALE_PER_KEY, SOFTCAP, EXPONENT, LAGGED, TILE, SUMS_CODES,
     )  # fmt: skip
-    # always true, but not to the compiler: moves the row scales into the layout of the scores once, not once a tile
-    # (not where the sum is NaN: neither choice may make a number of that)
+    # The condition is always true, which the compiler can't know: so the row scales are moved into the scores' layout
+    # once, not once a tile. It is false where the sum is NaN, and there either choice leaves NaN in the output.
     row_scale = tl.where(running_sum > -1.0, row_scale, running_sum if LAGGED else reference)
     if LAGGED:
         reference = tl.where(running_sum > -1.0, reference, top)
-    LATE: tl.constexpr = PV != "16bit"  # acc is rescaled when the next product is added
+    LATE: tl.constexpr = PV != "16bit"  # rescale acc as the next product is added
     rescale = tl.full([BLOCK_M], 1.0, tl.float32)
     if AT_ONCE:
         v = load_values(
@@ -265,7 +287,7 @@ def _attention_fwd_kernel(
         if not AT_ONCE:
             acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
         if FIXED:
-            if LAGGED:  # nothing waits for it: only what is decided after the loop
+            if LAGGED:  # read after the loop only, so nothing waits for it
                 top = tl.maximum(top, tl.max(scores, 1).to(tl.float32) * (row_scale * key_scale))
             p, running_sum = fixed_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY)
         else:
@@ -310,7 +332,7 @@ def _attention_fwd_kernel(
         acc = add_product(acc, rescale, p, v, PV, BLOCK_M, BLOCK_N, PARTS, ASM)
     if FIXED:
         if LAGGED:
-            # exact: the largest score of each row against the range of e4m3. One of -inf has seen nothing, or only NaN
+            # compare each row's largest score with the range of e4m3; -inf: the row saw no key, or only NaN
             fits = (top <= reference + _LAGGED_HIGHEST) & (top >= reference + _LAGGED_LOWEST)
             fits = fits | (top == float("-inf")) | (offs_m >= seq_q)
             again = tl.min(fits.to(tl.int32), 0) == 0
@@ -320,7 +342,7 @@ def _attention_fwd_kernel(
             count = counts_ptr + (tl.load(row_ptr) + h_kv) * _COUNTS
             tl.atomic_add(count + _TRIED, 1, sem=RELAXED)
             tl.atomic_add(count + _REDONE, again.to(tl.int32), sem=RELAXED)
-        if again:  # rare: everything again with a running max, one tile after the other
+        if again:  # rare: compute everything again with a running max, tile after tile
             reference = tl.full([BLOCK_M], float("-inf"), tl.float32)
             running_sum = tl.zeros([BLOCK_M], tl.float32)
             acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
@@ -345,14 +367,14 @@ def _attention_fwd_kernel(
     elif KEEPS_MAX:
         top = tl.where(tl.abs(reference) < P_EXPONENT_LIMIT, reference + EXPONENT, reference)
     if KEEPS_MAX:
-        # any number does for a row that saw nothing, or a NaN
+        # any finite number will do for a row that saw no key, or a NaN
         kept = top + kept_shift
         tl.store(row_max, tl.where(tl.abs(kept) < float("inf"), kept, 0.0), mask=is_row)
     if LAGGED:
-        reference = tl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
+        reference = tl.where(top == float("-inf"), top, reference)  # -inf, as with a running max, if no key was seen
 
     if SOFTCAP:
-        shift = shift * 0.0  # the capped scores are the true ones
+        shift = shift * 0.0  # capped scores hold q·c already
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + h) * LOG2_E - shift
         new_reference = tl.maximum(reference, sink)
@@ -362,7 +384,7 @@ def _attention_fwd_kernel(
         sink_weight = tl.exp2(sink - finite)
         running_sum = tl.fma(running_sum, rescale, sink_weight)
         reference = new_reference
-    share = running_sum * 0.0 + 1.0  # of all weights, that of the keys: a sink has no value
+    share = running_sum * 0.0 + 1.0  # of the softmax weights, the part of the keys: a sink has no value
     if INT8_PV and HAS_SINKS:
         share = (running_sum - sink_weight) / running_sum
     sees_nothing = (running_sum == 0.0) & (reference == float("-inf"))
@@ -375,7 +397,7 @@ def _attention_fwd_kernel(
         out = tl.where(sees_nothing[:, None], 0.0, out)
     if PV == "fp8_e4m3":
         v_scale = tl.load(v_scale_ptr + kv_head_of_batch * WIDTH + channels)
-        # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
+        # rounded weights may push a mean of finite values beyond the largest finite number
         largest: tl.constexpr = 65504.0 if out_ptr.dtype.element_ty == tl.float16 else 3.38e38
         out = tl.clamp(out * v_scale[None, :], -largest, largest, propagate_nan=tl.PropagateNan.ALL)
     out_row = (first_out + offs_m).to(tl.int64) * heads + h  # contiguous [B, S_q, H, D]

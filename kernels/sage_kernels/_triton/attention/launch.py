@@ -1,7 +1,7 @@
-"""How attention is launched: tile, prologue, the kernel that the tile names, on q's device and current stream.
+"""Launch attention: choose the tile, then run the prologue and the tile's kernel.
 
-Every kernel goes through `launch`, and what they hand on to each other is from `buffer` (../launch): so a call can be
-written down while it is made.
+All runs on q's device and current stream. Every kernel goes through `launch`, and memory between kernels comes from
+`buffer` (../launch), so a call can be recorded while it is made, and replayed later.
 """
 
 import torch
@@ -25,16 +25,19 @@ from .tiles import Tile, choose_tail, choose_tile, query_slice
 
 
 def copyable_by_engine(v: torch.Tensor) -> torch.Tensor:
-    """V [B, S, H, D] itself where the bulk copy engine can read it (rows aligned to 16 bytes), else a copy."""
+    """Return V if the bulk copy engine can read it, else a contiguous copy.
+
+    v: [B, S, H, D]. The engine needs rows aligned to 16 bytes.
+    """
     strides = v.stride()[:3]
-    # 0 (expanded) and the absurd stride of a dimension of size 1 can't be described
+    # no descriptor holds a stride of 0 (expanded), nor the huge one that a dimension of size 1 may have
     if v.data_ptr() % 16 == 0 and all(0 < s < 2**36 and s * v.element_size() % 16 == 0 for s in strides):
         return v
     return v.clone(memory_format=torch.contiguous_format)
 
 
 def is_band(masking: Masking) -> bool:
-    """Whether it is causal or has a window."""
+    """Return True if attention is causal or has a sliding window."""
     return masking.left != UNLIMITED or masking.right != UNLIMITED
 
 
@@ -42,12 +45,18 @@ def device_tile(
     device: torch.device, width: int, scaling: str, masking: Masking = NO_MASKING, pv: str = "16bit",
     lagged: bool = False, packed: bool = False, hopper: bool = True,
 ) -> Tile:  # fmt: skip
-    """The tile of a launch on `device`; NotImplementedError where the device can't run it at all.
+    """Return the tile of a launch on `device`.
 
-    Args: as `tiles.choose_tile`; pv: of the recipe; lagged: rows keep their maxima for the next call;
-        packed: of sequences, which the Hopper kernel does not know; hopper: that kernel has the recipe.
+    Args:
+        width, scaling, pv: as in `tiles.choose_tile`.
+        masking: of the call.
+        lagged: rows have maxima of the previous call, or keep theirs for the next.
+        packed: packed sequences, which the Hopper kernel does not have.
+        hopper: the Hopper kernel has the recipe.
+
+    Raises: NotImplementedError if the device can't run the recipe.
     """
-    if device.type != "cuda":  # Triton's interpreter, which knows no Gluon
+    if device.type != "cuda":  # Triton's interpreter, which has no Gluon
         return Tile(64, 64 if width <= 128 else 32, 4, 2, "tma" if compat.TensorDescriptor else "pointers")
     major, minor = torch.cuda.get_device_capability(device)
     capability = 0 if torch.version.hip else major * 10 + minor
@@ -65,18 +74,24 @@ def device_tile(
     tile = choose_tile(capability, width, scaling, by_row, pv, not lagged)
     if tile.kernel == "hopper" and (packed or not hopper or not compat.has_gluon()):
         tile = choose_tile(capability, width, scaling, True, pv, not lagged)
-    if tile.kernel == "tma" and compat.TensorDescriptor is None:  # a tile of the newest GPUs without a copy engine
+    if tile.kernel == "tma" and compat.TensorDescriptor is None:  # this Triton has no descriptors: a tile for pointers
         tile = choose_tile(89 if pv == "fp8_e4m3" else 80, width, scaling, by_row, pv, not lagged)
     return tile
 
 
 def tile_of_lists(device: torch.device, head_dim: int, pv: str) -> Tile:
-    """The tile of a launch with lists of key tiles: they are of one, whether maxima of rows are known or not."""
+    """Return the tile of launches with lists of key tiles.
+
+    It is the same with and without known row maxima, because lists outlive a call.
+    """
     return device_tile(device, head_width(padded_head_dim(head_dim)), "planned", NO_MASKING, pv, lagged=True)
 
 
 def can_be_cut(tile: Tile, masking: Masking, mask: MaskTiles) -> bool:
-    """Whether programs may share a tile of query rows: in the Hopper kernel, where all tiles are of one length."""
+    """Return True if several programs may share a query tile.
+
+    That is so in the Hopper kernel, if all query tiles have equally many keys.
+    """
     return tile.kernel == "hopper" and mask.kind == "none" and not is_band(masking)
 
 
@@ -85,19 +100,22 @@ def launch_attention_fwd(
     masking: Masking = NO_MASKING, rotation: str = "none", tile: Tile | None = None, packed: tuple | None = None,
     skip: SkipState | None = None,
 ):  # fmt: skip
-    """Launch the prologue and the attention kernel on q's device and current stream. Arguments are checked already.
+    """Launch the prologue and the attention kernel on q's device and current stream.
+
+    Arguments are checked already.
 
     Args:
         tile: overrides the tile table (benchmarks, tests).
-        packed: the sequences that q, k and v, of a batch of 1, are made of: the two tensors of a Packed. `masking`
-            then has no mask, and its offset is not read: the last row of a sequence is at its last key.
-        skip: lists of key tiles that need not be visited, beside a state and without masking.
+        packed: the two tensors of a Packed, for sequences packed into q, k and v of batch 1. `masking` then has no
+            mask, and its offset is not read: the last row of a sequence is at its last key.
+        skip: lists of key tiles to skip, for calls with a state and without masking.
+
     Returns: out [B, S_q, H, D] contiguous in q.dtype, lse [B, S_q, H] fp32 or None.
     """
     batch, seq_q, heads, head_dim = q.shape
     seq_kv, kv_heads = k.shape[1], k.shape[2]
     if head_dim != padded_head_dim(head_dim):
-        # rare head dims: channels of zeros change nothing but the layout
+        # rare values of head_dim: channels of zeros change nothing but the layout
         extra = (0, padded_head_dim(head_dim) - head_dim)
         q, k, v = (torch.nn.functional.pad(x, extra) for x in (q, k, v))
         out, lse = launch_attention_fwd(
@@ -107,7 +125,7 @@ def launch_attention_fwd(
         return out[..., :head_dim].contiguous(), lse
 
     packed = None if packed is None else Packed(*packed)
-    # what runs: format of P and V, softmax reference, tile
+    # what to run: format of P and V, softmax reference, tile
     width = head_width(head_dim)
     if state is not None:
         scaling = "planned"
@@ -117,7 +135,7 @@ def launch_attention_fwd(
     lagged, keeps_max = (own.keeps_rows and f(state, masking) for f in (reads_row_max, keeps_row_max))
     kind = {} if packed is None else {"packed": True}
     kind |= {} if own.hopper else {"hopper": False}
-    # the lists of a run are of one tile, whether maxima are known or not
+    # with and without known row maxima, lists need the same tile
     tile = tile or device_tile(q.device, width, scaling, masking, pv, lagged or skip is not None, **kind)
     if skip is not None and (skip.block_q, skip.block_k) != (tile.block_m, tile.block_n):
         raise ValueError(
@@ -141,7 +159,7 @@ def launch_attention_fwd(
     out = buffer(batch, seq_q, heads, head_dim, dtype=q.dtype, device=q.device, returned=True)
     lse = buffer(batch, seq_q, heads, device=q.device, returned=True) if return_lse else None
     with torch.cuda.device_of(q):
-        # which key tiles are visited, and whether programs share a tile of query rows
+        # which key tiles are visited, and how many programs share a query tile
         mask = launch_mask_tiles(masking, heads, kv_heads, seq_q, seq_kv, tile.block_m, tile.block_n)
         # triton.cdiv takes two microseconds on the host
         tiles = -(-seq_q // tile.block_m) if packed is None else packed.slots(seq_q, tile.block_m)
@@ -155,7 +173,7 @@ def launch_attention_fwd(
             arrived = buffer(slots // tail.pieces, dtype=torch.int32, device=q.device)
 
         # codes and scales
-        # with a state, not only where maxima are kept: calls before that share the kernel, which compiles for seconds
+        # with a state also where no maxima are kept yet: one kernel serves both, and it takes seconds to compile
         return_center = (
             return_lse or masking.sinks is not None or masking.softcap > 0 or (own.keeps_rows and state is not None)
         )
@@ -175,8 +193,8 @@ def launch_attention_fwd(
         elif tile.kernel != "pointers":
             v = copyable_by_engine(v)
 
-        # the kernel; what both of them take first: tensors, then numbers
-        none = prepared.scale  # never read where a pointer does not apply
+        # the first arguments of either kernel: tensors, then numbers
+        none = prepared.scale  # stands for tensors that the call does not have; never read
         row_max = (state.row_max if lagged else state.row_max_next) if keeps_max else None
         recorded = (None, None, None) if state is None else (state.stats, state.row, state.counts)
         tensors = (out, lse, prepared.center, prepared.q_weight, prepared.q_amax, *recorded, row_max,
@@ -212,7 +230,10 @@ def launch_attention_fwd(
 
 
 def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, masking, mask, parts, sizes, constants):
-    """The Gluon kernel on so many tiles of query rows. parts: partial sums, counters, the two numbers of a Tail."""
+    """Launch the Gluon kernel for `tiles` query tiles.
+
+    parts: memory for partial sums, counters of arrived pieces, and the two numbers of a Tail.
+    """
     from ..descriptors import describe
     from .hopper import kernel as hopper
 
@@ -226,17 +247,17 @@ def _launch_hopper(tile: Tile, tiles: int, q, prepared: Prepared, v, first, mask
         hopper.attention_fwd_hopper_kernel, whole + (tiles - whole) * pieces,
         q, describe(prepared.codes.view(-1, width), [block_n, width]), scales, describe(v, value_block), *first,
         *(none if x is None else x for x in (mask.reach, mask.tiles, mask.numbers)),
-        mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes, none,
+        mask.reach_strides[0], mask.list_strides[0], masking.left, masking.right, masking.offset, *parts, *sizes,
         **constants, NUM_BUFFERS=tile.num_stages, GROUPS=tile.block_m // 64,
         num_warps=4, launch_pdl=True, enable_fp_fusion=False,
     )  # fmt: skip
 
 
 def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, masking, mask, packed, sizes, constants):
-    """Triton's kernel on so many tiles of query rows, through the copy engine or by pointers."""
+    """Launch the Triton kernel for `tiles` query tiles; it reads by descriptors or by pointers."""
     block_n, width = tile.block_n, constants["WIDTH"]
     codes, values = prepared.codes.view(-1, width), v
-    value_strides = v.stride()[:3] if constants["PV"] == "16bit" else (0, 0, 0)  # where 8-bit values lie is known
+    value_strides = v.stride()[:3] if constants["PV"] == "16bit" else (0, 0, 0)  # the layout of 8-bit values is fixed
     use_tma = tile.kernel == "tma"
     if use_tma:
         value_block = [1, block_n, 1, width] if constants["PV"] == "16bit" else [width, block_n]
@@ -254,7 +275,7 @@ def _launch_plain(tile: Tile, tiles: int, q, prepared: Prepared, v, first, maski
 
 
 def _mask_arguments(masking: Masking, mask: MaskTiles, none: torch.Tensor) -> list:
-    """Arguments of Triton's kernel from mask_ptr to softcap."""
+    """Return the arguments of the Triton kernel from mask_ptr to softcap."""
     given, strides = None, (0, 0, 0, 0)
     if mask.kind == "rows":
         given = as_loadable(masking.mask)

@@ -1,9 +1,9 @@
-"""Which key tiles a call need not visit: lists of earlier steps, a share of them made anew from this call's scores.
+"""Skip key tiles of little probability: measure the shares of some, and list the tiles to visit.
 
-Two launches between the prologue and attention. The first measures: for each tile of query rows that is due, the share
-of a row's probability that every key tile has, against the row's own log-sum-exp, which a first pass over the keys
-finds. The second makes lists of these shares, and writes for all query tiles the lists that the attention kernels read
-of masks, too. Specification: ../../reference/skipping.py.
+Two launches run between the prologue and attention. The first measures each query tile that is due: the share of a
+row's probability that each key tile has, relative to the row's own log-sum-exp, which a first pass over the keys
+finds. The second makes lists of key tiles to skip from these shares. For all query tiles it writes the key tiles to
+visit, in the form that attention kernels read for masks, too. Specification: ../../reference/skipping.py.
 """
 
 import torch
@@ -20,7 +20,7 @@ from ..prologue.prologue import Prepared
 from .operands import load_keys
 
 
-_ROWS = 64  # query rows of a program that measures; a tile of query rows has one to three such parts
+_ROWS = 64  # query rows of a program that measures; a query tile has one to three such parts
 _MOST_PARTS = tl.constexpr(4)
 _WORD = tl.constexpr(skipping.WORD)
 _LEVELS = tl.constexpr(skipping.LEVELS)
@@ -44,7 +44,7 @@ _UNITS = tl.constexpr(1 / skipping.LOSS_UNIT)
 
 @triton.jit
 def _scores(q_int, row_scale, codes, k_scales, tile, k_row, seq_kv, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr):
-    """Base-2 scores of one key tile, -inf beyond the sequence."""
+    """Return base-2 scores of one key tile, -inf beyond the sequence."""
     k = load_keys(codes, k_row + tile * BLOCK_N, BLOCK_N, WIDTH, False)
     scores = tl.dot(q_int, k, out_dtype=tl.int32).to(tl.float32) * (row_scale * tl.load(k_scales + tile))[:, None]
     inside = tile * BLOCK_N + tl.arange(0, BLOCK_N) < seq_kv
@@ -58,8 +58,13 @@ def _measure_tiles_kernel(
     softmax_scale,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Measure the shares of all key tiles for ROWS query rows, if their query tile is due.
+
+    Writes levels (-log2 of the largest share of any row, in steps of 1 / LEVELS) and, of the list in use, the largest
+    loss of a row. A loss above the limit raises the head's alarm.
+    """
     part = tl.program_id(0) % PARTS
-    which = tl.program_id(0) // PARTS  # tile of query rows, of all heads
+    which = tl.program_id(0) // PARTS  # query tile, counted over all heads
     m = which % m_tiles
     head_of_batch = which // m_tiles
     b = head_of_batch // heads
@@ -67,7 +72,7 @@ def _measure_tiles_kernel(
     kv_head_of_batch = b * (heads // group) + h // group
     n_tiles = tl.cdiv(seq_kv, BLOCK_N)
 
-    # who is due; the clock is set by the launch after this one, which reads what is written here
+    # is this query tile due? The next launch sets the clock, from what is written here
     now = tl.load(now_ptr)
     limit = tl.load(limit_ptr)
     gap = now - tl.load(clock_ptr + _LAST)
@@ -127,7 +132,10 @@ def _measure_tiles_kernel(
 
 @triton.jit
 def _levels_of(levels_ptr, tile, n_tiles, parts, PARTS: tl.constexpr):
-    """Levels of the largest shares that any part of a query tile has in key tiles [N]; beyond all, the largest."""
+    """Return the levels of key tiles [N], each of the largest share in any part of the query tile.
+
+    Beyond the sequence it is the largest level, which stands for the smallest share.
+    """
     level = tile * 0 + _LARGEST_LEVEL
     for part in tl.static_range(PARTS):
         found = tl.load(levels_ptr + part * n_tiles + tile, mask=(tile < n_tiles) & (part < parts), other=255)
@@ -137,7 +145,7 @@ def _levels_of(levels_ptr, tile, n_tiles, parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _lost_from(least, levels_ptr, n_tiles, parts, PARTS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """What a row loses at most with all tiles of this level and above skipped."""
+    """Return the most that a row loses if all key tiles from level `least` on are skipped."""
     lost = tl.zeros([AT_ONCE], tl.float32)
     for first in range(0, n_tiles, AT_ONCE):
         tile = first + tl.arange(0, AT_ONCE)
@@ -153,6 +161,7 @@ def _choose_tiles_kernel(
     tiles_ptr, numbers_ptr, seq_q, seq_kv, m_tiles, words, every,
     ROWS: tl.constexpr, PARTS: tl.constexpr, BLOCK_N: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
+    """Renew the list of one query tile if it is due, write its key tiles to visit, and count totals."""
     which = tl.program_id(0)
     head_of_batch = which // m_tiles
     m = which % m_tiles
@@ -176,11 +185,11 @@ def _choose_tiles_kernel(
     tiles_ptr += which.to(tl.int64) * n_tiles
     parts = tl.minimum(tl.cdiv(seq_q - m * PARTS * ROWS, ROWS), PARTS)
 
-    # the smallest level from which on all tiles together are within the limit
+    # bisection: the smallest level from which on all key tiles together are within the limit
     least = _LARGEST_LEVEL + 1
     if is_due:
         too_small = 0
-        for _ in range(8):  # halves 256 levels
+        for _ in range(8):  # 2^8 levels
             middle = (too_small + least) // 2
             fits = _lost_from(middle, levels_ptr, n_tiles, parts, PARTS, AT_ONCE) <= limit * _FILL
             least = tl.where(fits, middle, least)
@@ -206,7 +215,7 @@ def _choose_tiles_kernel(
     close_list(tiles_ptr, numbers_ptr + which * 2, n_tiles, full, partial)
     tl.atomic_add(totals_ptr + _TILES, n_tiles.to(tl.int64), sem=RELAXED)
     tl.atomic_add(totals_ptr + _VISITED, (full + partial).to(tl.int64), sem=RELAXED)
-    if is_due & (is_void == 0):  # the list that was replaced was in use: the worst row of all parts
+    if is_due & (is_void == 0):  # the replaced list was in use: count what the worst row of all parts lost
         part = tl.arange(0, _MOST_PARTS)
         worst = tl.max(tl.load(losses_ptr + which * PARTS + part, mask=part < parts, other=0.0), 0)
         tl.atomic_add(totals_ptr + _MEASURED, tl.full([], 1, tl.int64), sem=RELAXED)
@@ -216,10 +225,12 @@ def _choose_tiles_kernel(
 
 
 def launch_skip_tiles(q, prepared: Prepared, skip: SkipState, *, kv_heads: int, seq_kv: int, scale: float, width: int):
-    """Renew the lists of `skip` that are due, and write all of them as the attention kernels read them.
+    """Renew the lists of `skip` that are due, and write all lists for the attention kernels.
 
     Args:
-        q: [B, S_q, H, D], the last stride 1. prepared: of the planned scaling, in tiles of skip.block_k keys.
+        q: [B, S_q, H, D], the last stride 1.
+        prepared: of the planned scaling, in tiles of skip.block_k keys.
+
     Returns: MaskTiles of kind "tiles".
     """
     batch, seq_q, heads, head_dim = q.shape

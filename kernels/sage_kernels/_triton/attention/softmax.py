@@ -1,4 +1,7 @@
-"""One key tile of the softmax, base 2: P, the sum of P, and what the sums so far are multiplied by."""
+"""The softmax of one key tile in base 2: P, its sum, and the factor that rescales earlier sums.
+
+The softmax reference of a row is the value (log2) subtracted from its scores before the exponential.
+"""
 
 import triton
 import triton.language as tl
@@ -8,23 +11,26 @@ from ..masks import load_bias
 from ..primitives import ROUND_MAGIC, ROUND_MAGIC_BITS
 
 
-# Taking off 1.5·2^23 times a scale leaves the softmax's reference half an ulp of that product off: 2^-5 at this scale,
-# where e4m3 has 2^0.8 above the largest P. Programs with larger scales take the loop that converts.
+# With ADDS_BITS the softmax reference is off by half an ulp of 1.5·2^23 times a scale, which is 2^-5 at this scale.
+# e4m3 has room for 2^0.8 above the largest P. Programs with larger scales take the loop that converts integers.
 ADDED_BITS_LIMIT = tl.constexpr(1 / 16)
 P_EXPONENT_LIMIT = tl.constexpr(recipe.P_EXPONENT_LIMIT)
-# With P in INT8 the largest is 254.5 and must stay below 255: its exponent may be 2^-9 off.
+# The same for P in INT8: the largest P is 254.5 and must stay below 255, so its exponent may be off by 2^-9.
 CODES_ADDED_BITS_LIMIT = tl.constexpr(1 / 512)
 P_CODE_EXPONENT = tl.constexpr(recipe.P_CODE_EXPONENT)
 P_SIGNED_EXPONENT = tl.constexpr(recipe.P_SIGNED_EXPONENT)
 _P_CODE_LIMIT = tl.constexpr(recipe.P_CODE_LIMIT)
 _P_CODE_FALL = tl.constexpr(recipe.P_CODE_FALL)
-# From here on the rounding of a score alone may push P out of e4m3 in a step that folds the scale into the exponent.
+# From this score on, its rounding alone may push P out of e4m3 where the scale is folded into the exponent.
 _SCORE_LIMIT = tl.constexpr(2.0**27)
 
 
 @triton.jit
 def reference_below(top, EXPONENT: tl.constexpr):
-    """What exponents are taken against in a row whose largest score is `top`: its P is 2^EXPONENT."""
+    """Return the softmax reference of rows with largest score `top`: their largest P is 2^EXPONENT.
+
+    Scores beyond a limit, where fp32 would round EXPONENT away, are their own reference: their largest P is 1.
+    """
     IS_CODE: tl.constexpr = EXPONENT == P_CODE_EXPONENT or EXPONENT == P_SIGNED_EXPONENT
     LIMIT: tl.constexpr = _P_CODE_LIMIT if IS_CODE else P_EXPONENT_LIMIT
     if EXPONENT != 0:
@@ -34,8 +40,11 @@ def reference_below(top, EXPONENT: tl.constexpr):
 
 @triton.jit
 def least_reference(reference, top, TILE: tl.constexpr):
-    """What the next tile's reference may not fall below: the one so far, or, where each tile has its own (TILE), a
-    number that keeps the sums finite, `top` being the highest one so far."""
+    """Return the lowest softmax reference that the next key tile may take.
+
+    It is the reference so far. With a reference for each tile (TILE), it is P_CODE_FALL below `top`, the highest so
+    far, which keeps the sums finite.
+    """
     if TILE:
         reference = top - _P_CODE_FALL
     return reference
@@ -44,13 +53,14 @@ def least_reference(reference, top, TILE: tl.constexpr):
 @triton.jit
 def online_softmax_step(scores, row_scale, key_scale, reference, least, running_sum, SCALE_PER_KEY: tl.constexpr,
                         EXPONENT: tl.constexpr, ADDS_BITS: tl.constexpr, SUMS_CODES: tl.constexpr):  # fmt: skip
-    """One wholly visible key tile of the base-2 online softmax.
+    """Online softmax over one key tile that all rows see completely.
 
-    scores int32 [BLOCK_M, BLOCK_N]; row_scale [BLOCK_M] holds the Q scale, softmax scale and log2(e);
-    key_scale is a scalar, or [BLOCK_N] with SCALE_PER_KEY; reference [BLOCK_M] is `reference_below` the largest score
-    so far (TILE: of the tile before), `least` of `least_reference`. ADDS_BITS: scores become floats by an addition,
-    see `Tile`; not with SCALE_PER_KEY. SUMS_CODES: P is rounded before it is summed. Returns P fp32, the new
-    reference, the new sum and the rescale factor.
+    scores: [BLOCK_M, BLOCK_N], int32, or fp32 of e4m3; row_scale: [BLOCK_M], Q's quantisation scale · softmax
+    scale · log2(e); key_scale: a scalar, or [BLOCK_N] with SCALE_PER_KEY; reference: [BLOCK_M], `reference_below` the
+    largest score so far (TILE: of the tile before); least: of `least_reference`. ADDS_BITS: scores become floats by an
+    addition, see `Tile`; not with SCALE_PER_KEY. SUMS_CODES: P is rounded to integers before it is summed.
+
+    Returns P fp32, the new reference, the new sum, and the factor for earlier sums.
     """
     if SCALE_PER_KEY:
         values = scores.to(tl.float32) * key_scale[None, :]
@@ -59,26 +69,25 @@ def online_softmax_step(scores, row_scale, key_scale, reference, least, running_
     else:
         tile_scale = row_scale * key_scale
         if ADDS_BITS:
-            # |scores| < 2^22, so these are the floats scores + 1.5·2^23, in the same order. The compiler adds the bits
-            # to what the product's accumulator starts with.
+            # |scores| < 2^22, so these bits are the floats scores + 1.5·2^23, in the same order. The compiler moves
+            # the addition into the start value of the product's accumulator.
             scores += ROUND_MAGIC_BITS
             values = scores.to(tl.float32, bitcast=True)
             largest = tl.max(scores, 1) - ROUND_MAGIC_BITS
         else:
-            # one positive scale for the tile: the max may be taken on the integers, of which Hopper compares three
-            # at a time
+            # the tile has one positive scale, so its max may be taken on integers: Hopper compares three at a time
             values = scores.to(tl.float32)
             largest = tl.max(scores, 1)
         top = largest.to(tl.float32) * tile_scale
-    if EXPONENT != 0:  # no number, rather than a P that saturates beside a sum that does not
+    if EXPONENT != 0:  # NaN in the output, rather than a P that saturates beside a sum that does not
         top = tl.where(tl.abs(top) < _SCORE_LIMIT, top, float("inf"))
     new_reference = tl.maximum(least, reference_below(top, EXPONENT))
     against = new_reference
     if ADDS_BITS:
-        # what was added is taken off with the reference, and what that sum rounds to is the reference
+        # subtract what was added together with the reference; the reference is then what that sum rounds to
         against = tl.fma(tile_scale, ROUND_MAGIC, new_reference)
         new_reference = tl.fma(tile_scale, -ROUND_MAGIC, against)
-    # dequantisation folds into the exponent's FMA
+    # dequantisation is part of the exponent's FMA
     p = tl.exp2(tl.fma(values, tile_scale[:, None], -against[:, None]))
     if SUMS_CODES:
         p = (p + ROUND_MAGIC) - ROUND_MAGIC
@@ -88,11 +97,10 @@ def online_softmax_step(scores, row_scale, key_scale, reference, least, running_
 
 @triton.jit
 def fixed_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCALE_PER_KEY: tl.constexpr):
-    """As `online_softmax_step` with the reference that there is: no max, nothing to rescale.
+    """Softmax over one completely visible key tile with a fixed reference: no max, nothing to rescale.
 
-    Softmax does not depend on its reference, and the relative precision of P does not either. Only its range ends:
-    in 16 bit, a score that is too far above gives inf, which stays in the sums (see `outgrown`). Returns P and the new
-    sum.
+    Neither the softmax nor the relative precision of P depends on the reference. Only the range of P does: in 16 bit,
+    a score too far above the reference gives inf, which stays in the sums (see `outgrown`). Returns P and the new sum.
     """
     values = scores.to(tl.float32)
     tile_scale = row_scale
@@ -106,7 +114,7 @@ def fixed_softmax_step(scores, row_scale, key_scale, reference, running_sum, SCA
 
 @triton.jit
 def outgrown(acc, running_sum):
-    """Whether any row of the program has sums that are no numbers: P, P·V or the sum of P left its format."""
+    """Return True if any row's sums are inf or NaN: P, P·V or the sum of P left its format's range."""
     lost = (tl.sum(acc * 0.0, 1) + running_sum * 0.0) != 0.0
     return tl.max(lost.to(tl.int32), 0) != 0
 
@@ -114,9 +122,9 @@ def outgrown(acc, running_sum):
 @triton.jit
 def masked_scores(scores, row_scale, key_scale, shift, bias, softcap,
                   SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, HAS_BIAS: tl.constexpr):  # fmt: skip
-    """Scores in base 2, fp32 [BLOCK_M, BLOCK_N], where they are more than a product; the hidden ones too.
+    """Return scores in base 2, fp32 [BLOCK_M, BLOCK_N], with soft cap and bias; hidden keys included.
 
-    shift [BLOCK_M]: what smoothing took from the scores (softcap); bias: added, base 2, broadcast to
+    shift: [BLOCK_M], what centring K took from the scores (read for the soft cap); bias: base 2, broadcast to
     [BLOCK_M, BLOCK_N].
     """
     values = scores.to(tl.float32)
@@ -127,24 +135,27 @@ def masked_scores(scores, row_scale, key_scale, shift, bias, softcap,
         tile_scale = row_scale * key_scale
     if SOFTCAP:
         x = tl.fma(values, tile_scale[:, None], shift[:, None]) * tl.div_rn(softcap * 0.0 + 1.0, softcap)
-        # cap · tanh, from the one exponential that there is; base 2 throughout
+        # cap · tanh, by exp2; base 2 throughout
         values = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268)))
         tile_scale = row_scale * 0.0 + 1.0
     if HAS_BIAS:
         values = tl.fma(values, tile_scale[:, None], bias)
         tile_scale = row_scale * 0.0 + 1.0
-    return values * tile_scale[:, None]  # before it is masked: -inf times a scale of 0 is no number
+    return values * tile_scale[:, None]  # scaled before it is masked: -inf times a scale of 0 is NaN
 
 
 @triton.jit
 def masked_softmax_step(values, visible, reference, least, running_sum, EXPONENT: tl.constexpr,
                         SUMS_CODES: tl.constexpr = False):  # fmt: skip
-    """As `online_softmax_step` on `masked_scores`, of which those not `visible` (broadcast) do not count."""
+    """Online softmax over the scores of `masked_scores`; keys that are not `visible` do not count.
+
+    visible: broadcast to the scores' shape. Other arguments and results as in `online_softmax_step`.
+    """
     top = tl.max(tl.where(visible, values, float("-inf")), 1)
     new_reference = tl.maximum(least, reference_below(top, EXPONENT))
-    # a row that has seen nothing yet has a reference of -inf: no difference may be taken from that
+    # the reference of a row that has seen no key yet is -inf, and -inf minus -inf would be NaN
     finite = tl.where(new_reference == float("-inf"), 0.0, new_reference)
-    # not fused: the largest score's exponent is exactly EXPONENT (0 beyond P_EXPONENT_LIMIT), however large the score
+    # no FMA: the exponent of the largest score is exactly EXPONENT (0 beyond the limit), however large the score
     p = tl.where(visible, tl.exp2(values - finite[:, None]), 0.0)
     if SUMS_CODES:
         p = (p + ROUND_MAGIC) - ROUND_MAGIC
@@ -155,7 +166,7 @@ def masked_softmax_step(values, visible, reference, least, running_sum, EXPONENT
 @triton.jit
 def _load_mask(mask_rows, reach, offs_m, offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv,
                MASK: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr):  # fmt: skip
-    """Bias (base 2) and visibility of one tile, each broadcastable to [BLOCK_M, BLOCK_N]."""
+    """Return one tile's bias (base 2) and visibility, each broadcastable to [BLOCK_M, BLOCK_N]."""
     if MASK == "rows":
         inside = (offs_m < seq_q)[:, None] & (offs_n < seq_kv)[None, :]
         rows = offs_m.to(tl.int64)[:, None] * stride_mq
@@ -182,8 +193,11 @@ def masked_step(
     SCALE_PER_KEY: tl.constexpr, SOFTCAP: tl.constexpr, EXPONENT: tl.constexpr, LAGGED: tl.constexpr,
     TILE: tl.constexpr, SUMS_CODES: tl.constexpr,
 ):  # fmt: skip
-    """Softmax of one tile that may hide keys. Returns P, reference, sum, largest score (LAGGED; TILE: highest
-    reference) and rescale factor."""
+    """Softmax over one key tile that may hide keys.
+
+    top: with LAGGED the largest score so far, with TILE the highest reference so far. Returns P, the reference, the
+    sum, `top`, and the factor for earlier sums.
+    """
     bias, visible = _load_mask(
         mask_rows, reach, offs_m, offs_n, stride_mq, stride_mk, left, right, offset, seq_q, seq_kv,
         MASK, HAS_LEFT, HAS_RIGHT,

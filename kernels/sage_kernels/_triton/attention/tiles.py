@@ -1,27 +1,28 @@
 """Tile sizes of the attention kernels by GPU, head width and scaling.
 
-Each row names its evidence; nothing is autotuned at call time.
+Each row names its evidence; nothing is autotuned at call time. The width is head_dim padded to 64, 128 or 256.
 """
 
 from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """How one launch of the attention kernel is cut.
+    """Sizes and options of one launch of an attention kernel.
 
     Attributes:
-        block_m, block_n: query rows of a program and keys of a step.
-        num_warps, num_stages: of the Triton kernel; for the Hopper kernel num_stages is its number of K/V buffers.
+        block_m, block_n: query rows of a program, and keys of a turn of its loop.
+        num_warps, num_stages: of the Triton kernel. In the Hopper kernel num_stages is the number of K/V buffers.
         kernel: "pointers" (cp.async), "tma" (the bulk copy engine of sm_90 and later; elsewhere Triton emulates
             descriptors without cp.async) or "hopper" (the warp-specialised Gluon kernel, sm_90 only).
-        keep_first_max: the largest score of the first key tile stays the softmax's reference over the wholly visible
-            tiles: no max and no rescaling there. Rows that outgrow it are done again in the same launch.
-        adds_bits: with a running max and a scale per tile, integer scores of wholly visible tiles become floats by an
-            addition: 1.5·2^23 has room for them in its mantissa. Where accumulators live in registers (mma.sync),
-            products start with it and nothing is converted; chosen where fewer instructions are counted. Programs
-            whose scales are too large for it convert all of theirs (ADDED_BITS_LIMIT).
-        parts: of the channels, whose P·V in INT8 is one after the other: fewer integer sums at a time.
-        asm: codes of P are packed by instructions of NVIDIA's that the compiler does not find by itself.
+        keep_first_max: the softmax reference over completely visible tiles is the largest score of the first key tile:
+            no max, no rescaling. Rows with much larger scores later are computed again in the same launch.
+        adds_bits: with a running max and a scale per tile, integer scores of completely visible tiles become floats by
+            an addition: the mantissa of 1.5·2^23 has room for them. Where accumulators live in registers (mma.sync),
+            products start with that number and nothing is converted. Chosen where it takes fewer instructions.
+            Programs with scales too large for it convert all of their scores (ADDED_BITS_LIMIT).
+        parts: with P·V in INT8, how many parts of the channels are multiplied one after the other. More parts mean
+            fewer integer sums at a time.
+        asm: INT8 codes of P are packed by NVIDIA instructions that the compiler does not find by itself.
     """
 
     block_m: int
@@ -36,7 +37,10 @@ class Tile(NamedTuple):
 
     @property
     def scale_rows(self) -> int:
-        """Query rows that share a scale where the granularity is a block: in the Hopper kernel, one warpgroup's."""
+        """Query rows that share a quantisation scale with the scaling "per_block".
+
+        In the Hopper kernel these are the 64 rows of one warpgroup.
+        """
         return 64 if self.kernel == "hopper" else self.block_m
 
 
@@ -49,8 +53,8 @@ _HOPPER = {
     256: Tile(64, 64, 4, 2, "tma"),
 }
 _HOPPER_256_PER_TOKEN = Tile(64, 32, 4, 2, "tma")
-# What the Hopper kernel can't do: a mask of rows, whose pointers take registers at width 128. Not timed: the tiles
-# whose plain loop does not spill.
+# The Hopper kernel has no mask that differs by row: at width 128 its pointers take too many registers. Not timed: the
+# tiles whose loop over complete tiles does not spill.
 _HOPPER_ROWS = {64: Tile(64, 128, 4, 3, "tma"), 128: Tile(64, 128, 8, 2, "tma")}
 _OTHER_ROWS = Tile(64, 64, 8, 2, "pointers")
 # Not timed: chosen from registers, spills and loop counts of the compiled kernels (tests/codegen.json). At
@@ -80,8 +84,8 @@ _BLACKWELL = {
     256: Tile(64, 32, 8, 2, "pointers"),
 }
 _AMD = {width: tile._replace(adds_bits=False) for width, tile in _AMPERE.items()}
-# P and V in FP8: timed on an H200 at widths 64 and 128. The others are not: the largest tiles whose plain loop does
-# not spill.
+# P and V in FP8: timed on an H200 at widths 64 and 128. The others are not: the largest tiles whose loop over
+# complete tiles does not spill.
 _FP8_WIDE = Tile(32, 32, 8, 2, "pointers")
 _FP8 = {
     90: {64: Tile(192, 64, 4, 5, "hopper"), 128: Tile(192, 64, 4, 4, "hopper"), 256: Tile(64, 32, 8, 2, "tma")},
@@ -96,12 +100,12 @@ _FP8 = {
         256: _FP8_WIDE,
     },
 }
-# With a running max, timed as well: two consumers of large tiles take fewer maxima and rescale less often.
+# With a running max, timed as well: two consumers with large tiles take fewer maxima and rescale less often.
 _FP8_HOPPER_RUNNING = Tile(128, 128, 4, 3, "hopper")
-# A mask of rows, not timed: with a sum of its own for each tile's products, larger ones spill.
+# A mask that differs by row, not timed: each tile's products have a sum of their own, so larger tiles spill.
 _FP8_HOPPER_ROWS = {64: Tile(64, 64, 4, 3, "tma"), 128: Tile(64, 64, 8, 2, "tma")}
 _FP8_OTHER_ROWS = Tile(32, 64, 8, 2, "pointers")
-# P and V in INT8, not timed. With as many keys in a tile, sums of integers become floats as rarely as 16-bit sums are
+# P and V in INT8, not timed. With this many keys in a tile, integer sums become floats as rarely as 16-bit sums are
 # rescaled: fewer instructions a key than with P and V in 16 bit. At width 128 the largest that fits the registers.
 _INT8_WIDE = Tile(32, 64, 8, 2, "pointers")
 _INT8_64 = Tile(128, 128, 8, 2, "pointers", adds_bits=True, asm=True)
@@ -113,15 +117,14 @@ _INT8 = {
     120: {64: _INT8_64, 128: Tile(128, 64, 8, 2, "pointers", adds_bits=True)},
     0: {64: Tile(128, 64, 8, 3, "pointers"), 128: Tile(128, 64, 8, 3, "pointers")},
 }
-# On Hopper, in its own kernel: as many keys as fit. A scale per key leaves fewer registers. At width 64, where they
-# fit, three consumers of 64 keys were slower on an H100.
+# INT8 P and V in the Hopper kernel: as many keys as fit. A scale per key leaves fewer registers. At width 64, where
+# three consumers with tiles of 64 keys fit, they were slower on an H100.
 _INT8_HOPPER = Tile(128, 128, 4, 4, "hopper", True)
 _INT8_HOPPER_PER_TOKEN = Tile(128, 64, 4, 6, "hopper", True)
 _INT8_ROWS = {90: Tile(64, 64, 8, 2, "tma"), 0: Tile(32, 64, 8, 2, "pointers")}
 
 
 def _int8_tile(capability: int, width: int, by_row: bool) -> Tile:
-    """The tile of P and V in INT8."""
     if by_row and width <= 128:
         return _INT8_ROWS[90 if capability == 90 else 0]
     family = 0
@@ -133,16 +136,17 @@ def _int8_tile(capability: int, width: int, by_row: bool) -> Tile:
 def choose_tile(
     capability: int, width: int, scaling: str, by_row: bool = False, pv: str = "16bit", running: bool = False
 ) -> Tile:
-    """The tile of a launch.
+    """Return the tile of a launch.
 
     Args:
         capability: compute capability such as 90; 0: AMD.
         width: head_width of the call.
         scaling: "planned" included.
-        by_row: there is a mask that differs from row to row, a soft cap or sinks. A mask of keys is not that, and runs
-            on the tile of plain attention: a padded sample keeps its bits, unless the tail of one of both is cut.
-        pv: format of P and V, of the recipe; "fp8_e4m3" from 89 on, "int8" and "int8_tensor" everywhere.
-        running: with 8-bit P, whether no maxima of the step before are known.
+        by_row: True for a mask that differs from row to row, a soft cap or sinks. A mask of keys is none of these:
+            such calls take the tile of plain attention, so a padded sample keeps its bits, unless one of the two
+            calls has its last query tiles cut along the keys (`choose_tail`).
+        pv: format of P and V in the recipe. "fp8_e4m3" needs capability 89; "int8" and "int8_tensor" run everywhere.
+        running: with 8-bit P, True if no row maxima of the previous step are known.
     """
     if pv == "int8" and capability == 90 and width <= 128 and not by_row:
         return _INT8_HOPPER_PER_TOKEN if scaling == "per_token" and width == 128 else _INT8_HOPPER
@@ -167,8 +171,8 @@ def choose_tile(
     return _AMPERE[width] if capability else _AMD[width]
 
 
-# What the programs that share a tile of query rows are worth. In keys that a program walks in that time: its begin and
-# its end (clocks read in the kernel on an H200, width 128), and what a piece adds to the sum of all.
+# Costs of cutting a query tile, in keys that a program walks in the same time: a program's begin and end (clocks read
+# in the kernel on an H200, width 128), and adding one piece to the sum of all.
 _BEGIN_AND_END = 1400
 _SUM_OF_PIECE = 64
 _SHORTEST_PIECE = 512
@@ -176,9 +180,11 @@ MAX_PIECES = 8
 
 
 class Tail(NamedTuple):
-    """How the last programs of a launch, which would leave most SMs idle, are cut along the keys.
+    """How the last query tiles of a launch are cut along the keys, where they would leave most SMs idle.
 
-    Attributes: whole: tiles of query rows of one program each, the first ones. pieces: programs of each other tile.
+    Attributes:
+        whole: how many query tiles, the first ones, have one program each.
+        pieces: programs of each other query tile.
     """
 
     whole: int
@@ -186,11 +192,14 @@ class Tail(NamedTuple):
 
 
 def choose_tail(tiles: int, seq_kv: int, processors: int) -> Tail | None:
-    """The tail of a launch of `tiles` equal tiles of query rows, one a time on each of so many SMs; None: uncut."""
+    """Choose how to cut the last query tiles of a launch along the keys; None if it is not worth it.
+
+    tiles: query tiles, equally long; processors: SMs, each of which runs one program at a time.
+    """
     rest = tiles % processors
 
     def keys(pieces: int) -> float:
-        """What the last of them take, in keys."""
+        """Return the time of the last query tiles, cut into so many pieces, in keys."""
         rounds = -(-rest * pieces // processors)
         return rounds * (seq_kv / pieces + _BEGIN_AND_END) + (_SUM_OF_PIECE * pieces if pieces > 1 else 0)
 
@@ -200,15 +209,17 @@ def choose_tail(tiles: int, seq_kv: int, processors: int) -> Tail | None:
 
 
 def query_slice(seq_kv: int, band: bool, masked: bool, lagged: bool) -> int:
-    """Query rows that a warpgroup of the Hopper kernel quantises together: 16, 32 or all 64.
+    """Return how many query rows a warpgroup of the Hopper kernel quantises at a time: 16, 32 or all 64.
 
-    In slices a program begins sooner, which shows where it has few keys to walk. With many, the kernel is at the GPU's
-    power cap, where a sooner begin gains nothing, and its loop comes out slower; but not with the reference of the
-    step before. Chosen by timing on an H200.
+    In slices a program begins sooner, which shows where it has few keys to walk. With many keys the kernel is at the
+    GPU's power cap: a sooner begin gains nothing, and the loop comes out slower, except with the reference of the step
+    before. Chosen by timing on an H200.
 
     Args:
-        masked: by a mask of keys, beside which the loop spills registers if there are slices (Triton 3.7.1).
-        lagged: 8-bit P with the reference of the step before.
+        seq_kv: keys of the call.
+        band: the call is causal or has a sliding window.
+        masked: there is a mask of keys. Beside it, slices make the loop spill registers (Triton 3.7.1).
+        lagged: 8-bit P with the softmax reference of the previous step.
     """
     if band and not masked:
         return 16

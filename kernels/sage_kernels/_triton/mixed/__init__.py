@@ -1,4 +1,4 @@
-"""Attention in two precisions: codes of K and what selectors ask of it, the choice of blocks, the attention kernel.
+"""Mixed attention: most key blocks in a cheap format, a few chosen ones in 16 bit or left out.
 
-May import ground floor, `compat`, `launch`, primitives, and the jitted functions of `prologue` and `attention`.
+May import `facts`, `compat`, `launch`, primitives, and the jitted functions of `prologue` and `attention`.
 """

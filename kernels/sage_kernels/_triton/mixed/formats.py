@@ -1,6 +1,6 @@
-"""Rounding to the formats of ordinary blocks: INT8, INT4, and two FP4s as numbers of 16 bits or packed.
+"""Round Q and K to the formats of ordinary blocks: INT8, INT4, and FP4 as 16-bit numbers or packed.
 
-Rounds where sage_kernels/facts/base_formats.py does.
+The two kinds of FP4 are MXFP4 and NVFP4. Rounds where sage_kernels/facts/base_formats.py does.
 """
 
 import triton
@@ -17,20 +17,23 @@ INT8_MAX, INT4_MAX = tl.constexpr(recipe.INT8_MAX), tl.constexpr(recipe.INT4_MAX
 
 @triton.jit
 def _ratio(number, x):
-    """number / x, rounded once. number: a constant."""
+    """Return number / x, rounded once; number is a constant."""
     return tl.div_rn(x * 0.0 + number, x)
 
 
 @triton.jit
 def _power_above(x):
-    """The smallest power of two that is not below x > 0."""
+    """Return the smallest power of two that is not below x > 0."""
     bits = (x.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _round_to_e4m3(x):
-    """x >= 0 to the nearest number of e4m3, saturating, in fp32: a GPU without FP8 has no cast."""
+    """Round x >= 0 to the nearest e4m3 number, saturating, in fp32.
+
+    Written out because a GPU without FP8 has no cast.
+    """
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     below = round_to_int(tl.minimum(x, 1.0) * 512.0).to(tl.float32) * (1.0 / 512.0)
@@ -39,7 +42,10 @@ def _round_to_e4m3(x):
 
 @triton.jit
 def round_to_e2m1(x):
-    """x to the nearest number of e2m1, ties to even mantissas, saturating; a NaN becomes some number."""
+    """Round x to the nearest e2m1 number, ties to even mantissas, saturating.
+
+    A NaN becomes some number.
+    """
     x = tl.minimum(tl.maximum(x, -E2M1_MAX), E2M1_MAX)
     size = tl.abs(x)
     inverse = tl.where(size >= 4, 0.5, tl.where(size >= 2, 1.0, 2.0))
@@ -48,7 +54,7 @@ def round_to_e2m1(x):
 
 @triton.jit
 def token_scale(x, BASE: tl.constexpr):
-    """Largest element of each token of x [ROWS, WIDTH], bounded from below, and the token's scale."""
+    """Return the amax of each token of x [ROWS, WIDTH], bounded from below, and its quantisation scale."""
     amax = tl.maximum(tl.max(tl.abs(x), 1), AMAX_FLOOR)
     if BASE == "int8":
         scale = tl.div_rn(amax, amax * 0.0 + INT8_MAX)
@@ -63,7 +69,11 @@ def token_scale(x, BASE: tl.constexpr):
 
 @triton.jit
 def fp4_groups(x, amax, scale, BASE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x in e2m1 [ROWS, GROUPS, GROUP] fp32, and the scales of its groups relative to the token's [ROWS, GROUPS, 1]."""
+    """Round x [ROWS, WIDTH] to e2m1 with a scale for each group of 16 (NVFP4) or 32 (MXFP4) channels.
+
+    Returns e2m1 numbers as fp32 [ROWS, GROUPS, GROUP], and the groups' scales relative to the token's [ROWS, GROUPS,
+    1].
+    """
     GROUP: tl.constexpr = 16 if BASE == "nvfp4" else 32
     grouped = tl.reshape(x, (ROWS, WIDTH // GROUP, GROUP))
     largest = tl.max(tl.abs(grouped), 2)
@@ -79,7 +89,10 @@ def fp4_groups(x, amax, scale, BASE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl
 
 @triton.jit
 def base_codes(x, BASE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x fp32 [ROWS, WIDTH] → codes, int8 or (FP4) fp16, and a scale a token [ROWS], NaN where one is not finite."""
+    """Quantise x, fp32 [ROWS, WIDTH], with a scale for each token.
+
+    Returns codes, int8 or (FP4) fp16, and the tokens' scales [ROWS], NaN for a token that is not finite.
+    """
     amax, scale = token_scale(x, BASE)
     if BASE == "int8":
         codes = round_to_int(x * _ratio(INT8_MAX, amax)[:, None]).to(tl.int8)
@@ -93,8 +106,11 @@ def base_codes(x, BASE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def packed_codes(x, BASE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """x fp32 [ROWS, WIDTH] → e2m1, two in a byte, the even channel in the low half [ROWS, WIDTH // 2], scales of
-    groups as `dot_scaled` takes them [ROWS, GROUPS], and a scale a token [ROWS]."""
+    """Quantise x, fp32 [ROWS, WIDTH], to packed FP4 for `tl.dot_scaled`.
+
+    Returns e2m1 codes [ROWS, WIDTH // 2], two in a byte with the even channel in the low half; the groups' scales as
+    `dot_scaled` takes them [ROWS, GROUPS]; and the tokens' scales [ROWS].
+    """
     GROUP: tl.constexpr = 16 if BASE == "nvfp4" else 32
     amax, scale = token_scale(x, BASE)
     values, groups = fp4_groups(x, amax, scale, BASE, ROWS, WIDTH)
@@ -107,6 +123,6 @@ def packed_codes(x, BASE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr)
     groups = tl.reshape(groups, (ROWS, WIDTH // GROUP))
     if BASE == "nvfp4":
         scales = groups.to(tl.float8e4nv)
-    else:  # the exponent alone
+    else:  # of a power of two the exponent is enough
         scales = (groups.to(tl.int32, bitcast=True) >> 23).to(tl.uint8)
     return packed, scales, scale + nan_unless_finite(x, 1)

@@ -1,8 +1,8 @@
-"""Attention of one block of query rows: ordinary blocks of keys in a cheap format, promoted ones in 16 bit, one online
-softmax over both.
+"""The mixed attention kernel: ordinary key blocks in a cheap format, promoted ones in 16 bit.
 
-Three loops, over ordinary blocks that are wholly visible, those that need a mask, and promoted ones, as the lists of
-select.py say. P·V is in 16 bit throughout, sums are in fp32.
+A program computes one block of query rows. Both kinds of key blocks share one online softmax. There are three loops,
+by the lists of select.py: over ordinary blocks that all rows see completely, over ordinary blocks that need a mask,
+and over promoted blocks. P·V is in 16 bit throughout, sums are in fp32.
 """
 
 import triton
@@ -18,7 +18,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def _visible(tile, rows, seq_kv, offset, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Which keys of a block the rows see, broadcastable to [BLOCK_Q, BLOCK]."""
+    """Return which keys of a block the rows see, broadcastable to [BLOCK_Q, BLOCK]."""
     keys = tile * BLOCK + tl.arange(0, BLOCK)
     seen = (keys < seq_kv)[None, :]
     if CAUSAL:
@@ -30,8 +30,11 @@ def _visible(tile, rows, seq_kv, offset, BLOCK: tl.constexpr, CAUSAL: tl.constex
 def _ordinary_scores(q_codes, q_groups, row_scale, codes_ptr, group_scale_ptr, k_scale_ptr, tile, zero,
                      BASE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr,
                      PACKED_FP4: tl.constexpr):  # fmt: skip
-    """Scores in base 2 [BLOCK_Q, BLOCK]. zero: a sum to begin with; Triton 3.6 and 3.7 can't compile dot_scaled for
-    sm_100 in a loop where they know that it is zero."""
+    """Return scores in base 2 [BLOCK_Q, BLOCK] of one ordinary key block.
+
+    zero: start value of the sum. Triton 3.6 and 3.7 can't compile dot_scaled for sm_100 in a loop if they know that it
+    is zero.
+    """
     keys = tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     channels = tl.arange(0, WIDTH)
     if PACKED_FP4:
@@ -59,12 +62,17 @@ def _mixed_attention_kernel(
     BASE: tl.constexpr, CAUSAL: tl.constexpr, PROMOTES: tl.constexpr, RETURN_LSE: tl.constexpr,
     PACKED_FP4: tl.constexpr,
 ):  # fmt: skip
+    """Mixed attention of BLOCK_Q query rows of one head; a program for each such block of all heads.
+
+    codes_ptr, group_scale_ptr, k_scale_ptr, center_ptr, q_weight_ptr: written by `_prepare_mixed_kernel`. lists_ptr,
+    numbers_ptr: written by `_select_blocks_kernel`. out_ptr: [B, S_q, H, D], lse_ptr: fp32 [B, S_q, H], contiguous.
+    """
     LOG2_E: tl.constexpr = 1.4426950408889634
     m_tiles = tl.cdiv(seq_q, BLOCK_Q)
     n_tiles = tl.cdiv(seq_kv, BLOCK)
     m_tile = tl.program_id(0) % m_tiles
     if CAUSAL:
-        m_tile = m_tiles - 1 - m_tile  # the long ones of a head first
+        m_tile = m_tiles - 1 - m_tile  # a head's longest first, so that the last to run are short
     head_of_batch = tl.program_id(0) // m_tiles
     b = (head_of_batch // heads).to(tl.int64)
     h = head_of_batch % heads
@@ -82,15 +90,15 @@ def _mixed_attention_kernel(
         q_codes, q_scale = base_codes(x, BASE, BLOCK_Q, WIDTH)
         q_groups = q_scale
     row_scale = q_scale * (softmax_scale * LOG2_E)
-    # smoothing lowered every score of a row by q·c: promoted blocks are lowered alike, and the LSE gets it back
+    # centring K lowered every score of a row by q·c: do the same to promoted blocks, and give it back to the LSE
     center = tl.load(center_ptr + kv_head * WIDTH + channels)
     shift = tl.sum(q * center[None, :], 1) * (softmax_scale * LOG2_E)
     zero = tl.minimum(seq_q, 0).to(tl.float32)
 
     place = head_of_batch.to(tl.int64) * m_tiles + m_tile
     lists = lists_ptr + place * n_tiles
-    plain = tl.load(numbers_ptr + place * 4)
-    ordinary = tl.load(numbers_ptr + place * 4 + 1)
+    plain = tl.load(numbers_ptr + place * 3)
+    ordinary = tl.load(numbers_ptr + place * 3 + 1)
     k_base = k_ptr + b * stride_kb + h_kv * stride_kh
     v_base = v_ptr + b * stride_vb + h_kv * stride_vh
     first_key = kv_head * n_tiles * BLOCK
@@ -127,8 +135,8 @@ def _mixed_attention_kernel(
         v = load_tokens(v_base, tile * BLOCK + tl.arange(0, BLOCK), stride_vs, seq_kv, HEAD_DIM, WIDTH, True)
         acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
     if PROMOTES:
-        promoted = tl.load(numbers_ptr + place * 4 + 2)
-        # loaded anew, by an address that the compiler does not know: else it is kept in registers all along
+        promoted = tl.load(numbers_ptr + place * 3 + 2)
+        # load Q again, from an address that the compiler can't tell is the same: else Q stays in registers all along
         again = q_base + tl.minimum(seq_q, 0)
         q_16 = load_tokens(again, rows, stride_qs, seq_q, HEAD_DIM, WIDTH, True).to(v_ptr.dtype.element_ty)
         for i in tl.range(0, promoted, num_stages=1):
@@ -144,7 +152,7 @@ def _mixed_attention_kernel(
             )  # fmt: skip
             acc = tl.dot(p.to(v.dtype), v, acc * rescale[:, None])
 
-    # a row that sees nothing gives 0; a sum that is no number stays none
+    # a row that sees no key gives 0; a NaN in the sum stays NaN
     acc = tl.where((running_sum == 0.0)[:, None], 0.0, tl.div_rn(acc, tl.zeros_like(acc) + running_sum[:, None]))
     is_row = rows < seq_q
     out_row = (b * seq_q + rows) * heads + h

@@ -1,4 +1,4 @@
-"""One pass over K: codes of ordinary blocks, and what the selector asks of each block of keys."""
+"""The pass over K for mixed attention: codes of all key blocks, and numbers to rank them by."""
 
 import triton
 import triton.language as tl
@@ -15,8 +15,11 @@ def _prepare_mixed_kernel(
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr, BASE: tl.constexpr,
     SELECTOR: tl.constexpr, PACKED_FP4: tl.constexpr,
 ):  # fmt: skip
-    """`tiles` blocks of one head a program. blocks_ptr: fp32 [B·H_kv, blocks, 2, WIDTH]: of centred keys, the mean
-    ("block_mean"), or the maxima and minima ("quest")."""
+    """Quantise `tiles` key blocks of one head, and write the selector's numbers of each block.
+
+    blocks_ptr: fp32 [B·H_kv, blocks, 2, WIDTH], of centred keys: their mean ("block_mean"), or maxima and minima
+    ("quest").
+    """
     chunk = tl.program_id(0) % chunks
     head_of_batch = (tl.program_id(0) // chunks).to(tl.int64)
     b, h = head_of_batch // kv_heads, head_of_batch % kv_heads

@@ -1,4 +1,4 @@
-"""Which blocks of keys the action is taken on, for each block of query rows, as lists for the attention kernel."""
+"""Choose which key blocks to promote or skip, as a list for each block of query rows."""
 
 import triton
 import triton.language as tl
@@ -8,15 +8,18 @@ from ..primitives import load_tokens
 
 @triton.jit
 def _ordered(score):
-    """fp32 as int32 of the same order."""
+    """Return int32 numbers in the same order as these fp32 numbers."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def block_range(row, seq_q, seq_kv, offset, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr):
-    """Of the blocks of keys: how many row block `row` sees, sees wholly (without a mask), and the first that holds a
-    key of its own rows."""
+    """Return which key blocks the query rows of block `row` see, as three int32 numbers.
+
+    visible: how many blocks they see, from the first on; full: how many of these they all see completely (no mask
+    needed); own: the first block with a key of the rows themselves.
+    """
     n_tiles = tl.cdiv(seq_kv, BLOCK)
     visible = n_tiles
     full = seq_kv // BLOCK
@@ -24,30 +27,28 @@ def block_range(row, seq_q, seq_kv, offset, BLOCK_Q: tl.constexpr, BLOCK: tl.con
     if CAUSAL:
         first_row = row * BLOCK_Q + offset
         last_row = tl.minimum((row + 1) * BLOCK_Q, seq_q) - 1 + offset
-        # C divides towards zero: not below it
+        # maxima with 0, because integer division rounds towards zero
         visible = tl.minimum(tl.maximum(last_row + BLOCK, 0) // BLOCK, n_tiles)
         full = tl.minimum(tl.maximum(first_row + 1, 0) // BLOCK, full)
         own = tl.minimum(tl.maximum(first_row, 0) // BLOCK, tl.maximum(visible - 1, 0))
     return visible, full, own
 
 
-@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "offset", "keep", "millionths", "rows", "zeroed"])
+@triton.jit(do_not_specialize=["seq_q", "seq_kv", "heads", "group", "offset", "keep", "millionths", "rows"])
 def _select_blocks_kernel(
-    q_ptr, blocks_ptr, scores_ptr, lists_ptr, numbers_ptr, chosen_ptr, zeroed_ptr, stride_qb, stride_qs, stride_qh,
-    seq_q, seq_kv, heads, group, offset, keep, millionths, rows, zeroed,
+    q_ptr, blocks_ptr, scores_ptr, lists_ptr, numbers_ptr, chosen_ptr, stride_qb, stride_qs, stride_qh,
+    seq_q, seq_kv, heads, group, offset, keep, millionths, rows,
     HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     SPAN: tl.constexpr, SELECTOR: tl.constexpr, SKIPS: tl.constexpr, CAUSAL: tl.constexpr,
     STORE_CHOSEN: tl.constexpr,
 ):  # fmt: skip
-    """Row blocks program_id, + programs, … of all heads.
+    """Choose key blocks for every programs-th block of query rows of all heads, from program_id on.
 
-    scores_ptr: int32 [programs, blocks padded to SPAN], this program's alone. lists_ptr: int16 or int32 [B·H·row
-    blocks, blocks]: ordinary blocks from the front, in order, promoted ones from the end. numbers_ptr: int32 [.., 4]:
-    ordinary blocks that need no mask, all ordinary ones, promoted ones, those of them that need no mask. chosen_ptr:
-    int8 like the lists. zeroed_ptr: int32, so many numbers become 0, which programs of the next launch count in.
+    scores_ptr: int32 [programs, blocks padded to SPAN], scratch memory of each program. lists_ptr: int16 [B·H·row
+    blocks, blocks]: ordinary blocks in order from the front, promoted ones from the end. numbers_ptr: int32 [B·H·row
+    blocks, 3]: ordinary blocks that need no mask, all ordinary blocks, promoted blocks. chosen_ptr: int8, shape as
+    lists_ptr: 1 for chosen blocks.
     """
-    for i in range(tl.program_id(0), zeroed, tl.num_programs(0)):
-        tl.store(zeroed_ptr + i, 0)
     n_tiles = tl.cdiv(seq_kv, BLOCK)
     m_tiles = tl.cdiv(seq_q, BLOCK_Q)
     channels = tl.arange(0, WIDTH)
@@ -61,7 +62,7 @@ def _select_blocks_kernel(
         h = head_of_batch % heads
         visible, full, own = block_range(row, seq_q, seq_kv, offset, BLOCK_Q, BLOCK, CAUSAL)
 
-        # how important each block is, as integers of the same order
+        # rank blocks by importance, as integers of the same order
         first = place * 0
         if SELECTOR == "local":
             near = row * n_tiles // m_tiles
@@ -95,7 +96,7 @@ def _select_blocks_kernel(
                 tl.store(scores + j, score, mask=j < n_tiles)
         tl.debug_barrier()
 
-        # how many are chosen, of which blocks
+        # how many blocks are chosen, and from which
         candidates = visible
         wanted = tl.minimum(visible, keep)
         if SKIPS:
@@ -105,7 +106,7 @@ def _select_blocks_kernel(
                 candidates = own
                 wanted = tl.minimum(wanted, own)
             wanted = tl.maximum(wanted, 0)
-        # the largest number that at least `wanted` of them reach, by bisection
+        # bisection: the largest number that at least `wanted` scores reach
         least = tl.full([], -(2**31), tl.int64)
         most = tl.full([], 2**31 - 1, tl.int64)
         for _ in range(32):
@@ -125,9 +126,9 @@ def _select_blocks_kernel(
             score = tl.load(scores + j, mask=j < candidates, other=-(2**31))
             beyond += tl.sum(((score.to(tl.int64) > least) & (j < candidates)).to(tl.int32), 0)
 
-        # lists, in the order of the keys; of equal scores the first are chosen
+        # write lists in the order of the keys; of equal scores the first are chosen
         lists = lists_ptr + place.to(tl.int64) * n_tiles
-        equals, ordinary, ordinary_full, promoted, promoted_full = first, first, first, first, first
+        equals, ordinary, ordinary_full, promoted = first, first, first, first
         for start in range(0, n_tiles, SPAN):
             j = start + tl.arange(0, SPAN)
             score = tl.load(scores + j, mask=j < candidates, other=-(2**31)).to(tl.int64)
@@ -144,11 +145,9 @@ def _select_blocks_kernel(
             if not SKIPS:
                 tl.store(lists + n_tiles - promoted - tl.cumsum(taken, 0), j.to(tl.int16), mask=taken != 0)
                 promoted += tl.sum(taken, 0)
-                promoted_full += tl.sum(tl.where(j < full, taken, 0), 0)
             if STORE_CHOSEN:
                 tl.store(chosen_ptr + place.to(tl.int64) * n_tiles + j, taken.to(tl.int8), mask=j < n_tiles)
-        tl.store(numbers_ptr + place * 4, ordinary_full)
-        tl.store(numbers_ptr + place * 4 + 1, ordinary)
-        tl.store(numbers_ptr + place * 4 + 2, promoted)
-        tl.store(numbers_ptr + place * 4 + 3, promoted_full)
+        tl.store(numbers_ptr + place * 3, ordinary_full)
+        tl.store(numbers_ptr + place * 3 + 1, ordinary)
+        tl.store(numbers_ptr + place * 3 + 2, promoted)
         tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""The attention kernel of sm_90 in Gluon: one warpgroup of copies, and others that compute on what it brings.
+"""The attention kernel for sm_90 in Gluon: a producer warp copies, consumer warpgroups compute.
 
-May import what `attention` may, and its tiles and key lists; imported only where such a kernel is launched.
+May import what `attention` may, and its tile table and operands; imported only to launch such a kernel.
 """

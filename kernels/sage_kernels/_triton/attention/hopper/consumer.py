@@ -1,4 +1,4 @@
-"""One warpgroup from its query rows to its part of the output."""
+"""A consumer warpgroup, from its query rows to its part of the output."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -9,10 +9,9 @@ from .epilogue import finish
 from .int8_loop import sum_up_codes
 from .int8_sums import value_sums
 from .main_loop import sum_up
-from .promoted import keep_half_queries
 from .queries import quantize_queries
 from .split_keys import with_other_pieces
-from .types import LOWERED, ROW_FIELDS, ROWS, TO_MIDRANGE, Layouts, Total, Warpgroup
+from .types import ROW_FIELDS, ROWS, TO_MIDRANGE, Layouts, Total, Warpgroup
 
 
 _P_EXPONENT_LIMIT = gl.constexpr(recipe.P_EXPONENT_LIMIT)
@@ -21,19 +20,21 @@ _LAGGED_EXPONENT = gl.constexpr(recipe.LAGGED_EXPONENT)
 
 @gluon.jit
 def _kept_reference(program, score_rows, group_index, ROW: gl.constexpr):
-    """Softmax reference [ROWS] from the row maxima of the call before: max score per row (log2), K centred on its
-    midrange, which this call's midrange takes the place of."""
+    """Return the softmax reference [ROWS] from the row maxima of the previous call.
+
+    These are max scores per row (log2) with K centred on that call's midrange, taken as if centred on this call's.
+    """
     tile = program.tile
     row_max = program.recorded.row_max_ptr + (tile.b * tile.heads + tile.h).to(gl.int64) * tile.seq_q + score_rows
     earlier = gl.load(row_max, mask=score_rows < tile.seq_q, other=0.0)
     earlier -= program.shared.of_rows.index(group_index * ROW_FIELDS + TO_MIDRANGE).load(ROW)
-    # of a NaN or -inf nothing is known, and 0 is as good a guess as any
+    # a kept NaN or -inf says nothing about this call: 0 is as good a guess as any
     return gl.where(gl.abs(earlier) < _P_EXPONENT_LIMIT, earlier - _LAGGED_EXPONENT, 0.0)
 
 
 @gluon.jit
 def _sum_up(reference, program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """`sum_up`, whatever P and V are in."""
+    """Run the loop over key tiles for the formats of P and V."""
     if KIND.format.pv == "int8":
         total = sum_up_codes(value_sums(program, KIND), group_index, group, KIND, LAYOUTS)
     else:
@@ -43,7 +44,7 @@ def _sum_up(reference, program, group, group_index, KIND: gl.constexpr, LAYOUTS:
 
 @gluon.jit
 def consume(program, group_index, KIND: gl.constexpr):
-    """One warpgroup: quantise its query rows, walk the key tiles, write the output."""
+    """Quantise a warpgroup's query rows, walk the key tiles, write the output."""
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
     PV_DTYPE: gl.constexpr = KIND.pv_dtype
@@ -65,8 +66,6 @@ def consume(program, group_index, KIND: gl.constexpr):
     LAYOUTS: gl.constexpr = Layouts(scores=SCORES, out=OUT, p_operand=P_OPERAND, weights=WEIGHTS)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
 
-    if KIND.masking.mask == "blocks":
-        keep_half_queries(program, group_index, KIND)
     row_scale = quantize_queries(program, group_index, KIND, ROW)
 
     q_codes = program.shared.q_codes.index(group_index)
@@ -78,19 +77,13 @@ def consume(program, group_index, KIND: gl.constexpr):
     earlier = program.shared.earlier
     if FP8:
         earlier = (earlier[0].index(group_index), earlier[1].index(group_index))
-    q_half = q_codes
-    lowered = q_codes
-    if KIND.masking.mask == "blocks":
-        q_half = (program.shared.q_half.index(group_index * 2), program.shared.q_half.index(group_index * 2 + 1))
-        lowered = program.shared.of_rows.index(group_index * ROW_FIELDS + LOWERED)
     group = Warpgroup(
-        q_codes=q_codes, q_half=q_half, lowered=lowered, softmax_scale=program.inputs.softmax_scale, zero=zero,
-        row_scale=row_scale, score_rows=score_rows, earlier=earlier,
+        q_codes=q_codes, zero=zero, row_scale=row_scale, score_rows=score_rows, earlier=earlier,
         zeroed=program.shared.zeroed, turns=program.shared.turns, ring=program.ring, seen=program.seen,
     )  # fmt: skip
 
-    if KIND.masking.mask == "tiles" or KIND.masking.mask == "blocks":
-        # of a short list some pieces are empty: sums of nothing
+    if KIND.masking.mask == "tiles":
+        # pieces of a short list may be empty: then all sums are 0
         total = Total(
             acc=gl.zeros((ROWS, WIDTH), gl.float32, OUT),
             reference=reference,
@@ -102,7 +95,7 @@ def consume(program, group_index, KIND: gl.constexpr):
     else:
         total = _sum_up(reference, program, group, group_index, KIND, LAYOUTS)
     if FORMAT.reference != "running":
-        # the ring is free for other use once all warpgroups are through
+        # once all warpgroups are through, `redo` may use the ring
         mbarrier.arrive(program.shared.finished, count=1)
     if KIND.splits:
         is_last = gl.to_tensor(True)

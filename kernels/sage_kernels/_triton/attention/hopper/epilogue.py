@@ -1,4 +1,4 @@
-"""What a warpgroup does with its sums over all keys: see if they are good, else do them again; then the output."""
+"""The epilogue of a warpgroup: check its sums, redo them if they do not fit, write the output."""
 
 import struct
 
@@ -9,14 +9,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ....facts import recipe
 from ....facts.state import COUNT_FIELDS, COUNT_REDONE, COUNT_TRIED
 from ...prologue.prepare_value_codes import FIRST_LOST, numbers_of, rows_before_sums
-from .promoted import redo_blocks
 from .redo import redo
 from .softmax import outgrown
 from .types import LOWERED, ROW_FIELDS, ROWS, TO_MIDRANGE
 
 
 def bits_of(number: float) -> int:
-    """The fp32 number's bits as an integer, which positive numbers are ordered by."""
+    """Return the bits of an fp32 number as an integer. Positive numbers have the order of their bits."""
     return struct.unpack("<i", struct.pack("<f", number))[0]
 
 
@@ -30,13 +29,16 @@ _LARGEST_P = gl.constexpr(bits_of(2.0**recipe.LAGGED_HIGHEST))
 _INFINITY = gl.constexpr(bits_of(float("inf")))
 _LN_2 = gl.constexpr(0.6931471805599453)
 _FIRST_LOST = gl.constexpr(FIRST_LOST.value)
-_LOST_ROWS = gl.constexpr(32)  # of numbers, loaded at once
-_RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
+_LOST_ROWS = gl.constexpr(32)  # rows of numbers loaded at a time
+_RELAXED = gl.constexpr("relaxed")  # see primitives.RELAXED
 
 
 @gluon.jit
 def _value_numbers(program, KIND: gl.constexpr, OUT: gl.constexpr):
-    """As value_numbers of ../../prologue/prepare_value_codes.py, [WIDTH] each."""
+    """Return scale and centre of V's channels, [WIDTH] each.
+
+    It is `value_numbers` of ../../prologue/prepare_value_codes.py for Gluon.
+    """
     WIDTH: gl.constexpr = KIND.width
     SUMS: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [4, 1], [1, 0])
     tile = program.tile
@@ -55,7 +57,7 @@ def _value_numbers(program, KIND: gl.constexpr, OUT: gl.constexpr):
 
 @gluon.jit
 def finish(program, group, total, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """From one warpgroup's sums over all keys to its rows of the output, the LSE and the row maxima that are kept."""
+    """Turn a warpgroup's sums over all keys into its rows of output, LSE and kept row maxima."""
     HEAD_DIM: gl.constexpr = KIND.head_dim
     WIDTH: gl.constexpr = KIND.width
     FP8: gl.constexpr = KIND.format.pv == "fp8_e4m3"
@@ -81,7 +83,7 @@ def finish(program, group, total, group_index, KIND: gl.constexpr, LAYOUTS: gl.c
     top = reference
     if KIND.format.reference != "running":
         if LAGGED:
-            # exact: P of the largest score against the range of e4m3. A row that saw nothing, or a NaN, needs no other
+            # compare the largest P of each row with the range of e4m3; a row that saw no key, or a NaN, always fits
             saw = ((largest_p != 0) | (tile.full > 0)) & (largest_p <= _INFINITY)
             fits = (largest_p <= _LARGEST_P) & (largest_p >= _SMALLEST_P) | (saw == 0) | (score_rows >= seq_q)
             top = gl.where(saw, reference + gl.log2(largest_p.to(gl.float32, bitcast=True)), float("-inf"))
@@ -91,28 +93,25 @@ def finish(program, group, total, group_index, KIND: gl.constexpr, LAYOUTS: gl.c
         if KIND.scaling == "planned":
             lanes = gl.arange(0, WIDTH, gl.BlockedLayout([1], [32], [4], [0]))
             count = recorded.counts_ptr + (gl.load(recorded.row_ptr) + h_kv) * _COUNTS + lanes * 0
-            # a warpgroup without rows did nothing
+            # a warpgroup without rows does not count
             one = gl.full_like(lanes, 1) * (tile.first_row + group_index * ROWS < seq_q).to(gl.int32)
             gl.atomic_add(count + _TRIED, one, mask=lanes == 0, sem=_RELAXED)
             gl.atomic_add(count + _REDONE, one * again.to(gl.int32), mask=lanes == 0, sem=_RELAXED)
         if again:
             mbarrier.wait(program.shared.finished, 0)
-            if KIND.masking.mask == "blocks":
-                acc, reference, running_sum = redo_blocks(program, group, group_index, KIND, LAYOUTS)
-            else:
-                acc, reference, running_sum = redo(program, group, group_index, KIND, LAYOUTS)
+            acc, reference, running_sum = redo(program, group, group_index, KIND, LAYOUTS)
             top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     elif KIND.keeps_max:
         top = gl.where(gl.abs(reference) < _P_EXPONENT_LIMIT, reference + _P_EXPONENT, reference)
     if KIND.keeps_max:
-        # any number does for a row that saw nothing, or a NaN
+        # any finite number will do for a row that saw no key, or a NaN
         row_max = recorded.row_max_ptr + (b * heads + h).to(gl.int64) * seq_q + score_rows
         kept = top + of_rows.index(group_index * ROW_FIELDS + TO_MIDRANGE).load(ROW)
         gl.store(row_max, gl.where(gl.abs(kept) < float("inf"), kept, 0.0), mask=score_rows < seq_q)
     if LAGGED:
-        reference = gl.where(top == float("-inf"), top, reference)  # as a running max has it: nothing was seen
+        reference = gl.where(top == float("-inf"), top, reference)  # -inf, as with a running max, if no key was seen
 
-    # one division a row: that of a tensor takes several instructions for each of 64 numbers
+    # one division a row: each division takes several instructions, and a thread holds 64 numbers
     acc = acc * gl.convert_layout(1.0 / running_sum, gl.SliceLayout(1, OUT))[:, None]
     sees_nothing = gl.convert_layout((running_sum == 0.0) & (reference == float("-inf")), gl.SliceLayout(1, OUT))
     acc = gl.where(sees_nothing[:, None], gl.zeros_like(acc), acc)
@@ -127,7 +126,7 @@ def finish(program, group, total, group_index, KIND: gl.constexpr, LAYOUTS: gl.c
         )
         acc = acc * gl.load(v_scale)[None, :]
     if KIND.format.pv != "16bit":
-        # a mean of finite values is finite, but the rounding of its weights may push it beyond the largest number
+        # rounded weights may push a mean of finite values beyond the largest finite number
         LARGEST: gl.constexpr = 65504.0 if inputs.out_ptr.dtype.element_ty == gl.float16 else 3.38e38
         acc = gl.where(acc > LARGEST, LARGEST, gl.where(acc < -LARGEST, -LARGEST, acc))
     out = gl.convert_layout(acc.to(inputs.out_ptr.dtype.element_ty), IO)

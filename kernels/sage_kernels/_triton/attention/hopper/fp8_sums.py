@@ -1,7 +1,7 @@
-"""Sums of 8-bit products of P and V: long ones are made of short ones.
+"""Long sums of 8-bit products of P and V, made of short ones.
 
-The tensor cores add such products to a sum of some 14 bits, and cut off what is below. So their sum is added to one in
-fp32, in shared memory, every few tiles (promotion): registers have no room for a second one of three warpgroups.
+The tensor cores add 8-bit products to a sum of about 14 bits and cut off what is below. So every few tiles their sum
+is added to a second one, in fp32. That one is in shared memory: with three warpgroups, registers have no room for it.
 """
 
 from triton.experimental import gluon
@@ -12,12 +12,13 @@ from .types import ROWS
 
 @gluon.jit
 def packed(p, BLOCK_N: gl.constexpr):
-    """P as e4m3 codes, [ROWS, BLOCK_N / 16, 4] words of four; keys permuted as V's: in_operand_order, ../operands.py.
+    """Round P to e4m3 codes, [ROWS, BLOCK_N / 16, 4] words of four codes.
 
-    In the basic block of its exponentials, ptxas packs four numbers with two instructions, anywhere else with three.
-    Words, as a loop would carry 8-bit numbers in a register each.
+    The keys of P are permuted like those of V, see `in_operand_order` of ../operands.py. It returns words because
+    8-bit numbers would take a register each from one turn of the loop to the next. In the basic block of its
+    exponentials, ptxas packs four numbers with two instructions, elsewhere with three.
     """
-    # keys of a tile of the tensor cores: two of eight, in each four lanes of two
+    # 16 keys of a tensor-core tile: two groups of eight keys, in each of them four lanes with two keys
     even, odd = gl.split(gl.reshape(p, (ROWS, BLOCK_N // 16, 2, 4, 2)))
     even_low, even_high = gl.split(gl.permute(even, (0, 1, 3, 2)))
     odd_low, odd_high = gl.split(gl.permute(odd, (0, 1, 3, 2)))
@@ -38,10 +39,11 @@ def packed(p, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def allocate_earlier(GROUPS: gl.constexpr, WIDTH: gl.constexpr):
-    """Place for half of the channels of the sums of earlier tiles, fp32.
+    """Allocate shared memory for half of the channels of the sums of earlier tiles, fp32.
 
-    For each warpgroup [ROWS, WIDTH / 2] sums as [WIDTH / 16, 128, 4]: its threads side by side, four numbers of each.
-    The halves are allocated one by one: between writing to one and reading the other Triton then needs no barrier.
+    Each warpgroup's [ROWS, WIDTH / 2] sums are stored as [WIDTH / 16, 128, 4]: its threads side by side, four numbers
+    of each. The two halves are allocated one by one: then Triton needs no barrier between writing one and reading the
+    other.
     """
     return gl.allocate_shared_memory(
         gl.float32, [GROUPS, WIDTH // 16, 128, 4], gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -50,21 +52,21 @@ def allocate_earlier(GROUPS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def halves(acc, WIDTH: gl.constexpr):
-    """[ROWS, WIDTH] as two of [ROWS, WIDTH / 2]; moves nothing."""
+    """Split [ROWS, WIDTH] into two halves of the channels, [ROWS, WIDTH / 2]; moves nothing."""
     return gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
 
 
 @gluon.jit
 def store_earlier(place, half, WIDTH: gl.constexpr):
-    """Half of the sums to where each thread keeps its own."""
-    # rows: warps, two of a thread, eight of lanes; channels: of a thread, four of lanes, two of a thread
+    """Store half of the sums; each thread keeps its own numbers."""
+    # split rows by 4 warps, 2 of a thread, 8 lanes; and channels by WIDTH / 16 of a thread, 4 lanes, 2 of a thread
     half = gl.permute(gl.reshape(half, (4, 2, 8, WIDTH // 16, 4, 2)), (3, 0, 2, 4, 1, 5))
     place.store(gl.reshape(half, (WIDTH // 16, 128, 4)))
 
 
 @gluon.jit
 def load_earlier(place, WIDTH: gl.constexpr, OUT: gl.constexpr):
-    """What `store_earlier` left there."""
+    """Load the half of the sums that `store_earlier` stored."""
     like, _ = halves(gl.zeros((ROWS, WIDTH), gl.float32, OUT), WIDTH)
     as_stored = gl.reshape(
         gl.permute(gl.reshape(like, (4, 2, 8, WIDTH // 16, 4, 2)), (3, 0, 2, 4, 1, 5)), (WIDTH // 16, 128, 4)
@@ -75,7 +77,7 @@ def load_earlier(place, WIDTH: gl.constexpr, OUT: gl.constexpr):
 
 @gluon.jit
 def _rescaled(earlier, earlier_reference, reference, REFERENCE: gl.constexpr):
-    """Sums of exp2(score - earlier_reference) as sums of exp2(score - reference)."""
+    """Rescale sums of exp2(score - earlier_reference) to sums of exp2(score - reference)."""
     if REFERENCE == "running":
         factor = gl.where(earlier_reference == float("-inf"), 0.0, gl.exp2(earlier_reference - reference))
         earlier = earlier * gl.convert_layout(factor, gl.SliceLayout(1, earlier.type.layout))[:, None]
@@ -83,12 +85,13 @@ def _rescaled(earlier, earlier_reference, reference, REFERENCE: gl.constexpr):
 
 
 @gluon.jit
-def promote(
+def add_to_earlier(
     acc, earlier, earlier_reference, reference, WIDTH: gl.constexpr, OUT: gl.constexpr, REFERENCE: gl.constexpr
 ):
-    """Add acc, whose softmax reference is `reference`, to the sums of earlier tiles, which from then on is theirs too.
+    """Add acc to the sums of earlier tiles.
 
-    earlier: places of the two halves. earlier_reference: theirs.
+    reference: softmax reference of acc, and from then on of these sums. earlier: their two halves in shared memory;
+    earlier_reference: their softmax reference so far.
     """
     first, second = halves(acc, WIDTH)
     first += _rescaled(load_earlier(earlier[0], WIDTH, OUT), earlier_reference, reference, REFERENCE)
@@ -101,7 +104,7 @@ def promote(
 def with_earlier(
     acc, earlier, earlier_reference, reference, WIDTH: gl.constexpr, OUT: gl.constexpr, REFERENCE: gl.constexpr
 ):
-    """acc plus the sums of earlier tiles. Arguments as `promote`."""
+    """Return acc plus the sums of earlier tiles. Arguments as in `add_to_earlier`."""
     first, second = halves(acc, WIDTH)
     first += _rescaled(load_earlier(earlier[0], WIDTH, OUT), earlier_reference, reference, REFERENCE)
     second += _rescaled(load_earlier(earlier[1], WIDTH, OUT), earlier_reference, reference, REFERENCE)

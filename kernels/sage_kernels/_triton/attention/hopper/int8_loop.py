@@ -1,7 +1,8 @@
-"""One warpgroup over the key tiles, P and V in INT8: as main_loop.py, but each tile's P has a reference of its own.
+"""A warpgroup's loop over the key tiles with P and V in INT8.
 
-So P has all of its 255 levels in every tile. The product of a tile is a sum of its own (int8_sums.py), added to those
-before with the weight that the tile's reference has against the first one's.
+Other than in main_loop.py, each key tile's P has a softmax reference of its own, so that P has all of its 255 levels
+in every tile. The product of a tile is a sum of its own (int8_sums.py). It is added to the earlier ones with a weight:
+the exponential of the tile's reference less the first tile's.
 """
 
 from typing import NamedTuple
@@ -23,8 +24,8 @@ from .int8_sums import (
     packed_codes,
     sum_of_codes,
 )
-from .key_tiles import seen_tile
 from .operands import value_operand
+from .ring import seen_tile
 from .softmax import SCORE_LIMIT, load_key_scale, masked_values, scaled, sum_in_lanes, to_lanes
 from .types import ROWS, Place, Total
 
@@ -32,16 +33,16 @@ from .types import ROWS, Place, Total
 _P_CODE_EXPONENT = gl.constexpr(recipe.P_CODE_EXPONENT)
 _P_CODE_LIMIT = gl.constexpr(recipe.P_CODE_LIMIT)
 _ROOM = gl.constexpr(22.0)
-# of scores: their codes hold no NaN, so the reference has to
+# for scores: codes of P hold no NaN, so the softmax reference has to
 _ALL_NAN = gl.constexpr(tl.PropagateNan.ALL)
 
 
 class CodeSums(NamedTuple):
     """One warpgroup's sums so far.
 
-    acc: P·V, less what the products of tiles lack whose weights are kept; p: codes of the tile before, packed, whose
-    product is still to come, and its `weight` [R]; reference: what weights are taken against, log2 [R]; running_sum:
-    of P's codes, by lanes.
+    acc: P·V, without the corrections of tiles whose weights are still kept (int8_sums.py). p: codes of the tile
+    before, packed, whose product is still to come; weight: that tile's weight [R]. reference: the softmax reference
+    that weights are relative to, log2 [R]. running_sum: sum of P's codes, by lanes.
     """
 
     acc: gl.tensor
@@ -58,14 +59,17 @@ def _larger(x, y):
 
 @gluon.jit
 def reference_of(top):
-    """A tile's reference by the rows' largest scores: as reference_below of ../softmax.py."""
-    top = gl.where(top < SCORE_LIMIT, top, float("inf"))  # no number, rather than codes that mean nothing
+    """Return a tile's softmax reference, given the rows' largest scores.
+
+    It is `reference_below` of ../softmax.py for Gluon.
+    """
+    top = gl.where(top < SCORE_LIMIT, top, float("inf"))  # NaN in the output, rather than meaningless codes
     return gl.where(gl.abs(top) < _P_CODE_LIMIT, top - _P_CODE_EXPONENT, top)
 
 
 @gluon.jit
 def tile_softmax(scores, row_scale, key_scale, FORMAT: gl.constexpr):
-    """P of one wholly visible key tile, against the reference of its own that is returned with it."""
+    """Softmax over one completely visible key tile: P and the tile's own reference."""
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
     if FORMAT.scale_per_key:
         top = gl.reduce(values, 1, _larger) * tile_scale
@@ -78,7 +82,10 @@ def tile_softmax(scores, row_scale, key_scale, FORMAT: gl.constexpr):
 @gluon.jit
 def masked_tile_softmax(scores, row_scale, key_scale, rows, first_key, seen, SCORES: gl.constexpr,
                         BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
-    """`tile_softmax` of a tile that may hide keys. The reference of a row that sees none of them is -inf."""
+    """Softmax over one key tile that may hide keys: P and the tile's own reference.
+
+    The reference of a row that sees none of its keys is -inf.
+    """
     values, visible = masked_values(
         scores, row_scale, key_scale, rows, first_key, seen, SCORES, BLOCK_N, MASKING, FORMAT
     )
@@ -89,7 +96,10 @@ def masked_tile_softmax(scores, row_scale, key_scale, rows, first_key, seen, SCO
 
 @gluon.jit
 def _key_step(i, place, at, sums, group_index, group, KIND: gl.constexpr, LAYOUTS: gl.constexpr, MASKED: gl.constexpr):
-    """As `_key_step` of main_loop.py. place: of the tile's weight, among those that are kept."""
+    """Scores and P of the i-th key tile, while P·V of the tile before runs.
+
+    place: where the tile's weight is kept, among KEPT_TILES.
+    """
     BLOCK_N: gl.constexpr = KIND.block_n
     FORMAT: gl.constexpr = KIND.format
     SCORES: gl.constexpr = LAYOUTS.scores
@@ -108,7 +118,7 @@ def _key_step(i, place, at, sums, group_index, group, KIND: gl.constexpr, LAYOUT
     barrier()
     key_scale = load_key_scale(ring.k_scales.index(slot), FORMAT.scale_per_key, SCORES)
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
-    # Warpgroups take turns: one's exponentials run beside the sums of another. All of them visit as many tiles.
+    # Warpgroups take turns, so that one's exponentials run beside the sums of another. All visit equally many tiles.
     mbarrier.wait(group.turns.index(group_index), i & 1)
     if MASKED:
         p, own = masked_tile_softmax(
@@ -118,14 +128,14 @@ def _key_step(i, place, at, sums, group_index, group, KIND: gl.constexpr, LAYOUT
         tile = after
     else:
         p, own = tile_softmax(scores, group.row_scale, key_scale, FORMAT)
-    # that of the first tile; products are below 2^22, and weights as much larger would still fit
+    # By the first tile. Raised by _ROOM, as products reach 2^22: so sums are about 1, far from fp32's largest number.
     reference = gl.where(sums.reference == float("-inf"), own + _ROOM, sums.reference)
     if MASKED:
         weight = gl.exp2(own - gl.where(reference == float("-inf"), 0.0, reference))
     else:
         weight = gl.exp2(own - reference)
     keep_weight(weight, place, group_index, group)
-    # packed before the wait for P·V, as otherwise the compiler would leave the exponentials for after it
+    # packed before the wait for P·V: otherwise the compiler moves the exponentials behind it
     words = packed_codes(p, SCORES, BLOCK_N)
     mbarrier.arrive(group.turns.index((group_index + 1) % KIND.groups), count=1)
     running_sum = gl.fma(
@@ -141,15 +151,18 @@ def _key_step(i, place, at, sums, group_index, group, KIND: gl.constexpr, LAYOUT
 
 @gluon.jit
 def sum_up_codes(value_sums, group_index, group, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """As `sum_up` of main_loop.py, with a reference by the first tile that is seen. value_sums: `sums_of` the head."""
+    """Return one warpgroup's sums over the key tiles in the ring; `sum_up` for P and V in INT8.
+
+    The softmax reference is by the first tile with a visible key. value_sums: the head's `sums_of`.
+    """
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
     SCORES: gl.constexpr = LAYOUTS.scores
     ring = group.ring
     seen = group.seen
 
-    # beside the first tile's scores P·V of no tile: whatever the slot holds, it counts for nothing
-    at = Place(before=0, tile=0, slot=0, phase=0, tile_scale=group.row_scale)  # read where it is used
+    # the first tile's scores run beside a product with a weight of 0: whatever the slot holds does not count
+    at = Place(before=0, tile=0, slot=0, phase=0, tile_scale=group.row_scale)  # tile_scale is not used here
     sums = CodeSums(
         acc=gl.zeros((ROWS, WIDTH), gl.float32, LAYOUTS.out),
         p=less_128(packed_codes(gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES), SCORES, BLOCK_N)),
@@ -160,7 +173,7 @@ def sum_up_codes(value_sums, group_index, group, KIND: gl.constexpr, LAYOUTS: gl
     ring.wait_filled(0, 0)
     for start in range(0, seen.visited, KEPT_TILES):
         end = gl.minimum(start + KEPT_TILES, seen.visited)
-        # tiles that all rows see wholly, then those that need the mask
+        # tiles that all rows see completely, then those that need the mask
         partial = gl.minimum(gl.maximum(seen.full, start), end)
         for i in range(start, partial):
             at, sums = _key_step(i, i - start, at, sums, group_index, group, KIND, LAYOUTS, MASKED=False)

@@ -1,9 +1,9 @@
-"""Products of P and V in INT8, each of one key tile: exact sums, which become floats as they are added up.
+"""Products of P and V in INT8, one for each key tile: exact integer sums, added up as floats.
 
-P's codes are 128 too small, so a product lacks 128 times the sum of each channel's values (`sums_of` of the prologue)
-times the weight of its tile in the row: a matrix product of weights and sums, which is added for many tiles together.
-The tensor cores take each number as two of bf16, the second what the first is off by; without the product of both
-seconds, which is 2^-18 of the whole.
+P's codes are stored 128 too small. So a product lacks, in each channel, 128 times the sum of the tile's values
+(`sums_of` of the prologue), times the tile's weight in the row. This correction is a matrix product of weights and
+sums, added for many tiles at once. The tensor cores take each number as two bf16 numbers, the second of which is the
+first one's rounding error. The product of two second numbers, 2^-18 of the whole, is left out.
 """
 
 from triton.experimental import gluon
@@ -13,13 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...gluon_names import barrier, reinterpret
 from ...primitives import ROUND_MAGIC
 from ...prologue.prepare_value_codes import sums_of
-from .key_tiles import seen_tile
 from .operands import as_operand
+from .ring import seen_tile
 from .types import ROWS
 
 
-TILES = gl.constexpr(16)  # as many as the tensor cores multiply at a time
-KEPT_TILES = gl.constexpr(64)  # whose weights are kept until what their products lack is added
+TILES = gl.constexpr(16)  # tiles corrected at a time: the depth of a bf16 product of the tensor cores
+KEPT_TILES = gl.constexpr(64)  # tiles whose weights are kept until their corrections are added
 _ROUND_MAGIC = gl.constexpr(ROUND_MAGIC.value)
 _ROUND_AND_PACK = gl.constexpr(
     """{
@@ -36,12 +36,13 @@ _ROUND_AND_PACK = gl.constexpr(
 
 @gluon.jit
 def packed_codes(p, SCORES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """P [ROWS, BLOCK_N] from 0 to 254.5 as codes from 0 to 255: words of four, as `packed` of fp8_sums.py.
+    """Round P [ROWS, BLOCK_N], 0 to 254.5, to codes from 0 to 255, in words of four.
 
-    Rounded down after a step that differs from key to key has been added: see P_CODE_EXPONENT of recipe.py.
+    Words are as in `packed` of fp8_sums.py. P is rounded down after a step that differs from key to key is added: see
+    P_CODE_EXPONENT in facts/recipe.py.
     """
     j = gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-    # a thread has two of the eight: see `_codes_of` of ../operands.py
+    # a thread has two of the eight steps: see `_codes_of` of ../operands.py
     step = 0.0625 - 0.5 + 0.5 * ((j ^ j // 8) % 2).to(gl.float32)
     step += 0.25 * (j // 2 % 2).to(gl.float32) + 0.125 * (j // 4 % 2).to(gl.float32)
     p = p + step[None, :]
@@ -55,14 +56,20 @@ def packed_codes(p, SCORES: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def less_128(words):
-    """`packed_codes` as an operand. Made behind the wait for the product before: of an operand that is made while a
-    product is under way, the compiler lets none run beside anything."""
+    """Subtract 128 from each code of `packed_codes`, which makes them an INT8 operand.
+
+    Done behind the wait for the product before: if an operand is made while a product is under way, the compiler lets
+    no product run beside other code.
+    """
     return words ^ 0x80808080
 
 
 @gluon.jit
 def sum_of_codes(words, lanes, BLOCK_N: gl.constexpr):
-    """[ROWS, 4]: each row's sum of P's codes over the keys that one thread holds, exact. lanes: of that shape."""
+    """Return each row's exact sum of P's codes over the keys of one thread, [ROWS, 4].
+
+    lanes: a tensor of that shape and layout.
+    """
     fours = gl.inline_asm_elementwise(
         "dp4a.u32.u32 $0, $1, $2, 0;", "=r,r,r", [words, gl.full_like(words, 0x01010101)], dtype=gl.int32,
         is_pure=True, pack=1,
@@ -73,7 +80,7 @@ def sum_of_codes(words, lanes, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def value_sums(program, KIND: gl.constexpr):
-    """`sums_of` the program's head."""
+    """Return the pointer that `sums_of` has for the program's head."""
     tile = program.tile
     v_head = tile.b * (tile.heads // tile.group) + tile.h // tile.group
     return sums_of(program.inputs.v_scale_ptr, v_head, program.seen.seq_kv, KIND.block_n, KIND.width)
@@ -89,14 +96,17 @@ def code_product(words, v_tile, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
 
 @gluon.jit
 def add_product(acc, product, weight, LAYOUTS: gl.constexpr):
-    """acc plus the rows' weights of the tile times the product."""
+    """Return acc plus the product times the tile's weights of the rows."""
     weight = gl.convert_layout(weight, gl.SliceLayout(1, LAYOUTS.out))
     return gl.fma(product.to(gl.float32), weight[:, None], acc)
 
 
 @gluon.jit
 def add_lacking(acc, weight, sums, tile, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """acc plus what the product of one tile lacks. sums: `sums_of` the head."""
+    """Return acc plus the correction of one tile's product.
+
+    sums: the head's `sums_of`.
+    """
     at = sums + tile * KIND.width + gl.arange(0, KIND.width, gl.SliceLayout(0, LAYOUTS.out))
     weight = gl.convert_layout(weight, gl.SliceLayout(1, LAYOUTS.out))
     return gl.fma((gl.load(at) + _ROUND_MAGIC)[None, :], weight[:, None], acc)
@@ -104,8 +114,10 @@ def add_lacking(acc, weight, sums, tile, KIND: gl.constexpr, LAYOUTS: gl.constex
 
 @gluon.jit
 def allocate_lacking(GROUPS: gl.constexpr, WIDTH: gl.constexpr):
-    """Place for the rows' weights of KEPT_TILES tiles, and for the two halves of TILES tiles' sums, of each
-    warpgroup."""
+    """Allocate shared memory for the corrections of each warpgroup.
+
+    It holds the rows' weights of KEPT_TILES tiles, and two halves (high and low bf16) of the sums of TILES tiles.
+    """
     WEIGHTS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HALVES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILES, WIDTH], gl.bfloat16)
     weights = gl.allocate_shared_memory(gl.float32, [GROUPS * KEPT_TILES, ROWS], WEIGHTS)
@@ -114,13 +126,13 @@ def allocate_lacking(GROUPS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def keep_weight(weight, place, group_index, group):
-    """The rows' weights of one tile to their place among KEPT_TILES."""
+    """Keep the rows' weights of one tile, at `place` among KEPT_TILES."""
     group.earlier[0].index(group_index * KEPT_TILES + place).store(weight)
 
 
 @gluon.jit
 def _lacking(first, sums, group, KIND: gl.constexpr, LOADED: gl.constexpr):
-    """What products of the tiles that were visited from the first-th on lack, for a weight of 1: [TILES, WIDTH]."""
+    """Return the corrections of TILES tiles from the first-th on, for a weight of 1: [TILES, WIDTH]."""
     seen = group.seen
     i = gl.minimum(first + gl.arange(0, TILES, gl.SliceLayout(1, LOADED)), seen.visited - 1)
     channels = gl.arange(0, KIND.width, gl.SliceLayout(0, LOADED))
@@ -130,8 +142,10 @@ def _lacking(first, sums, group, KIND: gl.constexpr, LOADED: gl.constexpr):
 
 @gluon.jit
 def add_all_lacking(acc, first, number, sums, group_index, group, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """acc plus what the products of the `number` tiles lack that were visited from the first-th on, whose weights are
-    kept from place 0 on. All that was started on acc is done."""
+    """Return acc plus the corrections of `number` visited tiles from the first-th on.
+
+    Their weights are kept from place 0 on. No product into acc may be under way.
+    """
     WIDTH: gl.constexpr = KIND.width
     LOADED: gl.constexpr = gl.BlockedLayout([1, 4], [128 // WIDTH, WIDTH // 4], [4, 1], [1, 0])
     high_half = group.earlier[1].index(group_index * 2)
@@ -145,7 +159,7 @@ def add_all_lacking(acc, first, number, sums, group_index, group, KIND: gl.const
         high_half.store(high)
         low_half.store((after - high.to(gl.float32)).to(gl.bfloat16))
         fence_async_shared()
-        after = _lacking(first + start + TILES, sums, group, KIND, LOADED)  # on its way under the products
+        after = _lacking(first + start + TILES, sums, group, KIND, LOADED)  # loads while the products run
         chunk = chunks.index(group_index * (KEPT_TILES // TILES) + start // TILES)
         weights = chunk.permute((1, 0)).load(LAYOUTS.weights)
         is_kept = start + gl.arange(0, TILES, gl.SliceLayout(0, LAYOUTS.weights)) < number

@@ -1,13 +1,13 @@
 """The attention kernel for Hopper (sm_90) in Gluon: one warp copies, two or three warpgroups compute.
 
-Same mathematics as ../kernel.py, for masks that need not be read beside the loop: bands and masks of keys. What
-Triton's own pipeliner can't give: copies run ahead by as many tiles as the ring has slots, and P·V of one tile stays
-in flight under the softmax of the next. REFERENCE and PV are those of ../kernel.py.
+It computes the same as ../kernel.py, for causal attention, sliding windows, masks of keys and lists of key tiles.
+REFERENCE and PV mean the same as there. Two things go beyond Triton's own pipeliner: copies run ahead by as many tiles
+as the ring has slots, and P·V of one tile runs during the softmax of the next.
 
 Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds K_t and V_t-1):
 
-    producer, 1 warp (producer.py)             ring (ring.py)            each warpgroup, 64 query rows (main_loop.py)
-
+    producer, 1 warp (producer.py)             ring (ring.py)            each consumer: a warpgroup, 64 query rows
+                                                                         (main_loop.py)
     acquire: wait for freed[s]    <─────────── freed[s] ───────────────  release_before, one arrival a warpgroup
     expect bytes, start copies    ──copies──>  K_t, V_t-1
                                   ──arrive──>  filled[s] ─────────────>  wait_filled
@@ -18,28 +18,24 @@ Who waits for whom (tile t: keys K_t with their scales, values V_t; slot s holds
                                                                            wait for O, and then on to tile t + 1
 
     Besides the ring, warpgroups wait for each other in two places:
-    zeroed     values of keys that nobody sees are zeroed by two of them before any multiplies (operands.py);
-    finished   one that does its rows again (redo.py) copies into the ring itself, once all are through with it,
-               and then waits for `landed`, barriers of its own.
+    zeroed     two of them zero the values of hidden keys before any warpgroup multiplies these (operands.py);
+    finished   a warpgroup that computes its rows again (redo.py) copies into the ring itself, once all warpgroups
+               are through with it, and then waits for `landed`, barriers of its own.
 
-Of mixed attention some tiles are promoted: their keys come in 16 bit, in two slots (promoted.py).
-
-To read: types.py (what is handed on), ring.py, producer.py, consumer.py: queries.py → main_loop.py (softmax.py,
-operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py (redo.py).
+Reading order: types.py (the structures passed around), ring.py, producer.py, consumer.py: queries.py → main_loop.py
+(softmax.py, operands.py, fp8_sums.py), or int8_loop.py (int8_sums.py) → split_keys.py → epilogue.py (redo.py).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ...gluon_names import reinterpret
 from ...programmatic import wait_for_launch_before
-from ..key_tiles import band_tiles
+from ..operands import band_tiles
 from .consumer import consume
 from .fp8_sums import allocate_earlier
 from .int8_sums import allocate_lacking
 from .producer import copy_keys_and_values
-from .promoted import half_queries
 from .ring import Ring
 from .types import (
     ROW_FIELDS,
@@ -58,7 +54,7 @@ from .types import (
 )
 
 
-# registers of a thread: what the producer does not need, the two or three warpgroups have
+# registers of a thread; the two or three consumer warpgroups have those that the producer does not need
 _REGISTERS_OF_TWO = gl.constexpr(240)
 _REGISTERS_OF_THREE = gl.constexpr(160)
 _PRODUCER_REGISTERS = gl.constexpr(24)
@@ -66,9 +62,12 @@ _PRODUCER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def _consume(program, GROUP_INDEX: gl.constexpr, KIND: gl.constexpr):
-    """`consume` of one warpgroup. Which one is a value there, so that Triton reads all of it once, and not once for
-    each of them; the compiler knows it again when all is inlined. Where hidden values are zeroed it cuts up a tile,
-    for which it has to be a constant."""
+    """Run `consume` for one warpgroup.
+
+    The warpgroup's index is passed as a value, so that Triton reads the code once and not once for each warpgroup. The
+    compiler sees it as a constant again once all is inlined. With a mask of keys it decides which part of a tile to
+    zero, and has to be a constant from the beginning.
+    """
     if KIND.masking.mask == "keys":
         consume(program, GROUP_INDEX, KIND)
     else:
@@ -84,28 +83,35 @@ def attention_fwd_hopper_kernel(
     stats_ptr, row_ptr, counts_ptr, row_max_ptr, v_scale_ptr, state_width,
     stride_qb, stride_qs, stride_qh, reach_ptr, tiles_ptr, numbers_ptr, reach_step_b, list_step_b,
     left, right, offset, partials_ptr, arrived_ptr, whole, pieces, seq_q, seq_kv, heads, group, softmax_scale,
-    half_keys,
     HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, NUM_BUFFERS: gl.constexpr,
     SCALING: gl.constexpr, RETURN_LSE: gl.constexpr, MASK: gl.constexpr, HAS_BIAS: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, REFERENCE: gl.constexpr, KEEPS_MAX: gl.constexpr,
     PV: gl.constexpr, GROUPS: gl.constexpr, SLICE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
+    """Attention of one query tile: GROUPS · 64 rows of one head.
+
+    keys: descriptor of codes of K, [rows, WIDTH], padded to whole tiles. values: descriptor of V [B, S_kv, H_kv, D] in
+    16 bit, or of 8-bit codes of V as the prologue lays them out. key_scales: quantisation scales of K, a pointer with
+    one a key tile, or a descriptor with one a key (SCALING "per_token"). reach_ptr, tiles_ptr, numbers_ptr: of
+    MaskTiles. With SPLIT, from program `whole` on, `pieces` programs share a query tile (split_keys.py), with partial
+    sums in partials_ptr and counters in arrived_ptr. Other arguments as in ../kernel.py.
+    """
     wait_for_launch_before()
     m_tiles = (seq_q + GROUPS * ROWS - 1) // (GROUPS * ROWS)
     n_tiles = (seq_kv + BLOCK_N - 1) // BLOCK_N
 
-    # which tile of query rows, and which piece of its keys
+    # which query tile, and which piece of its keys
     program = gl.program_id(0)
     slot = 0
     piece = 0
-    if SPLIT:  # from program `whole` on, `pieces` programs share a tile of query rows
+    if SPLIT:  # from program `whole` on, `pieces` programs share a query tile
         slot = gl.maximum(program - whole, 0)
         pieces = gl.where(program < whole, 1, pieces)
         piece = slot % pieces
         program = gl.minimum(program, whole + slot // pieces)
     m_tile = program % m_tiles
     if HAS_RIGHT:
-        m_tile = m_tiles - 1 - m_tile  # the long ones of a head first: the last to run are then short
+        m_tile = m_tiles - 1 - m_tile  # a head's longest tiles first: the last to run are then short
     first_row = m_tile * (GROUPS * ROWS)
     head_of_batch = program // m_tiles
     b = head_of_batch // heads
@@ -114,7 +120,7 @@ def attention_fwd_hopper_kernel(
     kv_head_of_batch = b * (heads // group) + h_kv
     k_row = kv_head_of_batch * n_tiles * BLOCK_N
 
-    # which key tiles it visits: all of the tile's, and those of the piece
+    # which key tiles to visit: of the whole query tile, and of this piece
     QK_DTYPE: gl.constexpr = keys.dtype
     PV_DTYPE: gl.constexpr = values.dtype
     MASKING: gl.constexpr = MaskKind(mask=MASK, has_bias=HAS_BIAS, has_left=HAS_LEFT, has_right=HAS_RIGHT)
@@ -122,33 +128,22 @@ def attention_fwd_hopper_kernel(
     reach = reach_ptr
     first = 0
     first_full = 0
-    promoted = 0
-    ordinary = 0
     if MASK == "none":
         first, first_full, full, visited = band_tiles(
             first_row, seq_q, seq_kv, left, right, offset,
             BLOCK_M=GROUPS * ROWS, BLOCK_N=BLOCK_N, HAS_LEFT=HAS_LEFT, HAS_RIGHT=HAS_RIGHT,
         )  # fmt: skip
-    elif MASK == "tiles":  # a list for each tile of query rows
+    elif MASK == "tiles":  # a list for each query tile
         tiles_ptr += program.to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + program * 2)
         visited = gl.load(numbers_ptr + program * 2 + 1)
         first_full = full
-    elif MASK == "blocks":  # the same, of ordinary tiles and promoted ones
-        place = head_of_batch * m_tiles + m_tile
-        tiles_ptr += place.to(gl.int64) * n_tiles
-        full = gl.load(numbers_ptr + place * 4)
-        first_full = full
-        promoted = full + gl.load(numbers_ptr + place * 4 + 3)
-        ordinary = gl.load(numbers_ptr + place * 4 + 1) + promoted - full
-        visited = ordinary - promoted + full + gl.load(numbers_ptr + place * 4 + 2)
     else:
         tiles_ptr += (b * list_step_b).to(gl.int64) * n_tiles
         full = gl.load(numbers_ptr + b * list_step_b * 2)
         visited = gl.load(numbers_ptr + b * list_step_b * 2 + 1)
         reach += b.to(gl.int64) * reach_step_b
-    if MASK != "blocks":
-        visited = gl.maximum(visited, 1)  # a program that sees nothing walks one tile, all of it masked
+    visited = gl.maximum(visited, 1)  # rows that see no key walk one tile, all of it masked
     ring_first = first
     ring_full = full
     ring_visited = visited
@@ -194,24 +189,16 @@ def attention_fwd_hopper_kernel(
         earlier = (allocate_earlier(GROUPS, WIDTH), allocate_earlier(GROUPS, WIDTH))
     fence_async_shared()
 
-    half_tiles = k_smem
-    q_half = q_smem
-    if MASK == "blocks":
-        half_tiles = reinterpret(k_smem, PV_DTYPE, [NUM_BUFFERS] + half_keys.block_type.shape, half_keys.layout)
-        q_half = half_queries(GROUPS, WIDTH, PV_DTYPE)
-
-    # what the warps are started with
+    # arguments of the warps
     ring = Ring(
-        k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, half_tiles=half_tiles, filled=filled, freed=freed,
-        buffers=NUM_BUFFERS,
+        k_tiles=k_smem, v_tiles=v_smem, k_scales=scale_smem, filled=filled, freed=freed, buffers=NUM_BUFFERS
     )  # fmt: skip
     seen = Seen(
         reach=reach, tiles_ptr=tiles_ptr, n_tiles=n_tiles, first=ring_first, first_full=first_full, full=ring_full,
-        promoted=promoted, ordinary=ordinary, visited=ring_visited, left=left, right=right, offset=offset,
-        seq_kv=seq_kv,
+        visited=ring_visited, left=left, right=right, offset=offset, seq_kv=seq_kv,
     )  # fmt: skip
     inputs = Inputs(
-        q_ptr=q_ptr, k_codes=keys, v_tiles=values, k_scales=key_scales, k_half=half_keys, out_ptr=out_ptr,
+        q_ptr=q_ptr, k_codes=keys, v_tiles=values, k_scales=key_scales, out_ptr=out_ptr,
         lse_ptr=lse_ptr, center_ptr=center_ptr, q_amax_ptr=q_amax_ptr, v_scale_ptr=v_scale_ptr, stride_qb=stride_qb,
         stride_qs=stride_qs, stride_qh=stride_qh, softmax_scale=softmax_scale,
     )  # fmt: skip
@@ -220,7 +207,7 @@ def attention_fwd_hopper_kernel(
         q_weight_ptr=q_weight_ptr, state_width=state_width,
     )  # fmt: skip
     shared = Shared(
-        q_codes=q_smem, q_half=q_half, of_rows=row_smem, earlier=earlier, zeroed=zeroed, finished=finished,
+        q_codes=q_smem, of_rows=row_smem, earlier=earlier, zeroed=zeroed, finished=finished,
         landed=landed, turns=turns,
     )  # fmt: skip
     tile = Tile(
@@ -232,10 +219,10 @@ def attention_fwd_hopper_kernel(
         inputs=inputs, recorded=recorded, shared=shared, ring=ring, seen=seen, tile=tile, split=split
     )  # fmt: skip
     copied = Copied(
-        k_codes=keys, v_tiles=values, k_scales=key_scales, k_half=half_keys, ring=ring, seen=seen, k_row=k_row,
+        k_codes=keys, v_tiles=values, k_scales=key_scales, ring=ring, seen=seen, k_row=k_row,
         v_head=kv_head_of_batch, b=b, h_kv=h_kv,
     )  # fmt: skip
-    # beside lists and with 16-bit P it was slower
+    # with lists and 16-bit P, reading scales early was slower
     EARLY: gl.constexpr = MASK == "none" or (MASK == "tiles" and PV == "fp8_e4m3")
     KIND: gl.constexpr = Kind(
         head_dim=HEAD_DIM, width=WIDTH, block_n=BLOCK_N, scaling=SCALING, return_lse=RETURN_LSE,
@@ -265,9 +252,9 @@ def attention_fwd_hopper_kernel(
             [_REGISTERS_OF_THREE, _REGISTERS_OF_THREE, _PRODUCER_REGISTERS],
         )
 
-    # A barrier stays one until then, whatever else its memory is used for; and used for something else it would be,
-    # where this variant of the kernel has no use for the barrier. While other processes share the GPU, its state came
-    # back into what had been written over it: a NaN in one of ten thousand launches.
+    # Memory of a barrier stays a barrier until it is invalidated. A variant of the kernel that does not use one would
+    # use its memory for something else. While other processes shared the GPU, the barrier's state came back over such
+    # data: a NaN in one of ten thousand launches.
     mbarrier.invalidate(zeroed)
     mbarrier.invalidate(finished)
     for i in gl.static_range(GROUPS * 2):

@@ -1,26 +1,25 @@
-"""One warpgroup over the key tiles that come through the ring: scores, softmax, and P·V one tile behind."""
+"""A warpgroup's loop over the key tiles in the ring: scores, softmax, and P·V one tile behind."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 from ...gluon_names import barrier
-from .fp8_sums import halves, packed, promote, store_earlier, with_earlier
-from .key_tiles import seen_tile
+from .fp8_sums import add_to_earlier, halves, packed, store_earlier, with_earlier
 from .operands import as_operand, value_operand, zero_hidden_together
-from .promoted import block_step, promoted_step
+from .ring import seen_tile
 from .softmax import fixed_softmax_tile, load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes
 from .types import ROWS, Place, Sums, Total
 
 
-# Keys whose 8-bit products are summed in the tensor cores, which cut sums off: fewer take time, and with more the
-# results come out too short (kernels/README.md)
-_PROMOTED_KEYS = gl.constexpr(640)
+# Keys that the tensor cores sum 8-bit products over. They cut off low bits of a sum: with more keys the results come
+# out too short (kernels/README.md), and fewer keys take more time.
+_KEYS_PER_SUM = gl.constexpr(640)
 
 
 @gluon.jit
 def _next_tile(slot, phase, tile_scale, ring, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """Wait for the next tile. Returns its slot, its phase, and its scale where that is read at once."""
+    """Wait for the next tile; return its slot, its phase, and its scale if that is read early."""
     SCALE_PER_KEY: gl.constexpr = KIND.format.scale_per_key
     slot, phase = ring.following(slot, phase)
     ring.wait_filled(slot, phase)
@@ -34,9 +33,9 @@ def _key_step(
     i, adds, at, sums, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Scores of the i-th key tile, and under its softmax P·V of the one before.
+    """Scores and softmax of the i-th key tile, while P·V of the tile before runs.
 
-    adds: whether P·V is added to acc; where not, acc starts anew.
+    adds: True to add P·V to acc, False to start acc anew.
     """
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
@@ -47,8 +46,8 @@ def _key_step(
     LAGGED: gl.constexpr = FORMAT.reference == "lagged"
     SCORES: gl.constexpr = LAYOUTS.scores
     OUT: gl.constexpr = LAYOUTS.out
-    # for the next tile, before the wait for P·V: faster where a call is long (then Q is not sliced), and beside a mask
-    # of keys the loop spills registers
+    # Wait for the next tile before the wait for P·V: faster in long calls, in which Q is not sliced. With a mask of
+    # keys it would spill registers.
     LONG: gl.constexpr = KIND.slice == ROWS and MASKING.mask == "none"
     WAITS_EARLY: gl.constexpr = not FP8 and (WIDTH == 64 or LONG)
     ring = group.ring
@@ -78,8 +77,8 @@ def _key_step(
         zero_hidden_together(v_tile, seen.reach, before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, group_index)
     p_operand = as_operand(p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
     acc = warpgroup_mma(p_operand, v_tile, acc, use_acc=adds, is_async=True)
-    # Nothing has read the slot before since the last wait for P·V. The warps meet at a barrier on both sides of an
-    # arrival: here, where all of them wait for the scores, that is cheap.
+    # The slot before is free: nothing has read it since the last wait for P·V. An arrival has a barrier of the warps
+    # on both sides, which is cheap here, where all of them wait for the scores.
     ring.release_before(slot)
     barrier()
     scores = warpgroup_mma_wait(num_outstanding=1, deps=(scores,))
@@ -98,9 +97,9 @@ def _key_step(
         p, running_sum, top = fixed_softmax_tile(
             scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N, FORMAT
         )  # fmt: skip
-    if WAITS_EARLY:  # that ends a basic block: without it ptxas sinks the exponentials below the wait for P·V
+    if WAITS_EARLY:  # this ends a basic block: without it ptxas moves the exponentials behind the wait for P·V
         slot, phase, tile_scale = _next_tile(slot, phase, tile_scale, ring, KIND, LAYOUTS)
-    if FP8:  # an 8-bit operand can't be waited for; p is packed where its exponentials were, see `packed`
+    if FP8:  # the wait can't take an 8-bit operand; P is packed behind it, see `packed`
         acc, p = warpgroup_mma_wait(num_outstanding=0, deps=(acc, p))
         p = packed(p, BLOCK_N)
     else:
@@ -123,16 +122,16 @@ def _walk(
     first, end, at, sums, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """`_key_step` of the tiles from the first-th to before the end-th.
+    """Run `_key_step` for the tiles from the first-th to before the end-th.
 
-    With 8-bit P, acc is added to the sums of earlier tiles after _PROMOTED_KEYS keys, and at the end.
+    With FP8 P, acc is added to the sums of earlier tiles after every _KEYS_PER_SUM keys, and at the end.
     """
     if KIND.format.pv == "fp8_e4m3":
-        STEPS: gl.constexpr = _PROMOTED_KEYS // KIND.block_n
+        STEPS: gl.constexpr = _KEYS_PER_SUM // KIND.block_n
         for start in range(first, end, STEPS):
             for i in range(start, gl.minimum(start + STEPS, end)):
                 at, sums = _key_step(i, i > start, at, sums, group, group_index, KIND, LAYOUTS, MASKED)
-            promote(
+            add_to_earlier(
                 sums.acc, group.earlier, sums.earlier_reference, sums.reference, KIND.width, LAYOUTS.out,
                 KIND.format.reference,
             )  # fmt: skip
@@ -148,7 +147,10 @@ def _walk(
 
 @gluon.jit
 def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """One warpgroup's sums over the key tiles that come through the ring. reference: of the first tile's softmax."""
+    """Return one warpgroup's sums over the key tiles in the ring.
+
+    reference: softmax reference that the first tile begins with.
+    """
     WIDTH: gl.constexpr = KIND.width
     BLOCK_N: gl.constexpr = KIND.block_n
     MASKING: gl.constexpr = KIND.masking
@@ -170,50 +172,32 @@ def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.conste
         store_earlier(group.earlier[0], nothing, WIDTH)
         store_earlier(group.earlier[1], nothing, WIDTH)
 
-    # the first tile, which has no P·V to run beside, and may need a mask
+    # the first tile has no P·V to run beside it, and may need a mask
     tile = seen_tile(0, seen, MASKING)
     ring.wait_filled(0, 0)
-    if MASKING.mask == "blocks":
-        nothing = gl.zeros((ROWS, BLOCK_N), gl.float32, SCORES)
-        at = Place(before=tile, tile=tile, slot=0, phase=0, tile_scale=group.row_scale)
-        sums = Sums(
-            acc=acc, p=nothing, reference=reference, running_sum=running_sum, top=top,
-            earlier_reference=earlier_reference,
-        )  # fmt: skip
-        at, sums = block_step(0, at, sums, group, KIND, LAYOUTS, FIRST=True)
-    else:
-        k_tile = ring.k_tiles.index(0).permute((1, 0))
-        scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
-        key_scale = load_key_scale(ring.k_scales.index(0), SCALE_PER_KEY, SCORES)
-        scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
-        p, reference, running_sum, top, rescale = masked_softmax_tile(
-            scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
-            SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
-        )  # fmt: skip
-        if FP8:
-            p = packed(p, BLOCK_N)
-        slot, phase, tile_scale = _next_tile(0, 0, group.row_scale, ring, KIND, LAYOUTS)
-        at = Place(before=tile, tile=tile, slot=slot, phase=phase, tile_scale=tile_scale)
-        sums = Sums(
-            acc=acc, p=p, reference=reference, running_sum=running_sum, top=top, earlier_reference=earlier_reference
-        )
+    k_tile = ring.k_tiles.index(0).permute((1, 0))
+    scores = warpgroup_mma(group.q_codes, k_tile, group.zero, use_acc=False, is_async=True)
+    key_scale = load_key_scale(ring.k_scales.index(0), SCALE_PER_KEY, SCORES)
+    scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
+    p, reference, running_sum, top, rescale = masked_softmax_tile(
+        scores, group.row_scale, key_scale, group.score_rows, tile * BLOCK_N, seen, reference, running_sum, top,
+        SCORES, BLOCK_N, MASKING, FORMAT, LAGGED,
+    )  # fmt: skip
+    if FP8:
+        p = packed(p, BLOCK_N)
+    slot, phase, tile_scale = _next_tile(0, 0, group.row_scale, ring, KIND, LAYOUTS)
+    at = Place(before=tile, tile=tile, slot=slot, phase=phase, tile_scale=tile_scale)
+    sums = Sums(
+        acc=acc, p=p, reference=reference, running_sum=running_sum, top=top, earlier_reference=earlier_reference
+    )
 
-    # tiles that all rows see wholly, then those that need the mask, or are promoted
+    # tiles that all rows see completely, then those that need the mask
     at, sums = _walk(1, seen.full, at, sums, group, group_index, KIND, LAYOUTS, MASKED=False)
     partial = gl.maximum(seen.full, 1)
-    if MASKING.mask == "blocks":
-        promoted = gl.minimum(seen.promoted - seen.first, seen.visited)
-        for _ in range(partial, promoted):
-            at, sums = promoted_step(at, sums, group, KIND, LAYOUTS)
-        partial = gl.maximum(promoted, 1)
     before = seen_tile(partial - 1, seen, MASKING)
     tile = seen_tile(gl.minimum(partial, seen.visited - 1), seen, MASKING)
     at = Place(before=before, tile=tile, slot=at.slot, phase=at.phase, tile_scale=at.tile_scale)
-    if MASKING.mask == "blocks":
-        for i in range(partial, seen.visited):
-            at, sums = block_step(i, at, sums, group, KIND, LAYOUTS, FIRST=False)
-    else:
-        at, sums = _walk(partial, seen.visited, at, sums, group, group_index, KIND, LAYOUTS, MASKED=True)
+    at, sums = _walk(partial, seen.visited, at, sums, group, group_index, KIND, LAYOUTS, MASKED=True)
 
     # P·V of the last tile
     v_tile = value_operand(ring.v_tiles.index(at.slot), WIDTH, BLOCK_N, FORMAT.pv)
@@ -224,7 +208,7 @@ def sum_up(reference, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.conste
                 v_tile, seen.reach, at.before * BLOCK_N, group.zeroed, turn, BLOCK_N, WIDTH, group_index
             )
     p_operand = as_operand(sums.p, KIND.pv_dtype, LAYOUTS.p_operand, BLOCK_N)
-    # with 8-bit P, each walk ends with a promotion
+    # with FP8 P acc starts anew: each walk ended by adding it to the sums of earlier tiles
     acc = warpgroup_mma(p_operand, v_tile, sums.acc, use_acc=not FP8, is_async=True)
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if FP8:

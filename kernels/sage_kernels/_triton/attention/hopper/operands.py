@@ -1,4 +1,4 @@
-"""P and V as operands of the tensor cores, and hidden values, which are zeroed before they are one."""
+"""P and V as operands of the tensor cores, and the zeroing of hidden values."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,12 +7,15 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .types import ROWS
 
 
-_ZEROED_ROWS = gl.constexpr(16)  # values rewritten together: few registers, in the middle of the key loop
+_ZEROED_ROWS = gl.constexpr(16)  # rows of V rewritten at a time: few, as registers are scarce in the key loop
 
 
 @gluon.jit
 def as_operand(p, PV_DTYPE: gl.constexpr, P_OPERAND: gl.constexpr, BLOCK_N: gl.constexpr):
-    """P in the format and the layout of P·V; 8-bit P is given as `packed`. Moves nothing between threads."""
+    """Convert P to the format and register layout of P·V. Moves nothing between threads.
+
+    8-bit P is given as words of four codes, see `packed` of fp8_sums.py.
+    """
     if PV_DTYPE.primitive_bitwidth == 8:
         low = gl.join(p.to(gl.uint8), (p >> 8).to(gl.uint8))
         high = gl.join((p >> 16).to(gl.uint8), (p >> 24).to(gl.uint8))
@@ -25,7 +28,7 @@ def as_operand(p, PV_DTYPE: gl.constexpr, P_OPERAND: gl.constexpr, BLOCK_N: gl.c
 
 @gluon.jit
 def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.constexpr):
-    """A value tile in shared memory as [BLOCK_N, WIDTH]."""
+    """Return a value tile in shared memory as [BLOCK_N, WIDTH]."""
     if PV != "16bit":
         rows = v_tile.permute((1, 0))
     else:
@@ -35,7 +38,10 @@ def value_operand(v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, PV: gl.con
 
 @gluon.jit
 def zero_hidden(v_tile, reach, first_key, FIRST: gl.constexpr, END: gl.constexpr, WIDTH: gl.constexpr):
-    """Zero the values of keys that no row sees, in shared memory: a probability of 0 would not silence a NaN."""
+    """Zero the values of hidden keys in shared memory, because a probability of 0 times NaN is NaN.
+
+    FIRST, END: keys of the tile. Hidden are keys that no row sees.
+    """
     IO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
     for start in gl.static_range(FIRST, END, _ZEROED_ROWS):
         rows = start + gl.arange(0, _ZEROED_ROWS, gl.SliceLayout(1, IO))
@@ -48,12 +54,10 @@ def zero_hidden(v_tile, reach, first_key, FIRST: gl.constexpr, END: gl.constexpr
 @gluon.jit
 def zero_hidden_together(v_tile, reach, first_key, zeroed, turn, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr,
                          group_index: gl.constexpr):  # fmt: skip
-    """`zero_hidden` by the first two warpgroups, half of the tile each; all wait until both are done.
+    """Run `zero_hidden` in the first two warpgroups, half of the tile each; all wait until both are done.
 
-    All arrive, the one that does nothing too: otherwise two could be two turns ahead of it, and it would take the
-    phase that it waits for, which is long over, for one to come.
-
-    turn: how many tiles they did so before.
+    A third warpgroup arrives at the barrier, too, though it zeroes nothing. Otherwise the two could be two turns ahead
+    of it, and it would wait for a phase that is long over. turn: how many tiles were zeroed before.
     """
     HALF: gl.constexpr = BLOCK_N // 2
     if group_index < 2:

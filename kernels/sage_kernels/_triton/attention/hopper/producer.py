@@ -1,4 +1,4 @@
-"""The warp that copies: it keeps the ring full, and so is as many tiles ahead of the warpgroups as the ring holds."""
+"""The producer warp: it fills the ring, as many tiles ahead of the warpgroups as there are slots."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...gluon_names import load_tile
 from ...prologue.prepare_values import KEYS
-from .key_tiles import is_promoted, seen_tile
+from .ring import seen_tile
 
 
 _STEP_KEYS = gl.constexpr(KEYS.value)
@@ -15,8 +15,10 @@ _STEP_KEYS = gl.constexpr(KEYS.value)
 @gluon.jit
 def copy_keys(keys, key_scales, k_row, tile, landed, k_tile, scale_tile, OTHER_BYTES: gl.constexpr,
               BLOCK_N: gl.constexpr, SCALE_PER_KEY: gl.constexpr):  # fmt: skip
-    """Start the copy of a key tile, with its scales where there is one a key. `landed` then waits for these, and for
-    OTHER_BYTES that the caller copies."""
+    """Start the copy of a key tile, with its quantisation scales if there is one per key.
+
+    The barrier `landed` then waits for these bytes, and for OTHER_BYTES that the caller copies.
+    """
     if SCALE_PER_KEY:
         mbarrier.expect(landed, OTHER_BYTES + keys.block_type.nbytes + key_scales.block_type.nbytes)
     else:
@@ -29,7 +31,10 @@ def copy_keys(keys, key_scales, k_row, tile, landed, k_tile, scale_tile, OTHER_B
 @gluon.jit
 def copy_values(values, v_head, b, h_kv, tile, seq_kv, landed, v_tile, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr,
                 PV: gl.constexpr):  # fmt: skip
-    """Start the copy of a value tile. v_head: the head's number among all of the batch, for values laid out by us."""
+    """Start the copy of a value tile.
+
+    v_head: number of the key/value head among all of the batch, for 8-bit values that the prologue laid out.
+    """
     if PV != "16bit":
         step = v_head * ((seq_kv + _STEP_KEYS - 1) // _STEP_KEYS) + tile * BLOCK_N // _STEP_KEYS
         load_tile(values, [step * WIDTH, tile * BLOCK_N % _STEP_KEYS], landed, v_tile)
@@ -39,7 +44,10 @@ def copy_values(values, v_head, b, h_kv, tile, seq_kv, landed, v_tile, WIDTH: gl
 
 @gluon.jit
 def hand_over(scale, scale_tile):
-    """A key tile's one scale to the warpgroups: read by them from global memory, its latency was in their way."""
+    """Pass a key tile's one scale to the warpgroups, through shared memory.
+
+    When they read it from global memory themselves, they waited for it.
+    """
     scale_tile.store(gl.full([1], 0.0, gl.float32, gl.BlockedLayout([1], [32], [1], [0])) + scale)
 
 
@@ -47,11 +55,8 @@ def hand_over(scale, scale_tile):
 def copy_keys_and_values(
     copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr
 ):
-    """Fill slot after slot as the warpgroups free them: a key tile, and the value tile before it."""
-    if MASKING.mask == "blocks":
-        if copied.seen.visited > 0:
-            copy_blocks(copied, WIDTH, BLOCK_N, MASKING, FORMAT)
-    elif MASKING.mask == "tiles":
+    """Fill slot after slot as warpgroups free them, each with a key tile and the value tile before."""
+    if MASKING.mask == "tiles":
         if copied.seen.visited > 0:
             _copy_all(copied, WIDTH, BLOCK_N, MASKING, FORMAT)
     else:
@@ -60,6 +65,7 @@ def copy_keys_and_values(
 
 @gluon.jit
 def _copy_all(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr):
+    """`copy_keys_and_values` for at least one key tile."""
     keys = copied.k_codes
     values = copied.v_tiles
     key_scales = copied.k_scales
@@ -87,8 +93,8 @@ def _copy_all(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.co
     for i in range(1, seen.visited):
         before = tile
         tile = after
-        # the list and the scales are read one tile ahead, before the wait that hides their latency; a list that
-        # differs from program to program comes from further away: two ahead, so that neither waits for the other
+        # The list and the scales are read one tile ahead, before the wait that hides their latency. A list of each
+        # query tile has a longer latency and is read two tiles ahead, so that neither load waits for the other.
         if LIST:
             after = later
             later = seen_tile(gl.minimum(i + 2, seen.visited - 1), seen, MASKING)
@@ -116,50 +122,3 @@ def _copy_all(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.co
     copy_values(
         values, v_head, b, h_kv, tile, seen.seq_kv, landed, ring.v_tiles.index(slot), WIDTH, BLOCK_N, FORMAT.pv
     )
-
-
-@gluon.jit
-def copy_blocks(copied, WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr):
-    """`_copy_all` of a list whose last tiles are promoted: they take two slots, for half of the channels each."""
-    values = copied.v_tiles
-    ring = copied.ring
-    seen = copied.seen
-    HALF_BYTES: gl.constexpr = copied.k_half.block_type.nbytes
-    VALUE_BYTES: gl.constexpr = values.block_type.nbytes
-    slot = 0
-    phase = 0
-    tile = seen_tile(0, seen, MASKING)
-    after = seen_tile(0, seen, MASKING)  # of `after = tile`, Triton takes the loop's `tile = after` to change nothing
-    for i in range(seen.visited):
-        before = tile  # of the first tile itself: nobody multiplies these values
-        tile = after
-        after = seen_tile(gl.minimum(i + 1, seen.visited - 1), seen, MASKING)
-        ring.acquire(slot, phase)
-        landed = ring.filled.index(slot)
-        if is_promoted(i, seen) == 0:
-            copy_keys(
-                copied.k_codes, copied.k_scales, copied.k_row, tile, landed, ring.k_tiles.index(slot),
-                ring.k_scales.index(slot), VALUE_BYTES, BLOCK_N, True,
-            )  # fmt: skip
-        else:
-            mbarrier.expect(landed, VALUE_BYTES + HALF_BYTES)
-            load_tile(copied.k_half, [copied.b, tile * BLOCK_N, copied.h_kv, 0], landed, ring.half_tiles.index(slot))
-        copy_values(
-            values, copied.v_head, copied.b, copied.h_kv, before, seen.seq_kv, landed, ring.v_tiles.index(slot), WIDTH,
-            BLOCK_N, FORMAT.pv,
-        )  # fmt: skip
-        slot, phase = ring.following(slot, phase)
-        if is_promoted(i, seen):
-            ring.acquire(slot, phase)
-            landed = ring.filled.index(slot)
-            mbarrier.expect(landed, HALF_BYTES)
-            at = [copied.b, tile * BLOCK_N, copied.h_kv, WIDTH // 2]
-            load_tile(copied.k_half, at, landed, ring.half_tiles.index(slot))
-            slot, phase = ring.following(slot, phase)
-    ring.acquire(slot, phase)
-    landed = ring.filled.index(slot)
-    mbarrier.expect(landed, VALUE_BYTES)
-    copy_values(
-        values, copied.v_head, copied.b, copied.h_kv, tile, seen.seq_kv, landed, ring.v_tiles.index(slot), WIDTH,
-        BLOCK_N, FORMAT.pv,
-    )  # fmt: skip

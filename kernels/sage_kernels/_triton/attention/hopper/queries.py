@@ -1,4 +1,4 @@
-"""Query rows of one warpgroup: loaded, quantised into shared memory, their range recorded."""
+"""Query rows of one warpgroup: load them, quantise them into shared memory, record their range."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,15 +17,15 @@ _STAT_K_MIN = gl.constexpr(STAT_K_MIN)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _AMAX_FLOOR = gl.constexpr(1e-30)
 _E4M3_OF_INT8 = gl.constexpr(E4M3_OF_INT8)
-_ROUND_MAGIC = gl.constexpr(12582912.0)  # as primitives.round_to_int8
+_ROUND_MAGIC = gl.constexpr(12582912.0)  # as in primitives.round_to_int8
 _ROUND_MAGIC_BITS = gl.constexpr(0x4B400000)
-_RELAXED = gl.constexpr("relaxed")  # as primitives.RELAXED
+_RELAXED = gl.constexpr("relaxed")  # see primitives.RELAXED
 
 
 @gluon.jit
 def _load_queries(q_base, stride_qs, first, seq_q, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr, SLICE: gl.constexpr,
                   LAYOUT: gl.constexpr):  # fmt: skip
-    """SLICE query rows from `first` on in fp32, zero beyond the sequence and the head."""
+    """Load SLICE query rows from `first` on, fp32, zero beyond the sequence and head_dim."""
     rows = first + gl.arange(0, SLICE, gl.SliceLayout(1, LAYOUT))
     channels = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     inside = (rows < seq_q)[:, None] & (channels < HEAD_DIM)[None, :]
@@ -35,7 +35,10 @@ def _load_queries(q_base, stride_qs, first, seq_q, HEAD_DIM: gl.constexpr, WIDTH
 
 @gluon.jit
 def _to_midrange(center, recorded, h_kv, channels, HEAD_DIM: gl.constexpr):
-    """As to_midrange of ../queries.py: the smoothing vector less the middle of this call's range of K, [WIDTH]."""
+    """Return K's centre less the midrange of each channel of K in this call, [WIDTH].
+
+    It is `to_midrange` of ../operands.py for Gluon.
+    """
     is_channel = channels < HEAD_DIM
     stat = recorded.stats_ptr + (gl.load(recorded.row_ptr) + h_kv) * (_STATS * recorded.state_width) + channels
     high = gl.load(stat + _STAT_K_MAX * recorded.state_width, mask=is_channel, other=0.0)
@@ -45,8 +48,11 @@ def _to_midrange(center, recorded, h_kv, channels, HEAD_DIM: gl.constexpr):
 
 @gluon.jit
 def _record_amax(stat, amax, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr):
-    """As primitives.record_amax. Neighbours in neighbouring lanes: the L2 then takes eight channels at once, where all
-    programs of a head meet."""
+    """Raise the state's amax of each channel of Q: `record_amax` of primitives.py for Gluon.
+
+    Neighbouring channels are in neighbouring lanes, so the L2 takes eight at a time: all programs of a head meet
+    there.
+    """
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     bits = gl.convert_layout(gl.where(amax == amax, amax, 0.0).to(gl.int32, bitcast=True), LINE)
     channels = gl.arange(0, WIDTH, LINE)
@@ -56,9 +62,10 @@ def _record_amax(stat, amax, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr):
-    """Codes of one warpgroup's query rows, and their numbers, to shared memory. Returns the rows' scales [ROWS].
+    """Quantise one warpgroup's query rows into shared memory; return the rows' scales [ROWS].
 
-    Slice by slice (SLICE rows): this code runs once, so its time is that of fetching it.
+    Also writes their ROW_FIELDS numbers. It works slice by slice (SLICE rows): the code runs once, so most of its time
+    is fetching instructions, and a loop has fewer.
     """
     HEAD_DIM: gl.constexpr = KIND.head_dim
     WIDTH: gl.constexpr = KIND.width
@@ -80,7 +87,7 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
     channels = gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))
     if SLICES == 1:
         slices = 1
-    else:  # SLICES, which the compiler does not know: no unrolling
+    else:  # SLICES, in a form the compiler can't see through: no unrolling
         slices = gl.minimum(tile.seq_q + SLICES, SLICES)
     q_slices = reinterpret(program.shared.q_codes, CODE, [KIND.groups * SLICES, SLICE, WIDTH], CODES)
     of_slices = reinterpret(of_rows, gl.float32, [KIND.groups * ROW_FIELDS * SLICES, SLICE], of_rows.layout)
@@ -97,7 +104,7 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
             q = _load_queries(q_base, inputs.stride_qs, first + i * SLICE, tile.seq_q, HEAD_DIM, WIDTH, SLICE, LAYOUT)
             top = gl.maximum(top, gl.abs(q * weight))
         amax_of_all = gl.max(gl.max(top, 1), 0)
-    if RETURN_LSE or KIND.keeps_max or KIND.masking.mask == "blocks":
+    if RETURN_LSE or KIND.keeps_max:
         center = gl.load(inputs.center_ptr + kv_head_of_batch * WIDTH + channels)
     if KIND.keeps_max:
         to_midrange = _to_midrange(center, recorded, h_kv, channels, HEAD_DIM)
@@ -120,26 +127,26 @@ def quantize_queries(program, group_index, KIND: gl.constexpr, ROW: gl.constexpr
         else:
             codes = x * inverse[:, None] * _E4M3_OF_INT8
         q_slices.index(group_index * SLICES + i).store(codes.to(CODE))
-        # a NaN in a row must not be laundered into a code: max() dropped it
+        # max() dropped a NaN of the row, and a code can't hold it: so the row's scale becomes NaN
         scale = (amax * (1.0 / 127.0) + gl.sum(q * 0.0, 1)) * (inputs.softmax_scale * _LOG2_E)
-        if CODE != gl.int8:  # K's scales are those of INT8 codes, too
+        if CODE != gl.int8:  # the scales of Q and K are those of INT8 codes
             scale = scale * (1.0 / (_E4M3_OF_INT8 * _E4M3_OF_INT8))
         if SLICES == 1:
-            # through shared memory, the plain loop beside a mask of keys spilled 20 registers (Triton 3.7.1)
+            # not through shared memory: the loop beside a mask of keys then spilled 20 registers (Triton 3.7.1)
             row_scale = gl.convert_layout(scale, ROW)
         else:
             of_slices.index(fields + SCALE * SLICES + i).store(scale)
         if SCALING == "planned":
             q_amax = gl.maximum(q_amax, gl.abs(q))
-        # smoothing lowered every score of a row by q·c: the LSE gets it back, and promoted scores are lowered alike
-        if RETURN_LSE or KIND.masking.mask == "blocks":
+        # centring K lowered every score of a row by q·c: the LSE gets it back
+        if RETURN_LSE:
             lowered = gl.sum(q * center[None, :], 1) * inputs.softmax_scale
             of_slices.index(fields + LOWERED * SLICES + i).store(lowered)
         if KIND.keeps_max:
             shift = gl.sum(q * to_midrange[None, :], 1) * (inputs.softmax_scale * _LOG2_E)
             of_slices.index(fields + TO_MIDRANGE * SLICES + i).store(shift)
     fence_async_shared()
-    if SCALING == "planned":  # not before the fence, which waits for what is under way
+    if SCALING == "planned":  # behind the fence, which would wait for these atomics
         stat = recorded.stats_ptr + (row * _STATS + _STAT_Q_AMAX) * recorded.state_width
         _record_amax(stat, gl.max(q_amax, 0), HEAD_DIM, WIDTH)
     if SLICES > 1:

@@ -1,6 +1,7 @@
-"""Query rows whose softmax reference did not fit are done again, with a running max.
+"""Compute query rows again, with a running max, if their softmax reference did not fit.
 
-By one warpgroup alone, tile after tile, which it copies itself: into slots of the ring, once nobody needs it any more.
+One warpgroup does so for itself, tile after tile. It copies the tiles itself, into slots of the ring that no warpgroup
+needs any more.
 """
 
 from typing import NamedTuple
@@ -18,15 +19,15 @@ from ...gluon_names import barrier
 from .fp8_sums import packed
 from .int8_loop import masked_tile_softmax
 from .int8_sums import add_lacking, add_product, code_product, less_128, packed_codes, sum_of_codes, value_sums
-from .key_tiles import seen_tile
 from .operands import as_operand, value_operand, zero_hidden
 from .producer import copy_keys, copy_values
+from .ring import seen_tile
 from .softmax import load_key_scale, masked_softmax_tile, softmax_tile, sum_in_lanes, to_lanes
 from .types import ROWS, Seen
 
 
 class Places(NamedTuple):
-    """Of what one warpgroup copies for itself: a key tile, a value tile, the scales, and their barriers."""
+    """Memory that one warpgroup copies into (key tile, value tile, scales), and its barriers."""
 
     k_tile: gl.shared_memory_descriptor
     v_tile: gl.shared_memory_descriptor
@@ -36,7 +37,7 @@ class Places(NamedTuple):
 
 
 class Redone(NamedTuple):
-    """The next tile, and the sums so far."""
+    """State of the loop: the next tile, and the sums so far."""
 
     tile: gl.tensor
     acc: gl.tensor
@@ -46,9 +47,9 @@ class Redone(NamedTuple):
 
 @gluon.jit
 def _copy_again(tile, places, program, KIND: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr):
-    """Start the copy of a tile's keys, of its values, or of both, which keys_landed is of then.
+    """Start the copy of a tile's keys, of its values, or of both.
 
-    All that this warpgroup did with what is there must be done.
+    For both, keys_landed is the barrier. All that this warpgroup did with the memory must be done.
     """
     inputs = program.inputs
     rows = program.tile
@@ -77,9 +78,9 @@ def _copy_again(tile, places, program, KIND: gl.constexpr, KEYS: gl.constexpr, V
 def _redo_tiles(
     first, end, redone, places, program, group, seen, KIND: gl.constexpr, LAYOUTS: gl.constexpr, MASKED: gl.constexpr
 ):
-    """The tiles from the first-th to before the end-th with a running max.
+    """Add the tiles from the first-th to before the end-th, with a running max.
 
-    With 8-bit P, copies are one tile ahead. With 16-bit P rows are seldom done again, and copies ahead made the loop
+    With FP8 P, copies run one tile ahead. With other P, rows are seldom computed again, and copies ahead made the loop
     over the ring slower.
     """
     BLOCK_N: gl.constexpr = KIND.block_n
@@ -141,7 +142,7 @@ def _redo_tiles(
         if MASKED and KIND.masking.mask == "keys" and FORMAT.pv == "16bit":
             zero_hidden(v_rows, seen.reach, tile * BLOCK_N, 0, BLOCK_N, KIND.width)
             barrier()
-        if FP8:  # each tile a sum of its own: this is not the fast path
+        if FP8:  # each tile has a sum of its own: slow, but no low bits are cut off here
             product = warpgroup_mma(p_operand, v_rows, gl.zeros_like(acc), use_acc=False, is_async=True)
             acc += warpgroup_mma_wait(num_outstanding=0, deps=(product,))
         elif FORMAT.pv == "int8":
@@ -161,7 +162,10 @@ def _redo_tiles(
 
 @gluon.jit
 def redo(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """All key tiles of one warpgroup, one after the other. Returns acc, reference [ROWS] and the sum of P [ROWS]."""
+    """Compute one warpgroup's sums over all key tiles, one tile after the other.
+
+    Returns acc, the softmax reference [ROWS] and the sum of P [ROWS].
+    """
     BLOCK_N: gl.constexpr = KIND.block_n
     SCORES: gl.constexpr = LAYOUTS.scores
     FP8: gl.constexpr = KIND.format.pv == "fp8_e4m3"
@@ -169,8 +173,7 @@ def redo(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr)
     rows = program.tile
     seen = Seen(
         reach=of_ring.reach, tiles_ptr=of_ring.tiles_ptr, n_tiles=of_ring.n_tiles, first=rows.first,
-        first_full=of_ring.first_full, full=rows.full, promoted=of_ring.promoted,
-        ordinary=of_ring.ordinary, visited=rows.visited,
+        first_full=of_ring.first_full, full=rows.full, visited=rows.visited,
         left=of_ring.left, right=of_ring.right, offset=of_ring.offset, seq_kv=of_ring.seq_kv,
     )  # fmt: skip
     landed = program.shared.landed
@@ -191,7 +194,7 @@ def redo(program, group, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr)
     if FP8:
         _copy_again(redone.tile, places, program, KIND, KEYS=False, VALUES=True)
         _copy_again(redone.tile, places, program, KIND, KEYS=True, VALUES=False)
-        if KIND.masking.mask == "none":  # beside a mask of keys, one more loop made the others spill registers
+        if KIND.masking.mask == "none":  # with a mask of keys, one more loop made the others spill registers
             whole = seen.full
             redone = _redo_tiles(0, whole, redone, places, program, group, seen, KIND, LAYOUTS, MASKED=False)
     redone = _redo_tiles(whole, seen.visited, redone, places, program, group, seen, KIND, LAYOUTS, MASKED=True)

@@ -1,7 +1,7 @@
-"""One key tile of the softmax, of one warpgroup: P, and what the sums so far are multiplied by.
+"""The softmax of one key tile in one warpgroup: P, and the factor that rescales earlier sums.
 
-A row of scores lies in four threads. Their shares of a row's sum and maximum stay apart until the loop is over: `by
-lanes`, [ROWS, 4].
+The functions are those of ../softmax.py for Gluon. A row of scores lies in four threads. Their shares of a row's sum
+and maximum stay apart until the loop is over, as tensors "by lanes", [ROWS, 4].
 """
 
 from triton.experimental import gluon
@@ -18,31 +18,31 @@ SCORE_LIMIT = gl.constexpr(2.0**27)  # as in ../softmax.py
 
 @gluon.jit
 def by_lanes(x, BLOCK_N: gl.constexpr):
-    """[ROWS, BLOCK_N] scores as [ROWS, 4, BLOCK_N / 4]: what one thread holds of a row is its last axis."""
+    """Reshape scores [ROWS, BLOCK_N] to [ROWS, 4, BLOCK_N / 4]; the last axis is in one thread."""
     return gl.reshape(gl.permute(gl.reshape(x, (ROWS, BLOCK_N // 8, 4, 2)), (0, 2, 1, 3)), (ROWS, 4, BLOCK_N // 4))
 
 
 @gluon.jit
 def sum_in_lanes(p, BLOCK_N: gl.constexpr):
-    """[ROWS, 4]: each row's sum over the keys that one thread holds. Its four lanes add theirs up after the loop."""
+    """Return each row's sum over the keys of one thread, [ROWS, 4]."""
     return gl.sum(by_lanes(p, BLOCK_N), 2)
 
 
 @gluon.jit
 def max_in_lanes(scores, BLOCK_N: gl.constexpr):
-    """As sum_in_lanes."""
+    """Return each row's maximum over the keys of one thread, [ROWS, 4]."""
     return gl.max(by_lanes(scores, BLOCK_N), 2)
 
 
 @gluon.jit
 def to_lanes(row, lanes):
-    """Numbers of rows, to be combined with what sum_in_lanes made."""
+    """Convert a number for each row to the layout of a tensor by lanes."""
     return gl.convert_layout(row, gl.SliceLayout(1, lanes.type.layout))[:, None]
 
 
 @gluon.jit
 def load_key_scale(scale_tile, SCALE_PER_KEY: gl.constexpr, SCORES: gl.constexpr):
-    """Scales of a key tile, which came with its codes: [1, BLOCK_N], or the tile's one as [1]."""
+    """Load the scales of a key tile from the ring: [1, BLOCK_N], or [1] with one for the tile."""
     if SCALE_PER_KEY:
         scale = scale_tile.load(SCORES)
     else:
@@ -52,7 +52,7 @@ def load_key_scale(scale_tile, SCALE_PER_KEY: gl.constexpr, SCORES: gl.constexpr
 
 @gluon.jit
 def scaled(scores, row_scale, key_scale, SCALE_PER_KEY: gl.constexpr):
-    """fp32 scores and the factor of each row that is left to apply."""
+    """Return fp32 scores, and the factor of each row that is still to be applied."""
     values = scores.to(gl.float32)
     if SCALE_PER_KEY:
         values = values * key_scale
@@ -63,7 +63,7 @@ def scaled(scores, row_scale, key_scale, SCALE_PER_KEY: gl.constexpr):
 
 @gluon.jit
 def reference_below(top, PV: gl.constexpr):
-    """As reference_below of ../softmax.py."""
+    """Return the softmax reference of rows with largest score `top`; see ../softmax.py."""
     if PV == "fp8_e4m3":
         top = gl.where(gl.abs(top) < _P_EXPONENT_LIMIT, top - _P_EXPONENT, top)
     return top
@@ -71,13 +71,16 @@ def reference_below(top, PV: gl.constexpr):
 
 @gluon.jit
 def softmax_tile(scores, row_scale, key_scale, reference, running_sum, BLOCK_N: gl.constexpr, FORMAT: gl.constexpr):
-    """As online_softmax_step of ../softmax.py: without a scale per key, the max is taken on the integers."""
+    """Online softmax over one completely visible key tile: `online_softmax_step` of ../softmax.py.
+
+    Without a scale per key, the max is taken on integers.
+    """
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
     if FORMAT.scale_per_key:
         top = gl.max(values, 1) * tile_scale
     else:
         top = gl.max(scores, 1).to(gl.float32) * tile_scale
-    if FORMAT.pv == "fp8_e4m3":  # no number, rather than a P that saturates beside a sum that does not
+    if FORMAT.pv == "fp8_e4m3":  # NaN in the output, rather than a P that saturates beside a sum that does not
         top = gl.where(gl.abs(top) < SCORE_LIMIT, top, float("inf"))
     new_reference = gl.maximum(reference, reference_below(top, FORMAT.pv))
     rescale = gl.exp2(reference - new_reference)
@@ -89,10 +92,13 @@ def softmax_tile(scores, row_scale, key_scale, reference, running_sum, BLOCK_N: 
 @gluon.jit
 def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top, BLOCK_N: gl.constexpr,
                        FORMAT: gl.constexpr):  # fmt: skip
-    """As fixed_softmax_step of ../softmax.py; with the reference "lagged", also the bits of the largest P so far."""
+    """Softmax over one completely visible key tile with a fixed reference: `fixed_softmax_step`.
+
+    With the reference "lagged" it also returns the bits of the largest P so far.
+    """
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
     p = gl.exp2(gl.fma(values, tile_scale[:, None], -reference[:, None]))
-    if FORMAT.reference == "lagged":  # of P: the chain of maxima then runs under the exponentials, not before them
+    if FORMAT.reference == "lagged":  # of P, not of scores: this runs beside the exponentials, not before them
         top = gl.maximum(top, max_in_lanes(p.to(gl.int32, bitcast=True), BLOCK_N))
     return p, running_sum + sum_in_lanes(p, BLOCK_N), top
 
@@ -100,7 +106,7 @@ def fixed_softmax_tile(scores, row_scale, key_scale, reference, running_sum, top
 @gluon.jit
 def masked_values(scores, row_scale, key_scale, rows, first_key, seen, SCORES: gl.constexpr, BLOCK_N: gl.constexpr,
                   MASKING: gl.constexpr, FORMAT: gl.constexpr):  # fmt: skip
-    """Scores in base 2, fp32 [ROWS, BLOCK_N], the hidden ones too, and which of them are visible."""
+    """Return scores in base 2, fp32 [ROWS, BLOCK_N], hidden keys included, and which of them are visible."""
     keys = first_key + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
     values, tile_scale = scaled(scores, row_scale, key_scale, FORMAT.scale_per_key)
     if MASKING.mask == "keys":
@@ -122,14 +128,14 @@ def masked_values(scores, row_scale, key_scale, rows, first_key, seen, SCORES: g
 def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, reference, running_sum, top,
                         SCORES: gl.constexpr, BLOCK_N: gl.constexpr, MASKING: gl.constexpr, FORMAT: gl.constexpr,
                         LAGGED: gl.constexpr):  # fmt: skip
-    """As masked_step of ../softmax.py."""
+    """Softmax over one key tile that may hide keys: `masked_step` of ../softmax.py."""
     values, visible = masked_values(
         scores, row_scale, key_scale, rows, first_key, seen, SCORES, BLOCK_N, MASKING, FORMAT
     )
     seen_values = gl.where(visible, values, gl.full_like(values, float("-inf")))
     if LAGGED:
         p = gl.where(visible, gl.exp2(values - reference[:, None]), 0.0)
-        # a score that is seen counts, however small its P
+        # at least 1: a visible score counts as seen, however small its P
         bits = gl.where(visible, gl.maximum(p.to(gl.int32, bitcast=True), 1), 0)
         top = gl.maximum(top, max_in_lanes(bits, BLOCK_N))
         running_sum += sum_in_lanes(p, BLOCK_N)
@@ -146,6 +152,6 @@ def masked_softmax_tile(scores, row_scale, key_scale, rows, first_key, seen, ref
 
 @gluon.jit
 def outgrown(acc, running_sum, OUT: gl.constexpr):
-    """As outgrown of ../softmax.py, for one warpgroup."""
+    """Return True if sums of any row of the warpgroup are inf or NaN; see ../softmax.py."""
     lost = gl.sum(acc * 0.0, 1) + gl.convert_layout(running_sum * 0.0, gl.SliceLayout(1, OUT))
     return gl.max((lost != 0.0).to(gl.int32), 0) != 0

@@ -1,4 +1,4 @@
-"""Programs that share a tile of query rows: each leaves the sums over its piece of the keys, the last adds them up."""
+"""Query tiles shared by programs: each sums over its piece of the keys, the last adds them up."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,17 +8,17 @@ from ..tiles import MAX_PIECES
 from .types import ROWS, Total
 
 
-_PIECES_EXPONENT = gl.constexpr(MAX_PIECES.bit_length() - 1)  # 2 to this many numbers
+_PIECES_EXPONENT = gl.constexpr(MAX_PIECES.bit_length() - 1)  # MAX_PIECES is 2 to this power
 
 
 @gluon.jit
 def with_other_pieces(total, split, group_index, KIND: gl.constexpr, LAYOUTS: gl.constexpr):
-    """Leave one warpgroup's sums over its piece of the keys in memory. Whoever comes last adds all pieces up.
+    """Store one warpgroup's sums over its piece of the keys; if it comes last, add up all pieces.
 
-    In their order, its own from memory too: the same bits, whoever that is. Nobody waits, so it does not matter which
-    programs run at the same time.
+    All pieces are read from memory, its own too, and added in their order: so the bits do not depend on which one is
+    last. Nobody waits, so it does not matter which programs run at the same time.
 
-    Returns: the total, and whether this is the last piece.
+    Returns: the total, and True in the last piece.
     """
     WIDTH: gl.constexpr = KIND.width
     GROUPS: gl.constexpr = KIND.groups
@@ -32,7 +32,7 @@ def with_other_pieces(total, split, group_index, KIND: gl.constexpr, LAYOUTS: gl
     pieces = split.pieces
     rows = gl.arange(0, ROWS, ROW)
     acc_rows = gl.arange(0, ROWS, gl.SliceLayout(1, OUT))
-    # of a piece and warpgroup: three numbers a row, then acc
+    # memory of a piece and warpgroup: three numbers a row, then acc
     SIZE: gl.constexpr = ROWS * (WIDTH + 3)
     of_rows = split.partials_ptr + (slot * GROUPS + group_index) * SIZE + rows
     of_acc = split.partials_ptr + (slot * GROUPS + group_index) * SIZE + 3 * ROWS
@@ -41,7 +41,7 @@ def with_other_pieces(total, split, group_index, KIND: gl.constexpr, LAYOUTS: gl
     gl.store(of_rows + ROWS, running_sum)
     gl.store(of_rows + 2 * ROWS, largest_p.to(gl.float32, bitcast=True))
     gl.store(of_acc, acc)
-    barrier()  # all of it is stored before anyone is told
+    barrier()  # all is stored before the arrival is counted
     arrived = gl.atomic_add(split.arrived_ptr + (slot // pieces) * GROUPS + group_index, 1, sem="acq_rel", scope="gpu")
     is_last = arrived == pieces - 1
     if is_last:
@@ -51,7 +51,7 @@ def with_other_pieces(total, split, group_index, KIND: gl.constexpr, LAYOUTS: gl
         for i in range(pieces):
             reference = gl.maximum(reference, gl.load(of_rows + i * (GROUPS * SIZE), cache_modifier=".cg"))
         finite = gl.where(reference == float("-inf"), 0.0, reference)
-        if KIND.format.pv != "fp8_e4m3":  # room for sums of as many numbers that just fit
+        if KIND.format.pv != "fp8_e4m3":  # leaves room for the sum of MAX_PIECES numbers that just fit
             finite += _PIECES_EXPONENT
             reference += _PIECES_EXPONENT
         acc = gl.zeros_like(acc)

@@ -1,7 +1,8 @@
-"""What the functions of the Hopper kernel hand each other, by name.
+"""Structures that the functions of the Hopper kernel pass to each other.
 
-NamedTuples, as a field may be a tensor in one variant of the kernel and a constant or a descriptor in another; the
-ring, which has methods, is in ring.py. Shapes: a warpgroup has ROWS query rows; R of them, N keys of a tile.
+They are NamedTuples, because a field may be a tensor in one variant of the kernel and a constant or a descriptor in
+another. The ring, which has methods, is in ring.py. Shapes: a warpgroup has R = ROWS query rows; a key tile has N
+keys.
 """
 
 from typing import NamedTuple
@@ -12,8 +13,8 @@ from .ring import Ring
 
 
 ROWS = gl.constexpr(64)  # query rows of one warpgroup
-# What shared memory holds of each query row of a warpgroup: the scale of its codes; q·c, which smoothing took from its
-# scores (LSE); and q·(c - midrange), which leads from its scores to those that row maxima are kept of
+# Numbers of each query row in shared memory: the quantisation scale; q·c, by which centring K lowered its scores (for
+# the LSE); and q·(c - midrange), the step from its scores to those that row maxima are kept of
 SCALE = gl.constexpr(0)
 LOWERED = gl.constexpr(1)
 TO_MIDRANGE = gl.constexpr(2)
@@ -21,7 +22,7 @@ ROW_FIELDS = gl.constexpr(3)
 
 
 class MaskKind(NamedTuple):
-    """MASK, HAS_BIAS, HAS_LEFT and HAS_RIGHT of ../kernel.py."""
+    """The constants MASK, HAS_BIAS, HAS_LEFT and HAS_RIGHT of ../kernel.py."""
 
     mask: gl.constexpr
     has_bias: gl.constexpr
@@ -30,7 +31,7 @@ class MaskKind(NamedTuple):
 
 
 class Format(NamedTuple):
-    """SCALE_PER_KEY, PV and REFERENCE of ../kernel.py."""
+    """The constants SCALE_PER_KEY, PV and REFERENCE of ../kernel.py."""
 
     scale_per_key: gl.constexpr
     pv: gl.constexpr
@@ -38,11 +39,11 @@ class Format(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What the kernel is compiled for.
+    """The constants that the kernel is compiled for.
 
-    keeps_max: the rows' largest scores are kept for a later call; splits: tiles of query rows can be cut along the
-    keys; slice: query rows that are quantised together; qk_dtype, pv_dtype: of Q and K, and of P and V, as operands;
-    scale_early: a tile's scale is read as soon as it is there.
+    keeps_max: keep the rows' largest scores for a later call. splits: query tiles can be cut along the keys. slice:
+    query rows that are quantised at a time. qk_dtype: type of Q and K in the score matmul; pv_dtype: of P and V in
+    theirs. scale_early: read a key tile's quantisation scale as soon as the tile is there.
     """
 
     head_dim: gl.constexpr
@@ -62,7 +63,7 @@ class Kind(NamedTuple):
 
 
 class Layouts(NamedTuple):
-    """Registers of scores, of P·V, of P as its operand, and of weights as one (int8_sums.py)."""
+    """Register layouts of scores, P·V, P as an operand, and tile weights as one (int8_sums.py)."""
 
     scores: gl.constexpr
     out: gl.constexpr
@@ -71,15 +72,15 @@ class Layouts(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Tensors that all warpgroups read and write. k_codes, v_tiles and, one a key, k_scales are descriptors, and so is
-    k_half, as of `Copied`.
+    """Tensors that all warpgroups read and write.
+
+    k_codes and v_tiles are descriptors; so is k_scales with a scale per key.
     """
 
     q_ptr: gl.tensor
     k_codes: gl.tensor
     v_tiles: gl.tensor
     k_scales: gl.tensor
-    k_half: gl.tensor
     out_ptr: gl.tensor
     lse_ptr: gl.tensor
     center_ptr: gl.tensor
@@ -105,16 +106,16 @@ class Recorded(NamedTuple):
 class Shared(NamedTuple):
     """Shared memory beside the ring.
 
-    q_codes, of_rows: codes of the query rows of each warpgroup, and ROW_FIELDS numbers of each row. q_half: these rows
-    in 16 bit, for promoted tiles (promoted.py).
-    earlier: sums of P·V over earlier tiles (FP8): two halves of the channels; or places for what they lack (INT8).
-    zeroed, finished, landed: barriers: hidden values are zeroed; nobody needs the ring any more; a warpgroup's own
-    keys, or values, have arrived (where it does its rows again). turns: one of each warpgroup, whose turn it is
-    (int8_loop.py).
+    q_codes: codes of the query rows of each warpgroup. of_rows: ROW_FIELDS numbers of each of these rows. earlier:
+    with FP8, sums of P·V over earlier tiles, as two halves of the channels; with INT8, memory for the corrections of
+    int8_sums.py.
+
+    Barriers: zeroed: hidden values are zeroed; finished: no warpgroup needs the ring any more; landed: two for each
+    warpgroup that computes its rows again: its own copy of keys, or of values, has arrived; turns: one for each
+    warpgroup: it is its turn (int8_loop.py).
     """
 
     q_codes: gl.shared_memory_descriptor
-    q_half: gl.shared_memory_descriptor
     of_rows: gl.shared_memory_descriptor
     earlier: gl.shared_memory_descriptor
     zeroed: gl.shared_memory_descriptor
@@ -124,11 +125,12 @@ class Shared(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The key tiles that a program visits: `visited` of them from `first` on, or those of a list; the first `full` are
-    seen wholly. left, right, offset: of the band; the rest as in ../key_tiles.py. Of a list for each tile of query
-    rows, `first` is the place where the program's piece begins, and `first_full` how many the list has wholly; a piece
-    may be empty. promoted, ordinary: of mixed attention, where promoted ones that are seen wholly end in the order of
-    visits, and where the other ordinary ones do (key_tiles.py).
+    """The key tiles that come through the ring for a program.
+
+    `visited` tiles in all; all rows see the first `full` of them completely. Without lists, `first` and `first_full`
+    are as in `band_tiles` of ../operands.py, of the program's piece. With a list for each query tile, `first` is the
+    place in the list where the piece begins (the piece may be empty), and `first_full` is how many tiles of the whole
+    list are complete. left, right, offset: of the causal or sliding window. Others as in `tile_at` of ../operands.py.
     """
 
     reach: gl.tensor
@@ -137,8 +139,6 @@ class Seen(NamedTuple):
     first: gl.tensor
     first_full: gl.tensor
     full: gl.tensor
-    promoted: gl.tensor
-    ordinary: gl.tensor
     visited: gl.tensor
     left: gl.tensor
     right: gl.tensor
@@ -147,10 +147,10 @@ class Seen(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """The program's tile of query rows. k_row: first row of its head among all codes of K.
+    """The program's query tile.
 
-    first, full, visited: of all its key tiles. Those of `Seen` are the ones that come through the ring, which are
-    fewer where the tile is cut along the keys.
+    k_row: first row of its head among all codes of K. first, full, visited: of all its key tiles. `Seen` has only the
+    tiles of this program's piece, which are fewer if the query tile is cut along the keys.
     """
 
     seq_q: gl.tensor
@@ -166,7 +166,7 @@ class Tile(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Which piece of a tile that is cut along the keys; see split_keys.py."""
+    """The program's piece of a query tile that is cut along the keys (split_keys.py)."""
 
     partials_ptr: gl.tensor
     arrived_ptr: gl.tensor
@@ -176,7 +176,7 @@ class Split(NamedTuple):
 
 
 class Program(NamedTuple):
-    """All that a warpgroup is started with."""
+    """All arguments of a warpgroup."""
 
     inputs: Inputs
     recorded: Recorded
@@ -188,14 +188,15 @@ class Program(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What the producer is started with. k_codes, v_tiles and, one a key, k_scales are descriptors, and k_half, of
-    half of the channels of promoted keys; v_head: the number of the key/value head among all of the batch.
+    """Arguments of the producer warp.
+
+    k_codes and v_tiles are descriptors; so is k_scales with a scale per key. v_head: number of the key/value head
+    among all of the batch.
     """
 
     k_codes: gl.tensor
     v_tiles: gl.tensor
     k_scales: gl.tensor
-    k_half: gl.tensor
     ring: Ring
     seen: Seen
     k_row: gl.tensor
@@ -205,15 +206,13 @@ class Copied(NamedTuple):
 
 
 class Warpgroup(NamedTuple):
-    """What all key tiles of one warpgroup share. zero: [R, N] in the scores' type; row_scale, score_rows: [R], the
-    scale and the number of each query row; earlier: the warpgroup's part of `Shared.earlier`; zeroed, turns: of
-    `Shared`; q_half, lowered: of `Shared.q_half`, and q·c of each row in shared memory (promoted.py).
+    """Values that are the same for all key tiles of one warpgroup.
+
+    zero: [R, N] in the scores' type. row_scale: [R], Q's quantisation scale · softmax scale · log2(e). score_rows:
+    [R], numbers of the query rows. earlier: the warpgroup's part of `Shared.earlier`. zeroed, turns: of `Shared`.
     """
 
     q_codes: gl.shared_memory_descriptor
-    q_half: gl.shared_memory_descriptor
-    lowered: gl.shared_memory_descriptor
-    softmax_scale: gl.tensor
     zero: gl.tensor
     row_scale: gl.tensor
     score_rows: gl.tensor
@@ -225,8 +224,11 @@ class Warpgroup(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a warpgroup is: the key tile before and this one (where a mask is read), this one's slot of the ring and
-    the phase of its barrier, which has been waited for. tile_scale: of this tile, where it is read at once.
+    """A warpgroup's position in its loop over key tiles.
+
+    before, tile: the key tile before and this one, kept up only where a mask is read. slot, phase: of this tile in the
+    ring, and of its barrier, which has been waited for. tile_scale: this tile's quantisation scale if it is read
+    early.
     """
 
     before: gl.tensor
@@ -239,9 +241,9 @@ class Place(NamedTuple):
 class Sums(NamedTuple):
     """One warpgroup's sums so far.
 
-    acc: P·V; p: P of the tile before, whose product is still to come; reference: of the softmax, log2 [R];
-    running_sum: of P, by lanes; top: bits of the largest P, by lanes (lagged reference); earlier_reference: the
-    reference that the sums in `Shared.earlier` were taken against (8-bit P).
+    acc: P·V. p: P of the tile before, whose product is still to come. reference: softmax reference, log2 [R].
+    running_sum: sum of P, by lanes. top: bits of the largest P, by lanes (lagged reference). earlier_reference:
+    softmax reference of the sums in `Shared.earlier` (FP8).
     """
 
     acc: gl.tensor
@@ -253,7 +255,7 @@ class Sums(NamedTuple):
 
 
 class Total(NamedTuple):
-    """Sums over all keys; running_sum and the bits of the largest P by rows."""
+    """Sums over all keys; running_sum and largest_p (bits of the largest P) are by rows."""
 
     acc: gl.tensor
     reference: gl.tensor
