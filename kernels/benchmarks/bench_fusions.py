@@ -76,7 +76,7 @@ def without(*fusions: str):
             stack.enter_context(change(modules, "PostponedLinear", _at_once))
         if "heads" in fusions:
             stack.enter_context(change(head_norms.HeadNormState, "_waiting", _nothing))
-            stack.enter_context(change(rotary, "_waits", _nothing))
+            stack.enter_context(change(rotary, "_postponed", _nothing))
             stack.enter_context(change(head_rotation.HeadRotations, "put", _nothing))
         if "values" in fusions:
             stack.enter_context(change(qkv, "last_joined", _all_joined))
