@@ -9,7 +9,7 @@ import sage_processors as sp
 from sage_kernels import HeadState, new_head_state, sage_attention
 from sage_kernels.planning.row_maxima import MOST_CALLS
 from sage_kernels.planning.state import ScaleState, Site
-from sage_processors.options import UnsupportedAttentionError
+from sage_processors.unsupported import UnsupportedAttentionError
 from tests.diffusion.test_compile import Pipe
 from tests.diffusion.test_same_seed import Drawing, options
 from tests.kernels.attention.test_attention import run_kernel
