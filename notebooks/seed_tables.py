@@ -294,7 +294,7 @@ Markdown(markdown_table(["inputs", "tokens", "NVFP4, L1 %", "5 % in 16 bit, L1 %
 
 # %%
 def smaller(inputs: str, seq: int) -> str:
-    """Return the percentage by which full INT8's error is below that of FP8 with a scale per head."""
+    """Return how many percent smaller full INT8's error is than FP8's with a scale per head."""
     fp8 = error(f"{inputs}/per_tensor", "qk_fp8_pv_fp8", seq)
     return f"{100 * (1 - error(inputs, 'int_flash_full', seq) / fp8):.0f} % at {seq:,}"
 

@@ -52,7 +52,7 @@ VARIANTS = {"eager": EAGER, "compiled": COMPILED, "cuda_graph": EAGER}
 
 
 def _nothing(*_, **__) -> None:
-    """Replace a function that returns a postponed result or None, or one that installs a compiler pass."""
+    """Replace a function that returns a postponed result (by None) or installs a compiler pass."""
 
 
 def _all_joined(owner, modules) -> int:
