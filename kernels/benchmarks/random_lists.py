@@ -103,9 +103,9 @@ class RandomLists(SkipLists):
 
 def give_lists(handle, shape: Shape, given: SkipState) -> None:
     """Give these lists to all layers of a handle, for calls of this shape. The handle must not have skip=."""
-    for part in handle._parts:
-        part.state.kept.skip_lists = RandomLists(len(part.state.sites), shape, given)
-        part._hand_out()  # calls find their lists by the tensors of their site
+    for denoiser in handle._denoisers:
+        denoiser.state.kept.skip_lists = RandomLists(len(denoiser.state.sites), shape, given)
+        denoiser._hand_out()  # calls find their lists by the tensors of their site
 
 
 def check_share(report, given: SkipState, shape: Shape, share: float, calls: int) -> None:
