@@ -140,7 +140,7 @@ class CostTable:
                 next((p.dtype for p in denoiser.model.parameters()), torch.float32),
             )
             for layer in denoiser.layers:
-                shapes = [_shape_of(site) for site in layer.sage._sage_sites if site.elements]
+                shapes = [_shape_of(site) for site in layer.own.sites if site.elements]
                 if shapes:
                     self.shapes[denoiser._label(layer.name)] = shapes
 

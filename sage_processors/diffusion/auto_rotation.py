@@ -48,7 +48,7 @@ class AutoRotation:
 
     def is_open(self, denoiser, layer) -> bool:
         """True for a layer with rotation="auto" that is not decided yet."""
-        is_auto = layer.sage._sage_config.rotation == "auto"
+        is_auto = layer.own.config.rotation == "auto"
         return is_auto and not denoiser.frozen and denoiser._label(layer.name) not in self._decided
 
     def _open(self) -> list:
@@ -66,7 +66,7 @@ class AutoRotation:
             return
         for denoiser in self._handle._denoisers:
             for layer in denoiser.layers if not denoiser.frozen else ():
-                if layer.sage._sage_config.rotation == "auto":
+                if layer.own.config.rotation == "auto":
                     denoiser.rotate(layer, False)
                     self._decided.pop(denoiser._label(layer.name), None)
         if self._open() and self._handle._probe is not None:
@@ -104,7 +104,7 @@ class AutoRotation:
         if probe is not None:
             ran = [x for x in self._handle._denoisers if probe.has_tried(x)]  # does not sync
             # a layer that its own `keep_noise` kept in 16 bit in this step is decided after a later step
-            layers = [row for row in layers if row[0] in ran and not row[1].sage._sage_window.was_exact]
+            layers = [row for row in layers if row[0] in ran and not row[1].sage._sage.window.was_exact]
             if not layers:
                 return
             self._decide(layers, *probe.trials())
@@ -126,7 +126,7 @@ class AutoRotation:
         """Drop all decisions, and decide again in the next run."""
         for denoiser in self._handle._denoisers:
             for layer in denoiser.layers:
-                if layer.sage._sage_config.rotation == "auto":
+                if layer.own.config.rotation == "auto":
                     denoiser.rotate(layer, False)
         self._decided = {}
         if self._open() and self._handle._probe is not None:

@@ -19,8 +19,9 @@ from ..linears.leftovers import take_out_leftovers
 from ..linears.swap import LinearSwap
 from ..torch_modes import AsUnderNoGrad
 from .calls.call_reasons import layer_reason
+from .calls.processor_state import ProcessorState
 from .calls.row_maxima_op import keep_rows_of
-from .calls.sage_class import attention_calls_in, is_pag, is_sage, sage_class, swap
+from .calls.sage_class import attention_calls_in, count_bypassed, is_pag, is_sage, sage_class, swap
 from .graphs.whole_graphs import WholeGraphs
 from .heads.head_norms import HeadNorms
 from .host.discovery import attention_modules, device_of, discover_sites, put_processor, signs_of
@@ -45,10 +46,16 @@ class Layer:
     def __post_init__(self):
         self._attributes = dict(self.original.__dict__)
 
+    @property
+    def own(self) -> ProcessorState:
+        """What our processor keeps beside the attributes of the original."""
+        state: ProcessorState = self.sage._sage
+        return state
+
     def give_back(self):
         """Return the original processor, with the attributes that were set on ours since the swap."""
         for name, value in self.sage.__dict__.items():  # such as the attention back end, an IP-Adapter's scale
-            if not name.startswith("_sage_") and self._attributes.get(name, self) is not value:
+            if name != "_sage" and self._attributes.get(name, self) is not value:
                 self.original.__dict__[name] = value
         return self.original
 
@@ -105,7 +112,7 @@ class Denoiser:
                 layer = Layer(name, module, original, sage)
                 self._made.append(layer)
                 put_processor(module, layer.sage)
-            layer.sage._sage_accept_backend()
+            layer.own.accept_backend(layer.sage)
             self.layers.append(layer)
         self._signs = signs_of(self.model, self._modules())
         self._plan_sites()
@@ -137,9 +144,9 @@ class Denoiser:
         """Give a new processor the counts and the rotation of the module's processor before it."""
         earlier = next((layer.sage for layer in reversed(self._made) if layer.module is module), None)
         if earlier is not None:
-            sage._sage_events.take_over(earlier._sage_events)
-            object.__setattr__(sage, "_sage_rotated", earlier._sage_rotated)
-            for site, before in zip(sage._sage_sites, earlier._sage_sites, strict=False):
+            sage._sage.events.take_over(earlier._sage.events)
+            sage._sage.rotated = earlier._sage.rotated
+            for site, before in zip(sage._sage.sites, earlier._sage.sites, strict=False):
                 site.elements = before.elements
 
     def _label(self, name: str) -> str:
@@ -149,7 +156,7 @@ class Denoiser:
         sites: list[Site] = []
         for layer in self.layers:
             layer.site_indices = []
-            own = layer.sage._sage_config
+            own = layer.own.config
             if own.scaling.is_planned and own.recipe != MIXED_RECIPE:
                 for i, shape in enumerate(discover_sites(layer.module, layer.sage)):
                     layer.site_indices.append(len(sites) if shape else None)
@@ -175,12 +182,12 @@ class Denoiser:
     def _hand_out(self) -> None:
         """Give every call site its tensors of the scale state. Runs before the model is compiled."""
         for layer in self.layers:
-            for site, index in zip(layer.sage._sage_sites, layer.site_indices, strict=False):
+            for site, index in zip(layer.own.sites, layer.site_indices, strict=False):
                 site.state = None if index is None or self.state is None else self.state.head_state(index)
                 if site.state is not None:
                     site.kv_heads, site.head_dim = self.state.sites[index].kv_heads, self.state.sites[index].head_dim
                     kept = self.state.kept
-                    site.keeps_rows = RECIPES[layer.sage._sage_config.recipe].keeps_rows
+                    site.keeps_rows = RECIPES[layer.own.config.recipe].keeps_rows
                     site.skip_lists, site.skip_site = kept.skip_lists, index
                     if site.keeps_rows or kept.skip_lists is not None:
                         maxima = kept.row_maxima if site.keeps_rows else None
@@ -190,7 +197,7 @@ class Denoiser:
 
     def rotate(self, layer: Layer, on: bool) -> None:
         """Switch the Hadamard rotation of one layer on or off. Call it between two steps."""
-        object.__setattr__(layer.sage, "_sage_rotated", on)
+        layer.own.rotated = on
         for index in layer.site_indices:
             if index is not None:
                 self.state.set_rotation(index, _rotation_of(layer.sage))
@@ -209,7 +216,7 @@ class Denoiser:
         self._reader.to(device)
         self.forwards.to(device)
         with torch.inference_mode(False):
-            of_layers = [x for layer in self.layers for x in (layer.sage._sage_events, layer.sage._sage_probe)]
+            of_layers = [x for layer in self.layers for x in (layer.own.events, layer.own.probe)]
             for owner in (self.state, *of_layers):
                 if owner is not None:
                     owner.to(device)
@@ -248,8 +255,8 @@ class Denoiser:
             self.state.begin_run(1.0)
         self.perturbed = False
         for processor in (*(layer.sage for layer in self.layers), *self.guests.values()):
-            processor._sage_events.zero()
-            processor._sage_sent[0] = 0
+            processor._sage.events.zero()
+            processor._sage.sent = 0
 
     def use_graphs(self, graphs: WholeGraphs | None) -> None:
         """Take forwards from these CUDA graphs from now on; None runs them eagerly again."""
@@ -303,10 +310,10 @@ class Denoiser:
             return True
         for layer in others:
             processor: Any = layer.module.processor
-            if is_sage(processor) and is_pag(processor) and processor._sage_config is not None:
+            if is_sage(processor) and is_pag(processor) and processor._sage.config is not None:
                 self.guests[id(processor)] = processor
             else:
-                layer.sage._sage_bypassed(processor)
+                count_bypassed(layer.sage, processor)
                 self.perturbed |= is_pag(processor)
         return False
 
@@ -362,7 +369,7 @@ class Denoiser:
                 put_processor(module, self._stock(module))
         for layer in self._made:
             # a Sage processor that somebody still holds behaves like its base class
-            object.__setattr__(layer.sage, "_sage_config", None)
+            layer.own.config = None
         self.layers, self._made, self.state = [], [], None
         self._parked.clear()
 
@@ -383,15 +390,15 @@ class Denoiser:
             if layer.sage is processor:
                 return layer.original
         stock = object.__new__(base)
-        stock.__dict__.update({k: v for k, v in processor.__dict__.items() if not k.startswith("_sage_")})
+        stock.__dict__.update({k: v for k, v in processor.__dict__.items() if k != "_sage"})
         return stock
 
 
 def _rotation_of(processor) -> str:
-    return "hadamard" if processor._sage_rotated else "none"
+    return "hadamard" if processor._sage.rotated else "none"
 
 
 def _tensors(processor):
-    for site in processor._sage_sites:
+    for site in processor._sage.sites:
         if site.state is not None:
             yield from site.state

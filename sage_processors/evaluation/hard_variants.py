@@ -73,13 +73,13 @@ def bias_keys(factor: float = 30.0) -> Iterator[dict]:
         raise ValueError(f"factor: got {factor}, expected a finite number >= 0")
     attend, constants = processors._attend, {}
 
-    def biased(query, key, value, attn_mask, is_causal, scale, processor, index, *others):
-        place = (processor._sage_layer, index)
+    def biased(query, key, value, attn_mask, is_causal, scale, own, index, *others):
+        place = (own.layer, index)
         if place not in constants:
             ramp = torch.linspace(-factor, factor, key.shape[3], dtype=torch.float32, device=key.device)
             constants[place] = key.float().std((0, 1)) * ramp
         key = key + constants[place].to(key.dtype)
-        return attend(query, key, value, attn_mask, is_causal, scale, processor, index, *others)
+        return attend(query, key, value, attn_mask, is_causal, scale, own, index, *others)
 
     processors._attend = biased
     try:

@@ -229,10 +229,10 @@ X = "transformer.transformer_blocks.1.attn"
 def test_a_layer_with_outliers_at_the_end_of_a_run_is_exact_there_and_no_other_layer(monkeypatch, tmp_path):
     attend, pipe = processors._attend, pipeline("tiny_flux")
 
-    def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
-        if processor._sage_layer == X and sp.handle_of(pipe).steps.place == 3:
+    def harder(query, key, value, attn_mask, is_causal, scale, own, index):
+        if own.layer == X and sp.handle_of(pipe).steps.place == 3:
             query, key = (varying_outliers(x, 16.0) for x in (query, key))
-        return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
+        return attend(query, key, value, attn_mask, is_causal, scale, own, index)
 
     monkeypatch.setattr(processors, "_attend", harder)
     with sp.apply(pipe, sp.SageAttnProcessor(scaling="per_block")) as handle, handle.probe(every=1) as probe:

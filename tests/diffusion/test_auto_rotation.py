@@ -32,10 +32,10 @@ def outliers(monkeypatch):
     token, so that no balance of channels takes them away."""
     chosen, attend = set(), processors._attend
 
-    def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
-        if processor._sage_layer in chosen:
+    def harder(query, key, value, attn_mask, is_causal, scale, own, index):
+        if own.layer in chosen:
             query, key = (varying_outliers(x, HARD) for x in (query, key))
-        return attend(query, key, value, attn_mask, is_causal, scale, processor, index)
+        return attend(query, key, value, attn_mask, is_causal, scale, own, index)
 
     monkeypatch.setattr(processors, "_attend", harder)
     return chosen
@@ -88,7 +88,7 @@ def test_a_refresh_and_a_copy_keep_the_rotation():
         twin = copy.deepcopy(model)
         with torch.no_grad():
             twin(**inputs)
-        counts = {n: p._sage_events.numbers()[EVENTS.index("rotated")] for n, p in twin.attn_processors.items()}
+        counts = {n: p._sage.events.numbers()[EVENTS.index("rotated")] for n, p in twin.attn_processors.items()}
         assert sorted(counts.values()) == [0, 1]
 
 
@@ -107,7 +107,7 @@ def test_auto_rotates_the_layers_that_need_it_from_the_next_step_on(outliers, sc
         assert float(notes[JOINT].split()[2]) < config_module.ROTATE_BELOW_DB <= float(notes[SINGLE].split()[2])
         if scaling == "timestep":  # first call, and first call in the other channels
             assert {row["layer"]: row["dynamic_calls"] for row in handle.report().rows} == {JOINT: 2, SINGLE: 1}
-        assert all(layer.sage._sage_probe is None for denoiser in handle._denoisers for layer in denoiser.layers)
+        assert all(layer.own.probe is None for denoiser in handle._denoisers for layer in denoiser.layers)
         with handle.probe(every=1) as probe:
             denoise(pipe, model, inputs, steps=3)  # a second run, decided by its own first step
         assert rotations(handle)[JOINT] == ("hadamard", 6, 8)
@@ -172,7 +172,7 @@ def test_auto_only_where_it_was_asked_for_and_beside_a_probe_of_the_user(outlier
         twin = copy.deepcopy(model)
         with torch.no_grad():
             twin(**inputs)
-        counts = [p._sage_events.numbers()[EVENTS.index("rotated")] for p in twin.attn_processors.values()]
+        counts = [p._sage.events.numbers()[EVENTS.index("rotated")] for p in twin.attn_processors.values()]
         assert sorted(counts) == [0, 1]  # what was found goes with a copy
 
 

@@ -259,7 +259,7 @@ def test_a_processor_whose_handle_is_gone_runs_what_is_there(monkeypatch):
     attention.processor = held
     after = patched_forward(monkeypatch, attention, {"hidden_states": inputs}, F, SDPA, louder_sdpa)
     assert not torch.equal(after, forward(attention, {"hidden_states": inputs}))
-    assert sum(held._sage_events.numbers()) == 0
+    assert sum(held._sage.events.numbers()) == 0
 
 
 @pytest.mark.parametrize(

@@ -108,9 +108,9 @@ def layer_reason(layer: Any) -> str:
 
     Only facts that are known before the first call count. Args: layer: a denoiser's `Layer`.
     """
-    if layer.module.training and layer.sage._sage_config.training != "int8":
+    if layer.module.training and layer.own.config.training != "int8":
         return REMEDIES["training"]
-    if layer.sage._sage_kept:
+    if layer.own.kept:
         return "kept in 16 bit by the options"
     weight = next((p for p in layer.module.parameters() if p.is_floating_point()), None)
     if weight is not None and weight.dtype == torch.float64:

@@ -37,6 +37,7 @@ from .context_parallel import (
 )
 from .fallback import fallback_attention
 from .mixed_calls import attend_mixed, is_mixed
+from .processor_state import ProcessorState
 from .row_maxima_op import attention_keeping
 
 
@@ -63,49 +64,6 @@ EVENTS = (
 _EVENT = {name: i for i, name in enumerate(EVENTS)}
 
 _logged: set[tuple[str, str]] = set()
-
-
-class CallSite:
-    """One call site of attention in a processor's code: its plan, and facts about its latest call.
-
-    Attributes:
-        state: sage_kernels.HeadState with the plan. None: scales are computed from the inputs of each call.
-        kv_heads, head_dim: layout that `state` was made for.
-        keeps_rows: calls keep row maxima for the next step, in the place registered with
-            `row_maxima_op.keep_rows_of`.
-        skip_lists: the SkipLists (sage_kernels.planning.skip_lists) with the key tiles to visit, or None.
-        skip_site: index of this call site in `skip_lists`.
-        seen_kv_heads, seen_head_dim, seen_batch, seen_seq_q, seen_seq_kv, elements: of the latest call; elements =
-            numel(Q) + numel(K). The forward writes them and never reads them: a read would make Dynamo guard on the
-            value, and recompile.
-        blocks: of the latest call of the recipe "mixed", with Mixed.keep_blocks: int8 [B, H, row blocks, key blocks].
-        seen_kind: (dtype of Q, `causal` as the op takes it, dtype of the mask of keys or None) of the latest call;
-            None before the first.
-    """
-
-    def __init__(self, state: sage_kernels.HeadState | None = None, kv_heads: int = 0, head_dim: int = 0) -> None:
-        self.state, self.kv_heads, self.head_dim = state, kv_heads, head_dim
-        self.keeps_rows = False
-        self.skip_lists: Any = None
-        self.skip_site = 0
-        self.seen_kv_heads, self.seen_head_dim, self.elements = 0, 0, 0
-        self.seen_batch, self.seen_seq_q, self.seen_seq_kv = 0, 0, 0
-        self.seen_kind = None
-        self.blocks: torch.Tensor | None = None
-        self._states: dict[int, tuple[sage_kernels.HeadState, sage_kernels.HeadState]] = {}
-
-    def state_of(self, head: int) -> sage_kernels.HeadState:
-        """Return the state of this device's heads, which begin at key/value head `head` of the model."""
-        state = self.state
-        if state is None:
-            raise ValueError("state: got a call site without a state, expected one with planned scales")
-        if torch.compiler.is_compiling():
-            return state._replace(row=state.row + head)
-        known, found = self._states.get(head, (None, state))
-        if known is not state:
-            found = state._replace(row=state.row + head)
-            self._states[head] = state, found
-        return found
 
 
 class _Running(threading.local):
@@ -137,7 +95,7 @@ def _log_once(layer: str, reason: str, remedy: str) -> None:
 
 
 def _reason_against(
-    processor: Any,
+    own: ProcessorState,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -148,31 +106,31 @@ def _reason_against(
     enable_gqa: Any,
 ) -> str | None:
     """Return the reason to run a call in 16 bit, or None. query, key, value: [B, S, H, D]."""
-    window = processor._sage_window
+    window = own.window
     call = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if processor._sage_config.training == "int8":
+    if own.config.training == "int8":
         reason = training_reason(*call)
     else:
         reason = "training" if _running.training else call_reason(*call)
-    if reason is None and processor._sage_kept:
+    if reason is None and own.kept:
         return "kept"
-    if reason is None and attn_mask is not None and is_mixed(processor._sage_config):
+    if reason is None and attn_mask is not None and is_mixed(own.config):
         return "mixed_mask"
     if reason is None and window is not None and window.exact:
         return "unfollowed" if window.is_lost else "window"
     return reason
 
 
-def _fall_back(processor: Any, reason: str, remedy: str = "") -> None:
+def _fall_back(own: ProcessorState, reason: str, remedy: str = "") -> None:
     """Count a call that falls back to the model's own attention; raise with on_unsupported="raise".
 
     Args: remedy: advice for the message, instead of the usual one for this reason.
     """
-    if processor._sage_config.on_unsupported == "raise" and reason not in CHOSEN:
-        raise UnsupportedAttentionError(processor._sage_layer, reason, remedy)
-    processor._sage_events.add(_EVENT.get(reason, _EVENT["other"]))
+    if own.config.on_unsupported == "raise" and reason not in CHOSEN:
+        raise UnsupportedAttentionError(own.layer, reason, remedy)
+    own.events.add(_EVENT.get(reason, _EVENT["other"]))
     if not torch.compiler.is_compiling() and reason not in CHOSEN:
-        _log_once(processor._sage_layer, reason, remedy)
+        _log_once(own.layer, reason, remedy)
 
 
 def _attend(
@@ -182,7 +140,7 @@ def _attend(
     attn_mask: torch.Tensor | None,
     is_causal: bool,
     scale: Any,
-    processor: Any,
+    own: ProcessorState,
     index: int,
     parallel: Any = None,
     return_lse: bool = False,
@@ -194,10 +152,10 @@ def _attend(
         tensors were gathered from several devices. return_lse: also return lse [B, S_q, H].
     """
     query, key = compute_heads(query, key)
-    config = processor._sage_config
-    if _trains(processor, query, key, value):
-        return _attend_training(query, key, value, attn_mask, is_causal, scale, processor)
-    site = processor._sage_sites[index] if index < len(processor._sage_sites) else None
+    config = own.config
+    if _trains(own, query, key, value):
+        return _attend_training(query, key, value, attn_mask, is_causal, scale, own)
+    site = own.sites[index] if index < len(own.sites) else None
     state = None
     attend: Callable[..., torch.Tensor] = sage_kernels.sage_attention
     if site is not None:
@@ -217,38 +175,37 @@ def _attend(
                 elif site.skip_lists is not None and not torch.compiler.is_compiling():
                     site.skip_lists.leave_out(site.skip_site, "parallel")
     if state is None:
-        processor._sage_events.add(_EVENT["called"])
+        own.events.add(_EVENT["called"])
     if is_mixed(config):
         out = attend_mixed(query, key, value, is_causal, scale, config, site, return_lse)
-        probe = processor._sage_probe
+        probe = own.probe
         if probe is not None and probe.shared.on and parallel is None:
             probe.compare(index, out, query, key, value, attn_mask, is_causal, scale)
         return out
     rotation = "none"
-    if processor._sage_rotated:
-        processor._sage_events.add(_EVENT["rotated"])
+    if own.rotated:
+        own.events.add(_EVENT["rotated"])
         rotation = "hadamard"
     # A state counts in its own tensors. Another thread's run reads and clears them between its steps.
-    with nullcontext() if state is None or torch.compiler.is_compiling() else processor._sage_lock:
+    with nullcontext() if state is None or torch.compiler.is_compiling() else own.lock:
         out = attend(
             query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False,
             recipe=config.recipe, scaling=config.scaling.of_call, rotation=rotation, scale=scale, state=state,
             **({"return_lse": True} if return_lse else {}),
         )  # fmt: skip
-    probe = processor._sage_probe
+    probe = own.probe
     if probe is not None and probe.shared.on and parallel is None:
         tried = {"recipe": config.recipe, "scaling": "per_block" if state is not None else config.scaling.of_call}
         probe.compare(index, out, query, key, value, attn_mask, is_causal, scale, tried)
     return out
 
 
-def _trains(processor: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+def _trains(own: ProcessorState, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """True for a call of training that may run in INT8."""
-    trains: bool = processor._sage_config.training == "int8"
-    return trains and (_running.training or needs_gradient(query, key, value))
+    return own.config.training == "int8" and (_running.training or needs_gradient(query, key, value))
 
 
-def _attend_parallel(call: tuple[Any, ...], processor: Any, index: int, parallel: Any) -> torch.Tensor:
+def _attend_parallel(call: tuple[Any, ...], own: ProcessorState, index: int, parallel: Any) -> torch.Tensor:
     """Run a call with tokens spread over devices, in INT8 if possible.
 
     Some reasons against INT8 show only after diffusers has gathered the tensors. Such calls fall back to 16 bit there.
@@ -257,49 +214,51 @@ def _attend_parallel(call: tuple[Any, ...], processor: Any, index: int, parallel
     def attend(given: tuple[Any, ...], return_lse: bool) -> Any:
         query, key, value, attn_mask, _, is_causal, scale, _ = given
         reason = call_reason(*given)
-        if reason is None and attn_mask is not None and is_mixed(processor._sage_config):
+        if reason is None and attn_mask is not None and is_mixed(own.config):
             reason = "mixed_mask"
         if reason is None:
-            return _attend(query, key, value, attn_mask, is_causal, scale, processor, index, parallel, return_lse)
-        _fall_back(processor, reason)
+            return _attend(query, key, value, attn_mask, is_causal, scale, own, index, parallel, return_lse)
+        _fall_back(own, reason)
         return fallback_attention(given, return_lse)
 
     call = (*compute_heads(*call[:2]), *call[2:])
-    if processor._sage_config.exchange == "int8" and sends_codes(call, parallel):
+    if own.config.exchange == "int8" and sends_codes(call, parallel):
         out, sent = run_with_codes(call, parallel, attend)
     else:
         out, sent = run_in_parallel(call, False, parallel, attend), unquantised_bytes(call, parallel)
-    _count_sent(processor, sent)
+    _count_sent(own, sent)
     return out
 
 
-def _count_sent(processor: Any, sent: int) -> None:
+def _count_sent(own: ProcessorState, sent: int) -> None:
     if not torch.compiler.is_compiling():  # a guard on a growing number would fail in every call
-        processor._sage_sent[0] += sent
+        own.sent += sent
 
 
 def _attend_training(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, is_causal: bool,
-    scale: Any, processor: Any,
+    scale: Any, own: ProcessorState,
 ) -> torch.Tensor:  # fmt: skip
     """Run a differentiable INT8 call of training.
 
     It uses no plan: noise levels in training are not those of a run, and gradient checkpointing makes each call twice.
     """
-    config = processor._sage_config
-    processor._sage_events.add(_EVENT["called"])
-    if processor._sage_rotated:
-        processor._sage_events.add(_EVENT["rotated"])
+    config = own.config
+    own.events.add(_EVENT["called"])
+    if own.rotated:
+        own.events.add(_EVENT["rotated"])
     return sage_kernels.differentiable_attention(
         query, key, value, attn_mask=attn_mask, causal="top_left" if is_causal else False, recipe=config.recipe,
-        scaling=config.scaling.of_call, rotation="hadamard" if processor._sage_rotated else "none", scale=scale,
+        scaling=config.scaling.of_call, rotation="hadamard" if own.rotated else "none", scale=scale,
     )  # fmt: skip
 
 
-def _next_call() -> tuple[Any, int]:
+def _next_call() -> tuple[ProcessorState, int]:
+    """Return the running processor's state, and the place of this call among those of its code."""
     index = _running.calls
     _running.calls = index + 1
-    return _running.processor, index
+    own: ProcessorState = _running.processor._sage
+    return own, index
 
 
 def _sdpa(
@@ -313,21 +272,21 @@ def _sdpa(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Replace F.scaled_dot_product_attention inside a Sage class: [B, H, S, D] in and out."""
-    processor, index = _next_call()
+    own, index = _next_call()
     reason: str | None
-    if processor._sage_config is not None:
-        if is_short(processor._sage_config, query, key, 2, 1, is_causal):
+    if own.config is not None:
+        if is_short(own.config, query, key, 2, 1, is_causal):
             reason = "short"
         elif query.dim() == key.dim() == value.dim() == 4:
             q, k, v = autocast(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
             options = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
-            reason = _reason_against(processor, q, k, v, *options)
+            reason = _reason_against(own, q, k, v, *options)
         else:
             reason = "rank"
         if reason is None:
-            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, own, index)
             return made.transpose(1, 2)
-        _fall_back(processor, reason)
+        _fall_back(own, reason)
     query, key, value = ordinary_in((query, key, value))
     return F.scaled_dot_product_attention(
         query,
@@ -356,32 +315,32 @@ def _dispatch(
     parallel_config: Any = None,
 ) -> torch.Tensor:
     """Replace diffusers' dispatch_attention_fn inside a Sage class: [B, S, H, D] in and out."""
-    processor, index = _next_call()
+    own, index = _next_call()
     reason: str | None
-    if processor._sage_config is not None:
+    if own.config is not None:
         backend = without_ours(backend)  # "sage_int8" knows neither layer nor step: here its name has no effect
         if attention_kwargs:
             reason = "attention_kwargs"
-        elif backend != processor._sage_backend:
+        elif backend != own.backend:
             reason = "backend"  # set_attention_backend() was called after the swap: the later choice wins
-        elif is_short(processor._sage_config, query, key, 1, 2, is_causal, parallel_config):
+        elif is_short(own.config, query, key, 1, 2, is_causal, parallel_config):
             reason = "short"
         else:
             q, k, v = autocast(query, key, value)
             # under context parallelism, masks are checked after diffusers has gathered them
             mask = attn_mask if parallel_config is None else None
-            reason = _reason_against(processor, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
-            if reason is None and parallel_config is not None and _trains(processor, q, k, v):
+            reason = _reason_against(own, q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+            if reason is None and parallel_config is not None and _trains(own, q, k, v):
                 reason = "context_parallel"
         if reason is None:
             if parallel_config is not None:
                 call = (q, k, v, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-                return _attend_parallel(call, processor, index, parallel_config)
-            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, processor, index)
+                return _attend_parallel(call, own, index, parallel_config)
+            made: torch.Tensor = _attend(q, k, v, attn_mask, is_causal, scale, own, index)
             return made
-        _fall_back(processor, reason)
+        _fall_back(own, reason)
         if parallel_config is not None:
-            _count_sent(processor, unquantised_bytes((query, key, value), parallel_config))
+            _count_sent(own, unquantised_bytes((query, key, value), parallel_config))
             in_ring = degrees(parallel_config)[1] > 1 and is_native(exact(backend))
             if in_ring and not attention_kwargs and not needs_gradient(query, key, value):
                 call = (*ordinary_in((query, key, value)), attn_mask, dropout_p, is_causal, scale, enable_gqa)

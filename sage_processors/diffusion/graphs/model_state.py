@@ -22,6 +22,7 @@ from ...patching.other_globals import innermost
 from ...patching.patched import Watch, with_helpers
 from ...postponed.tensor import version_of
 from ...torch_modes import AsUnderNoGrad
+from ..calls.processor_state import ProcessorState
 from ..host.root_hook import RootHook
 
 
@@ -146,11 +147,12 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _attributes(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the attribute dicts of a module and of objects it holds, such as a plain processor."""
+    """Return the attribute dicts of a module and of objects it holds, such as a plain processor and its state."""
     found = [module.__dict__]
     for name, value in module.__dict__.items():
         is_known = name == "processor" or type(value).__module__.partition(".")[0] not in OPAQUE
         is_known = is_known and not isinstance(value, (type, dict, nn.Module)) and name != "_compiled_call_impl"
         if is_known and isinstance(getattr(value, "__dict__", None), dict):
             found.append(value.__dict__)
-    return found
+    states = (values.get("_sage") for values in found)
+    return found + [state.__dict__ for state in states if isinstance(state, ProcessorState)]

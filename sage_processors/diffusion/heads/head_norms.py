@@ -63,10 +63,10 @@ class HeadNorms:
         Args: layers: the denoiser's attention layers. label: function from a module's name in the model to its name
             in messages.
         """
-        if any(layer.sage._sage_rotary for layer in layers):
+        if any(layer.sage._sage_binding.rotary for layer in layers):
             fuse_in_compiled_code(fuse_heads)
         for layer in layers:
-            for name in NAMES if layer.sage._sage_rotary else ():
+            for name in NAMES if layer.sage._sage_binding.rotary else ():
                 module = layer.module._modules.get(name)
                 form = None if module is None or is_swapped(module) else norm_form(module)
                 if form is not None:

@@ -98,7 +98,7 @@ def rotary(function, processor_of):
 
 def _postponed(processor, x, freqs, options, function) -> PostponedHeads | None:
     """Return the postponed result of a call, or None if it can't be postponed."""
-    if processor is None or processor._sage_config is None or not CAN_WAIT or current() is None:
+    if processor is None or processor._sage.config is None or not CAN_WAIT or current() is None:
         return None
     is_postponed = type(x) is PostponedHeads
     if not is_postponed and (type(x) is not torch.Tensor or not can_wait(x)):
@@ -107,7 +107,7 @@ def _postponed(processor, x, freqs, options, function) -> PostponedHeads | None:
         return None
     if is_autocast(x.device) or function_modes():
         return None
-    source = processor._sage_waiting
+    source = processor._sage.waiting
     if not source.is_postponed:
         return None
     angles = _angles(freqs, options, x, source)

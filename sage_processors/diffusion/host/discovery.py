@@ -71,7 +71,7 @@ def discover_sites(module, sage) -> list[tuple[int, int] | None]:
     guess = (kv_heads, head_dim) if kv_heads and head_dim else None
     return [
         (site.seen_kv_heads, site.seen_head_dim) if site.seen_kv_heads and site.seen_head_dim else guess
-        for site in sage._sage_sites
+        for site in sage._sage.sites
     ]
 
 

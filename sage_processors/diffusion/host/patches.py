@@ -26,6 +26,7 @@ class Binding:
         is_of_libraries: True if all functions that the code uses by name come from a library. Only these may be given
             postponed results.
         is_replaced: True if `__call__` or an attention function was replaced. `inner` must not be used then.
+        rotary: name of the rotary embedding function in the code, if that can be postponed.
         face: the function that models see as `__call__`, if any. Its signature has to be right: models drop keyword
             arguments, such as masks and rotary embeddings, that it does not have.
     """
@@ -40,6 +41,7 @@ class Binding:
         self.is_replaced = False
         self._shown: Any = None
         self.face: Any = None
+        self.rotary: str | None = None
 
     def _bind(self) -> None:
         bound = rebind(self._fn, self._ops)

@@ -201,14 +201,14 @@ class Probe:
             if denoiser.linears is not None and self._only is None:
                 self._linears.attach(denoiser.linears, denoiser.device)
             for layer in denoiser.layers:
-                label, calls = denoiser._label(layer.name), len(layer.sage._sage_sites)
+                label, calls = denoiser._label(layer.name), len(layer.own.sites)
                 if self._only is not None and label not in self._only:
                     continue
                 known = self._layers.get(label)
                 if known is None or known.sums.shape[0] != calls:
                     self._layers[label] = LayerProbe(self._shared, calls, self._heads, denoiser.device)
                 self._layers[label].trial = self._handle._rotation.is_open(denoiser, layer)
-                object.__setattr__(layer.sage, "_sage_probe", self._layers[label])
+                layer.own.probe = self._layers[label]
 
     def go_on(self, only: Collection[str]) -> None:
         """Watch the layers with these names from now on, after `stop`."""
@@ -231,8 +231,8 @@ class Probe:
                 self._linears.detach(denoiser.linears)
             for layer in denoiser.layers:
                 own = self._layers.get(denoiser._label(layer.name))
-                if own is not None and layer.sage._sage_probe is own:
-                    object.__setattr__(layer.sage, "_sage_probe", None)
+                if own is not None and layer.own.probe is own:
+                    layer.own.probe = None
         if self._handle._probe is self:
             self._handle._probe = None
 

@@ -148,13 +148,13 @@ def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
     Args: summary: rows of ScaleState.summary(), or []. skipped: rows of SkipLists.summary(), or [].
     """
     sage = layer.sage
-    events = dict(zip(EVENTS, sage._sage_events.numbers(), strict=True))
+    events = dict(zip(EVENTS, sage._sage.events.numbers(), strict=True))
     planned = [
-        (site, summary[i]) for site, i in zip(sage._sage_sites, layer.site_indices, strict=False) if i is not None
+        (site, summary[i]) for site, i in zip(sage._sage.sites, layer.site_indices, strict=False) if i is not None
     ]
     scaled_by_call = events["called"]
     calls = [scaled_by_call + sum(row["calls"] for _, row in planned)]
-    elements = [site.elements for site in sage._sage_sites if site.elements]
+    elements = [site.elements for site in sage._sage.sites if site.elements]
     per_call = sum(elements) / len(elements) if elements else 0
     return {
         "calls": calls[0],
@@ -168,7 +168,7 @@ def _counted(layer: Any, summary: Any, skipped: Any = ()) -> dict[str, Any]:
         "redone_fraction": max([row["redone"] for _, row in planned], default=0.0),
         **_skipped(layer, skipped),
         "bytes_saved": int(calls[0] * per_call),  # one byte less per element
-        "sent_bytes": sage._sage_sent[0],
+        "sent_bytes": sage._sage.sent,
     }
 
 
@@ -237,7 +237,7 @@ def _denoiser_rows(denoiser: Any, rotation: Any) -> list[dict[str, Any]]:
         if layer is not None:
             counted = _counted(layer, summary, skipped)
             if module.processor is layer.sage:
-                own = layer.sage._sage_config  # a layer may have a scaling of its own
+                own = layer.own.config  # a layer may have a scaling of its own
                 scaling, note = own.scaling.of_call, ""
                 if own.scaling.is_planned and not is_mixed(own):
                     unknown = [i is None for i in layer.site_indices] or [True]
@@ -246,23 +246,23 @@ def _denoiser_rows(denoiser: Any, rotation: Any) -> list[dict[str, Any]]:
                         s.state is not None
                         and s.seen_head_dim
                         and (s.seen_kv_heads, s.seen_head_dim) != (s.kv_heads, s.head_dim)
-                        for s in layer.sage._sage_sites
+                        for s in layer.own.sites
                     )
                     if any(unknown) or mismatch:
                         note = "heads not known in advance; handle.refresh() after a first run gives it planned scales"
-                if patched := layer.sage._sage_patches.note():
+                if patched := layer.own.patches.note():
                     note = patched
-                elif without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.sage._sage_backend:
+                elif without_ours(getattr(layer.sage, "_attention_backend", None)) != layer.own.backend:
                     note = REMEDIES["backend"]
                 elif module.training and own.training != "int8":
                     note = REMEDIES["training"]
                 note = note or rotation.note(label)
-                rotated = "hadamard" if layer.sage._sage_rotated else "none"
+                rotated = "hadamard" if layer.own.rotated else "none"
                 counted |= {"recipe": own.recipe, "scaling": scaling, "rotation": rotated}
                 counted |= {"keep_noise": own.keep.noise}
                 if is_mixed(own):
                     counted |= {"scaling": "per_token"}
-                    counted["mixed"] = mixed_facts(own, layer.sage._sage_sites, denoiser.device)
+                    counted["mixed"] = mixed_facts(own, layer.own.sites, denoiser.device)
                     note = "; ".join([note] * bool(note) + [mixed_note(counted["mixed"])])
                 note = "; ".join([note] * bool(note) + _range_notes(own.keep.noise) + _plan_notes(counted))
                 rows.append(_row(label, processor, ACTIVE, note, **counted))
@@ -297,8 +297,8 @@ def _guest_rows(denoiser: Any) -> list[dict[str, Any]]:
     """Make rows of Sage processors that a pipeline put in, each for several layers in turn."""
     rows = []
     for processor in denoiser.guests.values():
-        events = dict(zip(EVENTS, processor._sage_events.numbers(), strict=True))
-        own, name = processor._sage_config, type(processor).__name__
+        events = dict(zip(EVENTS, processor._sage.events.numbers(), strict=True))
+        own, name = processor._sage.config, type(processor).__name__
         counted = {"calls": events["called"], "dynamic_calls": events["called"], "rotated_calls": events["rotated"]}
         counted["fallbacks"] = {name: count for name, count in events.items() if count and name not in CALLS}
         kind = {"recipe": own.recipe, "scaling": own.scaling.of_call, "rotation": "none", "keep_noise": ()}

@@ -22,7 +22,7 @@ from sage_kernels.facts.recipe import MIXED_RECIPE
 from sage_kernels.ops.warm_up import LONG, SHORT, CallKind, HeadsKind, compile_ahead, heads_call
 from sage_kernels.planning.state import closing_call
 
-from ..calls.processors import CallSite
+from ..calls.processor_state import CallSite
 from ..heads.head_norms import HeadNormState
 from ..heads.rotary import usual_angles
 from ..host.discovery import discover_sites
@@ -75,9 +75,7 @@ class KernelsAhead:
         if not _on_a_gpu(denoiser):
             return
         try:
-            known = [
-                site for layer in denoiser.layers for site in layer.sage._sage_sites if site.seen_kind is not None
-            ]
+            known = [site for layer in denoiser.layers for site in layer.own.sites if site.seen_kind is not None]
             kinds = call_kinds(denoiser, denoiser.device, only_seen=bool(known))
             if len({kind.head_dim for kind in kinds}) > 1 and not known:
                 return  # heads of several head_dims: the first forward tells which of them run in INT8
@@ -133,7 +131,8 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
     """
     found = []
     for layer, kind in _calls_of(denoiser, device, False, only_seen):
-        if layer.sage._sage_rotary is None:
+        rotary = layer.sage._sage_binding.rotary
+        if rotary is None:
             continue
         norm = layer.module._modules.get("norm_q")
         state = getattr(norm, "_sage_norm", None)
@@ -142,20 +141,20 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
         if is_rms:
             weight = norm._parameters.get("weight")
         dtype = None if weight is None else weight.dtype
-        found.append(HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(layer.sage._sage_rotary)))
+        found.append(HeadsKind(kind.dtype, kind.head_dim, is_rms, dtype, *usual_angles(rotary)))
     return list(dict.fromkeys(found))
 
 
 def _calls_of(denoiser, device: torch.device, all_steps: bool, only_seen: bool) -> Iterator[tuple[Any, CallKind]]:
     """Yield (layer, kind) for each kind of INT8 call at each call site."""
     for layer in denoiser.layers:
-        if layer.sage._sage_config.recipe == MIXED_RECIPE:
+        if layer.own.config.recipe == MIXED_RECIPE:
             continue  # these kernels are compiled in the first call
-        if layer.sage._sage_kept or (layer.module.training and not only_seen):
+        if layer.own.kept or (layer.module.training and not only_seen):
             continue
         shapes = discover_sites(layer.module, layer.sage)
         indices = layer.site_indices or [None] * len(shapes)
-        for site, shape, index in zip(layer.sage._sage_sites, shapes, indices, strict=False):
+        for site, shape, index in zip(layer.own.sites, shapes, indices, strict=False):
             if shape is None or shape[1] > MAX_HEAD_DIM or (only_seen and site.seen_kind is None):
                 continue
             for kind in _kinds_of(site, layer, shape[1], index is not None, device):
@@ -170,13 +169,13 @@ def _kinds_of(site: CallSite, layer, head_dim: int, planned: bool, device: torch
 
     `keeps_rows` and `skips` are left at their defaults.
     """
-    config = layer.sage._sage_config
+    config = layer.own.config
     dtype, causal, by_key = site.seen_kind or (_dtype_of(layer.module), "", None)
     if site.seen_kind is None:
         lengths = tuple(length for length in (LONG, SHORT) if _is_worth_it(length, head_dim, config, device))
     else:
         lengths = (LONG if int(site.seen_seq_kv) >= LONG else SHORT,)
-    rotations = {"hadamard" if layer.sage._sage_rotated else "none"}
+    rotations = {"hadamard" if layer.own.rotated else "none"}
     if config.rotation == "auto":
         rotations = {"none", "hadamard"}
     for rotation in sorted(rotations, reverse=True):

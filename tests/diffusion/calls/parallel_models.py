@@ -174,7 +174,7 @@ def case(parallel, device: str, backend=None, **options) -> dict:
         with spread(model, parallel), counted_bytes() as sent:
             together, again = draw(STEPS), draw(STEPS)
             report = handle.report()
-        site = next(iter(model.attn_processors.values()))._sage_sites[0]
+        site = next(iter(model.attn_processors.values()))._sage.sites[0]
         planned = [] if site.state is None else site.state.plan_scale[: site.kv_heads].nonzero().flatten().tolist()
     if backend is not None:
         sp.unregister_diffusers_backend()

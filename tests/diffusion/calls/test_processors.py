@@ -146,7 +146,7 @@ def sage_attention_module(**options):
 
 
 def counted(processor):
-    return {name: n for name, n in zip(processors.EVENTS, processor._sage_events.numbers(), strict=True) if n}
+    return {name: n for name, n in zip(processors.EVENTS, processor._sage.events.numbers(), strict=True) if n}
 
 
 def test_fallback_is_exact_counted_and_logged_once(caplog):
@@ -198,7 +198,7 @@ def test_a_counter_moves_with_its_layer():
 def test_calls_that_a_graph_makes_again_are_counted():
     attention, x, _, _ = sage_attention_module(min_tokens=161)
     attention, x = attention.cuda(), x.cuda()
-    attention.processor._sage_events.to("cuda")
+    attention.processor._sage.events.to("cuda")
     attention(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -370,8 +370,8 @@ def test_P01_copy_and_pickle_give_independent_processors_without_a_state():
         forward(model, inputs)
         sage = model.transformer_blocks[0].attn.processor
         for other in (copy.deepcopy(sage), copy.copy(sage), pickle.loads(pickle.dumps(sage))):
-            assert type(other) is type(sage) and other._sage_config == EVERYTHING
-            assert counted(other) == {} and all(site.state is None for site in other._sage_sites)
+            assert type(other) is type(sage) and other._sage.config == EVERYTHING
+            assert counted(other) == {} and all(site.state is None for site in other._sage.sites)
         twin = copy.deepcopy(model)
         before = sp.handle_of(model).report().calls
         first = forward(twin, inputs)
@@ -448,7 +448,7 @@ def test_sage_class_exists_for_every_processor_class_of_diffusers():
                 cls._sage_base()
             except (ImportError, NotImplementedError, TypeError, ValueError):
                 continue  # needs an NPU, XLA or natten, or arguments that it calls optional
-            assert cls()._sage_config == sp.SageAttnProcessor(scaling="dynamic")
+            assert cls()._sage.config == sp.SageAttnProcessor(scaling="dynamic")
             made += 1
     assert made > (50 if OLDEST else 80)
 
@@ -471,8 +471,8 @@ def test_sage_class_of_an_unknown_name_is_an_attribute_error():
 def test_sage_class_counts_every_call_in_the_code():
     from diffusers.models.transformers import transformer_flux2, transformer_wan
 
-    assert sp.sage_class(transformer_wan.WanAttnProcessor)._sage_calls == 2
-    assert sp.sage_class(transformer_flux2.Flux2AttnProcessor)._sage_calls == 1
+    assert sp.sage_class(transformer_wan.WanAttnProcessor)._sage_binding.calls == 2
+    assert sp.sage_class(transformer_flux2.Flux2AttnProcessor)._sage_binding.calls == 1
     if not OLDEST:  # the calls are in a helper function of the module
-        assert sp.sage_class(transformer_flux2.Flux2KVAttnProcessor)._sage_calls > 1
-    assert sp.SageSanaLinearAttnProcessor2_0._sage_calls == 0
+        assert sp.sage_class(transformer_flux2.Flux2KVAttnProcessor)._sage_binding.calls > 1
+    assert sp.SageSanaLinearAttnProcessor2_0._sage_binding.calls == 0

@@ -7,7 +7,7 @@ import torch
 from diffusers.models.attention_processor import AttnProcessor2_0
 
 import sage_processors as sp
-from sage_processors.diffusion.calls.processors import CallSite
+from sage_processors.diffusion.calls.processor_state import CallSite
 from sage_processors.diffusion.reports import report
 from sage_processors.reporting.event_counter import EventCounter
 from tests.support.tiny_models import MODELS
@@ -30,7 +30,7 @@ def test_counts_of_eager_and_compiled_calls_stay_when_a_processor_is_replaced():
     with torch.no_grad(), sp.apply(model, sp.SageAttnProcessor(min_tokens=1, scaling="dynamic")) as handle:
         model(**inputs)
         for layer in handle._denoisers[0].layers:
-            layer.sage._sage_events.traced[0] += 5  # as a graph counts
+            layer.own.events.traced[0] += 5  # as a graph counts
         model.set_attn_processor(AttnProcessor2_0())
         handle.refresh()
         model(**inputs)
@@ -55,7 +55,7 @@ def test_a_layer_with_several_calls_shows_the_worst_of_them(of_site, of_layer, w
     model, _ = MODELS["flux"]()
     with sp.apply(model) as handle:
         layer = handle._denoisers[0].layers[0]
-        layer.site_indices, layer.sage._sage_sites = [0, 1], (CallSite(), CallSite())
+        layer.site_indices, layer.own.sites = [0, 1], (CallSite(), CallSite())
         good = {"calls": 1, "dynamic_calls": 0.0} | dict.fromkeys(OF_SITE, 0.0)
         summary = [good, good]
         summary[worst] = good | {of_site: 0.25}

@@ -123,10 +123,10 @@ def test_compiled_ranges_make_a_version_for_each_combination_and_no_more():
 def test_auto_rotation_waits_until_a_layer_leaves_its_range(monkeypatch):
     attend = processors._attend
 
-    def harder(query, key, value, attn_mask, is_causal, scale, processor, index):
+    def harder(query, key, value, attn_mask, is_causal, scale, own, index):
         factor = torch.ones(key.shape[3])
         factor[[1, key.shape[3] // 2]] = 30.0
-        return attend(query, key * factor, value, attn_mask, is_causal, scale, processor, index)
+        return attend(query, key * factor, value, attn_mask, is_causal, scale, own, index)
 
     monkeypatch.setattr(processors, "_attend", harder)
     monkeypatch.setattr("sage_processors.diffusion.auto_rotation.ROTATE_BELOW_DB", 99.0)
@@ -209,9 +209,9 @@ def test_copies_and_files_keep_the_options_of_the_layers(tmp_path):
     for twin in twins:
         with torch.no_grad():
             twin(**inputs)
-        own = [p._sage_config for p in twin.attn_processors.values()]
+        own = [p._sage.config for p in twin.attn_processors.values()]
         assert [c.recipe for c in own] == [BF16, FP8]
-        assert all(p._sage_window is None for p in twin.attn_processors.values())
+        assert all(p._sage.window is None for p in twin.attn_processors.values())
 
 
 @pytest.mark.parametrize("version", [1, 3, 6])

@@ -184,8 +184,8 @@ def test_copies_keep_their_layers_but_not_the_windows():
         twin = copy.deepcopy(model)
     with torch.no_grad():
         twin(**inputs)
-    events = [p._sage_events.numbers() for p in twin.attn_processors.values()]
-    kept = [p._sage_kept for p in twin.attn_processors.values()]
+    events = [p._sage.events.numbers() for p in twin.attn_processors.values()]
+    kept = [p._sage.kept for p in twin.attn_processors.values()]
     assert kept == [False, True] and events[0][0] == 1 and events[1][0] == 0
 
 

@@ -71,7 +71,7 @@ def test_a_site_whose_state_is_on_another_device_computes_its_own_scales():
     drawing = Drawing()
     with torch.no_grad(), sp.apply(drawing.model, options()) as handle:
         for layer in handle._denoisers[0].layers:
-            for site in layer.sage._sage_sites:
+            for site in layer.own.sites:
                 site.state = HeadState(*(x.to("meta") for x in site.state))
         own = drawing.model(**drawing.inputs).sample
         assert all((row["calls"], row["dynamic_calls"]) == (1, 1) for row in handle.report().rows)
@@ -86,8 +86,8 @@ def test_a_negative_softmax_scale_stays_exact(on_unsupported, monkeypatch):
 
     drawing, reason_against = Drawing(), processors._reason_against
 
-    def negative(processor, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
-        return reason_against(processor, query, key, value, attn_mask, dropout_p, is_causal, -0.5, enable_gqa)
+    def negative(own, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+        return reason_against(own, query, key, value, attn_mask, dropout_p, is_causal, -0.5, enable_gqa)
 
     monkeypatch.setattr(processors, "_reason_against", negative)
     with torch.no_grad():
