@@ -62,7 +62,7 @@ def _all_joined(owner, modules) -> int:
 
 def _at_once(shape, dtype, device, module, rows) -> torch.Tensor:
     """Replace PostponedLinear by the product itself."""
-    return modules.product(module, rows, module._sage_linear.bias, dtype=dtype)
+    return modules.product(module, rows, module._sage.bias, dtype=dtype)
 
 
 @contextmanager

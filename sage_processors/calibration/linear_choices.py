@@ -254,7 +254,7 @@ def _errors(model: Any, name: str, choices: Sequence[Any], formats, options, inp
                 for state in swap.states():
                     state.is_resting = True
                 for choice in choices:
-                    state = choice.module._sage_linear
+                    state = choice.module._sage
                     state.is_resting = False
                     error = [
                         ((a - b).double().square().sum() / b.double().square().sum()).item()

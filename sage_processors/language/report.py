@@ -13,6 +13,7 @@ import sage_kernels
 from sage_kernels.compat import is_exporting
 
 from ..linears.swap import swap_of
+from ..patching.block_state import block_state
 from ..reporting.event_counter import EventCounter, count_shared, shared_numbers
 from ..reporting.layer_report import Column, LayerReport, exact_column, grouped_table, reasons, span, summed
 from .names import Implementation
@@ -78,7 +79,8 @@ def count(module: Any, implementation: Implementation, event: str, device: torch
         return
     slot = _EVENT.get(event, _EVENT["other"])
     # by name and numbers: what is chosen later, or registered anew by the same name, has counts of its own
-    counter = getattr(module, "_sage_events", {}).get((implementation.name, implementation.numbers))
+    counters = getattr(getattr(module, "_sage", None), "counters", None)
+    counter = None if counters is None else counters.get((implementation.name, implementation.numbers))
     if counter is None:
         if torch.compiler.is_compiling():
             count_shared(WHOSE, len(EVENTS), slot, device)
@@ -89,9 +91,19 @@ def count(module: Any, implementation: Implementation, event: str, device: torch
     counter.add(slot)
 
 
+def _counters(module: Any) -> dict[tuple[str, str], Calls]:
+    """Return the counters of an attention module, made if there are none."""
+    found: dict[tuple[str, str], Calls] = vars(block_state(module)).setdefault("counters", {})
+    return found
+
+
+def _counts(module: Any) -> bool:
+    return getattr(vars(module).get("_sage"), "counters", None) is not None
+
+
 def give_counter(module: Any, implementation: Implementation, device: torch.device | str) -> Calls:
     """The counter of an attention module's calls under this name, made if there is none."""
-    counters: dict[tuple[str, str], Calls] = vars(module).setdefault("_sage_events", {})
+    counters = _counters(module)
     key = implementation.name, implementation.numbers
     return counters[key] if key in counters else counters.setdefault(key, Calls(implementation, device))
 
@@ -99,7 +111,7 @@ def give_counter(module: Any, implementation: Implementation, device: torch.devi
 def counted(module: Any) -> dict[str, int]:
     """{event: calls} of an attention module under all names, without those that never happened. Syncs."""
     total: Counter[str] = Counter()
-    for counter in getattr(module, "_sage_events", {}).values():
+    for counter in (getattr(getattr(module, "_sage", None), "counters", None) or {}).values():
         total.update(counter.by_event)
     return dict(total)
 
@@ -107,7 +119,7 @@ def counted(module: Any) -> dict[str, int]:
 def follow_choice(model: torch.nn.Module, implementations: dict[str, Implementation]) -> None:
     """Give every layer that counts its calls a counter for the name that is set now: compiled calls can't make one."""
     for module in model.modules():
-        if "_sage_events" in vars(module) and (chosen := implementations.get(_name_set(module))) is not None:
+        if _counts(module) and (chosen := implementations.get(_name_set(module))) is not None:
             give_counter(module, chosen, _device_of(module))
 
 
@@ -226,7 +238,7 @@ def _row(name: str, module: Any, status: str, implementation: Any, ran: Calls | 
 
 def _rows(name: str, module: Any, implementations: dict[str, Implementation]) -> list[dict[str, Any]]:
     """A layer's rows: what is set now, then what else ran."""
-    counters = vars(module).setdefault("_sage_events", {})
+    counters = _counters(module)
     chosen = implementations.get(_name_set(module))
     now = None if chosen is None else give_counter(module, chosen, _device_of(module))
     first = _row(name, module, "not selected" if now is None else "active", _name_set(module), now)

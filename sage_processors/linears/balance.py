@@ -16,7 +16,7 @@ import torch
 from sage_kernels.compat import mark_static_address
 
 from .weights.layers import repeated_blocks
-from .weights.linear_state import AT_REST, DTYPES
+from .weights.linear_state import AT_REST, DTYPES, linear_state
 
 
 # A column is far below the others if its norm is at most a quarter of the median. In a balanced channel rounding the
@@ -95,14 +95,14 @@ class Neighbours:
 
     def _members(self, unit: list[Any]) -> list[Any]:
         """Return the layers of a unit that are still swapped."""
-        return [x for x in unit if "_sage_linear" in x.__dict__ and x._sage_linear.neighbours is self]
+        return [x for x in unit if (state := linear_state(x)) is not None and state.neighbours is self]
 
     def decide(self, module: Any) -> None:
         """Give a layer its balance, or none.
 
         If all weights are at hand, its neighbours are decided on at the same time; else this layer alone.
         """
-        state = module._sage_linear
+        state = module._sage
         if state.is_balanced:
             return
         modules = [x for unit in self.units for x in self._members(unit)]
@@ -130,10 +130,10 @@ class Neighbours:
 
         Only between calls. If a weight is not at hand, all stays as it is, which is correct but less accurate.
         """
-        balance = module._sage_linear.balance
+        balance = module._sage.balance
         if balance is None:
             return
-        modules = [x for unit in self.units for x in self._members(unit) if x._sage_linear.balance is balance]
+        modules = [x for unit in self.units for x in self._members(unit) if x._sage.balance is balance]
         weights = [weight_on_hand(x) for x in modules]
         if any(weight is None for weight in weights):
             return
@@ -144,10 +144,10 @@ class Neighbours:
             vector = torch.exp2(exponents_of(sizes))
             if torch.equal(vector, balance.vector.cpu()):
                 return
-            made = [x._sage_linear.rows_from(_near(w), vector) for x, w in zip(modules, weights, strict=True)]
+            made = [x._sage.rows_from(_near(w), vector) for x, w in zip(modules, weights, strict=True)]
             balance.vector.copy_(vector)  # everything is computed: from here on nothing fails
             for x, rows, weight in zip(modules, made, weights, strict=True):
-                x._sage_linear.keep(rows, weight.device)  # type: ignore[union-attr]
+                x._sage.keep(rows, weight.device)  # type: ignore[union-attr]
 
 
 def find_neighbours(model: torch.nn.Module, modules: list[Any]) -> None:
@@ -159,7 +159,7 @@ def find_neighbours(model: torch.nn.Module, modules: list[Any]) -> None:
     blocks = repeated_blocks(model)
     new: dict[tuple[str, int], list[list[Any]]] = {}
     for module in modules:
-        state = module._sage_linear
+        state = module._sage
         if state.neighbours is None and not state.is_balanced and not state.is_weight_only:
             block = next((block for block in blocks if names[id(module)].startswith(block)), "")
             units = new.setdefault((block, module.in_features), [])
@@ -169,13 +169,13 @@ def find_neighbours(model: torch.nn.Module, modules: list[Any]) -> None:
         neighbours = Neighbours(units)
         for unit in units:
             for module in unit:
-                module._sage_linear.neighbours = neighbours
+                module._sage.neighbours = neighbours
 
 
 def weight_on_hand(module: Any) -> torch.Tensor | None:
     """Return the weight of a swapped layer (16 or 32 bit, or FP8 at rest); None if offloaded or dropped."""
     weight = module._parameters.get("weight")
-    if weight is None or module._sage_linear.dropped or weight.is_meta:
+    if weight is None or module._sage.dropped or weight.is_meta:
         return None
     return weight if weight.dtype in (*DTYPES, *AT_REST) else None
 
@@ -215,14 +215,14 @@ def _give(modules: list[Any], sizes: list[Any]) -> None:
     device = modules[0]._parameters["weight"].device
     balance = Balance(torch.exp2(exponents).to(device)) if exponents.any() else None
     for module in modules:
-        module._sage_linear.balance, module._sage_linear.is_balanced = balance, True
+        module._sage.balance, module._sage.is_balanced = balance, True
 
 
 def share_known(modules: list[Any], vectors: list[torch.Tensor | None]) -> None:
     """Give layers the balances from a file. Layers with equal vectors share a balance."""
     known: list[Balance] = []
     for module, vector in zip(modules, vectors, strict=True):
-        state = module._sage_linear
+        state = module._sage
         state.is_balanced = True
         if vector is not None:
             found = next((x for x in known if torch.equal(x.vector, vector)), None)

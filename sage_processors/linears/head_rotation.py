@@ -21,6 +21,7 @@ from sage_kernels import qk_norm_rope
 from sage_kernels.checks import DTYPES, MAX_HEAD_DIM
 from sage_kernels.compat import are_ordinary, function_modes, is_traced
 
+from ..patching.block_state import block_state, forget
 from ..patching.other_globals import innermost, with_global
 from ..patching.patched import Owner, Watch
 from ..postponed.tensor import is_dual
@@ -199,7 +200,7 @@ def is_rotating(module: Any) -> bool:
 def give_back_rotation(module: Any) -> None:
     """Give an attention module its own class back."""
     put_class(module, type(module)._sage_base)
-    module.__dict__.pop("_sage_rotations", None)
+    forget(module, "rotations")
 
 
 class HeadRotations:
@@ -219,7 +220,7 @@ class HeadRotations:
             cls = rotating_class(own) if in_8_bit and not isinstance(module, _Rotating) else None
             if cls is not None:
                 put_class(module, cls)
-                object.__setattr__(module, "_sage_rotations", self._owner)
+                block_state(module).rotations = self._owner
                 self._swapped[id(module)] = module
         if not in_8_bit:
             self.remove()

@@ -10,10 +10,13 @@ from typing import Any
 
 from torch import nn
 
+from ..patching.block_state import forget
 from ..patching.patched import is_left
 from ..postponed.block import is_enclosed
 from .head_rotation import give_back_rotation, is_rotating
 from .modules import is_swapped, put_class
+from .postponed.norm_layers import NormState
+from .weights.linear_state import LinearState
 
 
 _HOOKS = {
@@ -29,14 +32,14 @@ def take_out_leftovers(model: nn.Module, *, attention: bool) -> None:
     """
     for module in list(model.modules()):
         own = module.__dict__
-        if is_enclosed(module) and is_left(own["_sage_enclosure"].owner):
+        state = own.get("_sage")
+        if is_enclosed(module) and is_left(getattr(getattr(state, "enclosure", None), "owner", None)):
             give_back_block(module)
-        if is_rotating(module) and is_left(own.get("_sage_rotations")):
+        if is_rotating(module) and is_left(getattr(state, "rotations", None)):
             give_back_rotation(module)
-        norm, linear = own.get("_sage_norm"), own.get("_sage_linear")
-        if norm is not None and is_left(norm.owner) and (attention or not norm.is_of_attention):
+        if isinstance(state, NormState) and is_left(state.owner) and (attention or not state.is_of_attention):
             give_back_norm(module)
-        if linear is not None and is_left(linear.shared.owner) and not linear.dropped:
+        if isinstance(state, LinearState) and is_left(state.shared.owner) and not state.dropped:
             give_back_layer(module)
         _remove_hooks(module, attention)
 
@@ -55,20 +58,20 @@ def _remove_hooks(module: nn.Module, attention: bool) -> None:
 def give_back_block(block: Any) -> None:
     """Give a block its own class back: nothing is postponed in it any more."""
     put_class(block, type(block)._sage_base)
-    del block._sage_enclosure
+    forget(block, "enclosure")
 
 
 def give_back_norm(norm: Any) -> None:
     """Give a norm its own class back: its results are no longer postponed."""
     if is_swapped(norm):
         put_class(norm, type(norm)._sage_base)
-    del norm._sage_norm
+    del norm._sage
 
 
 def give_back_layer(layer: Any) -> None:
     """Give a linear layer its own class back: it runs in 16 bit."""
-    state = layer._sage_linear
+    state = layer._sage
     state.leave_storage()
     state.storage.clear()
     put_class(layer, type(layer)._sage_base)
-    del layer._sage_linear
+    del layer._sage

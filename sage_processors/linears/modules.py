@@ -99,7 +99,7 @@ def _output_dtype(x) -> torch.dtype:
 
 def _in_16_bit(module, base, x):
     """Run a layer in 16 bit: its own forward, or with the dequantised weight if its own was dropped."""
-    state = module._sage_linear
+    state = module._sage
     if not state.dropped:
         parameters = module._parameters
         if base.forward is FORWARD and _has_parameters(module):
@@ -125,7 +125,7 @@ def _in_8_bit(module, base, x):
 
     A weight-only layer reads and returns ordinary tensors: its input and output have only a few rows.
     """
-    state = module._sage_linear
+    state = module._sage
     shared = state.shared
     shared.was_called = True
     is_postponed = type(x) in _READY and not x._is_out
@@ -187,7 +187,7 @@ def _multiplied(module, state: LinearState, x, is_postponed: bool):
 
 def _compiled(module, base, x):
     """Run a swapped linear layer in compiled code, by registered ops. The compiler does all the rest."""
-    state = module._sage_linear
+    state = module._sage
     if x.numel() < state.short_below and is_timed(x.device):
         state.is_short_compiled = True
         return _in_16_bit(module, base, x)
@@ -224,16 +224,16 @@ def _compiled(module, base, x):
 
 
 class _SwappedLinear(_Beside):
-    """Mixin of the classes of swapped linear layers. All its attributes start with _sage_."""
+    """Mixin of the classes of swapped linear layers. Its attributes beside weight and bias start with _sage."""
 
     _sage_base: type
-    _sage_linear: LinearState
+    _sage: LinearState
 
     @property
     def weight(self):
         """The 16-bit weight. Whoever reads this property may write to the weight."""
         if not torch.compiler.is_compiling():
-            self._sage_linear.touched = True
+            self._sage.touched = True
         return _attribute(self, "weight")
 
     @weight.setter
@@ -248,7 +248,7 @@ class _SwappedLinear(_Beside):
     def bias(self):
         """The 16-bit bias. Whoever reads this property may write to the bias."""
         if not torch.compiler.is_compiling():
-            self._sage_linear.bias_touched = True
+            self._sage.bias_touched = True
         return _attribute(self, "bias")
 
     @bias.setter
@@ -265,7 +265,7 @@ class _SwappedLinear(_Beside):
         `to(dtype)` is meant for the 16-bit weight. Under the lock, without removing the buffers in between: layerwise
         casting does this in each call, and another thread's call may be running.
         """
-        state = self.__dict__["_sage_linear"]
+        state = self.__dict__["_sage"]
         if torch.__future__.get_swap_module_params_on_conversion():
             state.let_go()
 
@@ -286,9 +286,9 @@ class _SwappedLinear(_Beside):
             return super()._apply(applied, recurse)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
-        if self._sage_linear.dropped:
+        if self._sage.dropped:
             raise RuntimeError(
-                f"weight of {self._sage_linear.label}: got a model whose 16-bit weights were dropped "
+                f"weight of {self._sage.label}: got a model whose 16-bit weights were dropped "
                 "(drop_weights=True), expected one that still has them; sage_processors.save_quantized(model, path) "
                 "writes the 8-bit ones, or load the model again"
             )
@@ -316,7 +316,7 @@ def linear_class(base: Any) -> type:
     """Return the 8-bit subclass of nn.Linear, or of a subclass of nn.Linear with the same forward."""
 
     def forward(self, input):
-        state = getattr(self, "_sage_linear", None)
+        state = getattr(self, "_sage", None)
         if state is None:  # removed, but a wrapper of the user's still holds this function
             return base.forward(self, input)
         if (base.forward is not FORWARD or F.linear is not LINEAR) and is_replaced(base):
@@ -348,10 +348,10 @@ def norm_class(base: Any) -> type:
     """Return the subclass of a norm class that may postpone its result."""
 
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage_norm"):
+        if torch.compiler.is_compiling() or kwargs or len(args) != 1 or not hasattr(self, "_sage"):
             return base.forward(self, *args, **kwargs)
         x = args[0].tensor() if isinstance(args[0], Postponed) else args[0]
-        waiting = None if not is_caller_known(1) else self._sage_norm.postpone(self, x, base.forward)
+        waiting = None if not is_caller_known(1) else self._sage.postpone(self, x, base.forward)
         return base.forward(self, x) if waiting is None else waiting
 
     members = {"forward": forward, "_sage_base": base, "__doc__": base.__doc__, "__module__": __name__}

@@ -46,7 +46,7 @@ class LinearProbe:
 
     def compare(self, module: Any, x: torch.Tensor, rows: QuantizedRows) -> None:
         """Add the error of one call. x: [..., K], ordinary or postponed; rows: its codes and scales."""
-        state = module._sage_linear
+        state = module._sage
         if state.dropped:  # no 16-bit weight to compare with
             return
         if not torch.compiler.is_compiling() and self.sums.device != x.device:

@@ -72,13 +72,13 @@ class Run:
         weight_version, bias, result = waiting.results.pop(index, (None, None, None))
         if not waiting.results:
             del region.joined[id(self)]
-        state = self.storage.modules[index]._sage_linear
+        state = self.storage.modules[index]._sage
         return result if weight_version == state.version and bias is state.bias else None
 
     def _all(self, x, version, rows, dtype, region: Region):
         storage, first, last = self.storage, self.first, self.last
         modules = storage.modules[first : last + 1]
-        states = [module._sage_linear for module in modules]
+        states = [module._sage for module in modules]
         for place, state in enumerate(states):
             if state.balance is not states[0].balance:  # it reads another activation
                 self._break_up(first + place)
@@ -98,7 +98,7 @@ class Run:
         for first, last in ((self.first, at - 1), (at, self.last)):
             run = Run(self.storage, first, last) if last > first else None
             for module in self.storage.modules[first : last + 1]:
-                module._sage_linear.run = run
+                module._sage.run = run
 
 
 class _Waiting(NamedTuple):
@@ -135,7 +135,7 @@ def join_neighbours(model: nn.Module, states: dict[int, Any]) -> None:
 
 
 def _stack(modules: Any, last: int) -> None:
-    states = [module._sage_linear for module in modules]
+    states = [module._sage for module in modules]
     if any(state.is_filled or state.storage.in_turns for state in states):
         return
     storage = Storage(modules)

@@ -79,7 +79,7 @@ def notes_of(swap) -> list[str]:
     found = layers_of_others(swap.model)
     kinds = ", ".join(dict.fromkeys(found))
     notes = [f"{len(found)} linear layers are of another kind and left to it: {kinds}."] if found else []
-    found = [block._sage_enclosure.obstacle_of(block) for block in swap.blocks]
+    found = [block._sage.enclosure.obstacle_of(block) for block in swap.blocks]
     obstacles = dict.fromkeys(filter(None, found))
     if obstacles:
         count = sum(map(bool, found))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..option_groups import LinearFormat
+from ..patching.block_state import has_place
 from ..patching.on_import import when_imported
 from ..patching.patched import Owner, is_left
 from ..postponed.block import block_class, enclose, is_enclosed
@@ -26,7 +27,7 @@ from .swap_checks import checked_options
 from .swap_hooks import EndHook, PrepareHook
 from .weights.fingerprints import are_changed
 from .weights.layers import Choice, choose, repeated_blocks
-from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed
+from .weights.linear_state import LEAST_WORK, LinearState, Shared, is_timed, linear_state
 from .weights.storage import Storage, is_captured
 
 
@@ -120,8 +121,8 @@ class LinearSwap:
         """Return chosen layers that are swapped already. Raises: RuntimeError for a dropped 16-bit weight."""
         chosen = choose(self.model, label=self._label, drop_weights=self.drop_weights, **self._options)
         modules: list[Any] = [choice.module for choice in chosen if choice.format != "none"]
-        found = [module for module in modules if "_sage_linear" in module.__dict__]
-        for state in (module._sage_linear for module in found):
+        found = [module for module in modules if linear_state(module) is not None]
+        for state in (module._sage for module in found):
             if state.dropped:
                 raise RuntimeError(DROPPED.format(state.label))
         return found
@@ -129,7 +130,7 @@ class LinearSwap:
     def _take_from_others(self, modules: list[Any]) -> None:
         """Take swapped layers from the swaps that have them."""
         for module in modules:
-            state = module.__dict__.get("_sage_linear")
+            state: Any = linear_state(module)
             if state is not None:
                 if state.shared.owner.swap not in self._lenders:
                     self._lenders.append(state.shared.owner.swap)
@@ -154,7 +155,7 @@ class LinearSwap:
         for key, choice in wanted.items():
             if key in self._states or (given_back is not None and key not in given_back):
                 continue
-            state = choice.module.__dict__.get("_sage_linear")
+            state = linear_state(choice.module)
             if state is not None and not is_left(state.shared.owner):
                 continue
             if state is not None:  # it came with a copy of another layer: start again
@@ -173,14 +174,14 @@ class LinearSwap:
         module = choice.module
         state = LinearState(choice.name, choice.format, self._on_unsupported, self._shared)
         state.storage = Storage([module])
-        object.__setattr__(module, "_sage_linear", state)
+        object.__setattr__(module, "_sage", state)
         cls: Any = type(module)
         put_class(module, linear_class(cls))
         self._states[id(module)] = (module, state)
 
     def _leave(self, module: Any) -> None:
-        if module._sage_linear.dropped:
-            raise RuntimeError(DROPPED.format(module._sage_linear.label))
+        if module._sage.dropped:
+            raise RuntimeError(DROPPED.format(module._sage.label))
         give_back_layer(module)
 
     def _postpone_norms(self) -> None:
@@ -191,8 +192,9 @@ class LinearSwap:
             form = norm_form(module)
             if form is None:
                 continue
-            object.__setattr__(module, "_sage_norm", NormState(self._label(name), *form))
-            module._sage_norm.owner = self._owner
+            norm = NormState(self._label(name), *form)
+            norm.owner = self._owner
+            object.__setattr__(module, "_sage", norm)
             cls: Any = type(module)
             put_class(module, norm_class(cls))
             self._norms[id(module)] = module
@@ -201,10 +203,9 @@ class LinearSwap:
         """Let layers inside of each repeated block postpone their results."""
         for prefix in repeated_blocks(self.model):
             block: Any = self.model.get_submodule(prefix.removesuffix("."))
-            if is_enclosed(block) or is_swapped(block) or not any(id(m) in self._states for m in block.modules()):
+            if is_enclosed(block) or not has_place(block) or not any(id(m) in self._states for m in block.modules()):
                 continue
-            enclose(block)
-            block._sage_enclosure.owner = self._owner
+            enclose(block, self._owner)
             cls: Any = type(block)
             put_class(block, block_class(cls))
             self._blocks[id(block)] = block
@@ -242,7 +243,7 @@ class LinearSwap:
                 self._prepare_one(module, state)
 
     def _drop(self, module: Any, device: torch.device | str | None = None) -> None:
-        state, weight = module._sage_linear, module._parameters["weight"]
+        state, weight = module._sage, module._parameters["weight"]
         if state.dropped or not state.is_filled or (weight.is_meta and device is None):
             return
         module._parameters["weight"] = placeholder(weight.shape, weight.dtype, device or weight.device)
@@ -307,7 +308,7 @@ class LinearSwap:
     def state_of(self, module: Any) -> LinearState | None:
         """Return the state of a layer, or None if this swap does not have it."""
         state = self._states.get(id(module), (None, None))[1]
-        return state if state is module.__dict__.get("_sage_linear") else None
+        return state if state is linear_state(module) else None
 
     def report(self) -> LinearReport:
         """Report what really ran, per layer: format, calls, calls in 16 bit by reason, bytes saved. Syncs."""

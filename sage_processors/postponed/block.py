@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..patching.block_state import block_state
+from ..patching.patched import Owner
 from .enclosure import Enclosure
 from .region import current, opened
 from .tensor import ordinary
@@ -55,7 +57,8 @@ def block_class(base: Any) -> type:
     def forward(self, *args, **kwargs):
         # Dynamo can trace super(), but not `base.forward` of a class that diffusers allows in its graphs
         own = super(made, self).forward
-        enclosure = None if torch.compiler.is_compiling() else self.__dict__.get("_sage_enclosure")
+        state = None if torch.compiler.is_compiling() else self.__dict__.get("_sage")
+        enclosure = None if state is None else state.enclosure
         if enclosure is None or current() is not None or not enclosure.is_closed(self, args, kwargs):
             return own(*args, **kwargs)
         with opened():
@@ -66,9 +69,14 @@ def block_class(base: Any) -> type:
     return made
 
 
-def enclose(module: Any) -> None:
-    """Let layers inside of this block postpone their results. Its class has to be that of `block_class`."""
-    object.__setattr__(module, "_sage_enclosure", Enclosure())
+def enclose(module: Any, owner: Owner) -> None:
+    """Let layers inside of this block postpone their results. Its class has to be that of `block_class`.
+
+    Args: owner: of the swap that will undo this.
+    """
+    enclosure = Enclosure()
+    enclosure.owner = owner
+    block_state(module).enclosure = enclosure
 
 
 def is_enclosed(module: Any) -> bool:

@@ -100,7 +100,7 @@ def test_40_db_are_met_on_fresh_seeds_with_most_operations_in_8_bit(name, tmp_pa
     )["x"]
     assert min(drawn.psnr_db) >= 40
     assert isinstance(pipe.components["vae"], nn.Module)  # the pipeline is stock again
-    assert not any(hasattr(m, "_sage_linear") for m in (getattr(pipe, "unet", None) or pipe.transformer).modules())
+    assert not any(hasattr(m, "_sage") for m in (getattr(pipe, "unet", None) or pipe.transformer).modules())
 
 
 @pytest.mark.slow("a whole calibration")

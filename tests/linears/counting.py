@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sage_kernels
+from sage_processors.linears.weights.linear_state import linear_state
 
 
 def ops_of(function) -> tuple[bool, bool]:
@@ -48,6 +49,6 @@ def expected_error(x: torch.Tensor, *weights: torch.Tensor, format: str = "int8"
 def set_least_work(model, work: int) -> None:
     """Calls of fewer multiply-adds than `work` are short for the swapped layers of a model."""
     for module in model.modules():
-        if "_sage_linear" in module.__dict__:
-            module._sage_linear.shared.least_work = work
-            module._sage_linear.find_short()
+        if linear_state(module) is not None:
+            module._sage.shared.least_work = work
+            module._sage.find_short()

@@ -12,6 +12,7 @@ from torch import nn
 import sage_processors as sp
 from sage_processors.evaluation.hard_linears import inject_channel_outliers
 from sage_processors.linears import balance
+from sage_processors.linears.weights.linear_state import linear_state
 from tests.linears.compiled.test_compile import Backend, compiled_ops
 from tests.linears.counting import OpCounter, relative_error
 from tests.linears.test_pipelines import ALL, draw, pipeline, psnr
@@ -48,7 +49,7 @@ def hard_block(seed=0, factor=256.0, channel=5):
 
 
 def balances(model):
-    found = {name: m._sage_linear.balance for name, m in model.named_modules() if hasattr(m, "_sage_linear")}
+    found = {name: m._sage.balance for name, m in model.named_modules() if linear_state(m) is not None}
     return {name: own for name, own in found.items() if own is not None}
 
 
@@ -145,7 +146,7 @@ def test_a_weight_that_changes_takes_its_neighbours_along():
     twin = copy.deepcopy(stock)
     with sp.quantize_linears(twin, min_features=0) as swap:
         twin(x)
-        own = twin.to_k._sage_linear.balance
+        own = twin.to_k._sage.balance
         vector, before = own.vector, own.vector.clone()
         for module in (*stock.children(), *twin.children()):
             module.weight[:, 5] /= 16

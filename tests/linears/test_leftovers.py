@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import sage_processors as sp
+from sage_processors.linears.weights.linear_state import linear_state
 from tests.support.tiny_language_models import MODELS as LANGUAGE
 from tests.support.tiny_models import MODELS
 
@@ -167,7 +168,7 @@ def statuses(swap) -> list[str]:
 def formats(model) -> list[str]:
     """Of every linear layer, what it runs as."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    return [m._sage_linear.format if hasattr(m, "_sage_linear") else "none" for m in layers]
+    return [m._sage.format if linear_state(m) is not None else "none" for m in layers]
 
 
 X = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
@@ -219,7 +220,7 @@ def test_whoever_is_removed_first_takes_nothing_of_the_other(is_outer_first):
     earlier, later = (linears(part) for part in order)
     model(X)
     earlier.remove()
-    later_has = [hasattr(m, "_sage_linear") for m in order[1].modules() if isinstance(m, nn.Linear)]
+    later_has = [linear_state(m) is not None for m in order[1].modules() if isinstance(m, nn.Linear)]
     assert all(later_has) and set(statuses(later)) == {"active"}
     assert not torch.equal(model(X) + 0, stock)
     later.remove()

@@ -295,7 +295,7 @@ def test_an_error_while_swapping_leaves_nothing_half_swapped(monkeypatch):
     monkeypatch.setattr(swap.LinearSwap, "_postpone_norms", lambda self: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         swapped(block)
-    assert type(block.first) is nn.Linear and not hasattr(block.first, "_sage_linear")
+    assert type(block.first) is nn.Linear and not hasattr(block.first, "_sage")
     assert not block._forward_pre_hooks
 
 

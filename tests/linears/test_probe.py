@@ -38,7 +38,7 @@ def test_sums_are_those_of_the_rows_compared(format, bias, k):
     stock, twin = layer(k, 64, bias=bias)
     x = torch.randn(2, 5, k)
     with swapped(twin, format):
-        twin._sage_linear.probe = probe = LinearProbe(Rows(100), "cpu")
+        twin._sage.probe = probe = LinearProbe(Rows(100), "cpu")
         got = twin(x) + 0
         assert of_probe(probe) == pytest.approx(relative_error(got, stock(x)), rel=1e-3)
         signal, noise, rows = probe.sums[3].tolist()

@@ -138,7 +138,7 @@ def test_results_nobody_asks_for_are_let_go():
         with opened():
             twin.to_q(x)
             twin.to_q(torch.randn(2, 6, 48))
-            assert twin.to_q._sage_linear.run is None
+            assert twin.to_q._sage.run is None
 
 
 def test_one_weight_that_changes_is_quantised_anew_alone():

@@ -55,7 +55,7 @@ def test_work_is_counted_over_all_that_is_multiplied_together(least):
     net = model()
     shared = Shared(64 * 64 * 3 * 10 + (not least))
     with sp.quantize_linears(net, "int8", min_features=0):
-        states = [net.blocks[0].to_v._sage_linear, net.blocks[0].up._sage_linear]
+        states = [net.blocks[0].to_v._sage, net.blocks[0].up._sage]
         for state in states:
             state.shared = shared
             state.find_short()
@@ -73,7 +73,7 @@ def test_only_default_sizes_leave_short_calls_in_16_bit():
     for options, least in (({}, LEAST_WORK), ({"min_features": 0}, 0), ({"min_features": 1024}, 0)):
         net = model(1024) if options.get("min_features") != 0 else model()
         with sp.quantize_linears(net, "int8", **options):
-            assert net.blocks[0].up._sage_linear.shared.least_work == least
+            assert net.blocks[0].up._sage.shared.least_work == least
 
 
 @pytest.mark.filterwarnings("error")
@@ -85,7 +85,7 @@ def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypa
     short, long = draw(1, 8, 1024), draw(1, 40, 1024)
     with torch.no_grad(), sp.quantize_linears(net, "int8", on_unsupported="raise") as swap:
         set_least_work(net, 2**26)
-        state = net.blocks[0].norm._sage_norm
+        state = net.blocks[0].norm._sage
         for _ in range(3):
             torch.testing.assert_close(net(short), stock(short), rtol=0, atol=0)
         row = row_of(swap, "blocks.0.to_q")
@@ -93,7 +93,7 @@ def test_a_short_call_is_the_stock_layer_s_and_its_norm_no_longer_waits(monkeypa
         assert row_of(swap, "blocks.0.up")["fallbacks"] == {"short": 3}
         assert state.at_once_up_to == short.numel()
         # whose weight nobody got, so that nobody looks at its numbers before the next forward
-        assert not net.blocks[0].up._sage_linear.touched
+        assert not net.blocks[0].up._sage.touched
         out = net(long)
         assert row_of(swap, "blocks.0.to_q")["calls"] == 1 and state.at_once_up_to == short.numel()
         wanted = stock(long)

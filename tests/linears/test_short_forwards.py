@@ -15,6 +15,7 @@ from sage_processors.linears import modules, swap
 from sage_processors.linears.short_forwards import shapes_of
 from sage_processors.linears.swap import quantize_linears
 from sage_processors.linears.weights import linear_state as weights
+from sage_processors.linears.weights.linear_state import linear_state
 
 
 LEAST = 2**16  # multiply-adds: 8 rows of 64 x 64 are short, 64 rows are not
@@ -100,7 +101,7 @@ def test_calls_of_known_forwards_are_in_the_report_of_attention_and_linear_layer
     inputs = (torch.randn(1, 4, 8, 8), torch.tensor(5), torch.randn(1, 7, 32))
     with torch.no_grad(), sp.apply(unet, sp.SageAttnProcessor(linears=sp.Linears("int8", min_features=16))) as handle:
         for module in unet.modules():
-            if state := module.__dict__.get("_sage_linear"):
+            if state := linear_state(module):
                 state.shared.least_work = 2**50
                 state.find_short()
         unet(*inputs)

@@ -11,6 +11,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.postponed import library
+from sage_processors.postponed.block import is_enclosed
 from sage_processors.postponed.region import opened
 from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import relative_error
@@ -296,11 +297,11 @@ def test_what_stands_against_waiting_is_seen_and_said(kind):
     with torch.no_grad(), sp.quantize_linears(model, min_features=0) as swap:
         model(**inputs)
         blocks = list(swap._blocks.values())
-        assert [block._sage_enclosure.obstacle for block in blocks] == [""] * len(blocks)
+        assert [block._sage.enclosure.obstacle for block in blocks] == [""] * len(blocks)
         assert not any("postponed" in note for note in swap.report().notes)
         OBSTACLES[kind](blocks[0])
-        assert not blocks[0]._sage_enclosure.is_closed(blocks[0])
-        assert all(block._sage_enclosure.is_closed(block) for block in blocks[1:])
+        assert not blocks[0]._sage.enclosure.is_closed(blocks[0])
+        assert all(block._sage.enclosure.is_closed(block) for block in blocks[1:])
         said = [note for note in swap.report().notes if "postponed" in note]
         assert len(said) == 1 and f"1 of {len(blocks)} blocks" in said[0]
 
@@ -334,10 +335,10 @@ def test_a_processor_of_users_keeps_its_block_open():
     model, inputs = MODELS["flux"]()
     with torch.no_grad(), sp.quantize_linears(model, min_features=0) as swap:
         block = swap.blocks[-1]
-        assert block._sage_enclosure.is_closed(block)
+        assert block._sage.enclosure.is_closed(block)
         block.attn.processor = MyProcessor()
-        assert not block._sage_enclosure.is_closed(block)
-        assert "MyProcessor" in block._sage_enclosure.obstacle
+        assert not block._sage.enclosure.is_closed(block)
+        assert "MyProcessor" in block._sage.enclosure.obstacle
 
 
 def test_a_function_in_the_place_of_a_librarys_keeps_its_block_open(monkeypatch):
@@ -347,11 +348,11 @@ def test_a_function_in_the_place_of_a_librarys_keeps_its_block_open(monkeypatch)
     own = modeling_llama.eager_attention_forward
     with torch.no_grad(), sp.quantize_linears(model, min_features=0) as swap:
         block = swap.blocks[0]
-        assert block._sage_enclosure.is_closed(block)
+        assert block._sage.enclosure.is_closed(block)
         with monkeypatch.context() as patch:
             patch.setattr(modeling_llama, "eager_attention_forward", lambda *args, **kwargs: own(*args, **kwargs))
-            assert not block._sage_enclosure.is_closed(block)
-        assert block._sage_enclosure.is_closed(block)
+            assert not block._sage.enclosure.is_closed(block)
+        assert block._sage.enclosure.is_closed(block)
 
 
 def test_modes_arguments_and_global_hooks_of_users_keep_a_block_open():
@@ -360,7 +361,7 @@ def test_modes_arguments_and_global_hooks_of_users_keep_a_block_open():
     model, inputs = built("llama")
     with torch.no_grad(), sp.quantize_linears(model, min_features=0) as swap:
         block = next(iter(swap._blocks.values()))
-        known = block._sage_enclosure
+        known = block._sage.enclosure
         assert known.is_closed(block, (torch.ones(1), None, (1, {"a": torch.ones(1)})), {"scale": 0.5})
         assert not known.is_closed(block, (lambda x: x,)) and not known.is_closed(
             block, (), {"cache": Mine(block.mlp)}
@@ -404,9 +405,9 @@ def test_a_copy_of_a_block_has_an_enclosure_of_its_own():
         expected = first(model(**inputs))
         twin = copy.deepcopy(model)
         assert torch.equal(first(twin(**inputs)), expected)
-        blocks = [m for m in twin.modules() if "_sage_enclosure" in m.__dict__]
+        blocks = [m for m in twin.modules() if is_enclosed(m)]
         assert len(blocks) == len(swap._blocks)
         for block in blocks:
-            assert block._sage_enclosure.modules[0] is block
+            assert block._sage.enclosure.modules[0] is block
             assert block.__class__ is type(block)._sage_base and block.__class__.__name__ == "LlamaDecoderLayer"
-    assert not any("_sage_enclosure" in m.__dict__ for m in model.modules())
+    assert not any("_sage" in m.__dict__ for m in model.modules())

@@ -1,4 +1,4 @@
-"""What a Sage processor keeps beside the attributes of its original: one object, `processor._sage`."""
+"""State of a Sage processor beside the attributes of its original: one object, `processor._sage`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,10 @@ class ProcessorState:
         sent: bytes sent to other devices.
         backend: name of diffusers' attention back end for 16-bit calls. One that is set later wins over INT8.
         probe: probe.LayerProbe while a probe is on, else None.
+        is_compared: a CUDA graph is replayed only while these attributes are as they were at its capture.
     """
+
+    is_compared = True
 
     def __init__(
         self,

@@ -18,11 +18,11 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ...linears.swap_hooks import EndHook, PrepareHook
+from ...linears.weights.linear_state import linear_state
 from ...patching.other_globals import innermost
 from ...patching.patched import Watch, with_helpers
 from ...postponed.tensor import version_of
 from ...torch_modes import AsUnderNoGrad
-from ..calls.processor_state import ProcessorState
 from ..host.root_hook import RootHook
 
 
@@ -69,7 +69,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module):
         modules = list(model.modules())
-        self.in_8_bit = [module for module in modules if "_sage_linear" in module.__dict__]
+        self.in_8_bit = [module for module in modules if linear_state(module) is not None]
         held: list[tuple[Any, Any, torch.Tensor]] = []  # container, key, tensor
         self._now = [values for module in modules for values in _attributes(module)]
         self._then = [_copied(values, held) for values in self._now]
@@ -118,7 +118,7 @@ def refresh_weights(modules: Iterable[nn.Module]) -> None:
     An eager forward does the same for the weights it needs.
     """
     for module in modules:
-        state = module.__dict__.get("_sage_linear")
+        state = linear_state(module)
         if state is None or not state.is_filled:
             continue
         weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
@@ -147,7 +147,7 @@ def _tensors(module: nn.Module) -> list[torch.Tensor]:
 
 
 def _attributes(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the attribute dicts of a module and of objects it holds, such as a plain processor and its state."""
+    """Return the attribute dicts of a module and of objects it holds, such as a plain processor and its `_sage`."""
     found = [module.__dict__]
     for name, value in module.__dict__.items():
         is_known = name == "processor" or type(value).__module__.partition(".")[0] not in OPAQUE
@@ -155,4 +155,4 @@ def _attributes(module: nn.Module) -> list[dict[str, Any]]:
         if is_known and isinstance(getattr(value, "__dict__", None), dict):
             found.append(value.__dict__)
     states = (values.get("_sage") for values in found)
-    return found + [state.__dict__ for state in states if isinstance(state, ProcessorState)]
+    return found + [state.__dict__ for state in states if getattr(state, "is_compared", False)]

@@ -72,7 +72,7 @@ class HeadNorms:
                 if form is not None:
                     state = HeadNormState(label(f"{layer.name}.{name}"), *form)
                     state.owner = self._owner
-                    object.__setattr__(module, "_sage_norm", state)
+                    object.__setattr__(module, "_sage", state)
                     cls: Any = type(module)
                     put_class(module, norm_class(cls))
                     self._swapped[id(module)] = module

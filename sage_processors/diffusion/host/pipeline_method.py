@@ -41,7 +41,7 @@ def _telling(setattr_):
             for listener in _listeners:
                 listener(self)
 
-    __setattr__._sage_tells = True  # type: ignore[attr-defined]
+    __setattr__._sage = True  # type: ignore[attr-defined]  # functools.wraps of another library copies this mark
     return __setattr__
 
 
@@ -62,7 +62,7 @@ def _patch(module: str, name: str) -> None:
     pipeline = getattr(sys.modules[module], name)
     if not hasattr(pipeline, "set_attn_processor"):
         pipeline.set_attn_processor = set_attn_processor
-    if not hasattr(pipeline.__setattr__, "_sage_tells"):
+    if not hasattr(pipeline.__setattr__, "_sage"):
         pipeline.__setattr__ = _telling(pipeline.__setattr__)
 
 

@@ -135,7 +135,7 @@ def heads_kinds(denoiser, device: torch.device, *, only_seen: bool = False) -> l
         if rotary is None:
             continue
         norm = layer.module._modules.get("norm_q")
-        state = getattr(norm, "_sage_norm", None)
+        state = getattr(norm, "_sage", None)
         weight = None
         is_rms = isinstance(state, HeadNormState) and state.kind == "rms"
         if is_rms:

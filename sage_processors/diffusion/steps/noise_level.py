@@ -139,13 +139,13 @@ def _new(base):
 
 @functools.cache
 def _tracked_class(base: Any) -> Any:
-    """Return a scheduler's subclass that reports to its `_sage_run`.
+    """Return a scheduler's subclass that reports to its Run, `_sage`.
 
     It has the name of its base, because diffusers saves the name of a scheduler's class.
     """
 
     def run_of(scheduler):
-        return scheduler.__dict__.get("_sage_run")
+        return scheduler.__dict__.get("_sage")
 
     def reporting(method, report):
         @functools.wraps(method)  # pipelines inspect the signatures of set_timesteps and step
@@ -186,7 +186,7 @@ def _tracked_class(base: Any) -> Any:
 
     def __reduce_ex__(self, protocol):
         # copies and pickles are plain schedulers, which report nothing
-        state = {name: value for name, value in self.__dict__.items() if name != "_sage_run"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_sage"}
         return _new, (base,), state
 
     members["__reduce_ex__"] = __reduce_ex__
@@ -200,7 +200,7 @@ def can_track(scheduler) -> bool:
 
 def run_of(scheduler) -> Run | None:
     """Return the run of a tracked scheduler; None for any other object."""
-    return scheduler.__dict__.get("_sage_run") if hasattr(scheduler, "__dict__") else None
+    return scheduler.__dict__.get("_sage") if hasattr(scheduler, "__dict__") else None
 
 
 def track(scheduler, listener) -> Run:
@@ -213,7 +213,7 @@ def track(scheduler, listener) -> Run:
         run = Run(scheduler)
         base: Any = type(scheduler)
         scheduler.__class__ = _tracked_class(base)
-        scheduler.__dict__["_sage_run"] = run
+        scheduler.__dict__["_sage"] = run
     if not any(known is listener for known in run.listeners):
         run.listeners.append(listener)
         run.start()
@@ -227,7 +227,7 @@ def untrack(scheduler, listener) -> None:
         return
     run.listeners[:] = [known for known in run.listeners if known is not listener]
     if not run.listeners:
-        del scheduler.__dict__["_sage_run"]
+        del scheduler.__dict__["_sage"]
         scheduler.__class__ = type(scheduler)._sage_base
 
 

@@ -38,10 +38,10 @@ class PostponedLinear(Postponed):
     def __init__(self, shape, dtype, device, module, x, activation="none", gate=None):
         super().__init__(shape, dtype, device)
         self._module, self._x, self._activation, self._gate = module, x, activation, gate
-        state = module._sage_linear
+        state = module._sage
         self._storage = state.storage
         modules = state.storage.modules if activation in _GATED else [module]
-        self._weights = [(m, m._sage_linear, m._sage_linear.version) for m in modules]
+        self._weights = [(m, m._sage, m._sage.version) for m in modules]
         # taken now, since the next call of the layer may replace state.bias
         self._bias = state.storage.bias(0, len(state.storage.modules) - 1) if activation in _GATED else state.bias
 
@@ -56,7 +56,7 @@ class PostponedLinear(Postponed):
         options["gate"] = None if self._gate is None else self._gate.tensor
         state, is_gated = self._weights[0][1], self._activation in _GATED
         with state.shared.lock:
-            is_current = all(m.__dict__.get("_sage_linear") is s and s.version == made for m, s, made in self._weights)
+            is_current = all(m.__dict__.get("_sage") is s and s.version == made for m, s, made in self._weights)
             if not is_current or (is_gated and state.storage is not self._storage):
                 raise ChangedInputError(
                     f"weight of {state.label}: got one that was exchanged between the call and the use of its result, "
@@ -133,7 +133,7 @@ def product(module, x: QuantizedRows, bias, *, dtype, activation="none", gate=No
 
     Columns are in the order of the layer's own weight, also if its rows are stored in turns. Under the lock.
     """
-    state = module._sage_linear
+    state = module._sage
     storage = state.storage
     rows = storage.rows_of(state.index, state.index)
     options = {"activation": activation, "gate": gate, "residual": residual, "dtype": dtype}
@@ -196,7 +196,7 @@ class PostponedHalf(Postponed):
 
 def _put_in_turns(module, *, gate_first: bool) -> bool:
     """Store value and gate rows of a layer in turns, for its gated activation. Returns True if they are."""
-    state = module._sage_linear
+    state = module._sage
     with state.shared.lock:
         storage = state.storage
         if storage.in_turns or len(storage.modules) > 1:
@@ -221,7 +221,7 @@ def _gated_pair(a: PostponedLinear, b: PostponedLinear) -> PostponedLinear | Non
     modules = (value._module, gate._module)
     if modules[0] is modules[1]:
         return None
-    states = [module._sage_linear for module in modules]
+    states = [module._sage for module in modules]
     with states[0].shared.lock:
         storage = states[0].storage
         if not (storage.in_turns and len(storage.modules) == 2 and all(s.storage is storage for s in states)):
@@ -269,7 +269,7 @@ def _chunk(args, kwargs):
     x = args[0] if args else None
     if type(x) is not PostponedLinear or not x._is_bare or not patterns.halves(args, kwargs, x.dim()):
         return None
-    storage = x._module._sage_linear.storage
+    storage = x._module._sage.storage
     if x._shape[-1] % 2 or len(storage.modules) > 1:
         return None
     shape = torch.Size((*x._shape[:-1], x._shape[-1] // 2))

@@ -115,7 +115,7 @@ class Shared:
         if copied is not None and self._model() is not copied:
             self._model = weakref.ref(copied)
         model = self._model()  # a layer that was swapped alone is a part of what calls it
-        if model is not None and "_sage_linear" not in model.__dict__:
+        if model is not None and linear_state(model) is None:
             self.replays.begin(_device_of(model), is_captured())
         self.forwards += 1
 
@@ -323,7 +323,7 @@ class LinearState:
         kept = [[part.clone() for part in shared.rows_of(i, i)] if filled else None for i, filled in ready]
         shared.clear()
         for other, part in zip(shared.modules, kept, strict=True):
-            state = other._sage_linear
+            state = other._sage
             state.storage, state.index, state.run = Storage([other]), 0, None
             state.find_short()
             if part is not None:
@@ -384,3 +384,9 @@ def _version(weight) -> int:
         return weight._version
     except RuntimeError:  # an inference tensor has none
         return -1
+
+
+def linear_state(module: Any) -> LinearState | None:
+    """Return the LinearState that a swapped linear layer has as `_sage`; None for every other module."""
+    state = module.__dict__.get("_sage")
+    return state if isinstance(state, LinearState) else None

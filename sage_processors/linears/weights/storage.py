@@ -137,7 +137,7 @@ class Storage:
         It is zero for a module without one. Returns None if none of them has one.
         """
         modules = self.modules[first : last + 1]
-        own = tuple(module._sage_linear.bias for module in modules)
+        own = tuple(module._sage.bias for module in modules)
         if all(bias is None for bias in own):
             return None
         if len(own) == 1 and not (self.in_turns and len(self.modules) == 1):

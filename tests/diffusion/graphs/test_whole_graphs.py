@@ -20,6 +20,7 @@ import sage_processors as sp
 from sage_processors.diffusion.graphs.whole_graphs import MOST_GRAPHS, MOST_KINDS, WARM_UP, WholeGraphs
 from sage_processors.linears import modules, swap
 from sage_processors.linears.weights import layers
+from sage_processors.linears.weights.linear_state import linear_state
 from sage_processors.patching import nested
 from tests.diffusion.test_apply_pipelines import flux_pipe
 from tests.diffusion.test_lifecycle import accelerate_offload, group_offload
@@ -272,7 +273,7 @@ def test_a_weight_that_nobody_counted_is_compared_first():
     kwargs = {"linears": {"format": "int8", "min_features": 0}}
     handle, graphs, model, inputs, old = replayed_model(record=record, **kwargs)
     for module in model.modules():
-        if "_sage_linear" in module.__dict__:
+        if linear_state(module) is not None:
             module._parameters["weight"].data.mul_(1.5)
     handle._denoisers[0].linears.begin_run()
     with torch.no_grad():

@@ -18,6 +18,7 @@ import sage_processors as sp
 from sage_processors.diffusion.heads import rotary
 from sage_processors.diffusion.heads.postponed_heads import PostponedHeads
 from sage_processors.linears.modules import is_swapped
+from sage_processors.linears.postponed.norm_layers import NormState
 from sage_processors.postponed.region import opened
 from sage_processors.postponed.tensor import Postponed
 from tests.support.tiny_models import MODELS
@@ -72,7 +73,7 @@ def config(**options):
 
 
 def norms_of(model):
-    return [m for m in model.modules() if hasattr(m, "_sage_norm") or is_swapped(m)]
+    return [m for m in model.modules() if isinstance(m.__dict__.get("_sage"), NormState) or is_swapped(m)]
 
 
 @pytest.mark.parametrize("name", WAIT)

@@ -322,7 +322,7 @@ def test_two_listeners_share_a_scheduler_and_the_last_one_gives_the_class_back()
     run_all(scheduler)
     assert len(first.events) == 4 and len(second.events) == 8
     untrack(scheduler, second)
-    assert type(scheduler) is diffusers.DDIMScheduler and "_sage_run" not in vars(scheduler)
+    assert type(scheduler) is diffusers.DDIMScheduler and "_sage" not in vars(scheduler)
 
 
 def test_custom_sigmas_of_a_pipeline_reach_a_tracked_scheduler():

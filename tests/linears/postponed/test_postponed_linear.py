@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sage_processors as sp
+from sage_processors.linears.weights.linear_state import linear_state
 from sage_processors.postponed.tensor import Postponed
 from tests.linears.counting import OpCounter, expected_error, relative_error
 
@@ -361,7 +362,7 @@ def test_a_parameter_of_a_norm_that_is_overwritten_is_an_error(name):
         y = block.norm(x)  # its first call: the result is kept
         getattr(block.norm, name).add_(1)
         assert relative_error(block.one(y) + 0, expected) < 0.02
-        block.norm._sage_norm.is_postponed = True
+        block.norm._sage.is_postponed = True
         block(x)
         y = block.norm(x)
         getattr(block.norm, name).add_(1)
@@ -532,7 +533,7 @@ def test_a_pair_the_other_way_round_is_no_pair():
 def swapless(block, x):
     twin = copy.deepcopy(block)
     for name, module in list(twin.named_modules()):
-        if hasattr(module, "_sage_linear"):
+        if linear_state(module) is not None:
             stock = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
             stock.load_state_dict(module.state_dict())
             twin.set_submodule(name, stock)

@@ -14,6 +14,7 @@ import sage_processors as sp
 from sage_processors.linears import modules
 from sage_processors.linears.weights import linear_state as weights
 from sage_processors.linears.weights import replays, storage
+from sage_processors.linears.weights.linear_state import linear_state
 from sage_processors.linears.weights.storage import CODES
 from sage_processors.reporting.event_counter import EventCounter
 from tests.linears.counting import OpCounter, set_least_work
@@ -65,7 +66,7 @@ def error(out, wanted) -> float:
 
 
 def linears(net):
-    return [m for m in net.modules() if "_sage_linear" in m.__dict__]
+    return [m for m in net.modules() if linear_state(m) is not None]
 
 
 @pytest.fixture
@@ -83,24 +84,24 @@ def test_E25_what_is_captured_leaves_weights_where_and_as_they_are(capturing):
     net, stock, x = model(), model(), draw(8, 1)
     with sp.quantize_linears(net, "int8"):
         net(x)  # short: nothing is known yet of what follows the layers
-        before = [m._sage_linear.storage.all_rows.codes.data_ptr() for m in linears(net)]
+        before = [m._sage.storage.all_rows.codes.data_ptr() for m in linears(net)]
         capturing.append(True)
         assert 1e-4 < error(net(x), stock(x)) < 0.05
         capturing.clear()
         set_least_work(net, 0)
         for block in net.blocks:
-            state = block.proj._sage_linear
+            state = block.proj._sage
             assert state.storage.is_fixed and not state.storage.in_turns
         assert 1e-4 < error(net(x), stock(x)) < 0.05  # now a graph reads them
-        assert not any(block.proj._sage_linear.storage.in_turns for block in net.blocks)
-        assert [m._sage_linear.storage.all_rows.codes.data_ptr() for m in linears(net)] == before
+        assert not any(block.proj._sage.storage.in_turns for block in net.blocks)
+        assert [m._sage.storage.all_rows.codes.data_ptr() for m in linears(net)] == before
 
 
 @torch.no_grad()
 def test_what_an_eager_call_laid_out_is_used_when_captured(capturing):
     net, stock, x = model(), model(), draw(8, 1)
     with sp.quantize_linears(net, "int8"):
-        state = net.blocks[0].proj._sage_linear
+        state = net.blocks[0].proj._sage
         set_least_work(net, 0)
         net(x)
         assert state.storage.in_turns
@@ -118,7 +119,7 @@ def test_E25_what_was_written_to_since_is_captured_in_16_bit(capturing, name, le
     """Which no counter of PyTorch's tells of `.data`: what was handed out is not captured after short calls."""
     net, stock, x = model(), model(), draw(8, 1)
     with sp.quantize_linears(net, "int8") as swap:
-        state = net.blocks[0].out._sage_linear
+        state = net.blocks[0].out._sage
         set_least_work(net, least_work)
         net(x)
         before = state.events.numbers()
@@ -140,7 +141,7 @@ def test_E25_what_was_written_to_since_is_captured_in_16_bit(capturing, name, le
 def test_a_graph_s_bias_is_renewed_in_place(capturing):
     net, x = model(), draw(8, 1)
     with sp.quantize_linears(net, "int8"):
-        state = net.blocks[0].proj._sage_linear
+        state = net.blocks[0].proj._sage
         set_least_work(net, 0)
         net(x)
         capturing.append(True)
@@ -241,7 +242,7 @@ def test_E25_replays_and_eager_calls_after_short_ones_on_a_gpu():
 
 def replayed(net, times: int, kind: int = 0) -> None:
     """What a graph does on the GPU: a forward that is captured on this CPU has been replayed once."""
-    [counter] = linears(net)[0]._sage_linear.shared.replays._times.values()
+    [counter] = linears(net)[0]._sage.shared.replays._times.values()
     counter.traced[kind] += times
 
 
@@ -309,7 +310,7 @@ def test_what_is_captured_of_a_copy_counts_for_nobody_else(capturing):
         net(x)
         twin = copy.deepcopy(net)
         twin(x)
-        assert not linears(twin)[0]._sage_linear.shared.replays._times
+        assert not linears(twin)[0]._sage.shared.replays._times
         capturing.append(True)
         twin(x)
         capturing.clear()

@@ -8,6 +8,7 @@ from torch import nn
 
 import sage_processors as sp
 from sage_processors.linears.weights import linear_state as weights
+from sage_processors.linears.weights.linear_state import linear_state
 from tests.support.tiny_models import MODELS
 from tests.support.weight_bytes import IN_16_BIT, computed, flux_on_meta
 
@@ -67,8 +68,8 @@ def test_16_bit_weights_are_freed_one_by_one(monkeypatch):
     quantize, there = weights.quantize_weight, []
 
     def watched(weight, **options):
-        modules = [m for m in model.modules() if "_sage_linear" in m.__dict__]
-        there.append(sum(m._sage_linear.is_filled and not m._sage_linear.dropped for m in modules))
+        modules = [m for m in model.modules() if linear_state(m) is not None]
+        there.append(sum(m._sage.is_filled and not m._sage.dropped for m in modules))
         return quantize(weight, **options)
 
     monkeypatch.setattr(weights, "quantize_weight", watched)

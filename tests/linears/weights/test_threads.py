@@ -83,7 +83,7 @@ def test_a_copy_of_a_swapped_model_has_a_lock_of_its_own(slow_layout):
     model = OneMatrix().eval().requires_grad_(False)
     x = torch.randn(2, 3, 64)
     with sp.quantize_linears(model, "int8", min_features=16):
-        with model.proj._sage_linear.shared.lock:  # held here
+        with model.proj._sage.shared.lock:  # held here
             other = copy.deepcopy(model)
             assert torch.equal(together(other, [x])[0], other(x))
         assert torch.equal(model(x), other(x))

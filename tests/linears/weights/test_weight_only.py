@@ -222,10 +222,10 @@ def test_weights_that_are_made_at_a_call_are_dropped_before_the_next(monkeypatch
     expected = model(*inputs)
     dropped(model)
     layer = model.norm_out.linear
-    assert not layer._sage_linear.is_filled and not layer.weight.isnan().any()
+    assert not layer._sage.is_filled and not layer.weight.isnan().any()
     first = model(*inputs)
-    assert layer._sage_linear.is_filled and relative_error(first, expected) < 0.03
-    assert torch.equal(model(*inputs), first) and layer._sage_linear.dropped and layer.weight.isnan().all()
+    assert layer._sage.is_filled and relative_error(first, expected) < 0.03
+    assert torch.equal(model(*inputs), first) and layer._sage.dropped and layer.weight.isnan().all()
 
 
 def test_they_can_neither_be_saved_nor_put_back_and_copies_compute_the_same():

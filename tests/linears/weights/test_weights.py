@@ -64,7 +64,7 @@ def test_a_write_in_place_that_no_attribute_tells_of_is_noticed(name):
     with sp.quantize_linears(net, min_features=0):
         for _ in range(3):
             net(x)
-            assert not (net._sage_linear.touched or net._sage_linear.bias_touched)
+            assert not (net._sage.touched or net._sage.bias_touched)
             dict(net.named_parameters())[name].add_(0.5)
             expected = torch.nn.functional.linear(x, net._parameters["weight"], net._parameters["bias"])
             assert ((net(x) - expected).norm() / expected.norm()).item() < 0.02
@@ -161,7 +161,7 @@ def test_weights_that_are_made_at_a_call_are_dropped_before_the_next():
     x = torch.randn(4, 48)
     expected = block(x)
     assert block(x)[0].shape == (4, 64)
-    assert all(module._sage_linear.dropped for module in block)
+    assert all(module._sage.dropped for module in block)
     assert all(torch.equal(a, b) for a, b in zip(block(x), expected, strict=True))
 
 
