@@ -23,9 +23,9 @@ from sage_kernels.facts import crossover
 
 from ..autocast import autocast
 from ..unsupported import UnsupportedAttentionError
-from .call import Call, Sequences, exact, masking, needs_gradient, only_of
+from .call import Call, Sequences, differentiates_only, masking, needs_gradient, stock_attention
 from .choice import watch_choices
-from .masks import asked_of, plain_mask, sage_mask
+from .masks import visible_mask, plain_mask, sage_mask
 from .names import IMPLEMENTATIONS, MEANINGFUL, Implementation, standard
 from .report import INT8, INT8_CACHE, REMEDIES, AttentionReport, build_report, count
 from .visible import band_of, complete_mask, write_out
@@ -139,7 +139,7 @@ def _attention_function(implementation: Implementation) -> Callable[..., Any]:
     ) -> Any:
         call = Call(
             module,
-            asked_of(attention_mask),
+            visible_mask(attention_mask),
             dropout,
             scaling,
             getattr(module, "is_causal", True) if is_causal is None else is_causal,
@@ -168,7 +168,7 @@ def _attend(
     if not isinstance(key, torch.Tensor):  # what an Int8KVCache returns is no tensor
         return _attend_cache(implementation, call, query, key, value), None
     needed = needs_gradient(call, query, key, value)
-    trains = implementation.training == "int8" and only_of(call, query, key, value)
+    trains = implementation.training == "int8" and differentiates_only(call, query, key, value)
     reason = None if trains else "training" if call.module.training else "gradient" if needed else None
     if reason is None:
         query, key, value = autocast(query, key, value)
@@ -192,8 +192,8 @@ def _attend(
             reason = _reason_against_training(call, q, mask, window, seen)
     if reason is not None:
         write_out(call, query.shape[2], key.shape[2], query.device)
-        _stay_exact(implementation, call, reason, query.device)
-        found: tuple[torch.Tensor, torch.Tensor | None] = exact(call, query, key, value)
+        _note_fallback(implementation, call, reason, query.device)
+        found: tuple[torch.Tensor, torch.Tensor | None] = stock_attention(call, query, key, value)
         return found
     count(call.module, implementation, INT8, query.device)
     if needed:
@@ -270,7 +270,7 @@ def _attend_cache(
     """Attention on keys and values that an INT8 cache returned as codes."""
     from . import kv_cache
 
-    stored = kv_cache.stored_int8(key, value)
+    stored = kv_cache.quantized_kv_of(key, value)
     if stored is None:
         raise TypeError(
             f"key of {call.label}: got {type(key).__name__}, expected a tensor or what sage_processors.Int8KVCache "
@@ -302,7 +302,7 @@ def _attend_cache(
     )  # fmt: skip
 
 
-def _stay_exact(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
+def _note_fallback(implementation: Any, call: Any, reason: str, device: torch.device) -> None:
     """Count a call that runs exact attention; or raise with on_unsupported="raise" unless it is merely short."""
     if implementation.on_unsupported == "raise" and reason != "short":
         (_refuse_export if is_exporting() else _refuse)(call.label, reason)

@@ -101,7 +101,7 @@ def masking(call: Call, seq_q: int, seq_kv: int):
     causal = mask is None and call.is_causal and seq_q > 1
     if call.position_bias is not None:
         seen = min(seq_q, seq_kv) if causal else seq_kv  # as in transformers: an empty static cache is cut off
-        return _biased(call, seq_q, seen, causal), False, None, seen
+        return _bias_mask(call, seq_q, seen, causal), False, None, seen
     if not isinstance(mask, BandMask):
         return mask, "top_left" if causal else False, None, seq_kv
     if mask.shape[2] != seq_q or mask.shape[3] != seq_kv:
@@ -115,7 +115,7 @@ def masking(call: Call, seq_q: int, seq_kv: int):
     return plain_mask(mask), False, None, seq_kv
 
 
-def _biased(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
+def _bias_mask(call: Call, seq_q: int, seen: int, causal: bool) -> torch.Tensor:
     """Position bias and mask as one float mask: -inf hides."""
     bias: Any = call.position_bias
     mask = plain_mask(call.mask)
@@ -132,7 +132,7 @@ def causal_mask(seq_q: int, seq_kv: int, device) -> torch.Tensor:
     return (keys <= rows[:, None])[None, None]
 
 
-def exact(call: Call, query, key, value):
+def stock_attention(call: Call, query, key, value):
     """The model's own exact attention: transformers' SDPA function, or the eager one for what SDPA would ignore.
 
     Both are looked up at every call, as the model's own code does: tools put other functions in their place.
@@ -246,7 +246,7 @@ def _strings(constants) -> frozenset[str]:
     return frozenset(x for x in constants if isinstance(x, str)).union(*inner)
 
 
-def only_of(call: Call, *tensors) -> bool:
+def differentiates_only(call: Call, *tensors) -> bool:
     """Whether all that PyTorch differentiates here are these tensors, backward: their gradients are known."""
     others = (call.mask, call.position_bias, call.sinks, call.scaling, call.softcap)
     given = [x for x in others if isinstance(x, torch.Tensor)]

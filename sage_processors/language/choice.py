@@ -52,7 +52,7 @@ def _watched_check(check, implementations):
             adds_masks(type(self.config))  # compiled code can only look it up
         if name not in implementations or self._can_set_attn_implementation():
             return name
-        _say(self, [name], implementations)
+        _warn_or_raise(self, [name], implementations)
         return check(self, None, *args, **kwargs)
 
     return get_correct_attn_implementation
@@ -95,10 +95,12 @@ def refuse_unused(model, wanted: set[str], implementations: dict) -> None:
     Raises: UnsupportedAttentionError, reason "no_attention", if such a name is strict.
     """
     unused = wanted - {module.config._attn_implementation for module in _layers(model)} if wanted else wanted
-    _say(model, sorted(unused, key=lambda name: implementations[name].on_unsupported != "raise"), implementations)
+    _warn_or_raise(
+        model, sorted(unused, key=lambda name: implementations[name].on_unsupported != "raise"), implementations
+    )
 
 
-def _say(model, names: list[str], implementations: dict) -> None:
+def _warn_or_raise(model, names: list[str], implementations: dict) -> None:
     for name in names:
         if implementations[name].on_unsupported == "raise":
             raise _error(model, name)

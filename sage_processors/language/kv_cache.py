@@ -26,7 +26,7 @@ if not hasattr(DynamicLayer, "get_max_length"):
 from ..option_checks import flag
 from .kv_layers import Int8Layer
 from .kv_static_layers import Int8StaticLayer, Int8StaticSlidingLayer
-from .quantized_kv import Int8KVCacheError, StoredKV, attend, stored_int8
+from .quantized_kv import Int8KVCacheError, QuantizedKV, attend, quantized_kv_of
 
 
 # Layers that hold no keys and values stay transformers' own. Which there are depends on its version: 5.17 knows no
@@ -36,7 +36,7 @@ _OTHER_LAYERS = tuple(
 )
 # Models without attention whose configs name no kinds of layers: transformers takes them to have keys and values.
 _WITHOUT_KEYS = ("rwkv", "xlstm")
-__all__ = ["Int8KVCache", "Int8KVCacheError", "StoredKV", "attend", "stored_int8"]
+__all__ = ["Int8KVCache", "Int8KVCacheError", "QuantizedKV", "attend", "quantized_kv_of"]
 
 
 class Int8KVCache(Cache):
@@ -113,9 +113,11 @@ class Int8KVCache(Cache):
             # older versions of transformers (5.17) do not: the layer's copy to the CPU, and the last read of memory
             # that is about to be used again, may still be under way
             self.prefetch_stream.wait_stream(torch.cuda.default_stream(key_states.device))
-            stored = self._together("update", key_states, value_states, layer_idx, *args, only=layer_idx, **kwargs)
+            stored = self._all_layers_or_none(
+                "update", key_states, value_states, layer_idx, *args, only=layer_idx, **kwargs
+            )
             for x in stored:
-                if isinstance(x, StoredKV):
+                if isinstance(x, QuantizedKV):
                     x.owner = self.layers[layer_idx]
             return stored
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
@@ -148,21 +150,21 @@ class Int8KVCache(Cache):
     # takes room for a second cache, which still is no more than a 16-bit one takes by itself.
 
     def reorder_cache(self, *args: Any, **kwargs: Any) -> None:
-        self._together("reorder_cache", *args, **kwargs)
+        self._all_layers_or_none("reorder_cache", *args, **kwargs)
 
     def crop(self, *args: Any, **kwargs: Any) -> None:
-        self._together("crop", *args, **kwargs)
+        self._all_layers_or_none("crop", *args, **kwargs)
 
     def batch_repeat_interleave(self, *args: Any, **kwargs: Any) -> None:
-        self._together("batch_repeat_interleave", *args, **kwargs)
+        self._all_layers_or_none("batch_repeat_interleave", *args, **kwargs)
 
     def batch_select_indices(self, *args: Any, **kwargs: Any) -> None:
-        self._together("batch_select_indices", *args, **kwargs)
+        self._all_layers_or_none("batch_select_indices", *args, **kwargs)
 
     def early_initialization(self, *args: Any, **kwargs: Any) -> None:
-        self._together("early_initialization", *args, **kwargs)
+        self._all_layers_or_none("early_initialization", *args, **kwargs)
 
-    def _together(self, name: str, *args: Any, only: int | None = None, **kwargs: Any) -> Any:
+    def _all_layers_or_none(self, name: str, *args: Any, only: int | None = None, **kwargs: Any) -> Any:
         """transformers' method on a copy of the cache, whose layers' fields are then taken over.
 
         only: the one layer that may not stay half changed; the others are merely moved between devices.
@@ -221,7 +223,7 @@ def _layers(decoder: Any, max_cache_len: int | None) -> list[Any]:
 
 def _trial_of(layer: Any) -> Any:
     """A layer with the same fields, to be changed in this one's place. None of transformers' layers that can be here
-    writes into its tensors in what `_together` runs."""
+    writes into its tensors in what `_all_layers_or_none` runs."""
     if isinstance(layer, Int8Layer):
         return layer._trial()
     trial = copy.copy(layer)

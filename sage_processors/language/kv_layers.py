@@ -13,8 +13,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from sage_kernels import append_kv
 
-from .kv_vectors import WINDOW, are_chosen_anew, choose_vectors
-from .quantized_kv import StoredKV
+from .kv_vectors import FIRST_TOKENS, must_choose_again, choose_vectors
+from .quantized_kv import QuantizedKV
 
 
 MIN_SLACK = 64  # tokens that a growing layer makes room for at a time, at least
@@ -34,7 +34,7 @@ class Int8Layer(CacheLayerMixin):
     """
 
     is_croppable = True
-    _anew = "call reset()"  # how the layer becomes fit for another batch, device or model
+    _how_to_restart = "call reset()"  # how the layer becomes fit for another batch, device or model
     _is_trial = False  # a copy whose fields another layer will take over
     k_codes: Any  # tensors from the first update on, None before
     k_scale: Any
@@ -42,7 +42,7 @@ class Int8Layer(CacheLayerMixin):
     v_scale: Any
     k_mean: Any
     k_balance: Any
-    first_keys: Any  # the tokens seen, as they came, while they are fewer than WINDOW; else None
+    first_keys: Any  # the tokens seen, as they came, while they are fewer than FIRST_TOKENS; else None
     first_values: Any
     cumulative_length: Any  # a number here, a tensor [] on the device in a static layer
 
@@ -58,7 +58,7 @@ class Int8Layer(CacheLayerMixin):
     # what the models and transformers read
 
     @property
-    def keys(self) -> StoredKV | None:
+    def keys(self) -> QuantizedKV | None:
         return self._stored(self.begin, self) if self.is_initialized and self.cumulative_length else None
 
     @keys.setter
@@ -99,7 +99,7 @@ class Int8Layer(CacheLayerMixin):
     # writing
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self._whole(lambda trial: trial._initialize(key_states, value_states))
+        self._all_or_nothing(lambda trial: trial._initialize(key_states, value_states))
 
     def _initialize(self, key_states, value_states) -> None:
         self._check_model(key_states, value_states)
@@ -116,9 +116,9 @@ class Int8Layer(CacheLayerMixin):
         """Store new tokens [B, H_kv, N, D]. Returns what attention is to use for key and value.
 
         The first tokens come back as they are, so that a prompt is attended to before it is rounded; later calls
-        return one StoredKV twice. Where it raises, nothing is stored.
+        return one QuantizedKV twice. Where it raises, nothing is stored.
         """
-        return self._whole(lambda trial: trial._append(key_states, value_states, self))
+        return self._all_or_nothing(lambda trial: trial._append(key_states, value_states, self))
 
     def _append(self, key_states, value_states, owner):
         self._prepare(key_states, value_states)
@@ -128,7 +128,7 @@ class Int8Layer(CacheLayerMixin):
         if first:
             self.begin = self.end = 0
             self._choose_vectors(key_states, value_states)
-        elif self.first_keys is not None and are_chosen_anew(self.cumulative_length, number, self._window()):
+        elif self.first_keys is not None and must_choose_again(self.cumulative_length, number, self._first_tokens()):
             self._store_again(key_states, value_states)
         if first or self.first_keys is not None:
             self._hold(key_states, value_states, first)
@@ -201,9 +201,9 @@ class Int8Layer(CacheLayerMixin):
         """Replace all tensors by change(tensor), or none."""
         if self.is_initialized:
             changed = {name: change(x) for name, x in self._tensors().items()}
-            self._whole(lambda trial: trial.__dict__.update(changed, batch_size=changed["k_codes"].shape[0]))
+            self._all_or_nothing(lambda trial: trial.__dict__.update(changed, batch_size=changed["k_codes"].shape[0]))
 
-    def _whole(self, change):
+    def _all_or_nothing(self, change):
         """change(trial) on a copy of the fields, which are then taken over. Raises what it raises, unchanged."""
         trial = self._trial()
         result = change(trial)
@@ -266,12 +266,12 @@ class Int8Layer(CacheLayerMixin):
             if (x.shape[0], x.shape[1], x.shape[3]) != wanted:
                 raise ValueError(
                     f"{name}: got shape {tuple(x.shape)}, expected [{wanted[0]}, {wanted[1]}, N, {wanted[2]}] as what "
-                    f"the cache holds; reorder or repeat the cache first, or for another batch or model {self._anew}"
+                    f"the cache holds; reorder or repeat the cache first, or for another batch or model {self._how_to_restart}"
                 )
             if x.device != self.device:
                 raise ValueError(
                     f"{name}: got device {x.device}, expected {self.device}, where the layer's tokens are; keep each "
-                    f"layer of the model on one device, or {self._anew}"
+                    f"layer of the model on one device, or {self._how_to_restart}"
                 )
 
     def _choose_vectors(self, key_states, value_states) -> None:
@@ -290,16 +290,16 @@ class Int8Layer(CacheLayerMixin):
     def _hold(self, key_states, value_states, first: bool) -> None:
         """Keep the first tokens as they came, until there are enough to choose the vectors for good."""
         new = (key_states.detach(), value_states.detach())
-        if self.cumulative_length + key_states.shape[2] >= self._window():
+        if self.cumulative_length + key_states.shape[2] >= self._first_tokens():
             self.first_keys = self.first_values = None
         elif first:
             self.first_keys, self.first_values = (x.clone() for x in new)
         else:
             self.first_keys, self.first_values = (torch.cat(x, 2) for x in zip(self._first(), new, strict=True))
 
-    def _window(self) -> int:
+    def _first_tokens(self) -> int:
         """Tokens after which the vectors stay as they are; the layer holds them all till then."""
-        return min(WINDOW, self.sliding_window) if self.is_sliding else WINDOW
+        return min(FIRST_TOKENS, self.sliding_window) if self.is_sliding else FIRST_TOKENS
 
     def _buffers(self) -> tuple[torch.Tensor, ...]:
         return tuple(getattr(self, name) for name in BUFFERS)
@@ -343,10 +343,10 @@ class Int8Layer(CacheLayerMixin):
             raise ValueError(f"crop: got {tokens_to_remove}, expected at least {-held}: {held} tokens were seen")
         return -tokens_to_remove
 
-    def _stored(self, begin: int, owner) -> StoredKV:
+    def _stored(self, begin: int, owner) -> QuantizedKV:
         buffers = [getattr(self, name)[:, :, begin : self.end] for name in BUFFERS]
         parts = [*buffers, self.k_mean, self.k_balance, None, False, self.dtype, owner]
-        return StoredKV(*parts)
+        return QuantizedKV(*parts)
 
 
 def _is_sharded(heads: int, known) -> bool:

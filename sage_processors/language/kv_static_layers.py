@@ -13,15 +13,15 @@ from sage_kernels import append_kv
 from sage_kernels.compat import mark_static_address
 
 from .kv_layers import BUFFERS, FIRST, VECTORS, Int8Layer
-from .kv_vectors import WINDOW, are_chosen_anew, choose_vectors
-from .quantized_kv import StoredKV
+from .kv_vectors import FIRST_TOKENS, must_choose_again, choose_vectors
+from .quantized_kv import QuantizedKV
 
 
 class Int8StaticLayer(Int8Layer):
     """Room for max_cache_len tokens, allocated at the first update (or by Cache.early_initialization)."""
 
     is_compileable = True
-    _anew = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
+    _how_to_restart = "make a new Int8KVCache: reset() keeps the buffers of a static one as they are"
 
     def __init__(self, max_cache_len: int, heads: frozenset = frozenset(), dims: frozenset = frozenset()):
         super().__init__(heads, dims)
@@ -72,7 +72,7 @@ class Int8StaticLayer(Int8Layer):
             pass
         elif torch.compiler.is_compiling():
             self._store_again_compiled(key_states, value_states)
-        elif are_chosen_anew(self._length(), key_states.shape[2], self._window()):
+        elif must_choose_again(self._length(), key_states.shape[2], self._first_tokens()):
             keys, values = (x[:, :, : self._length()] for x in self._first())
             self._choose_vectors(torch.cat([keys, key_states], 2), torch.cat([values, value_states], 2))
             again = tuple(x[:, :, : self._length()].clone() for x in self._buffers())
@@ -83,12 +83,12 @@ class Int8StaticLayer(Int8Layer):
     def _store_again_compiled(self, key_states, value_states) -> None:
         """As the eager way, but of fixed shapes and in place: the host does not know how many tokens there are."""
         seen, number = self.cumulative_length, key_states.shape[2]
-        slots = torch.arange(self._window(), device=self.device)
+        slots = torch.arange(self._first_tokens(), device=self.device)
         source = slots - seen
         for held, new in zip(self._first(), (key_states, value_states), strict=True):
             rows = new.detach().index_select(2, source.clamp(0, number - 1)).to(held.dtype)
             held.copy_(torch.where(((source >= 0) & (source < number))[:, None], rows, held))
-        anew = are_chosen_anew(seen, number, self._window())
+        anew = must_choose_again(seen, number, self._first_tokens())
         chosen = choose_vectors(*self._first(), slots < seen + number, first_stays=not self.is_sliding)
         for vector, new in zip((self.k_mean, self.k_balance), chosen, strict=True):
             vector.copy_(torch.where(anew, new, vector))
@@ -103,7 +103,7 @@ class Int8StaticLayer(Int8Layer):
         compiling = torch.compiler.is_compiling()
         if not first and (self.is_settled or (compiling and not self.is_sliding)):
             return
-        begin, number, capacity = 0 if first else self._length(), key_states.shape[2], self._window()
+        begin, number, capacity = 0 if first else self._length(), key_states.shape[2], self._first_tokens()
         overwritten = max(begin + number - self.k_codes.shape[2], 0)  # by new tokens, in a ring
         for buffer, x in zip(self._buffers(), again or (), strict=False):
             buffer[:, :, overwritten:begin].copy_(x[:, :, overwritten:])
@@ -137,9 +137,11 @@ class Int8StaticLayer(Int8Layer):
         if self.is_initialized and number:
             length = self._length() - number
             fields: dict[str, Any] = {"_host_length": length, "is_empty": length == 0}
-            fields["is_settled"] = self.is_settled and length >= self._window()  # the first tokens are still held
+            fields["is_settled"] = (
+                self.is_settled and length >= self._first_tokens()
+            )  # the first tokens are still held
             fields["cumulative_length"] = torch.full_like(self.cumulative_length, length)
-            self._whole(lambda trial: trial.__dict__.update(fields))
+            self._all_or_nothing(lambda trial: trial.__dict__.update(fields))
 
     def reset(self) -> None:
         """Forget the tokens; the buffers stay where they are."""
@@ -151,7 +153,7 @@ class Int8StaticLayer(Int8Layer):
         """Nothing to do: a crop finds all tokens still there."""
 
     @property
-    def keys(self) -> StoredKV | None:
+    def keys(self) -> QuantizedKV | None:
         return self._stored(0, self) if self.is_initialized and not self.is_empty else None
 
     @keys.setter
@@ -163,7 +165,7 @@ class Int8StaticLayer(Int8Layer):
     def _initialize(self, key_states, value_states) -> None:
         super()._initialize(key_states, value_states)
         self.cumulative_length = self.cumulative_length.to(self.device)
-        shape = (self.batch_size, self.num_heads, self._window(), self.head_dim)
+        shape = (self.batch_size, self.num_heads, self._first_tokens(), self.head_dim)
         self.first_keys, self.first_values = (torch.empty(shape, dtype=self.dtype, device=self.device) for _ in FIRST)
 
     def _pin(self) -> None:
@@ -175,8 +177,8 @@ class Int8StaticLayer(Int8Layer):
     def _first_capacity(self) -> int:
         return self.max_cache_len
 
-    def _window(self) -> int:
-        return min(WINDOW, self._first_capacity())
+    def _first_tokens(self) -> int:
+        return min(FIRST_TOKENS, self._first_capacity())
 
     def _length(self) -> int:
         if self._host_length is None:
@@ -196,11 +198,11 @@ class Int8StaticLayer(Int8Layer):
             k_balance=self.k_balance,
         )  # fmt: skip
 
-    def _stored(self, begin: int, owner) -> StoredKV:
+    def _stored(self, begin: int, owner) -> QuantizedKV:
         buffers = self._buffers()
         vectors = (self.k_mean, self.k_balance)
         parts = [*buffers, *vectors, self.cumulative_length, False, self.dtype, owner]
-        return StoredKV(*parts)
+        return QuantizedKV(*parts)
 
     def _take(self, trial) -> None:
         """In place where shapes stay, so that compiled code stays valid."""
@@ -295,7 +297,7 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
         """Whether `number` more tokens overwrite nothing that one of their own windows reaches."""
         return number == 1 or self._host_length + number <= self.ring
 
-    def _chronological(self, key_states, value_states, owner, again) -> StoredKV:
+    def _chronological(self, key_states, value_states, owner, again) -> QuantizedKV:
         kept, number = min(self._host_length, self.ring - 1), key_states.shape[2]
         slots = torch.arange(self._host_length - kept, self._host_length, device=self.device) % self.ring
         mean, balance = self.k_mean.clone(), self.k_balance.clone()
@@ -306,7 +308,7 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
             buffers.append(new)
         append_kv(key_states, value_states, mean, *buffers, position=kept, k_balance=balance)
         parts = [*buffers, mean, balance, None, False, self.dtype, owner]
-        return StoredKV(*parts)
+        return QuantizedKV(*parts)
 
     def _write(self, key_states, value_states) -> None:
         skipped = max(key_states.shape[2] - self.ring, 0)
@@ -315,7 +317,7 @@ class Int8StaticSlidingLayer(Int8StaticLayer):
             position=self.cumulative_length + skipped, ring=True, k_balance=self.k_balance,
         )  # fmt: skip
 
-    def _stored(self, begin: int, owner) -> StoredKV:
+    def _stored(self, begin: int, owner) -> QuantizedKV:
         stored = super()._stored(begin, owner)
         stored.ring = True
         return stored

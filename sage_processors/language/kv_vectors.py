@@ -1,7 +1,7 @@
 """The two vectors of a head that an Int8KVCache stores its keys with: a centre and a balance of channels.
 
 Attention is exact with any vectors: the choice only decides how much 8 bits round away. They are chosen by a layer's
-first tokens. Where its first call has fewer than WINDOW, they are chosen anew when there are CHOSEN_AT, and the tokens
+first tokens. Where its first call has fewer than FIRST_TOKENS, they are chosen anew when there are CHOSEN_AT, and the tokens
 held are stored again, from 16 bit: as if all had come together. From then on nothing that was written
 changes, and codes depend on no token but their own and the first ones: pages of a shared prefix may be shared.
 """
@@ -19,15 +19,15 @@ from sage_kernels.facts.numerics import CENTER_SAMPLES, sample_tokens
 
 OUTLIER = 2.0  # channels up to so many times as large or small as the median one share a scale with it as they are
 BALANCE_LIMIT = 2.0**12
-WINDOW = 64  # tokens after which the vectors of a layer stay as they are
+FIRST_TOKENS = 64  # tokens after which the vectors of a layer stay as they are
 ENOUGH = 8  # different tokens that say how large a channel is
-CHOSEN_AT = (ENOUGH, 16, 32, WINDOW)
-ALIKE = 1 / 16  # values whose distance is less, relative to the sum of their sizes, are of the same token
-SINK = 1 / 4  # part of the way to the first token's key that a centre is drawn,
-REACH = 2.0  # but in no channel by more than so many times its size
+CHOSEN_AT = (ENOUGH, 16, 32, FIRST_TOKENS)
+SAME_TOKEN = 1 / 16  # values whose distance is less, relative to the sum of their sizes, are of the same token
+SINK_SHARE = 1 / 4  # part of the way to the first token's key that a centre is drawn,
+MAX_SHIFT = 2.0  # but in no channel by more than so many times its size
 
 
-def are_chosen_anew(held: Any, new: int, window: int) -> Any:
+def must_choose_again(held: Any, new: int, window: int) -> Any:
     """Whether the vectors are to be chosen when `new` tokens follow `held`, of which the layer waits for `window`.
 
     held: a number, or an integer tensor [] on a device; then the answer is a bool tensor [] there.
@@ -44,7 +44,7 @@ def choose_vectors(
     A sample of the tokens is looked at. Each sequence of a batch decides by itself, and nothing waits for the device.
 
     Args:
-        valid: bool [S], S <= WINDOW: which of the tokens there are; None: all.
+        valid: bool [S], S <= FIRST_TOKENS: which of the tokens there are; None: all.
         first_stays: no sliding window leaves the first token behind.
     """
     number = keys.shape[2]
@@ -56,11 +56,11 @@ def choose_vectors(
     weight = different_tokens(values.detach()[:, :, tokens].float())
     if valid is not None:
         weight = weight * valid
-    mean = smoothing_vector(sample, weight, number if valid is None else valid.sum())
+    mean = key_centre(sample, weight, number if valid is None else valid.sum())
     if number < ENOUGH:
         return mean, torch.ones_like(mean)
     if first_stays:
-        mean = drawn_to_first(sample, weight, mean)
+        mean = moved_to_first_key(sample, weight, mean)
     return mean, channel_balance(sample, weight, mean)
 
 
@@ -73,11 +73,11 @@ def different_tokens(values: torch.Tensor) -> torch.Tensor:
     """
     size = values.abs().sum((1, 3))
     change = values.diff(dim=2).abs().sum((1, 3))
-    differs = change > ALIKE * (size[:, 1:] + size[:, :-1])
+    differs = change > SAME_TOKEN * (size[:, 1:] + size[:, :-1])
     return torch.cat([torch.ones_like(size[:, :1]), differs.float()], 1)
 
 
-def smoothing_vector(keys: torch.Tensor, weight: torch.Tensor, number: Any) -> torch.Tensor:
+def key_centre(keys: torch.Tensor, weight: torch.Tensor, number: Any) -> torch.Tensor:
     """Vector that is subtracted from all keys of a head, fp32 [B, H_kv, D]: their mean, drawn to zero.
 
     One token says little about those to come, so it counts for a half; a channel that is not finite is left alone.
@@ -87,17 +87,17 @@ def smoothing_vector(keys: torch.Tensor, weight: torch.Tensor, number: Any) -> t
     return torch.where(total.isfinite(), total, 0.0)
 
 
-def drawn_to_first(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+def moved_to_first_key(keys: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """The centre moved towards the first key, or the first behind padding, which most attention goes to.
 
     That key is often far from all others, and what is rounded away of it weighs most. The others have room for some
-    shift: REACH bounds it. Sequences of fewer than ENOUGH different tokens keep their mean.
+    shift: MAX_SHIFT bounds it. Sequences of fewer than ENOUGH different tokens keep their mean.
     """
     number, order = weight.sum(1, keepdim=True), weight.cumsum(1)
     behind_copies = ((order == 1).sum(1, keepdim=True) > 1) & (number > 1)  # the first token comes again: padding
     first = torch.where(behind_copies, order == 2, order == 1) & (weight > 0)
-    way = SINK * (_weighted_sum(keys, first.float()) - mean)
-    reach = REACH * _sizes(keys, weight, mean)[0]
+    way = SINK_SHARE * (_weighted_sum(keys, first.float()) - mean)
+    reach = MAX_SHIFT * _sizes(keys, weight, mean)[0]
     moved = mean + way.clamp(-reach, reach)
     return torch.where((number[:, None] >= ENOUGH) & moved.isfinite(), moved, mean)
 

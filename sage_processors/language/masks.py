@@ -190,7 +190,7 @@ def plain_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     return mask.plain() if isinstance(mask, BandMask) else mask
 
 
-def asked_of(mask: Any) -> Any:
+def visible_mask(mask: Any) -> Any:
     """What our attention is asked of a mask that a model hands it."""
     return mask.visible if isinstance(mask, AddedMask) else mask
 
@@ -323,7 +323,7 @@ def _mask_of_keys(padding, batch_size, q_length, kv_length, kv_offset, tracing) 
     return padding[:, None, None, :].expand(batch_size, 1, q_length, kv_length)
 
 
-def _parts(function) -> dict:
+def _closure(function) -> dict:
     """What a closure holds on to, by name."""
     cells = function.__closure__ or ()
     return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
@@ -350,15 +350,15 @@ def _packed(mask_function) -> tuple[torch.Tensor, tuple[int, int]] | None:
     says no more than that; positions that go up by one inside of a sequence do not move a band."""
     if getattr(mask_function, "__code__", None) is not _INTERSECTION:
         return None
-    functions = _parts(mask_function)["mask_functions"]
+    functions = _closure(mask_function)["mask_functions"]
     apart = [one for one in functions if getattr(one, "__code__", None) is _PACKED]
     if len(functions) != 2 or len(apart) != 1:
         return None
     inside = functions[1 - functions.index(apart[0])]
     if _REMAPPED is not None and getattr(inside, "__code__", None) is _REMAPPED:
-        inside = _parts(inside)["mask_function"]
+        inside = _closure(inside)["mask_function"]
     band = _band(inside)
-    return None if band is None else (_parts(apart[0])["packed_sequence_mask"], band)
+    return None if band is None else (_closure(apart[0])["packed_sequence_mask"], band)
 
 
 def _band(mask_function) -> tuple[int, int] | None:
@@ -367,13 +367,13 @@ def _band(mask_function) -> tuple[int, int] | None:
         return UNLIMITED, 0
     if getattr(mask_function, "__code__", None) is not _INTERSECTION:
         return None
-    functions = _parts(mask_function)["mask_functions"]
+    functions = _closure(mask_function)["mask_functions"]
     if len(functions) != 2:
         return None
     overlay, base = functions
     code = getattr(overlay, "__code__", None)
     if code is _CAUSAL_WINDOW and base is causal_mask_function:
-        return _parts(overlay)["sliding_window"] - 1, 0
+        return _closure(overlay)["sliding_window"] - 1, 0
     if code is _TWO_SIDED_WINDOW and base is bidirectional_mask_function:
-        return (_parts(overlay)["sliding_window"],) * 2
+        return (_closure(overlay)["sliding_window"],) * 2
     return None

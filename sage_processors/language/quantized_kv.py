@@ -22,7 +22,7 @@ _REMEDY = (
 )
 
 
-class StoredKV:
+class QuantizedKV:
     """The keys and values of one layer as an INT8 cache holds them. `update` returns it both as key and as value.
 
     Attributes:
@@ -83,16 +83,16 @@ class StoredKV:
         raise Int8KVCacheError(f"{name}: got a layer of an Int8KVCache, expected tensors; {_REMEDY}")
 
 
-def stored_int8(key: object, value: object) -> StoredKV | None:
-    """The StoredKV that an attention function was given as key and value; None if they are ordinary tensors.
+def quantized_kv_of(key: object, value: object) -> QuantizedKV | None:
+    """The QuantizedKV that an attention function was given as key and value; None if they are ordinary tensors.
 
     Raises: TypeError if only one of them is stored, or they are of two layers.
     """
-    if not isinstance(key, StoredKV) and not isinstance(value, StoredKV):
+    if not isinstance(key, QuantizedKV) and not isinstance(value, QuantizedKV):
         return None
     # models that keep the keys of an encoder read them from the layer, and then the values
     if (
-        not (isinstance(key, StoredKV) and isinstance(value, StoredKV))
+        not (isinstance(key, QuantizedKV) and isinstance(value, QuantizedKV))
         or key.owner is not value.owner
         or key.shape != value.shape
     ):
@@ -105,7 +105,7 @@ def stored_int8(key: object, value: object) -> StoredKV | None:
 
 def attend(
     query: torch.Tensor,
-    stored: StoredKV,
+    stored: QuantizedKV,
     *,
     attn_mask: torch.Tensor | None = None,
     causal: bool | str = False,
